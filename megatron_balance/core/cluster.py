@@ -1,0 +1,51 @@
+"""The machine a plan is made for: ranks, nodes, links. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_balance.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Ranks numbered node by node, and what their links and kernels sustain.
+
+    `intra_bytes_per_s` is one rank's link inside the node, one direction; `nic_bytes_per_s` one NIC, one direction;
+    `ranks_per_nic` ranks share a NIC. `flops_per_s` is what a rank reaches in dense bf16 matrix products (peak),
+    `attention_efficiency` the share of it that a long attention kernel reaches.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    name: str = "custom"
+    intra_bytes_per_s: float = 400e9
+    nic_bytes_per_s: float = 50e9
+    ranks_per_nic: int = 1
+    flops_per_s: float = 989e12
+    attention_efficiency: float = 0.5
+    memory_bytes: float = 141e9
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.ranks_per_node < 1:
+            raise ConfigError(f"a cluster needs at least one rank and one rank per node, got {self.num_ranks} ranks, {self.ranks_per_node} per node")
+        if self.num_ranks % self.ranks_per_node and self.num_ranks > self.ranks_per_node:
+            raise ConfigError(
+                f"{self.num_ranks} ranks are not divisible by {self.ranks_per_node} ranks per node; "
+                f"use a multiple of {self.ranks_per_node} ranks or another --ranks-per-node"
+            )
+
+    @property
+    def node_size(self) -> int:
+        """Ranks on a node (a cluster smaller than a node is one node)."""
+        return min(self.ranks_per_node, self.num_ranks)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.node_size
+
+    def node(self, rank: int) -> int:
+        return rank // self.node_size
+
+    def ranks_of(self, node: int) -> range:
+        return range(node * self.node_size, (node + 1) * self.node_size)

@@ -1,0 +1,52 @@
+"""The model a plan is made for: only what changes attention, tokens and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_balance.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A transformer. `num_kv_heads` divides `num_heads` (MHA: equal; GQA: fewer). `bytes_per_element` of activations."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int = 32
+    hidden_size: int = 4096
+    ffn_size: int = 11008
+    gated_ffn: bool = True
+    name: str = "custom"
+    bytes_per_element: int = 2
+    num_experts: int = 0
+    experts_per_token: int = 0
+    vocab_size: int = 32000
+    tokens_per_rank: int | None = None
+    """Tokens a rank is given per microbatch in the published evaluation, if one is known."""
+
+    def __post_init__(self) -> None:
+        for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
+            if getattr(self, what) < 1:
+                raise ConfigError(f"model {self.name}: {what} must be at least 1, got {getattr(self, what)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+
+    @property
+    def linear_flops_per_token(self) -> float:
+        """Forward FLOPs of one token in one layer's projections and MLP (2 per multiply-add)."""
+        hidden, width = self.hidden_size, self.num_heads * self.head_dim
+        attention = hidden * (2 * width + 2 * self.num_kv_heads * self.head_dim)
+        mlp = (3 if self.gated_ffn else 2) * hidden * self.ffn_size * max(1, self.experts_per_token)
+        return 2.0 * (attention + mlp)
+
+    @property
+    def attention_flops_per_pair(self) -> float:
+        """Forward FLOPs of one (query, key) pair in one layer: scores and weighted values, all heads."""
+        return 4.0 * self.num_heads * self.head_dim

@@ -1,0 +1,137 @@
+"""What a planner decides: compact, hashable, printable; no object per rank and fragment, no tensors.
+
+Nesting: BatchPlan (one optimizer step) > MicrobatchPlan > the program of one attention call, which is never stored but
+projected per rank from the zones (`schedules.project`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from megatron_balance.core.rows import Rows
+from megatron_balance.errors import ConfigError
+
+FORMAT = "megatron-balance plan 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """Sequences that share a group of ranks, a placement and a movement.
+
+    `movement` names a schedule: "ring" and "all_gather" place zigzag, "head_exchange" contiguously. A zone on one rank is
+    local whatever its movement. `name` is for people and reports (inter-node, intra-node, local, pool).
+    """
+
+    name: str
+    movement: str
+    ranks: tuple[int, ...]
+    seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Explicit placement and tasks: any cut of the (query, key) triangle, on any rank.
+
+    `fragments`: rows of (rank, seq, start, stop). `tasks`: rows of (rank, seq, q_start, q_stop, k_start, k_stop).
+    """
+
+    name: str
+    fragments: Rows
+    tasks: Rows
+    movement: str = "dispatch"
+
+    @property
+    def seqs(self) -> tuple[int, ...]:
+        return tuple(sorted({row[1] for row in self.fragments}))
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchPlan:
+    """One microbatch of the pool. Zones are in issue order: inter-node first, then intra-node, then local."""
+
+    planner: str
+    lengths: tuple[int, ...]
+    num_ranks: int
+    ranks_per_node: int
+    num_heads: int
+    num_kv_heads: int
+    zones: tuple[Zone | Tiling, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that differ when any decision differs; equal on every host and Python."""
+        return hashlib.sha256(to_json(self).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """All microbatches of one optimizer step, in order."""
+
+    microbatches: tuple[MicrobatchPlan, ...]
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(m.fingerprint() for m in self.microbatches).encode()).hexdigest()[:16]
+
+
+def to_json(plan: MicrobatchPlan) -> str:
+    """The plan as one line of JSON with a fixed key order."""
+    body = {
+        "format": FORMAT,
+        **{k: getattr(plan, k) for k in ("planner", "lengths", "num_ranks", "ranks_per_node", "num_heads", "num_kv_heads")},
+        "zones": [_zone_to_json(z) for z in plan.zones],
+    }
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _zone_to_json(zone: Zone | Tiling) -> dict[str, object]:
+    if isinstance(zone, Zone):
+        return asdict(zone)
+    return {"name": zone.name, "movement": zone.movement, "fragments": list(zone.fragments), "tasks": list(zone.tasks)}
+
+
+def from_json(text: str) -> MicrobatchPlan:
+    """The plan that `to_json` wrote.
+
+    Raises ConfigError: not a plan, or one of another format.
+    """
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"not a plan: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise ConfigError(f"not a plan of this version: format is {found!r}, expected {FORMAT!r}")
+    try:
+        return MicrobatchPlan(
+            planner=str(body["planner"]),
+            lengths=_ints(body["lengths"]),
+            num_ranks=int(body["num_ranks"]),
+            ranks_per_node=int(body["ranks_per_node"]),
+            num_heads=int(body["num_heads"]),
+            num_kv_heads=int(body["num_kv_heads"]),
+            zones=tuple(_zone_from_json(z) for z in body["zones"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
+
+
+def _zone_from_json(zone: dict[str, object]) -> Zone | Tiling:
+    if "tasks" in zone:
+        return Tiling(
+            name=str(zone["name"]),
+            movement=str(zone["movement"]),
+            fragments=Rows.of(4, zone["fragments"]),  # pyright: ignore[reportArgumentType]
+            tasks=Rows.of(6, zone["tasks"]),  # pyright: ignore[reportArgumentType]
+        )
+    return Zone(str(zone["name"]), str(zone["movement"]), _ints(zone["ranks"]), _ints(zone["seqs"]))
+
+
+def _ints(values: object) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(v) is not int for v in values):
+        raise ValueError(f"expected a list of whole numbers, got {values!r:.80}")
+    return tuple(values)

@@ -1,0 +1,29 @@
+"""Everything this package raises on purpose: a user's mistake, a limit, or a plan that does not hold together."""
+
+
+class BalanceError(Exception):
+    """Base of all our errors. The command line prints them without a traceback and exits with code 2."""
+
+
+class ConfigError(BalanceError):
+    """An option, key, file or combination of flags that cannot work; the message names it and what would be right."""
+
+
+class InfeasibleError(BalanceError):
+    """The batch does not fit: the message states the binding limit, what is needed and what there is."""
+
+
+class InvalidProgramError(BalanceError):
+    """A program that does not compute causal attention and its gradient exactly once; names the op."""
+
+
+class PlanMismatchError(BalanceError):
+    """Ranks that planned alone disagree; names the ranks."""
+
+
+class PatchError(BalanceError):
+    """The source of something we patch is not the source we reviewed; names the target."""
+
+
+class DataError(BalanceError):
+    """A corpus that is truncated, too long, foreign or empty; found at opening."""

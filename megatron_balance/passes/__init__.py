@@ -1,0 +1,1 @@
+"""Programs in, programs or proofs out: transpose, join, verify, tidy."""

@@ -1,0 +1,27 @@
+"""`Rows` as NumPy arrays and back, without a copy on the way in."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.core.rows import Rows
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+def as_array(rows: Rows) -> Ints:
+    """The table as a read-only int64 array [len(rows), rows.width]."""
+    return np.frombuffer(rows.data, dtype="<i8").reshape(-1, rows.width)
+
+
+def as_rows(table: Ints) -> Rows:
+    """A 2-D integer array as `Rows`."""
+    return Rows(table.shape[1], np.ascontiguousarray(table, dtype="<i8").tobytes())
+
+
+def concat(tables: list[Rows], width: int) -> Ints:
+    """All rows of `tables` below one another, [sum of lengths, width]."""
+    return np.frombuffer(b"".join(t.data for t in tables), dtype="<i8").reshape(-1, width)

@@ -1,0 +1,48 @@
+"""What every schedule is handed beside its zone, and how it hands back one rank's share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_balance.core.program import Attend, Exchange, Merge, Op, Pattern
+from megatron_balance.passes.tables import Ints, as_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Facts of the microbatch. `lengths`: int64 [num_seqs]; `base`: the zone's first exchange id."""
+
+    lengths: Ints
+    num_heads: int
+    num_kv_heads: int
+    base: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by forward id."""
+
+    ops: list[Op] = field(default_factory=list)
+    replays: list[tuple[int, Exchange]] = field(default_factory=list)
+
+
+def cut_by(table: Ints, groups: Ints, num_groups: int) -> list[bytes]:
+    """The rows of `table`, sorted by `groups` (ascending), as one little-endian block of bytes per group."""
+    ends = np.searchsorted(groups, np.arange(num_groups + 1)).tolist()
+    table = np.ascontiguousarray(table, dtype="<i8")
+    return [table[a:b].tobytes() for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def exchange(context: Context, step: int, rows: Ints, pattern: Pattern = "p2p", group: tuple[int, ...] = ()) -> Exchange:
+    """The exchange number `step` of the zone."""
+    return Exchange(context.base + step, as_rows(rows), pattern, group)
+
+
+def attend(rank: int, pairs: Ints) -> Attend:
+    return Attend(rank, as_rows(pairs))
+
+
+def merge(rank: int, values: Ints) -> Merge:
+    return Merge(rank, as_rows(values))

@@ -1,0 +1,138 @@
+"""Ring: keys and values go round the group, one hop a round, while queries stay (Ring Attention; Zeppelin, section 3.2).
+
+Round t of G: group index i attends to the block that started at index i - t. A fragment goes round only as far as some
+rank still needs it. A replayed backward turns the other way, so that the block needed last in the forward pass, which the
+backward needs first, comes from its own rank, and its gradient walks the forward path back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_balance.core.plan import Zone
+from megatron_balance.core.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Attend, Exchange, Kind, Merge
+from megatron_balance.core.rows import Rows
+from megatron_balance.passes.tables import Ints
+from megatron_balance.schedules import zigzag
+from megatron_balance.schedules.context import Context, Share, cut_by
+
+
+def num_exchanges(zone: Zone) -> int:
+    """Rounds that move something: G - 1."""
+    return len(zone.ranks) - 1
+
+
+def place(zone: Zone, lengths: Ints, rank: int) -> Ints:
+    """Rows (seq, start, stop) of `rank` in this zone."""
+    return zigzag.fragments(zigzag.zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks)), zone.ranks.index(rank))
+
+
+def project(zone: Zone, context: Context, rank: int) -> Share:
+    """Ops of `rank`: G rounds of Exchange, Attend and Merge (the first round only attends)."""
+    size, index = len(zone.ranks), zone.ranks.index(rank)
+    cut = zigzag.zigzag(context.lengths, np.array(zone.seqs, dtype=np.int64), size)
+    rounds = np.arange(size)
+    blocks = _Blocks(cut, (index - rounds) % size, context.num_kv_heads)
+    pairs, merges = _attention(cut, index, blocks, context)
+    ops: list[Attend | Exchange | Merge] = []
+    replays: list[tuple[int, Exchange]] = []
+    if pairs[0]:
+        ops.append(Attend(rank, Rows(PAIR_WIDTH, pairs[0])))
+    if size > 1:
+        before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
+        forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
+        mirror = _Blocks(cut, (index + rounds) % size, context.num_kv_heads)
+        backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before)
+        for t in range(1, size):
+            exchange_id = context.base + t - 1
+            if forward[t]:
+                ops.append(Exchange(exchange_id, Rows(TRANSFER_WIDTH, forward[t])))
+            if backward[size - t] or forward[t]:
+                replays.append((exchange_id, Exchange(exchange_id, Rows(TRANSFER_WIDTH, backward[size - t]))))
+            if pairs[t]:
+                ops += [Attend(rank, Rows(PAIR_WIDTH, pairs[t])), Merge(rank, Rows(MERGE_WIDTH, merges[t]))]
+    return Share(ops, replays)  # pyright: ignore[reportArgumentType]
+
+
+class _Blocks:
+    """The blocks of keys that pass one rank: in round t the one that started at `source[t]`. Arrays are [rounds, S, 2]."""
+
+    def __init__(self, cut: zigzag.Zigzag, source: Ints, num_kv_heads: int) -> None:
+        self.cut = cut
+        self.num_kv_heads = num_kv_heads
+        self.position = cut.position(source[:, None])
+        lo, hi = cut.lo(self.position), cut.hi(self.position)
+        self.start = np.stack([lo[0], hi[0]], 2)
+        self.stop = np.stack([lo[1], hi[1]], 2)
+        self.there = (self.start < self.stop) & (self.position < cut.parts)[:, :, None]
+
+    def reach_forward(self) -> Ints:
+        """Hops after which a fragment has passed the last rank that needs it, turning forward.
+
+        The low chunk at position j is needed by all other positions, the high one by those below j; turning forward, the
+        last position before j again is j - 1. Position 0 has none behind it: its low chunk ends at the last position and
+        its high chunk stays.
+        """
+        first = self.position == 0
+        lo = np.where(first, self.cut.parts - 1, self.cut.size - 1)
+        return np.stack([lo, np.where(first, 0, self.cut.size - 1)], 2)
+
+    def reach_backward(self) -> Ints:
+        """The same, turning the other way: high chunks end at position 0; low ones go on to position j + 1 if there is one."""
+        last = self.position >= self.cut.parts - 1
+        return np.stack([np.where(last, self.position, self.cut.size - 1), self.position], 2)
+
+    def transfers(self, rounds: Ints, reach: Ints, rank: int, source: int, target: int) -> list[bytes]:
+        """For each round, rows that `rank` sends to `target` (what it held a round ago) and receives from `source`."""
+        arrives = self.there & (reach >= rounds[:, None, None])
+        leaves = np.zeros_like(arrives)
+        leaves[1:] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
+        t_in, s_in, c_in = np.nonzero(arrives & (rounds >= 1)[:, None, None])
+        t_out, s_out, c_out = np.nonzero(leaves)
+        t = np.concatenate([t_out, t_in])
+        s = np.concatenate([s_out, s_in])
+        rows = np.empty((len(t), TRANSFER_WIDTH), dtype=np.int64)
+        rows[:, 0] = Kind.KV
+        rows[:, 1] = self.cut.seqs[s]
+        rows[:, 2] = np.concatenate([self.start[t_out - 1, s_out, c_out], self.start[t_in, s_in, c_in]])
+        rows[:, 3] = np.concatenate([self.stop[t_out - 1, s_out, c_out], self.stop[t_in, s_in, c_in]])
+        rows[:, 4] = 0
+        rows[:, 5] = self.num_kv_heads
+        sends = len(t_out)
+        rows[:sends, 6], rows[:sends, 7] = rank, target
+        rows[sends:, 6], rows[sends:, 7] = source, rank
+        order = np.argsort(t, kind="stable")
+        return cut_by(rows[order], t[order], len(rounds))
+
+
+def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
+    """Per round: the pairs that group index `index` attends, and the query regions to merge."""
+    mine = cut.position(np.array(index))
+    own = mine < cut.parts
+    (lo0, lo1), (hi0, hi1) = cut.lo(mine), cut.hi(mine)
+    theirs = blocks.position
+    there = own & (theirs < cut.parts)
+    # (query chunk, key chunk) that are visible, by whose chunk comes first; chunk 0 is the low one.
+    same, earlier, later = there & (theirs == mine), there & (theirs < mine), there & (theirs > mine)
+    visible = np.stack([same | earlier, same | earlier | later, same | later], 2)  # (lo, lo), (hi, lo), (hi, hi)
+    query_hi = np.array([0, 1, 1])
+    key_hi = np.array([0, 0, 1])
+    t, s, p = np.nonzero(visible)
+    qh, kh = query_hi[p], key_hi[p]
+    rows = np.empty((len(t), PAIR_WIDTH), dtype=np.int64)
+    rows[:, 0] = cut.seqs[s]
+    rows[:, 1] = np.where(qh == 1, hi0[s], lo0[s])
+    rows[:, 2] = np.where(qh == 1, hi1[s], lo1[s])
+    rows[:, 3], rows[:, 4] = 0, context.num_heads
+    rows[:, 5] = blocks.start[t, s, kh]
+    rows[:, 6] = blocks.stop[t, s, kh]
+    rows[:, 7], rows[:, 8] = 0, context.num_kv_heads
+    keep = (rows[:, 1] < rows[:, 2]) & (rows[:, 5] < rows[:, 6])
+    rows, t, p, s = rows[keep], t[keep], p[keep], s[keep]
+    # One merge row per query region and round: skip the second pair of the same query chunk.
+    again = np.zeros(len(t), dtype=bool)
+    again[1:] = (t[1:] == t[:-1]) & (s[1:] == s[:-1]) & (query_hi[p[1:]] == query_hi[p[:-1]])
+    values = np.empty((len(t), MERGE_WIDTH), dtype=np.int64)
+    values[:, 0] = Kind.OUT
+    values[:, 1:] = rows[:, :5]
+    return cut_by(rows, t, blocks.cut.size), cut_by(values[~again], t[~again], blocks.cut.size)

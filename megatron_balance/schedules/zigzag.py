@@ -1,0 +1,61 @@
+"""Zigzag placement: each rank of a group of G holds chunk i and chunk 2G-1-i of every sequence (Zeppelin, section 3.2; TE CP).
+
+Chunks are near equal (their sizes differ by at most one token), so any length is legal without padding. A sequence shorter
+than 2G tokens cannot give every rank two tokens: it is cut into 2p chunks, p = max(1, length // 2), on p neighbouring ranks;
+each such sequence begins where the last one ended, so that many short sequences do not pile up on the first ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.passes.tables import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Zigzag:
+    """How the sequences of one zone are cut over its `size` ranks. Arrays over the zone's sequences.
+
+    `parts[s]`: ranks that hold sequence s; `first[s]`: the group index of the rank that holds its chunk 0.
+    """
+
+    size: int
+    seqs: Ints
+    lengths: Ints
+    parts: Ints
+    first: Ints
+
+    def position(self, index: Ints) -> Ints:
+        """Where group index `index` [..., 1] stands in each sequence's own order: [..., S]; >= parts: it holds nothing."""
+        return (index - self.first) % self.size
+
+    def lo(self, position: Ints) -> tuple[Ints, Ints]:
+        """Start and stop of the chunk `position`."""
+        width = 2 * self.parts
+        return self.lengths * position // width, self.lengths * (position + 1) // width
+
+    def hi(self, position: Ints) -> tuple[Ints, Ints]:
+        """Start and stop of the chunk 2 * parts - 1 - `position`."""
+        width = 2 * self.parts
+        return self.lengths * (width - 1 - position) // width, self.lengths * (width - position) // width
+
+
+def zigzag(lengths: Ints, seqs: Ints, size: int) -> Zigzag:
+    """Cut `seqs` (ids into `lengths`) over `size` ranks."""
+    own = lengths[seqs]
+    parts = np.clip(own // 2, 1, size)
+    short = parts < size
+    before = np.cumsum(np.where(short, parts, 0))
+    first = np.where(short, (before - np.where(short, parts, 0)) % size, 0)
+    return Zigzag(size, seqs, own, parts, first)
+
+
+def fragments(cut: Zigzag, index: int) -> Ints:
+    """Rows (seq, start, stop) that group index `index` holds, sequence by sequence, low chunk first."""
+    position = cut.position(np.array(index))
+    lo0, lo1 = cut.lo(position)
+    hi0, hi1 = cut.hi(position)
+    rows = np.stack([np.repeat(cut.seqs, 2), np.stack([lo0, hi0], 1).ravel(), np.stack([lo1, hi1], 1).ravel()], 1)
+    return rows[np.repeat(position < cut.parts, 2) & (rows[:, 1] < rows[:, 2])]
