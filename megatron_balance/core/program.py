@@ -106,6 +106,7 @@ class RankProgram:
     `num_exchanges`: forward exchanges of the whole program (backward ids derive from it).
     `replays`: by forward exchange id, the exchange that brings the same inputs again in a replayed backward, where that
     is not the forward exchange itself (a ring turns the other way).
+    `queues`: (zone name, number of its forward ops), in order.
     """
 
     rank: int
@@ -114,6 +115,7 @@ class RankProgram:
     num_exchanges: int
     backward: tuple[Op, ...] = ()
     replays: tuple[tuple[int, Exchange], ...] = field(default=())
+    queues: tuple[tuple[str, int], ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,11 @@ class Rows:
     def __bool__(self) -> bool:
         return bool(self.data)
 
+    def __repr__(self) -> str:
+        shown = [row for row, _ in zip(self, range(8), strict=False)]
+        more = f", ... {len(self) - 8} more" if len(self) > 8 else ""
+        return f"Rows({self.width}, [{', '.join(map(str, shown))}{more}])"
+
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         flat = memoryview(self.data).cast("q")
         for i in range(0, len(flat), self.width):

@@ -111,8 +111,10 @@ class _Parser:
         phase = "forward"
         for number, header, rows in self.blocks():
             words = header.split()
+            if rows and (words[0] == "home" or header in ops):
+                raise self.error(*rows[0], "a row belongs to an exchange, attend, attend_grad or merge")
             if words[0] == "home":
-                if words[1] != f"r{len(homes)}":
+                if words[1:2] != [f"r{len(homes)}"]:
                     raise self.error(number, header, f"homes are listed in order; expected r{len(homes)}")
                 homes.append(Rows.of(HOME_WIDTH, [self.region(number, Kind.Q, w)[:3] for w in words[2:]]))
             elif header in ops:
@@ -157,6 +159,8 @@ class _Parser:
         if not line.startswith("q ") or not separator:
             raise self.error(number, line, "expected 'q sN[a:b) over sN[a:b) ...'")
         query = self.region(number, Kind.Q, query_text)
+        if not re.fullmatch(rf"{_REGION.pattern}(?: {_REGION.pattern})*", keys_text):
+            raise self.error(number, line, "expected regions like s0[0:8) behind 'over'")
         for found in _REGION.finditer(keys_text):
             key = self.region(number, Kind.KV, found[0])
             if key[0] != query[0]:

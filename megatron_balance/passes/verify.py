@@ -20,6 +20,7 @@ from megatron_balance.core.text import op_lines
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.atoms import Atoms, ranges
 from megatron_balance.passes.tables import Ints, as_array, concat
+from megatron_balance.passes.transpose import POLICIES
 
 _NEVER = -1
 
@@ -46,6 +47,10 @@ def _check_shape(program: Program) -> None:
     for seq, length in enumerate(program.lengths):
         if length < 1:
             raise InvalidProgramError(f"sequence {seq} has length {length}")
+    if program.policy not in (None, *POLICIES):
+        raise InvalidProgramError(f"unknown policy {program.policy!r}; known: {', '.join(POLICIES)}, or none for a forward alone")
+    if program.policy is None and program.backward:
+        raise InvalidProgramError("the program has a backward but no policy, so it cannot be proved; say how received inputs reach it")
 
 
 class _State:
@@ -145,6 +150,7 @@ class _State:
             chosen = [ops[i] for i in batch]
             self.where = (phase, batch, chosen)
             first = chosen[0]
+            self.check_ops(chosen)
             match first:
                 case Exchange():
                     self.exchange(phase, batch[0], first)
@@ -161,11 +167,26 @@ class _State:
                 self.where = (phase, [index], [ops[index]])
                 raise self.error(0, "nothing that it brings is ever used")
 
+    def check_ops(self, ops: Sequence[Op]) -> None:
+        """Every op does something, on ranks that are there."""
+        for which, op in enumerate(ops):
+            match op:
+                case Exchange(_, rows, _, ranks):
+                    empty = "it moves nothing"
+                case Attend(rank, rows) | AttendGrad(rank, rows):
+                    empty, ranks = "it attends nothing", (rank,)
+                case Merge(rank, rows):
+                    empty, ranks = "it merges nothing", (rank,)
+                case _:
+                    assert_never(op)
+            if not rows:
+                raise self.error(which, empty)
+            if any(not 0 <= rank < self.program.num_ranks for rank in ranks):
+                raise self.error(which, f"it names a rank that is not there; there are {self.program.num_ranks}")
+
     def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
         rows = as_array(op.transfers)
         kinds, src, dst = rows[:, 0], rows[:, 6], rows[:, 7]
-        if not len(rows):
-            raise self.error(0, "it moves nothing")
         if ((src == dst) | (np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= self.program.num_ranks)).any():
             raise self.error(0, "a transfer is from a rank to itself or names a rank that is not there")
         allowed = (Kind.Q, Kind.KV, Kind.OUT) if phase == "forward" else (Kind.Q, Kind.KV, Kind.OUT_GRAD, Kind.Q_GRAD, Kind.KV_GRAD)

@@ -68,6 +68,7 @@ def project(plan: MicrobatchPlan, rank: int) -> RankProgram:
     homes = [np.empty((0, HOME_WIDTH), dtype=np.int64)]
     ops: list[Op] = []
     replays: list[tuple[int, Exchange]] = []
+    queues: list[tuple[str, int]] = []
     for zone in plan.zones:
         schedule = schedule_of(zone)
         if holds(zone, rank):
@@ -75,8 +76,9 @@ def project(plan: MicrobatchPlan, rank: int) -> RankProgram:
             share = schedule.project(zone, Context(lengths, plan.num_heads, plan.num_kv_heads, base), rank)
             ops += share.ops
             replays += share.replays
+            queues.append((zone.name, len(share.ops)))
         base += schedule.num_exchanges(zone)
-    return RankProgram(rank, as_rows(np.concatenate(homes)), tuple(ops), base, replays=tuple(replays))
+    return RankProgram(rank, as_rows(np.concatenate(homes)), tuple(ops), base, replays=tuple(replays), queues=tuple(queues))
 
 
 def expand(plan: MicrobatchPlan, policy: Policy | None = None) -> Program:

@@ -34,7 +34,7 @@ def place(zone: Tiling, lengths: Ints, rank: int) -> Ints:
 
 def project(zone: Tiling, context: Context, rank: int) -> Share:
     """The ops of `rank`."""
-    there, back = (as_array(rows) for rows in _transfers(zone, context.num_heads, context.num_kv_heads))
+    there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
     ops = []
     mine = there[(there[:, 6] == rank) | (there[:, 7] == rank)]
     if len(mine):
@@ -77,7 +77,7 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 @lru_cache(maxsize=64)
-def _transfers(zone: Tiling, num_heads: int, num_kv_heads: int) -> tuple[Rows, Rows]:
+def transfers(zone: Tiling, num_heads: int, num_kv_heads: int) -> tuple[Rows, Rows]:
     """All transfers in and all transfers back, for every rank."""
     owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for rank, seq, start, stop in zone.fragments:

@@ -1,0 +1,1 @@
+"""Plans on tensors: torch and torch.distributed, no Megatron and no planner."""

@@ -1,0 +1,72 @@
+"""Pairs to kernel entries: as few (query rows, key rows) rectangles and triangles as the buffers' order allows.
+
+An entry is *full* (every query sees every key) or *causal*, aligned at the bottom right: its last query sees its last key,
+as in FlashAttention. A pair that is neither is cut in two. Neighbouring pairs that lie side by side in their buffers become
+one entry: in a zigzag ring every round then has one entry a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.passes.tables import Ints
+
+
+def simple_pairs(pairs: Ints) -> Ints:
+    """Pairs [n, 9] without rows and keys that take no part, each either full or causal at the bottom right."""
+    pairs = pairs.copy()
+    pairs[:, 1] = np.maximum(pairs[:, 1], pairs[:, 5])
+    pairs[:, 6] = np.minimum(pairs[:, 6], pairs[:, 2])
+    neither = (pairs[:, 6] > pairs[:, 1] + 1) & (pairs[:, 6] < pairs[:, 2])
+    if not neither.any():
+        return pairs
+    upper, lower = pairs.copy(), pairs[neither]
+    upper[neither, 2] = upper[neither, 6]  # the queries up to the last key: causal
+    lower[:, 1] = lower[:, 6]  # the queries behind it see all of the keys
+    order = np.argsort(np.concatenate([np.arange(len(pairs)), np.flatnonzero(neither)]), kind="stable")
+    return np.concatenate([upper, lower])[order]
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Kernel entries of one launch. Rows are rows of the operands, [n] each.
+
+    `q_pairs`, `k_pairs`: indices into the simple pairs whose query (key) regions, in order, make up the entries' packed rows.
+    """
+
+    q_start: Ints
+    q_stop: Ints
+    k_start: Ints
+    k_stop: Ints
+    causal: Ints
+    q_pairs: Ints
+    k_pairs: Ints
+
+    def __len__(self) -> int:
+        return len(self.q_start)
+
+
+def fuse(pairs: Ints, q_row: Ints, k_row: Ints) -> Fused:
+    """Entries of simple `pairs` [n, 9] whose regions begin at operand rows `q_row`, `k_row` [n]."""
+    q_stop = q_row + pairs[:, 2] - pairs[:, 1]
+    k_stop = k_row + pairs[:, 6] - pairs[:, 5]
+    causal = pairs[:, 6] > pairs[:, 1] + 1
+    # One after the other, the keys of the same queries: all but the last must be full.
+    linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
+    linked &= pairs[1:, 0] == pairs[:-1, 0]
+    first = np.flatnonzero(np.append(True, ~linked)) if len(pairs) else np.empty(0, dtype=np.int64)
+    last = np.append(first[1:], len(pairs)) - 1 if len(first) else first
+    a, b, c, d, e = q_row[first], q_stop[first], k_row[first], k_stop[last], causal[last]
+    # One below the other, queries of the same keys: all full over the same keys, or a staircase that is causal as a whole.
+    below = b[:-1] == a[1:]
+    full = ~e[1:] & ~e[:-1] & (c[1:] == c[:-1]) & (d[1:] == d[:-1])
+    stairs = e[1:] & e[:-1] & (c[1:] == c[:-1]) & (d[1:] - d[:-1] == b[1:] - b[:-1])
+    linked = below & (full | stairs)
+    top = np.flatnonzero(np.append(True, ~linked)) if len(first) else first
+    bottom = np.append(top[1:], len(first)) - 1 if len(top) else top
+    lengths = last[bottom] - first[bottom] + 1
+    offsets = np.cumsum(lengths) - lengths
+    k_pairs = np.repeat(first[bottom] - offsets, lengths) + np.arange(int(lengths.sum()))
+    return Fused(a[top], b[bottom], c[bottom], d[bottom], e[bottom], first, k_pairs)

@@ -1,0 +1,326 @@
+"""Run a bound plan on tensors: the forward and backward steps of one attention call.
+
+Shape legend: T rows of this rank, H query heads, G key-value heads, D head dim; keys and values of a buffer are [2, T, G, D]
+or, for the caller's own, two tensors. Partial outputs, their LSE and all gradients are accumulated in fp32 (fp64 for fp64);
+gradients travel in that type, everything else in the input's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_balance.core.program import Kind
+from megatron_balance.runtime import comm
+from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.kernels import merge
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Swap
+
+
+@dataclass(slots=True)
+class Received:
+    """Inputs that the forward leaves for the backward under policy `keep`: buffers by number."""
+
+    q: dict[int, Tensor] = field(default_factory=dict)
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Received]:
+    """Output [T, H, D] in q's dtype, LSE [T, H], and what the backward needs. q [T, H, D], k and v [T, G, D]."""
+    return _Forward(bound, q, k, v, scale).run()
+
+
+def run_backward(
+    bound: Bound, dout: Tensor, inputs: tuple[Tensor, Tensor, Tensor], final: tuple[Tensor, Tensor], received: Received, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `inputs` (q, k, v) in their dtypes. `final`: output and LSE of the forward."""
+    return _Backward(bound, dout, inputs, final, received, scale).run()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that partials are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Phase:
+    """What both phases share: buffers, gathering rows, and exchanges."""
+
+    def __init__(self, bound: Bound, phase: Phase, q: Tensor, k: Tensor, v: Tensor, received: Received) -> None:
+        self.bound = bound
+        self.phase = phase
+        self.q = {0: q, **received.q}
+        self.kv = {0: (k, v), **received.kv}
+        self.dtype = q.dtype
+        self.wide = wide_dtype(q.dtype)
+        self.device = q.device
+        self.dim = q.shape[2]
+        self.under_way: dict[int, tuple[comm.Pending, list[list[Tensor]]]] = {}
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def gather(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
+        """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`; a view where that is possible."""
+        if packed.direct:
+            run = packed.runs[0]
+            return of(run.buffer)[run.start : run.stop, run.buffer_head : run.buffer_head + run.num_heads]
+        tail = of(packed.runs[0].buffer).shape[2:]
+        out = self.empty(packed.num_rows, packed.num_heads, *tail, dtype=dtype)
+        for run, index in zip(packed.runs, packed.indices, strict=True):
+            source = of(run.buffer)
+            rows = source[run.start : run.stop] if index is None else source.index_select(0, index)
+            out[run.row : run.row + run.count, run.head : run.head + run.num_heads] = rows[:, run.buffer_head : run.buffer_head + run.num_heads]
+        return out
+
+    def query_operand(self, operand: Operand) -> Tensor:
+        if operand.buffer >= 0:
+            return self.q[operand.buffer][:, operand.head : operand.head + operand.num_heads]
+        return self.gather(operand.packed, self.q.__getitem__, self.dtype)
+
+    def key_operand(self, operand: Operand) -> tuple[Tensor, Tensor]:
+        if operand.buffer >= 0:
+            k, v = self.kv[operand.buffer]
+            return k[:, operand.head : operand.head + operand.num_heads], v[:, operand.head : operand.head + operand.num_heads]
+        return (
+            self.gather(operand.packed, lambda b: self.kv[b][0], self.dtype),
+            self.gather(operand.packed, lambda b: self.kv[b][1], self.dtype),
+        )
+
+    def free(self, index: int) -> None:
+        for kind, buffer in self.phase.frees[index]:
+            (self.q if kind == Kind.Q else self.kv).pop(buffer, None)
+
+    # Exchanges
+
+    def start(self, swap: Swap) -> None:
+        sends = [(m.peer, x) for m in swap.sends for x in self.parcel(m)]
+        slots = [self.slots(m) for m in swap.receives]
+        receives = [(m.peer, x) for m, tensors in zip(swap.receives, slots, strict=True) for x in tensors]
+        pending = comm.start(sends, receives, swap.pattern, swap.group, self.bound.groups)
+        self.under_way[swap.id] = (pending, slots)
+
+    def finish(self, swap: Swap) -> None:
+        pending, slots = self.under_way.pop(swap.id)
+        pending.wait()
+        for message, tensors in zip(swap.receives, slots, strict=True):
+            self.arrive(message, tensors)
+
+    def parcel(self, message: Message) -> list[Tensor]:
+        """The contiguous tensors that carry a message."""
+        packed = message.packed
+        match message.kind:
+            case Kind.Q:
+                return [self.gather(packed, self.q.__getitem__, self.dtype).contiguous()]
+            case Kind.KV:
+                return [self.pair(packed, lambda b: self.kv[b][0], lambda b: self.kv[b][1], self.dtype)]
+            case _:
+                return self.other_parcel(message)
+
+    def pair(self, packed: Packed, first: Callable[[int], Tensor], second: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
+        """Two gathered tensors as one [2, N, heads, D]; the received buffer itself if all of it goes on."""
+        one, other = self.gather(packed, first, dtype), self.gather(packed, second, dtype)
+        base = one._base
+        if base is not None and base is other._base and base.shape == (2, *one.shape) and base.is_contiguous():
+            return base
+        return torch.stack([one, other])
+
+    def slots(self, message: Message) -> list[Tensor]:
+        """Empty contiguous tensors for a message, shaped as the sender's `parcel`."""
+        rows, heads = message.packed.num_rows, message.packed.num_heads
+        match message.kind:
+            case Kind.Q:
+                return [self.empty(rows, heads, self.dim)]
+            case Kind.KV:
+                return [self.empty(2, rows, heads, self.dim)]
+            case Kind.OUT:
+                return [self.empty(rows, heads, self.dim), self.empty(rows, heads, dtype=self.wide)]
+            case Kind.OUT_GRAD:
+                return [self.empty(2, rows, heads, self.dim), self.empty(rows, heads, dtype=self.wide)]
+            case Kind.Q_GRAD:
+                return [self.empty(rows, heads, self.dim, dtype=self.wide)]
+            case Kind.KV_GRAD:
+                return [self.empty(2, rows, heads, self.dim, dtype=self.wide)]
+
+    def arrive(self, message: Message, tensors: list[Tensor]) -> None:
+        match message.kind:
+            case Kind.Q:
+                self.q[message.buffer] = tensors[0]
+            case Kind.KV:
+                self.kv[message.buffer] = (tensors[0][0], tensors[0][1])
+            case _:
+                self.other_arrive(message, tensors)
+
+    def other_parcel(self, message: Message) -> list[Tensor]:
+        raise NotImplementedError
+
+    def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class _Forward(_Phase):
+    def __init__(self, bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        super().__init__(bound, bound.forward, q, k, v, Received())
+        self.scale = scale
+        self.out: dict[int, Tensor] = {}
+        self.lse: dict[int, Tensor] = {}
+        for buffer in bound.forward.blank_outputs:
+            self.space(buffer)
+            self.out[buffer].zero_()
+            self.lse[buffer].fill_(-torch.inf)
+
+    def space(self, buffer: int) -> None:
+        if buffer not in self.out:
+            rows, heads = self.bound.query_rows[buffer]
+            self.out[buffer] = self.empty(rows, heads, self.dim, dtype=self.wide)
+            self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
+
+    def run(self) -> tuple[Tensor, Tensor, Received]:
+        self.space(0)
+        for index, step in enumerate(self.phase.steps):
+            match step:
+                case Launch():
+                    self.launch(step)
+                case Start():
+                    self.start(step.swap)
+                case Finish():
+                    self.finish(step.swap)
+                case GradLaunch():
+                    raise AssertionError("a backward launch in the forward")
+            self.free(index)
+        received = Received()
+        if self.bound.policy == "keep":
+            received = Received({b: x for b, x in self.q.items() if b}, {b: x for b, x in self.kv.items() if b})
+        return self.out[0].to(self.dtype), self.lse[0], received
+
+    def launch(self, step: Launch) -> None:
+        k, v = self.key_operand(step.k)
+        out, lse = self.bound.kernel.forward(step.entries, self.query_operand(step.q), k, v, self.scale)
+        self.store(step.out, step.merges, out, lse)
+
+    def store(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
+        """Packed partials to their rows: written where they are the first, merged by LSE where not."""
+        for run, index, merging in zip(packed.runs, packed.indices, merges, strict=True):
+            self.space(run.buffer)
+            heads = slice(run.buffer_head, run.buffer_head + run.num_heads)
+            new_out = out[run.row : run.row + run.count, run.head : run.head + run.num_heads]
+            new_lse = lse[run.row : run.row + run.count, run.head : run.head + run.num_heads]
+            rows = slice(run.start, run.stop) if index is None else index
+            if merging:
+                new_out, new_lse = merge((self.out[run.buffer][rows, heads], self.lse[run.buffer][rows, heads]), (new_out, new_lse))
+            self.out[run.buffer][rows, heads] = new_out.to(self.wide)
+            self.lse[run.buffer][rows, heads] = new_lse
+
+    def other_parcel(self, message: Message) -> list[Tensor]:
+        packed = message.packed
+        out = self.gather(packed, self.out.__getitem__, self.wide)
+        return [out.to(self.dtype).contiguous(), self.gather(packed, self.lse.__getitem__, self.wide).contiguous()]
+
+    def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
+        self.store(message.packed, message.merges, tensors[0], tensors[1])
+
+
+class _Backward(_Phase):
+    def __init__(
+        self,
+        bound: Bound,
+        dout: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        final: tuple[Tensor, Tensor],
+        received: Received,
+        scale: float,
+    ) -> None:
+        q, k, v = inputs
+        super().__init__(bound, bound.backward, q, k, v, received)
+        self.scale = scale
+        self.dout, self.out, self.lse = {0: dout}, {0: final[0]}, {0: final[1]}
+        self.dq = {0: torch.zeros(q.shape, dtype=self.wide, device=self.device)}
+        self.dkv = {0: torch.zeros((2, *k.shape), dtype=self.wide, device=self.device)}
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        for index, step in enumerate(self.phase.steps):
+            match step:
+                case GradLaunch():
+                    self.launch(step)
+                case Start():
+                    self.start(step.swap)
+                case Finish():
+                    self.finish(step.swap)
+                case Launch():
+                    raise AssertionError("a forward launch in the backward")
+            self.free(index)
+        return self.dq[0].to(self.dtype), self.dkv[0][0].to(self.dtype), self.dkv[0][1].to(self.dtype)
+
+    def query_grad(self, buffer: int) -> Tensor:
+        if buffer not in self.dq:
+            self.dq[buffer] = torch.zeros(*self.bound.query_rows[buffer], self.dim, dtype=self.wide, device=self.device)
+        return self.dq[buffer]
+
+    def key_grad(self, buffer: int) -> Tensor:
+        if buffer not in self.dkv:
+            self.dkv[buffer] = torch.zeros(2, *self.bound.key_rows[buffer], self.dim, dtype=self.wide, device=self.device)
+        return self.dkv[buffer]
+
+    def launch(self, step: GradLaunch) -> None:
+        k, v = self.key_operand(step.k)
+        final = (
+            self.final_operand(step.dout, self.dout, self.dtype),
+            self.final_operand(step.dout, self.out, self.dtype),
+            self.final_operand(step.dout, self.lse, self.wide),
+        )
+        dq, dk, dv = self.bound.kernel.backward(step.entries, final, self.query_operand(step.q), k, v, self.scale)
+        self.add(step.dq, self.query_grad, dq)
+        self.add(step.dk, lambda b: self.key_grad(b)[0], dk)
+        self.add(step.dk, lambda b: self.key_grad(b)[1], dv)
+
+    def final_operand(self, operand: Operand, of: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+        if operand.buffer >= 0:
+            return of[operand.buffer][:, operand.head : operand.head + operand.num_heads]
+        return self.gather(operand.packed, of.__getitem__, dtype)
+
+    def add(self, packed: Packed, of: Callable[[int], Tensor], grad: Tensor) -> None:
+        """Packed gradient rows added to their rows; rows of one run may repeat (a key that several entries use)."""
+        for run, index in zip(packed.runs, packed.indices, strict=True):
+            target = of(run.buffer)[:, run.buffer_head : run.buffer_head + run.num_heads]
+            part = grad[run.row : run.row + run.count, run.head : run.head + run.num_heads].to(self.wide)
+            if index is None:
+                target[run.start : run.stop] += part
+            else:
+                target.index_add_(0, index, part)
+
+    def other_parcel(self, message: Message) -> list[Tensor]:
+        packed = message.packed
+        match message.kind:
+            case Kind.OUT_GRAD:
+                pair = self.pair(packed, self.dout.__getitem__, self.out.__getitem__, self.dtype)
+                return [pair, self.gather(packed, self.lse.__getitem__, self.wide).contiguous()]
+            case Kind.Q_GRAD:
+                return [self.gather(packed, self.query_grad, self.wide).contiguous()]
+            case _:
+                return [self.pair(packed, lambda b: self.key_grad(b)[0], lambda b: self.key_grad(b)[1], self.wide)]
+
+    def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
+        match message.kind:
+            case Kind.OUT_GRAD:
+                self.place_final(message.packed, tensors)
+            case Kind.Q_GRAD:
+                self.add(message.packed, self.query_grad, tensors[0])
+            case _:
+                self.add(message.packed, lambda b: self.key_grad(b)[0], tensors[0][0])
+                self.add(message.packed, lambda b: self.key_grad(b)[1], tensors[0][1])
+
+    def place_final(self, packed: Packed, tensors: list[Tensor]) -> None:
+        for run, index in zip(packed.runs, packed.indices, strict=True):
+            rows, heads = self.bound.query_rows[run.buffer]
+            if run.buffer not in self.dout:
+                self.dout[run.buffer] = self.empty(rows, heads, self.dim)
+                self.out[run.buffer] = self.empty(rows, heads, self.dim)
+                self.lse[run.buffer] = self.empty(rows, heads, dtype=self.wide)
+            place = slice(run.start, run.stop) if index is None else index
+            span = slice(run.buffer_head, run.buffer_head + run.num_heads)
+            part = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
+            self.dout[run.buffer][place, span] = tensors[0][0][part]
+            self.out[run.buffer][place, span] = tensors[0][1][part]
+            self.lse[run.buffer][place, span] = tensors[1][part]

@@ -1,0 +1,233 @@
+"""Attention kernels behind one protocol.
+
+Shape legend: T rows of an operand, N packed query rows of all entries in order, M packed key rows, H query heads, G key-value
+heads, D head dim. An entry is a run of query rows and a run of key rows, full or causal at the bottom right. LSE is
+natural-log, in fp32 (fp64 for fp64 inputs).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.runtime import varlen
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Rows of the entries of one launch: [start, stop) in the query operand, the key operand and (backward) dout's rows."""
+
+    q: tuple[tuple[int, int], ...]
+    k: tuple[tuple[int, int], ...]
+    causal: tuple[bool, ...]
+    dout: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_q(self) -> int:
+        return sum(b - a for a, b in self.q)
+
+
+class Kernel(Protocol):
+    """One launch over many entries. `prepare` runs once per microbatch; its result goes to every `forward` and `backward`."""
+
+    name: str
+
+    def launches(self, entries: Entries) -> int:
+        """Kernel calls that the entries take."""
+        ...
+
+    def prepare(self, entries: Entries, device: torch.device) -> Any:
+        """Whatever the kernel needs of the entries (index tensors, cu_seqlens) on `device`."""
+        ...
+
+    def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q [T, H, D], k and v [T, G, D] -> packed out [N, H, D] and LSE [N, H]."""
+        ...
+
+    def backward(
+        self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed dq [N, H, D], dk and dv [M, G, D]. `dout`: gradient, final output [T, H, D] and LSE [T, H] in dout's rows."""
+        ...
+
+
+def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel called `name` ("auto": the fastest that serves device, dtype and head dim).
+
+    Raises ConfigError: no such kernel, or it cannot serve these tensors.
+    """
+    if name == "auto":
+        name = _automatic(device, dtype, head_dim)
+    match name:
+        case "plain":
+            return PlainKernel()
+        case "cpu_flash" if device.type == "cpu":
+            return CpuFlashKernel()
+        case "torch_varlen" | "flash_attn" if device.type == "cuda":
+            return varlen.VarlenKernel(name)
+        case "cpu_flash" | "torch_varlen" | "flash_attn":
+            raise ConfigError(f"kernel {name} does not serve {device.type} tensors; use kernel: auto")
+        case _:
+            raise ConfigError(f"unknown kernel {name!r}; known: auto, plain, cpu_flash, torch_varlen, flash_attn")
+
+
+def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    if dtype == torch.float64:
+        return "plain"
+    if device.type == "cpu":
+        return "cpu_flash"
+    if dtype in (torch.float16, torch.bfloat16) and head_dim <= 256:
+        return "flash_attn" if varlen.has_flash_attn() else "torch_varlen"
+    return "plain"
+
+
+class PlainKernel:
+    """Attention by its formula, in fp32 or the inputs' fp64: for tests and for what no other kernel serves."""
+
+    name = "plain"
+
+    def launches(self, entries: Entries) -> int:
+        return len(entries.causal)
+
+    def prepare(self, entries: Entries, device: torch.device) -> Entries:
+        del device
+        return entries
+
+    def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True):
+            scores = _scores(q[a:b], k[c:d], mask, scale)
+            lse = torch.logsumexp(scores, -1)
+            out = torch.einsum("grts,sgd->tgrd", torch.exp(scores - lse[..., None]), v[c:d].to(scores.dtype))
+            outs.append(out.flatten(1, 2).to(q.dtype))
+            lses.append(lse.flatten(0, 1).T)
+        return torch.cat(outs), torch.cat(lses)
+
+    def backward(
+        self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dqs, dks, dvs = [], [], []
+        grad, out, lse = dout
+        num_kv = k.shape[1]
+        for (a, b), (c, d), (e, f), mask in zip(entries.q, entries.k, entries.dout, entries.causal, strict=True):
+            scores = _scores(q[a:b], k[c:d], mask, scale)
+            wide = scores.dtype
+            weights = torch.exp(scores - lse[e:f].T.unflatten(0, (num_kv, -1))[..., None])
+            dy = grad[e:f].to(wide).unflatten(1, (num_kv, -1))
+            delta = (dy * out[e:f].to(wide).unflatten(1, (num_kv, -1))).sum(-1)
+            dscores = weights * (torch.einsum("tgrd,sgd->grts", dy, v[c:d].to(wide)) - delta.permute(1, 2, 0)[..., None]) * scale
+            dqs.append(torch.einsum("grts,sgd->tgrd", dscores, k[c:d].to(wide)).flatten(1, 2))
+            dks.append(torch.einsum("grts,tgrd->sgd", dscores, q[a:b].to(wide).unflatten(1, (num_kv, -1))))
+            dvs.append(torch.einsum("grts,tgrd->sgd", weights, dy))
+        return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Scaled scores [G, H / G, Tq, Tk]."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = torch.einsum("tgrd,sgd->grts", q.to(wide).unflatten(1, (k.shape[1], -1)), k.to(wide)) * scale
+    if causal:
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores
+
+
+class CpuFlashKernel:
+    """torch's flash attention for CPU: one call an entry, GQA without copies of the keys.
+
+    Its causal mask is aligned at the top left, so a causal entry with more keys than queries is run in two: the keys before
+    its first query in full, the rest as a square, merged by LSE.
+    """
+
+    name = "cpu_flash"
+
+    def launches(self, entries: Entries) -> int:
+        return sum(2 if _is_staircase(a, b, c, d, mask) else 1 for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True))
+
+    def prepare(self, entries: Entries, device: torch.device) -> Entries:
+        del device
+        return entries
+
+    def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        if len(entries.causal) == 1:
+            (a, b), (c, d) = entries.q[0], entries.k[0]
+            return self._entry(q[a:b], k[c:d], v[c:d], entries.causal[0], scale)
+        num_rows, heads = entries.num_q, q.shape[1]
+        packed = q.new_empty(num_rows, heads, q.shape[2])
+        packed_lse = torch.empty(heads, num_rows, dtype=torch.float32)
+        row = 0
+        for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True):
+            packed[row : row + b - a], lse = self._entry(q[a:b], k[c:d], v[c:d], mask, scale)
+            packed_lse[:, row : row + b - a] = lse.T
+            row += b - a
+        return packed, packed_lse.T
+
+    def _entry(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        before = len(k) - len(q)
+        if not (causal and before):
+            return _flash(q, k, v, causal, scale)
+        return merge(_flash(q, k[:before], v[:before], False, scale), _flash(q, k[before:], v[before:], True, scale))
+
+    def backward(
+        self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads: list[tuple[Tensor, Tensor, Tensor]] = []
+        for (a, b), (c, d), (e, f), mask in zip(entries.q, entries.k, entries.dout, entries.causal, strict=True):
+            final = (dout[0][e:f], dout[1][e:f], dout[2][e:f])
+            middle = d - (b - a) if _is_staircase(a, b, c, d, mask) else d
+            if middle == d:
+                grads.append(_flash_grad(final, q[a:b], k[c:d], v[c:d], mask, scale))
+                continue
+            first = _flash_grad(final, q[a:b], k[c:middle], v[c:middle], False, scale)
+            second = _flash_grad(final, q[a:b], k[middle:d], v[middle:d], True, scale)
+            grads.append((first[0] + second[0], torch.cat([first[1], second[1]]), torch.cat([first[2], second[2]])))
+        if len(grads) == 1:
+            return grads[0]
+        return torch.cat([g[0] for g in grads]), torch.cat([g[1] for g in grads]), torch.cat([g[2] for g in grads])
+
+
+def _is_staircase(a: int, b: int, c: int, d: int, causal: bool) -> bool:
+    return causal and d - c > b - a
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[T, H, D] as [1, H, T, D], a view."""
+    return x.transpose(0, 1)[None]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _heads_first(q), _heads_first(k), _heads_first(v), 0.0, causal, attn_mask=None, scale=scale
+    )
+    return out[0].transpose(0, 1), lse[0].T
+
+
+def _flash_grad(
+    dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out, lse = dout
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _heads_first(grad),
+        _heads_first(q),
+        _heads_first(k),
+        _heads_first(v),
+        _heads_first(out),
+        lse.T[None],
+        0.0,
+        causal,
+        attn_mask=None,
+        scale=scale,
+    )
+    return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+
+
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge two partials of the same queries: out [T, H, D] and natural-log LSE [T, H]."""
+    lse = torch.logaddexp(one[1], other[1])
+    out = one[0] * torch.exp(one[1] - lse)[..., None] + other[0] * torch.exp(other[1] - lse)[..., None]
+    return out.to(one[0].dtype), lse

@@ -1,0 +1,128 @@
+"""What a rank executes: a list of steps with everything looked up, built by `bind`, run by `executor`.
+
+Buffers. Number 0 is what the caller hands over (q, k, v, and later the output and its gradient); every received message of
+inputs is a buffer of its own. Outputs, output gradients and query gradients have one tensor beside each query buffer, key
+gradients one beside each key buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from megatron_balance.core.program import Kind
+from megatron_balance.runtime.regions import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Rows taken from (or added to) buffers: [num_rows, num_heads, ...] in the order of `runs`.
+
+    `direct`: all rows are consecutive rows of one buffer with the wanted heads, so a view serves.
+    """
+
+    runs: tuple[Run, ...]
+    num_rows: int
+    num_heads: int
+    indices: tuple[torch.Tensor | None, ...] = ()
+
+    @property
+    def direct(self) -> bool:
+        return len(self.runs) == 1 and self.runs[0].index is None and self.runs[0].num_heads == self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A kernel operand and where each entry's rows lie in it.
+
+    `buffer` >= 0: the whole buffer, heads [head, head + num_heads); -1: `packed` is gathered first.
+    """
+
+    buffer: int
+    head: int
+    num_heads: int
+    packed: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One forward kernel call. `entries`: what the kernel prepared; `calls`: kernel launches. `out`: packed output rows -> query buffers; `merges[i]`: run i adds to what is there."""
+
+    zone: str
+    q: Operand
+    k: Operand
+    entries: Any
+    out: Packed
+    merges: tuple[bool, ...]
+    reads: frozenset[tuple[Kind, int]]
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradLaunch:
+    """One backward kernel call. `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors."""
+
+    zone: str
+    q: Operand
+    k: Operand
+    dout: Operand
+    entries: Any
+    dq: Packed
+    dk: Packed
+    reads: frozenset[tuple[Kind, int]]
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Rows of one kind and one head span between this rank and `peer`.
+
+    Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to `packed`.
+    `merges` as in `Launch`, for received outputs.
+    """
+
+    peer: int
+    kind: Kind
+    packed: Packed
+    buffer: int = -1
+    merges: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """One exchange of this rank. `pattern` and `group` as in `core.program.Exchange`."""
+
+    id: int
+    zone: str
+    pattern: str
+    group: tuple[int, ...]
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    swap: Swap
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    swap: Swap
+
+
+Step: TypeAlias = Launch | GradLaunch | Start | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i reads."""
+
+    steps: tuple[Step, ...]
+    frees: tuple[tuple[tuple[Kind, int], ...], ...]
+    blank_outputs: tuple[int, ...] = ()  # query buffers whose output must start empty
+    kernel_calls: dict[str, int] = field(default_factory=dict)  # by zone
+    launches: int = 0
+    exchanges: dict[str, int] = field(default_factory=dict)  # by pattern
+    tokens_received: dict[str, int] = field(default_factory=dict)  # by kind

@@ -1,0 +1,1 @@
+"""Where lengths and documents come from: Megatron corpora, files, length distributions (standard library and NumPy)."""

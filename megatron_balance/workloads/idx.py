@@ -1,0 +1,278 @@
+r"""Megatron's indexed corpus: `PREFIX.bin` holds token ids, `PREFIX.idx` says where each document lies.
+
+Layout of `.idx` (megatron-core 0.19.2, megatron/core/datasets/indexed_dataset.py), little-endian:
+
+    9 bytes  MMIDIDX\0\0            8 bytes  version, 1            1 byte   code of the token type
+    8 bytes  number of sequences   8 bytes  number of boundaries (documents + 1)
+    int32 [sequences] lengths in tokens    int64 [sequences] byte offsets in .bin    int64 [boundaries] document boundaries
+    int8 [sequences] modes, only in a multimodal corpus
+
+Megatron notices a truncated `.bin` only when it reads the missing part, in step 900 or so, and never notices one that is
+too long. `read_index` compares every size with what the index says before anything is trained.
+A Megatron "sequence" is a part of a document; everywhere else in this package a sequence is a document (or a piece cut from one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import os
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+# Codes 6 and 7 are float64 and float32 in Megatron's table: a file of those holds no token ids.
+TOKEN_TYPES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+CODES: dict[str, int] = {name: code for code, name in TOKEN_TYPES.items()}
+# Token ids are scanned in parts of this many, so that describing a corpus needs little memory.
+SCAN_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CorpusIndex:
+    """What a `.idx` says, checked against the `.bin` beside it."""
+
+    prefix: str
+    dtype: np.dtype[np.integer]
+    first_token: NDArray[np.int64]
+    """[documents + 1]: document i holds tokens first_token[i] to first_token[i + 1] of the `.bin`."""
+    first_sequence: NDArray[np.int64]
+    """[documents + 1]: the same in Megatron's sequences, which is how its IndexedDataset is asked for tokens."""
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.first_token) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.first_token[-1])
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """[documents] lengths in tokens, zeros included."""
+        return np.diff(self.first_token)
+
+    def largest_token(self) -> int:
+        """Largest token id of the corpus; reads the whole `.bin`."""
+        tokens = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
+        return max(int(tokens[at : at + SCAN_TOKENS].max()) for at in range(0, len(tokens), SCAN_TOKENS))
+
+
+def prefix_of(path: str | os.PathLike[str]) -> str:
+    """The prefix of a corpus, also when the user named one of its two files."""
+    text = os.fspath(path)
+    return text[:-4] if text.endswith((".idx", ".bin")) else text
+
+
+def idx_path(prefix: str) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def bin_path(prefix: str) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def read_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
+    """Open the corpus at `prefix` and check that its two files belong together.
+
+    Raises:
+        DataError: a file is missing, truncated, too long, not Megatron's, or the corpus holds no tokens.
+    """
+    prefix = prefix_of(prefix)
+    path = idx_path(prefix)
+    bin_bytes = _size(bin_path(prefix), prefix)
+    idx_bytes = _size(path, prefix)
+    try:
+        with path.open("rb") as stream:
+            num_sequences, num_boundaries, dtype = _read_header(stream, path, idx_bytes)
+            body = stream.read()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    lengths, pointers, boundaries = _split_body(body, num_sequences, num_boundaries)
+    _check_documents(path, lengths, pointers, boundaries, dtype.itemsize)
+    ends = np.zeros(num_sequences + 1, dtype=np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    _check_bin(prefix, bin_bytes, int(ends[-1]), dtype)
+    return CorpusIndex(prefix, dtype, first_token=ends[boundaries], first_sequence=boundaries)
+
+
+def _size(path: Path, prefix: str) -> int:
+    """Bytes of `path`, which must be a file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; a corpus is the two files {prefix}.bin and {prefix}.idx") from error
+    if not path.is_file():
+        raise DataError(f"{path}: not a file; a corpus is the two files {prefix}.bin and {prefix}.idx")
+    return status.st_size
+
+
+def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int, np.dtype[np.integer]]:
+    """Number of sequences, number of document boundaries and token type; checks the file's size against them."""
+    head = stream.read(HEADER.size)
+    if head[: len(MAGIC)] != MAGIC[: len(head)]:
+        raise DataError(f"{path}: not a Megatron index, it begins with {head[: len(MAGIC)]!r}, expected {MAGIC!r}")
+    if len(head) < HEADER.size:
+        raise DataError(f"{path}: truncated, it has {idx_bytes} bytes and the header alone takes {HEADER.size}; build the corpus again")
+    _, version, code, num_sequences, num_boundaries = HEADER.unpack(head)
+    if version != VERSION:
+        raise DataError(f"{path}: index version {version}, this package reads version {VERSION}")
+    if code not in TOKEN_TYPES:
+        known = ", ".join(f"{key} ({name})" for key, name in TOKEN_TYPES.items())
+        raise DataError(f"{path}: token type code {code} is not a type of token ids; known are {known}")
+    expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    found = f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take {expected}"
+    if idx_bytes == expected + num_sequences and num_sequences:
+        raise DataError(f"{found}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported")
+    if idx_bytes != expected:
+        raise DataError(f"{found}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again")
+    return num_sequences, num_boundaries, np.dtype(TOKEN_TYPES[code])
+
+
+def _split_body(body: bytes, num_sequences: int, num_boundaries: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1] behind the header."""
+    lengths = np.frombuffer(body, dtype="<i4", count=num_sequences)
+    pointers = np.frombuffer(body, dtype="<i8", count=num_sequences, offset=4 * num_sequences)
+    boundaries = np.frombuffer(body, dtype="<i8", count=num_boundaries, offset=12 * num_sequences)
+    return lengths, pointers, boundaries
+
+
+def _check_documents(
+    path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], boundaries: NDArray[np.int64], token_bytes: int
+) -> None:
+    """Lengths, offsets and boundaries must describe documents that follow one another without gap or overlap."""
+    if len(lengths) == 0 or len(boundaries) < 2:
+        raise DataError(f"{path}: the corpus is empty, it has {len(lengths)} sequences in {max(len(boundaries) - 1, 0)} documents")
+    if (lengths < 0).any():
+        at = int(np.argmax(lengths < 0))
+        raise DataError(f"{path}: sequence {at} has length {lengths[at]}; the file is damaged, build it again")
+    expected = np.zeros(len(lengths), dtype=np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=expected[1:])
+    wrong = pointers != expected * token_bytes
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise DataError(
+            f"{path}: sequence {at} begins at byte {pointers[at]}, but the lengths before it put it at "
+            f"{expected[at] * token_bytes}; the file is damaged, build it again"
+        )
+    if boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
+        raise DataError(
+            f"{path}: document boundaries go from {boundaries[0]} to {boundaries[-1]}, expected them to rise "
+            f"from 0 to {len(lengths)}, the number of sequences; the file is damaged, build it again"
+        )
+
+
+def _check_bin(prefix: str, bin_bytes: int, num_tokens: int, dtype: np.dtype[np.integer]) -> None:
+    if num_tokens == 0:
+        raise DataError(f"{idx_path(prefix)}: the corpus is empty, none of its documents has a token")
+    expected = num_tokens * dtype.itemsize
+    if bin_bytes != expected:
+        how = "truncated" if bin_bytes < expected else "too long"
+        raise DataError(
+            f"{bin_path(prefix)}: {how}, it has {bin_bytes} bytes, but {idx_path(prefix).name} describes {num_tokens} tokens of {dtype}, "
+            f"{expected} bytes; the two files do not belong together, copy or build them again"
+        )
+
+
+class CorpusWriter:
+    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron's IndexedDatasetBuilder would.
+
+    A context manager: the two files appear under their names when the block ends without an error, and not before.
+    A corpus that is there already with the same bytes is left alone, so building twice is harmless to a run that reads it.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: str = "uint16") -> None:
+        if dtype not in CODES:
+            raise DataError(f"token type {dtype!r} is not one Megatron knows; use one of {', '.join(CODES)}")
+        self._prefix = prefix_of(prefix)
+        self._dtype = np.dtype(dtype)
+        self._lengths: list[int] = []
+        self._folder = Path(self._prefix).parent
+
+    def __enter__(self) -> Self:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # Beside the target and not in /tmp: a rename is atomic only within one file system.
+            descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=f".{Path(self._prefix).name}.", suffix=".bin")
+        except OSError as error:
+            raise DataError(f"{self._prefix}.bin: cannot be written ({error.strerror})") from error
+        self._new_bin = Path(name)
+        self._new_idx = self._new_bin.with_suffix(".idx")
+        self._stream = os.fdopen(descriptor, "wb")
+        return self
+
+    def add_document(self, token_ids: NDArray[np.integer]) -> None:
+        """Append one document.
+
+        Args:
+            token_ids: [T] token ids, the end-of-document token included.
+
+        Raises:
+            DataError: no tokens, or an id that the token type cannot hold.
+        """
+        document = len(self._lengths)
+        if token_ids.ndim != 1 or not 0 < len(token_ids) < 1 << 31:
+            raise DataError(f"document {document} has shape {token_ids.shape}; a document is 1 to 2^31 - 1 token ids in one dimension")
+        low, high, limits = int(token_ids.min()), int(token_ids.max()), np.iinfo(self._dtype.name)
+        if low < limits.min or high > limits.max:
+            raise DataError(
+                f"document {document} has token ids from {low} to {high}; {self._dtype} holds {limits.min} to {limits.max}, "
+                "choose a wider type"
+            )
+        self._stream.write(token_ids.astype(self._dtype).tobytes())
+        self._lengths.append(len(token_ids))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            if kind is None:
+                self._commit()
+        except OSError as failed:
+            raise DataError(f"{self._prefix}.bin: cannot be written ({failed.strerror})") from failed
+        finally:
+            self._stream.close()
+            for path in (self._new_bin, self._new_idx):
+                path.unlink(missing_ok=True)
+
+    def _commit(self) -> None:
+        """Write the index and give both files their names."""
+        if not self._lengths:
+            raise DataError(f"{self._prefix}: no documents were added, an empty corpus cannot be trained on")
+        lengths = np.array(self._lengths, dtype=np.int64)
+        pointers = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
+        count = len(lengths)
+        with self._new_idx.open("wb") as stream:
+            stream.write(HEADER.pack(MAGIC, VERSION, CODES[self._dtype.name], count, count + 1))
+            for column in (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(count + 1, dtype="<i8")):
+                stream.write(column.tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        targets = ((self._new_bin, bin_path(self._prefix)), (self._new_idx, idx_path(self._prefix)))
+        if all(old.is_file() and filecmp.cmp(new, old, shallow=False) for new, old in targets):
+            return
+        # The index goes first and comes back last: whoever opens the corpus in between finds it missing, not mixed.
+        with contextlib.suppress(FileNotFoundError):
+            idx_path(self._prefix).unlink()
+        for new, old in targets:
+            # mkstemp makes files that only their owner may read; a corpus is shared like any other file.
+            new.chmod(0o666 & ~_umask())
+            new.replace(old)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
