@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,10 +17,11 @@ from megatron_balance.core.program import Attend, AttendGrad, Exchange, Kind, Me
 from megatron_balance.errors import ConfigError
 from megatron_balance.passes.tables import Ints, as_array
 from megatron_balance.passes.transpose import Policy, transpose
+from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import Entries, Kernel, choose_kernel
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap, Work
 from megatron_balance.runtime.regions import Table, runs
 from megatron_balance.schedules import project
 
@@ -39,9 +40,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """A plan, looked up for one rank. Immutable; one serves all layers of its microbatch.
+    """A plan, looked up for one rank. Immutable but for `counters`; one serves all layers of its microbatch.
 
-    `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `received`: heads of each received buffer.
+    `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows,
+    heads) of every buffer, by number. `counters`: what ran so far.
     """
 
     plan: MicrobatchPlan
@@ -56,11 +58,7 @@ class Bound:
     kernel: Kernel
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
-
-    @property
-    def kernel_calls(self) -> int:
-        """Kernel entries of one forward call of this rank."""
-        return sum(self.forward.kernel_calls.values())
+    counters: Counters = field(default_factory=Counters)
 
 
 def bind(
@@ -212,7 +210,7 @@ class _Lowering:
                     pass  # fused: a launch or a receive adds to what is already there
         _finish_all(steps)
         steps, blank = self.mark_merges(steps) if forward else (steps, ())
-        return Phase(tuple(steps), _frees(steps) if free else ((),) * len(steps), blank, **_count(steps))
+        return Phase(tuple(steps), _frees(steps) if free else ((),) * len(steps), blank, _work(steps))
 
     def zones_of(self, ops: Sequence[Op], *, forward: bool) -> list[str]:
         """The zone of every op: forward ops lie zone by zone, backward ones between exchanges of theirs."""
@@ -433,18 +431,15 @@ def _frees(steps: list[Step]) -> tuple[tuple[tuple[Kind, int], ...], ...]:
     return tuple(tuple(f) for f in frees)
 
 
-def _count(steps: Sequence[Step]) -> dict[str, object]:
-    """Counters of a phase, from its steps."""
+def _work(steps: Sequence[Step]) -> Work:
     calls: Counter[str] = Counter()
     exchanges: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
-    launches = 0
+    tokens: Counter[Kind] = Counter()
     for step in steps:
         if isinstance(step, Launch | GradLaunch):
             calls[step.zone] += step.calls
-            launches += 1
         elif isinstance(step, Finish):
             exchanges[step.swap.pattern] += 1
             for message in step.swap.receives:
-                tokens[message.kind.name] += message.packed.num_rows
-    return {"kernel_calls": dict(calls), "launches": launches, "exchanges": dict(exchanges), "tokens_received": dict(tokens)}
+                tokens[message.kind] += message.packed.num_rows
+    return Work(dict(calls), dict(exchanges), dict(tokens))

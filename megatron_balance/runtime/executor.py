@@ -105,8 +105,10 @@ class _Phase:
     def finish(self, swap: Swap) -> None:
         pending, slots = self.under_way.pop(swap.id)
         pending.wait()
+        forward = self.phase is self.bound.forward
         for message, tensors in zip(swap.receives, slots, strict=True):
             self.arrive(message, tensors)
+            self.bound.counters.arrived(tensors, forward=forward)
 
     def parcel(self, message: Message) -> list[Tensor]:
         """The contiguous tensors that carry a message."""
@@ -190,6 +192,7 @@ class _Forward(_Phase):
                 case GradLaunch():
                     raise AssertionError("a backward launch in the forward")
             self.free(index)
+        self.bound.counters.ran(self.phase.work, forward=True)
         received = Received()
         if self.bound.policy == "keep":
             received = Received({b: x for b, x in self.q.items() if b}, {b: x for b, x in self.kv.items() if b})
@@ -251,6 +254,7 @@ class _Backward(_Phase):
                 case Launch():
                     raise AssertionError("a forward launch in the backward")
             self.free(index)
+        self.bound.counters.ran(self.phase.work, forward=False)
         return self.dq[0].to(self.dtype), self.dkv[0][0].to(self.dtype), self.dkv[0][1].to(self.dtype)
 
     def query_grad(self, buffer: int) -> Tensor:

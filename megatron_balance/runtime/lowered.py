@@ -116,13 +116,22 @@ Step: TypeAlias = Launch | GradLaunch | Start | Finish
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What one run of a phase does on this rank, known before it runs.
+
+    `kernel_calls`: by zone; `exchanges`: by pattern; `tokens_received`: rows by kind.
+    """
+
+    kernel_calls: dict[str, int] = field(default_factory=dict)
+    exchanges: dict[str, int] = field(default_factory=dict)
+    tokens_received: dict[Kind, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i reads."""
 
     steps: tuple[Step, ...]
     frees: tuple[tuple[tuple[Kind, int], ...], ...]
     blank_outputs: tuple[int, ...] = ()  # query buffers whose output must start empty
-    kernel_calls: dict[str, int] = field(default_factory=dict)  # by zone
-    launches: int = 0
-    exchanges: dict[str, int] = field(default_factory=dict)  # by pattern
-    tokens_received: dict[str, int] = field(default_factory=dict)  # by kind
+    work: Work = field(default_factory=Work)

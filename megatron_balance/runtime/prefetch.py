@@ -1,0 +1,149 @@
+"""Planning ahead: a background process that plans the coming batches while the current step runs.
+
+The process is spawned, imports neither torch nor Megatron, and is never forked from a process that talks to others. What
+goes through the pipe is bytes of JSON. It answers in the order it was asked, so a result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import IO, Any
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan, from_json
+from megatron_balance.errors import BalanceError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """What the background process needs to make the planner: arguments of `megatron_balance.make_planner`."""
+
+    name: str
+    cluster: Cluster
+    model: Model
+    options: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        body = {"name": self.name, "cluster": dataclasses.asdict(self.cluster), "model": dataclasses.asdict(self.model), "options": dict(self.options)}
+        return json.dumps(body)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An answer. `plan`: None if the planner refused (planning on the spot will say why); `plan_s`: its own time, `waited_s`: ours."""
+
+    plan: MicrobatchPlan | None
+    plan_s: float
+    waited_s: float
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.done = Event()
+        self.answer: bytes = b""
+
+
+class PlanAhead:
+    """The background process. Requests are answered in order; `take` waits for one only if it is not there yet."""
+
+    def __init__(self, spec: PlanSpec) -> None:
+        """Start the process (about a tenth of a second of its own, none of the caller's)."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_balance.runtime.prefetch"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            close_fds=True,
+        )
+        self._slots: dict[Hashable, _Slot] = {}
+        self._queue: list[_Slot] = []
+        self._send(spec.to_json())
+        assert self._process.stdout is not None
+        self._reader = Thread(target=_read, args=(self._process.stdout, self._queue), daemon=True)
+        self._reader.start()
+
+    def submit(self, key: Hashable, lengths: Sequence[int]) -> None:
+        """Ask for the plan of a microbatch of these lengths, to be taken by `key`."""
+        slot = self._slots[key] = _Slot()
+        self._queue.append(slot)
+        self._send(json.dumps([int(n) for n in lengths]))
+
+    def take(self, key: Hashable, timeout_s: float = 60.0) -> Ready | None:
+        """The answer to `key`, waited for if need be; None if `key` was never asked or the process died (said in the log)."""
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return None
+        start = time.perf_counter()
+        deadline = start + timeout_s
+        while not slot.done.wait(0.2):
+            if self._process.poll() is not None or time.perf_counter() > deadline:
+                log.warning("the planning process gave no answer (exit code %s); planning on the spot", self._process.poll())
+                return None
+        waited = time.perf_counter() - start
+        seconds, _, text = slot.answer.decode().partition(" ")
+        plan = from_json(text) if text else None
+        return Ready(plan, float(seconds), waited)
+
+    def close(self) -> None:
+        """End the process; safe to call twice."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                self._process.stdin.close()
+            except BrokenPipeError:
+                pass
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # it died; `take` says so
+
+
+def _read(stream: IO[bytes], queue: list[_Slot]) -> None:
+    for line in stream:
+        slot = queue.pop(0)
+        slot.answer = line.rstrip(b"\n")
+        slot.done.set()
+
+
+def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """The process itself: the first line is a PlanSpec, each other line lengths; an answer is 'seconds plan' on one line."""
+    from megatron_balance import make_planner
+
+    body = json.loads(requests.readline())
+    planner = make_planner(body["name"], Cluster(**body["cluster"]), Model(**body["model"]), **body["options"])
+    for line in requests:
+        start = time.perf_counter()
+        try:
+            text = _plan_text(planner, json.loads(line))
+        except BalanceError:
+            text = ""  # the training process meets the same error itself, with its traceback
+        answers.write(f"{time.perf_counter() - start:.6f} {text}\n".encode())
+        answers.flush()
+
+
+def _plan_text(planner: Any, lengths: list[int]) -> str:
+    from megatron_balance.core.plan import to_json
+
+    return to_json(planner(lengths))
+
+
+if __name__ == "__main__":
+    answer_requests(sys.stdin.buffer, sys.stdout.buffer)
