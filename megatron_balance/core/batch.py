@@ -18,7 +18,9 @@ class Batch:
             if type(length) is not int:
                 raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")
             if length < 1:
-                raise ConfigError(f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents before planning")
+                raise ConfigError(
+                    f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents before planning"
+                )
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
-            raise ConfigError(f"a cluster needs at least one rank and one rank per node, got {self.num_ranks} ranks, {self.ranks_per_node} per node")
+            raise ConfigError(
+                f"a cluster needs at least one rank and one rank per node, got {self.num_ranks} ranks, {self.ranks_per_node} per node"
+            )
         if self.num_ranks % self.ranks_per_node and self.num_ranks > self.ranks_per_node:
             raise ConfigError(
                 f"{self.num_ranks} ranks are not divisible by {self.ranks_per_node} ranks per node; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from megatron_balance.core.rows import Rows
 from megatron_balance.errors import ConfigError
@@ -100,11 +101,12 @@ def from_json(text: str) -> MicrobatchPlan:
     Raises ConfigError: not a plan, or one of another format.
     """
     try:
-        body = json.loads(text)
+        loaded: Any = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"not a plan: {error}") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+    body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
+    found = body.get("format")
+    if found != FORMAT:
         raise ConfigError(f"not a plan of this version: format is {found!r}, expected {FORMAT!r}")
     try:
         return MicrobatchPlan(
@@ -120,18 +122,18 @@ def from_json(text: str) -> MicrobatchPlan:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
 
 
-def _zone_from_json(zone: dict[str, object]) -> Zone | Tiling:
+def _zone_from_json(zone: dict[str, Any]) -> Zone | Tiling:
     if "tasks" in zone:
         return Tiling(
             name=str(zone["name"]),
             movement=str(zone["movement"]),
-            fragments=Rows.of(4, zone["fragments"]),  # pyright: ignore[reportArgumentType]
-            tasks=Rows.of(6, zone["tasks"]),  # pyright: ignore[reportArgumentType]
+            fragments=Rows.of(4, zone["fragments"]),
+            tasks=Rows.of(6, zone["tasks"]),
         )
     return Zone(str(zone["name"]), str(zone["movement"]), _ints(zone["ranks"]), _ints(zone["seqs"]))
 
 
-def _ints(values: object) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(v) is not int for v in values):
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(v) is not int for v in cast(list[Any], values)):
         raise ValueError(f"expected a list of whole numbers, got {values!r:.80}")
-    return tuple(values)
+    return tuple(cast(list[int], values))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import groupby
-from typing import assert_never, cast
+from typing import assert_never
 
 from megatron_balance.core.program import (
     HOME_WIDTH,
@@ -34,7 +34,6 @@ from megatron_balance.core.program import (
     Kind,
     Merge,
     Op,
-    Pattern,
     Program,
 )
 from megatron_balance.core.rows import Rows
@@ -48,9 +47,8 @@ _TRANSFER = re.compile(r"r(\d+) <- r(\d+) (\w+) (.+)")
 
 def text(program: Program) -> str:
     """The whole program, one header line an op and one indented line a row."""
-    lines = [
-        f"program lengths {' '.join(map(str, program.lengths))} heads {program.num_heads} kv_heads {program.num_kv_heads} policy {program.policy or 'none'}"
-    ]
+    heads = f"heads {program.num_heads} kv_heads {program.num_kv_heads} policy {program.policy or 'none'}"
+    lines = [" ".join(["program lengths", *map(str, program.lengths), heads])]
     for rank, home in enumerate(program.homes):
         lines.append(" ".join([f"home r{rank}", *(f"s{s}[{a}:{b})" for s, a, b in home)]))
     for name, ops in (("forward", program.forward), ("backward", program.backward)):
@@ -122,7 +120,15 @@ class _Parser:
             else:
                 ops[phase].append(self.op(number, header, rows))
         lengths = tuple(int(w) for w in head[1].split())
-        return Program(lengths, self.num_heads, self.num_kv_heads, tuple(homes), tuple(ops["forward"]), tuple(ops["backward"]), None if head[4] == "none" else head[4])
+        return Program(
+            lengths,
+            self.num_heads,
+            self.num_kv_heads,
+            tuple(homes),
+            tuple(ops["forward"]),
+            tuple(ops["backward"]),
+            None if head[4] == "none" else head[4],
+        )
 
     def blocks(self) -> Iterator[tuple[int, str, list[tuple[int, str]]]]:
         at = 1
@@ -139,7 +145,7 @@ class _Parser:
         words = header.split()
         if words[0] == "exchange" and len(words) >= 3 and words[1].isdigit() and words[2] in PATTERNS:
             group = tuple(self.rank(number, w) for w in words[3:])
-            return Exchange(int(words[1]), Rows.of(TRANSFER_WIDTH, [self.transfer(*row) for row in rows]), cast(Pattern, words[2]), group)
+            return Exchange(int(words[1]), Rows.of(TRANSFER_WIDTH, [self.transfer(*row) for row in rows]), words[2], group)
         if words[0] in ("attend", "attend_grad") and len(words) == 2:
             pairs = Rows.of(PAIR_WIDTH, [pair for row in rows for pair in self.pairs(*row)])
             return (Attend if words[0] == "attend" else AttendGrad)(self.rank(number, words[1]), pairs)
@@ -178,8 +184,8 @@ class _Parser:
         if found is None:
             raise self.error(number, line, "expected a region like s0[0:8) or s0[0:8) h[0:2)")
         whole = self.num_kv_heads if kind in KEY_SIDE else self.num_heads
-        heads = (int(found[4]), int(found[5])) if found[4] else (0, whole)
-        return (int(found[1]), int(found[2]), int(found[3]), *heads)
+        head_start, head_stop = (int(found[4]), int(found[5])) if found[4] else (0, whole)
+        return int(found[1]), int(found[2]), int(found[3]), head_start, head_stop
 
     def rank(self, number: int, word: str) -> int:
         if not re.fullmatch(r"r\d+", word):

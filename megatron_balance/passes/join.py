@@ -78,7 +78,9 @@ def _join_exchange(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Exch
         receives.append(rows[rows[:, 7] == rank])
     sent, received = _by_ranks(np.concatenate(sends)), _by_ranks(np.concatenate(receives))
     if first.pattern != "p2p" and {rank for rank, _ in shares} != set(first.group):
-        raise InvalidProgramError(f"exchange {exchange_id}: {first.pattern} in {first.group}, but only {sorted(r for r, _ in shares)} take part")
+        raise InvalidProgramError(
+            f"exchange {exchange_id}: {first.pattern} in {first.group}, but only {sorted(r for r, _ in shares)} take part"
+        )
     if sent.shape != received.shape or not (sent == received).all():
         raise InvalidProgramError(f"exchange {exchange_id}: {_difference(sent, received)}")
     return Exchange(exchange_id, as_rows(sent), first.pattern, first.group)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megatron_balance.core.rows import Rows
 
 Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
 
 
 def as_array(rows: Rows) -> Ints:

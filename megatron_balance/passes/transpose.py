@@ -28,10 +28,13 @@ POLICIES: tuple[Policy, ...] = ("keep", "replay")
 _GRAD_OF = np.array([Kind.Q_GRAD, Kind.KV_GRAD, Kind.OUT_GRAD])  # of Q, KV, OUT
 
 
-def transpose(program: RankProgram, policy: Policy) -> RankProgram:
-    """`program` with its backward ops. Exchange ids: 2 (n - 1 - i) replays forward exchange i, the next odd one reverses it."""
+def transpose(program: RankProgram, policy: Policy, *, merges: bool = True) -> RankProgram:
+    """`program` with its backward ops. Exchange ids: 2 (n - 1 - i) replays forward exchange i, the next odd one reverses it.
+
+    `merges=False` leaves the Merge ops out, for an executor that sums gradients where they arrive.
+    """
     ops = list(_reverse(program, policy))
-    return replace(program, backward=tuple(_with_merges(ops, program.rank)))
+    return replace(program, backward=tuple(_with_merges(ops, program.rank) if merges else ops))
 
 
 def with_backward(program: Program, policy: Policy) -> Program:

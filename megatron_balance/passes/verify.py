@@ -19,7 +19,7 @@ from megatron_balance.core.program import HOME_WIDTH, KEY_SIDE, MOVED, Attend, A
 from megatron_balance.core.text import op_lines
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.atoms import Atoms, ranges
-from megatron_balance.passes.tables import Ints, as_array, concat
+from megatron_balance.passes.tables import Bools, Ints, as_array, concat
 from megatron_balance.passes.transpose import POLICIES
 
 _NEVER = -1
@@ -78,7 +78,12 @@ class _State:
         self.where: tuple[str, Sequence[int], Sequence[Op]] = ("", (), ())
 
     def _cut(self, program: Program) -> Atoms:
-        seqs, starts, stops, heads = [np.arange(len(self.lengths))], [np.zeros_like(self.lengths)], [self.lengths], [np.array([0, program.num_heads])]
+        seqs, starts, stops, heads = (
+            [np.arange(len(self.lengths))],
+            [np.zeros_like(self.lengths)],
+            [self.lengths],
+            [np.array([0, program.num_heads])],
+        )
 
         def add(table: Ints, columns: tuple[int, ...], scale: Ints | int) -> None:
             seq, start, stop = table[:, 0], table[:, columns[0]], table[:, columns[1]]
@@ -123,7 +128,7 @@ class _State:
         self.home_regions = np.concatenate([home, np.tile([0, self.program.num_heads], (len(home), 1))], axis=1)
         _, flat = self.index(self.home_ranks, Kind.Q, self.home_regions)
         owners = np.bincount(flat % self.num_atoms, minlength=self.num_atoms)
-        tokens = np.concatenate([np.arange(a, b) for a, b in zip(self.first, self.last, strict=True)]) if len(self.first) else self.first
+        _, tokens = ranges(self.first, self.last)
         wrong = tokens[owners[tokens * self.num_heads] != 1]
         if len(wrong):
             atom = int(wrong[0])
@@ -324,7 +329,9 @@ class _State:
                 flat = np.flatnonzero(self.parts[kind])[:1]
                 one = flat % self.num_atoms // self.num_heads
                 region = f"s{self.atoms.seq(one)[0]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
-                raise InvalidProgramError(f"{phase}: rank {flat[0] // self.num_atoms} is left with a partial {kind.name} of {region} that no one asked for")
+                raise InvalidProgramError(
+                    f"{phase}: rank {flat[0] // self.num_atoms} is left with a partial {kind.name} of {region} that no one asked for"
+                )
 
     # Complaints
 
@@ -333,13 +340,13 @@ class _State:
             if index != _NEVER:
                 self.useful[index] = True
 
-    def require(self, good: Ints, rows: Ints, complaint: str) -> None:
+    def require(self, good: Bools, rows: Ints, complaint: str) -> None:
         if not good.all():
             row = rows[int(np.flatnonzero(~good)[0])]
             route = f" from rank {row[6]} to rank {row[7]}" if len(row) > 6 else ""
             raise self.error(0, f"{Kind(int(row[0])).name} s{row[1]}[{row[2]}:{row[3]}) heads [{row[4]}:{row[5]}){route}: {complaint}")
 
-    def require_pair(self, good: Ints, pairs: Ints, complaint: str, ranks: Ints | None = None) -> None:
+    def require_pair(self, good: Bools, pairs: Ints, complaint: str, ranks: Ints | None = None) -> None:
         if not good.all():
             at = int(np.flatnonzero(~good)[0])
             row = pairs[at]

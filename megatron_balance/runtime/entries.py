@@ -11,36 +11,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.passes.tables import Ints
+from megatron_balance.passes.tables import Bools, Ints
 
 
-def simple_pairs(pairs: Ints) -> Ints:
-    """Pairs [n, 9] without rows and keys that take no part, each either full or causal at the bottom right."""
+def simple_pairs(pairs: Ints, launch: Ints) -> tuple[Ints, Ints]:
+    """Pairs [n, 9] without rows and keys that take no part, each either full or causal at the bottom right; and their launches."""
     pairs = pairs.copy()
     pairs[:, 1] = np.maximum(pairs[:, 1], pairs[:, 5])
     pairs[:, 6] = np.minimum(pairs[:, 6], pairs[:, 2])
     neither = (pairs[:, 6] > pairs[:, 1] + 1) & (pairs[:, 6] < pairs[:, 2])
     if not neither.any():
-        return pairs
+        return pairs, launch
     upper, lower = pairs.copy(), pairs[neither]
     upper[neither, 2] = upper[neither, 6]  # the queries up to the last key: causal
     lower[:, 1] = lower[:, 6]  # the queries behind it see all of the keys
     order = np.argsort(np.concatenate([np.arange(len(pairs)), np.flatnonzero(neither)]), kind="stable")
-    return np.concatenate([upper, lower])[order]
+    return np.concatenate([upper, lower])[order], np.concatenate([launch, launch[neither]])[order]
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Kernel entries of one launch. Rows are rows of the operands, [n] each.
+    """Kernel entries of many launches. Rows are rows of the launch's operands, [n] each; `launch` is ascending.
 
     `q_pairs`, `k_pairs`: indices into the simple pairs whose query (key) regions, in order, make up the entries' packed rows.
     """
+
+    launch: Ints
 
     q_start: Ints
     q_stop: Ints
     k_start: Ints
     k_stop: Ints
-    causal: Ints
+    causal: Bools
     q_pairs: Ints
     k_pairs: Ints
 
@@ -48,14 +50,14 @@ class Fused:
         return len(self.q_start)
 
 
-def fuse(pairs: Ints, q_row: Ints, k_row: Ints) -> Fused:
-    """Entries of simple `pairs` [n, 9] whose regions begin at operand rows `q_row`, `k_row` [n]."""
+def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
+    """Entries of simple `pairs` [n, 9] of launches [n] (ascending) whose regions begin at operand rows `q_row`, `k_row` [n]."""
     q_stop = q_row + pairs[:, 2] - pairs[:, 1]
     k_stop = k_row + pairs[:, 6] - pairs[:, 5]
     causal = pairs[:, 6] > pairs[:, 1] + 1
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
-    linked &= pairs[1:, 0] == pairs[:-1, 0]
+    linked &= (pairs[1:, 0] == pairs[:-1, 0]) & (launch[1:] == launch[:-1])
     first = np.flatnonzero(np.append(True, ~linked)) if len(pairs) else np.empty(0, dtype=np.int64)
     last = np.append(first[1:], len(pairs)) - 1 if len(first) else first
     a, b, c, d, e = q_row[first], q_stop[first], k_row[first], k_stop[last], causal[last]
@@ -63,10 +65,10 @@ def fuse(pairs: Ints, q_row: Ints, k_row: Ints) -> Fused:
     below = b[:-1] == a[1:]
     full = ~e[1:] & ~e[:-1] & (c[1:] == c[:-1]) & (d[1:] == d[:-1])
     stairs = e[1:] & e[:-1] & (c[1:] == c[:-1]) & (d[1:] - d[:-1] == b[1:] - b[:-1])
-    linked = below & (full | stairs)
+    linked = below & (full | stairs) & (launch[first[1:]] == launch[first[:-1]])
     top = np.flatnonzero(np.append(True, ~linked)) if len(first) else first
     bottom = np.append(top[1:], len(first)) - 1 if len(top) else top
     lengths = last[bottom] - first[bottom] + 1
     offsets = np.cumsum(lengths) - lengths
     k_pairs = np.repeat(first[bottom] - offsets, lengths) + np.arange(int(lengths.sum()))
-    return Fused(a[top], b[bottom], c[bottom], d[bottom], e[bottom], first, k_pairs)
+    return Fused(launch[first[top]], a[top], b[bottom], c[bottom], d[bottom], e[bottom], first, k_pairs)

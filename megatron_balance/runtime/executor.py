@@ -72,7 +72,9 @@ class _Phase:
         for run, index in zip(packed.runs, packed.indices, strict=True):
             source = of(run.buffer)
             rows = source[run.start : run.stop] if index is None else source.index_select(0, index)
-            out[run.row : run.row + run.count, run.head : run.head + run.num_heads] = rows[:, run.buffer_head : run.buffer_head + run.num_heads]
+            out[run.row : run.row + run.count, run.head : run.head + run.num_heads] = rows[
+                :, run.buffer_head : run.buffer_head + run.num_heads
+            ]
         return out
 
     def query_operand(self, operand: Operand) -> Tensor:

@@ -53,7 +53,7 @@ def make_groups(
     for pool in pools:
         for members in _wanted(len(pool), ranks_per_node):
             group = dist.new_group([pool[i] for i in members], timeout=timeout, backend=backend)
-            if tuple(pool) == mine[0] and pool.index(me) in members:
+            if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine[0] and pool.index(me) in members:
                 found[members] = group
     pool = mine[0]
     return Groups(pool.index(me), len(pool), pool, found.get(tuple(range(len(pool)))), found)

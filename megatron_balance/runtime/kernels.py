@@ -147,7 +147,9 @@ class CpuFlashKernel:
     name = "cpu_flash"
 
     def launches(self, entries: Entries) -> int:
-        return sum(2 if _is_staircase(a, b, c, d, mask) else 1 for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True))
+        return sum(
+            2 if _is_staircase(a, b, c, d, mask) else 1 for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True)
+        )
 
     def prepare(self, entries: Entries, device: torch.device) -> Entries:
         del device

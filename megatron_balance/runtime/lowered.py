@@ -48,7 +48,10 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One forward kernel call. `entries`: what the kernel prepared; `calls`: kernel launches. `out`: packed output rows -> query buffers; `merges[i]`: run i adds to what is there."""
+    """One forward kernel call. `entries`: what the kernel prepared; `calls`: how many launches it takes.
+
+    `out`: packed output rows -> query buffers; `merges[i]`: run i adds to what is there.
+    """
 
     zone: str
     q: Operand

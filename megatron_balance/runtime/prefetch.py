@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import IO, Any
@@ -35,7 +36,12 @@ class PlanSpec:
     options: Mapping[str, Any]
 
     def to_json(self) -> str:
-        body = {"name": self.name, "cluster": dataclasses.asdict(self.cluster), "model": dataclasses.asdict(self.model), "options": dict(self.options)}
+        body = {
+            "name": self.name,
+            "cluster": dataclasses.asdict(self.cluster),
+            "model": dataclasses.asdict(self.model),
+            "options": dict(self.options),
+        }
         return json.dumps(body)
 
 
@@ -97,10 +103,8 @@ class PlanAhead:
     def close(self) -> None:
         """End the process; safe to call twice."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+            with suppress(BrokenPipeError):
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

@@ -74,7 +74,9 @@ class Table:
                     left += [(a, x, c, d), (y, b, c, d), (x, y, c, u), (x, y, v, d)]
                 missing = [m for m in left if m[0] < m[1] and m[2] < m[3]]
             if missing:
-                raise InvalidProgramError(f"a rank does not hold all of s{region[0]}[{region[1]}:{region[2]}) heads [{region[3]}:{region[4]})")
+                raise InvalidProgramError(
+                    f"a rank does not hold all of s{region[0]}[{region[1]}:{region[2]}) heads [{region[3]}:{region[4]})"
+                )
         table = np.array(pieces, dtype=np.int64).reshape(-1, 8)
         return table[np.lexsort((table[:, HEAD], table[:, ROW], table[:, REGION]))]
 
@@ -98,50 +100,40 @@ class Run:
     buffer_head: int
 
 
-def runs(regions: Ints, pieces: Ints, *, distinct: bool = False) -> tuple[Run, ...]:
-    """The pieces of regions packed one after the other, joined into as few runs as possible.
+def grouped_runs(regions: Ints, pieces: Ints, owner: Ints, num_owners: int, *, distinct: bool = False) -> list[tuple[Run, ...]]:
+    """For each owner, the pieces of its regions packed one after the other, joined into as few runs as possible.
 
-    `distinct`: no run names a row twice (for writing: partials of one query from several entries of a launch).
+    `owner` [n], ascending: whose each region is. `distinct`: no run names a row twice (for writing: partials of one query from
+    several entries of a launch).
     """
-    found = _runs(regions, pieces, join=True)
-    if distinct and any(run.index is not None and len(np.unique(run.index)) < run.count for run in found):
-        return _runs(regions, pieces, join=False)
-    return found
-
-
-def _runs(regions: Ints, pieces: Ints, *, join: bool) -> tuple[Run, ...]:
+    found: list[list[Run]] = [[] for _ in range(num_owners)]
     if not len(pieces):
-        return ()
+        return [tuple(f) for f in found]
     sizes = regions[:, 2] - regions[:, 1]
     offsets = np.cumsum(sizes) - sizes
-    row = offsets[pieces[:, REGION]] + pieces[:, ROW]
-    same = (
-        (pieces[1:, BUFFER] == pieces[:-1, BUFFER])
-        & (pieces[1:, HEAD] == pieces[:-1, HEAD])
-        & (pieces[1:, NUM_HEADS] == pieces[:-1, NUM_HEADS])
-        & (pieces[1:, BUFFER_HEAD] == pieces[:-1, BUFFER_HEAD])
-        & (row[1:] == row[:-1] + pieces[:-1, COUNT])
-    )
-    begins = np.flatnonzero(np.append(True, ~same)) if join else np.arange(len(pieces))
+    whose = owner[pieces[:, REGION]]
+    base = offsets[np.minimum(np.searchsorted(owner, np.arange(num_owners)), len(regions) - 1)]
+    row = offsets[pieces[:, REGION]] + pieces[:, ROW] - base[whose]
+    behind = pieces[1:, BUFFER_ROW] == pieces[:-1, BUFFER_ROW] + pieces[:-1, COUNT]
+    same = (whose[1:] == whose[:-1]) & (row[1:] == row[:-1] + pieces[:-1, COUNT])
+    for column in (BUFFER, HEAD, NUM_HEADS, BUFFER_HEAD):
+        same &= pieces[1:, column] == pieces[:-1, column]
+    begins = np.flatnonzero(np.append(True, ~same))
     ends = np.append(begins[1:], len(pieces))
-    joined = []
-    for a, b in zip(begins.tolist(), ends.tolist(), strict=True):
-        part = pieces[a:b]
-        count = int(part[:, COUNT].sum())
-        start = int(part[0, BUFFER_ROW])
-        consecutive = b - a == 1 or bool((part[1:, BUFFER_ROW] == part[:-1, BUFFER_ROW] + part[:-1, COUNT]).all())
-        index = None if consecutive else ranges(part[:, BUFFER_ROW], part[:, BUFFER_ROW] + part[:, COUNT])[1]
-        joined.append(
-            Run(
-                row=int(row[a]),
-                count=count,
-                buffer=int(part[0, BUFFER]),
-                start=start,
-                stop=start + count,
-                index=index,
-                head=int(part[0, HEAD]),
-                num_heads=int(part[0, NUM_HEADS]),
-                buffer_head=int(part[0, BUFFER_HEAD]),
-            )
-        )
-    return tuple(joined)
+    gaps = np.append(0, np.cumsum(~behind))
+    consecutive = (gaps[ends - 1] == gaps[begins]).tolist()
+    counts = np.add.reduceat(pieces[:, COUNT], begins).tolist()
+    columns = pieces[begins][:, [BUFFER, BUFFER_ROW, HEAD, NUM_HEADS, BUFFER_HEAD]].tolist()
+    for at, (a, b) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        buffer, start, head, num_heads, buffer_head = columns[at]
+        if consecutive[at]:
+            found[whose[a]].append(Run(int(row[a]), counts[at], buffer, start, start + counts[at], None, head, num_heads, buffer_head))
+            continue
+        index = ranges(pieces[a:b, BUFFER_ROW], pieces[a:b, BUFFER_ROW] + pieces[a:b, COUNT])[1]
+        if distinct and not (index[1:] > index[:-1]).all() and len(set(index.tolist())) < len(index):
+            for one in range(a, b):
+                begin, count = int(pieces[one, BUFFER_ROW]), int(pieces[one, COUNT])
+                found[whose[a]].append(Run(int(row[one]), count, buffer, begin, begin + count, None, head, num_heads, buffer_head))
+            continue
+        found[whose[a]].append(Run(int(row[a]), counts[at], buffer, start, start + counts[at], index, head, num_heads, buffer_head))
+    return [tuple(f) for f in found]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.core.plan import Zone
-from megatron_balance.core.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind
+from megatron_balance.core.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
 from megatron_balance.passes.tables import Ints
 from megatron_balance.schedules import zigzag
 from megatron_balance.schedules.context import Context, Share, attend, exchange
@@ -24,12 +24,12 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
     """One Exchange of all the sequences that more than one rank holds, then one Attend of each fragment over its prefix."""
     size, index = len(zone.ranks), zone.ranks.index(rank)
     cut = zigzag.zigzag(context.lengths, np.array(zone.seqs, dtype=np.int64), size)
-    ops = []
+    ops: list[Op] = []
     shared = cut.seqs[cut.parts > 1]
     if size > 1 and len(shared):
         is_shared = np.zeros(len(context.lengths), dtype=bool)
         is_shared[shared] = True
-        held = []
+        held: list[Ints] = []
         for i in range(size):
             rows = zigzag.fragments(cut, i)
             held.append(rows[is_shared[rows[:, 0]]])

@@ -24,8 +24,8 @@ class Context:
 class Share:
     """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by forward id."""
 
-    ops: list[Op] = field(default_factory=list)
-    replays: list[tuple[int, Exchange]] = field(default_factory=list)
+    ops: list[Op]
+    replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
 def cut_by(table: Ints, groups: Ints, num_groups: int) -> list[bytes]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.core.plan import Tiling
-from megatron_balance.core.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Kind
+from megatron_balance.core.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
 from megatron_balance.core.rows import Rows
 from megatron_balance.passes.tables import Ints, as_array, as_rows
 from megatron_balance.schedules.context import Context, Share, attend, exchange, merge
@@ -35,7 +35,7 @@ def place(zone: Tiling, lengths: Ints, rank: int) -> Ints:
 def project(zone: Tiling, context: Context, rank: int) -> Share:
     """The ops of `rank`."""
     there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
-    ops = []
+    ops: list[Op] = []
     mine = there[(there[:, 6] == rank) | (there[:, 7] == rank)]
     if len(mine):
         ops.append(exchange(context, 0, mine))

@@ -138,7 +138,10 @@ class _Tally:
         keys = np.array([s[-1][3] - s[0][2] if s else 0 for s in slices])
         # Each rank computes all pairs of its share of the heads; cumulative rounding keeps the sum exact.
         pairs, stops = int(_causal(self.lengths[seqs]).sum()), np.cumsum(queries)
-        self.pairs[ranks] += [pairs * b // self.plan.num_heads - pairs * a // self.plan.num_heads for a, b in zip((stops - queries).tolist(), stops.tolist(), strict=True)]
+        self.pairs[ranks] += [
+            pairs * b // self.plan.num_heads - pairs * a // self.plan.num_heads
+            for a, b in zip((stops - queries).tolist(), stops.tolist(), strict=True)
+        ]
         nodes = self.nodes[ranks]
         active = (queries > 0).astype(np.int64)
         self.received(Kind.Q, ranks, (total - runs) * active, (total - _on_node(runs, nodes)) * active, queries)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.core.plan import Zone
-from megatron_balance.core.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind
+from megatron_balance.core.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
 from megatron_balance.passes.tables import Ints
 from megatron_balance.schedules.context import Context, Share, attend, exchange
 
@@ -30,10 +30,10 @@ def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[tuple
     Each slice maps its query heads evenly onto its key-value heads (one key-value head, or whole groups), as kernels need.
     """
     ratio = num_heads // num_kv_heads
-    slices = []
+    slices: list[list[tuple[int, int, int, int]]] = []
     for i in range(size):
         a, b = num_heads * i // size, num_heads * (i + 1) // size
-        own = []
+        own: list[tuple[int, int, int, int]] = []
         while a < b:
             whole = b // ratio * ratio
             if a % ratio == 0 and whole > a:
@@ -52,7 +52,8 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
     seqs = np.array(zone.seqs, dtype=np.int64)
     slices = head_slices(context.num_heads, context.num_kv_heads, size)
     runs = [_run(seqs, context.lengths, size, i) for i in range(size)]
-    there, back = [], []
+    there: list[Ints] = []
+    back: list[Ints] = []
     for i, other in enumerate(zone.ranks):
         if i == index:
             continue
@@ -64,7 +65,7 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
                 there.append(_transfers(Kind.KV, runs[src], kv_heads, who))
             for start, stop, _, _ in slices[src]:
                 back.append(_transfers(Kind.OUT, runs[dst], (start, stop), who))
-    ops = []
+    ops: list[Op] = []
     # Every rank takes part in the collectives, or none does: nothing moves if the one holder has all the heads.
     moves = any(len(runs[i]) and slices[j] for i in range(size) for j in range(size) if i != j)
     nothing = np.empty((0, TRANSFER_WIDTH), dtype=np.int64)

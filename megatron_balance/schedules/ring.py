@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.core.plan import Zone
-from megatron_balance.core.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Attend, Exchange, Kind, Merge
+from megatron_balance.core.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Attend, Exchange, Kind, Merge, Op
 from megatron_balance.core.rows import Rows
 from megatron_balance.passes.tables import Ints
 from megatron_balance.schedules import zigzag
@@ -34,7 +34,7 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
     rounds = np.arange(size)
     blocks = _Blocks(cut, (index - rounds) % size, context.num_kv_heads)
     pairs, merges = _attention(cut, index, blocks, context)
-    ops: list[Attend | Exchange | Merge] = []
+    ops: list[Op] = []
     replays: list[tuple[int, Exchange]] = []
     if pairs[0]:
         ops.append(Attend(rank, Rows(PAIR_WIDTH, pairs[0])))
@@ -51,7 +51,7 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
                 replays.append((exchange_id, Exchange(exchange_id, Rows(TRANSFER_WIDTH, backward[size - t]))))
             if pairs[t]:
                 ops += [Attend(rank, Rows(PAIR_WIDTH, pairs[t])), Merge(rank, Rows(MERGE_WIDTH, merges[t]))]
-    return Share(ops, replays)  # pyright: ignore[reportArgumentType]
+    return Share(ops, replays)
 
 
 class _Blocks:
