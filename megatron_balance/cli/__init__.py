@@ -1,0 +1,84 @@
+"""The command line: one file per verb, each with `add_parser(subparsers)`, which sets `run(args) -> exit code`.
+
+Results go to stdout, progress and messages to stderr. A user's mistake is one line `error: ...` and exit code 2; what turns
+out not to hold (a plan that does not verify) is exit code 1. Torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, cast
+
+from megatron_balance.cli import corpus, doctor, plan, verify
+from megatron_balance.errors import BalanceError
+
+VERBS = (plan, verify, corpus, doctor)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are one line that says what would be right."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message}. See '{self.prog} --help'", self)
+
+
+class _UsageError(Exception):
+    def __init__(self, message: str, parser: argparse.ArgumentParser) -> None:
+        super().__init__(message)
+        self.parser = parser
+
+
+def build_parser() -> Parser:
+    """The parser of all verbs."""
+    parser = Parser(prog="megatron-balance", description="Plan, prove and inspect balanced distributed attention.", allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    for verb in VERBS:
+        verb.add_parser(subparsers)
+    for sub in subparsers.choices.values():
+        sub.allow_abbrev = False  # an abbreviation is a typing mistake that happens to work
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    try:
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise _UsageError(_unknown_option(unknown, args.verb, parser), parser)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except (_UsageError, BalanceError) as error:
+        # One line, whatever the message held: scripts read it.
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone; it wants no more and no traceback. Python flushes stdout once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _unknown_option(unknown: list[str], verb: str, parser: Parser) -> str:
+    word = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
+    options = [option for action in _actions_of(_verb_parsers(parser)[verb]) for option in action.option_strings]
+    close = difflib.get_close_matches(word, options, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"see 'megatron-balance {verb} --help'"
+    return f"{verb}: unknown {'option' if word.startswith('-') else 'argument'} {word!r}; {hint}"
+
+
+def _actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return parser._actions  # pyright: ignore[reportPrivateUsage]  argparse has no public way to list options
+
+
+def _verb_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    verbs = next(action for action in _actions_of(parser) if action.dest == "verb")
+    return cast("dict[str, argparse.ArgumentParser]", verbs.choices)

@@ -1,0 +1,129 @@
+"""`megatron-balance corpus`: documents to a Megatron `.bin/.idx` with their lengths kept, and what such a corpus holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_balance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_balance.workloads.idx import CorpusIndex
+
+# NumPy and the progress bar are imported where they are used, so that `megatron-balance --help` answers at once.
+
+BAR_WIDTH = 40
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `corpus` with its two actions."""
+    parser = subparsers.add_parser("corpus", help="turn documents into a Megatron corpus (.bin/.idx), or describe one", description=__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="build|describe")
+    build = actions.add_parser("build", help="one document per file, one token per byte, end-of-document token 256")
+    build.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
+    build.add_argument("paths", metavar="FILE|FOLDER", nargs="*", type=Path, help="files, and folders to search for files")
+    build.add_argument("--stdlib", action="store_true", help="the Python standard library's .py sources, without installed packages")
+    build.add_argument("--suffix", default="", help="in folders, only files whose names end like this, for example .py")
+    build.add_argument("--max-bytes", type=int, metavar="N", help="skip and count files larger than N bytes")
+    build.add_argument("--limit", type=int, metavar="N", help="at most N documents")
+    describe = actions.add_parser("describe", help="check the two files against each other and print the lengths")
+    describe.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
+    for action in (build, describe):
+        action.allow_abbrev = False  # as for the verbs: an abbreviation is a typing mistake that happens to work
+        action.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build or describe a corpus.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        BalanceError: a user's mistake; the command line prints it and exits with 2.
+    """
+    report = _build(args) if args.action == "build" else {}
+    from megatron_balance.workloads.idx import read_index
+
+    index = read_index(args.prefix)
+    report |= _describe(index)
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        _show(report)
+    return 0
+
+
+def _build(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the corpus; what was skipped."""
+    from megatron_balance.workloads import corpus
+
+    for option, value in (("--max-bytes", args.max_bytes), ("--limit", args.limit)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: must be at least 1")
+    if not args.paths and not args.stdlib:
+        raise ConfigError("corpus build: no documents; name files or folders after PREFIX, or give --stdlib")
+    files = corpus.find_files(args.paths, args.suffix)
+    if args.stdlib:
+        files += corpus.find_files([corpus.standard_library()], ".py", leave_out=corpus.INSTALLED)
+    if not files:
+        ending = f" ending in {args.suffix!r}" if args.suffix else ""
+        raise ConfigError(f"corpus build: no files{ending} in {', '.join(map(str, args.paths))}")
+    built = corpus.build(args.prefix, _progress(files), args.max_bytes, args.limit)
+    skipped = {"empty": built.empty, "too_large": built.too_large, "beyond_limit": built.beyond_limit}
+    return {"end_of_document": corpus.END_OF_DOCUMENT, "skipped": skipped}
+
+
+def _progress(files: list[Path]) -> Iterator[Path]:
+    from tqdm import tqdm
+
+    yield from tqdm(files, desc="corpus", unit=" files", file=sys.stderr)
+
+
+def _describe(index: CorpusIndex) -> dict[str, Any]:
+    from megatron_balance.workloads.lengths import histogram, quantiles
+
+    lengths = index.document_lengths
+    return {
+        "prefix": index.prefix,
+        "token_type": str(index.dtype),
+        "num_documents": index.num_documents,
+        "num_tokens": index.num_tokens,
+        "empty_documents": int((lengths == 0).sum()),
+        "largest_token": index.largest_token(),
+        "lengths": quantiles(lengths[lengths > 0]),
+        "histogram": [asdict(bar) for bar in histogram(lengths)],
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    size = f"{report['num_documents']:,} documents, {report['num_tokens']:,} tokens of {report['token_type']}"
+    print(f"{report['prefix']}.bin/.idx: {size} (largest id {report['largest_token']})")
+    if "skipped" in report:
+        skipped = report["skipped"]
+        print(f"skipped: {skipped['empty']} empty files, {skipped['too_large']} too large, {skipped['beyond_limit']} beyond --limit")
+    if report["empty_documents"]:
+        print(f"{report['empty_documents']} documents have no tokens and are passed over in training")
+    print("tokens per document: " + "  ".join(f"{name} {value:,}" for name, value in report["lengths"].items()))
+    for line in _bars(report["histogram"]):
+        print(line)
+
+
+def _bars(bars: Iterable[dict[str, int]]) -> list[str]:
+    """One line per bar: range of lengths, documents, their share of all tokens, and the bar."""
+    bars = list(bars)
+    most = max(bar["documents"] for bar in bars)
+    tokens = sum(bar["tokens"] for bar in bars)
+    width = max(len(f"{bar['low']:,}-{bar['high']:,}") for bar in bars)
+    lines = [f"{'tokens':>{width}}  documents  of all tokens"]
+    for bar in bars:
+        name = f"{bar['low']:,}-{bar['high']:,}"
+        blocks = "#" * -(-BAR_WIDTH * bar["documents"] // most)
+        lines.append(f"{name:>{width}}  {bar['documents']:>9,}  {bar['tokens'] / tokens:>12.1%}  {blocks}".rstrip())
+    return lines

@@ -1,0 +1,203 @@
+"""`megatron-balance doctor`: what of the stack is here, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+MEGATRON_CORE = "0.19.2"
+"""The version whose source the patches were reviewed against."""
+
+Status = Literal["ok", "missing", "wrong"]
+
+# Run in a process of its own: importing torch takes seconds and gigabytes that `plan` never pays for.
+TORCH_PROBE = """
+import json, torch
+import torch.distributed as d
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda,
+    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    "gloo": d.is_available() and d.is_gloo_available(),
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if d.is_available() and d.is_nccl_available() else None,
+}))
+"""
+NAMESPACE_PROBE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+flags = 0x40000000 | (0 if os.geteuid() == 0 else 0x10000000)  # CLONE_NEWNET, and CLONE_NEWUSER for who is not root
+raise SystemExit(0 if libc.unshare(flags) == 0 else os.strerror(ctypes.get_errno()))
+"""
+PROBE_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One part of the stack. `needed_for`: plan, train (CPU or GPU), gpu, or optional. `mend` is a command or a sentence."""
+
+    name: str
+    needed_for: Literal["plan", "train", "gpu", "optional"]
+    status: Status
+    found: str
+    wanted: str
+    mend: str
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `doctor`."""
+    parser = subparsers.add_parser("doctor", help="what of the stack is here and what is missing", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at every part of the stack; 0 also when parts are missing, since not everybody needs all of them."""
+    checks = examine()
+    ready = {
+        purpose: all(check.status == "ok" for check in checks if check.needed_for in needs)
+        for purpose, needs in (("plan", ("plan",)), ("train", ("plan", "train")), ("train_on_gpu", ("plan", "train", "gpu")))
+    }
+    if args.json:
+        print(json.dumps({"ready": ready, "checks": [asdict(check) for check in checks]}))
+    else:
+        _show(checks, ready)
+    return 0
+
+
+def examine() -> list[Check]:
+    """All checks, in the order a reader wants them: planning, training, GPU, optional parts."""
+    return [*_planning(), *_training(), *_optional()]
+
+
+def _planning() -> list[Check]:
+    version = platform.python_version()
+    checks = [
+        _check(
+            "python",
+            "plan",
+            version if sys.version_info >= (3, 11) else None,
+            ">= 3.11",
+            "install Python 3.12: pyenv install 3.12",
+            version,
+        )
+    ]
+    packages = (("numpy", "numpy"), ("pydantic", "pydantic"), ("pyyaml", "PyYAML"), ("tqdm", "tqdm"), ("rich", "rich"))
+    return checks + [_package(name, distribution, "plan", f"pip install {name}") for name, distribution in packages]
+
+
+def _training() -> list[Check]:
+    version = platform.python_version()
+    mend_torch, mend_core = "pip install 'megatron-balance[train]'", f"pip install --no-deps megatron-core=={MEGATRON_CORE}"
+    torch = _probe_torch()
+    core = _version("megatron-core")
+    core_status: Status = "missing" if core is None else "ok" if core == MEGATRON_CORE else "wrong"
+    broken = str(torch.get("error", "")) if torch else ""
+    return [
+        _check("python for Megatron", "train", version if sys.version_info >= (3, 12) else None, ">= 3.12", "pyenv install 3.12", version),
+        _check("torch", "train", torch.get("torch"), ">= 2.6", mend_torch, broken),
+        _check("gloo", "train", "built into torch" if torch.get("gloo") else None, "in torch", mend_torch),
+        Check("megatron-core", "train", core_status, core or "", f"== {MEGATRON_CORE}", "" if core_status == "ok" else mend_core),
+        _package("psutil", "psutil", "train", "pip install psutil"),
+        _check("cuda", "gpu", torch.get("cuda"), "a CUDA build of torch", "install torch from https://pytorch.org for your CUDA"),
+        _check(
+            "gpu",
+            "gpu",
+            ", ".join(sorted(set(cast("list[str]", torch.get("gpus", []))))) or None,
+            "at least one",
+            "check the driver: nvidia-smi",
+        ),
+        _check("nccl", "gpu", torch.get("nccl"), "in torch", "install a CUDA build of torch"),
+    ]
+
+
+def _optional() -> list[Check]:
+    return [
+        _package("transformer-engine", "transformer-engine", "optional", "pip install --no-build-isolation 'transformer-engine[pytorch]'"),
+        _package("apex", "apex", "optional", "use the NGC PyTorch image, which has it, or build https://github.com/NVIDIA/apex"),
+        _package("flash-attn", "flash-attn", "optional", "pip install --no-build-isolation flash-attn"),
+        _package("gurobi", "gurobipy", "optional", "pip install 'megatron-balance[gurobi]'"),
+        _package("highs", "highspy", "optional", "pip install highspy"),
+        _package("or-tools", "ortools", "optional", "pip install ortools"),
+        _namespaces(),
+    ]
+
+
+def _namespaces() -> Check:
+    """Whether nodes can be emulated by network namespaces here (tools that shape links need `ip` and `tc` too)."""
+    name, wanted = "network namespaces", "permitted, with ip and tc"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if sys.platform != "linux":
+        return Check(name, "optional", "missing", sys.platform, wanted, "emulated clusters need Linux")
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", NAMESPACE_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+        refused = probe.stderr.strip().splitlines()[-1:] if probe.returncode else []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        refused = [str(error)]
+    if refused:
+        mend = "run as root, or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
+        return Check(name, "optional", "wrong", f"refused: {refused[0]}", wanted, mend)
+    if tools:
+        return Check(name, "optional", "missing", f"permitted, but no {' and no '.join(tools)}", wanted, "apt-get install iproute2")
+    return Check(name, "optional", "ok", "permitted", wanted, "")
+
+
+def _probe_torch() -> dict[str, Any]:
+    """What torch says of itself; {} if it is not installed, {"error": ...} if it cannot be imported."""
+    if _version("torch") is None:
+        return {}
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", TORCH_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+        )
+        return cast("dict[str, Any]", json.loads(probe.stdout.splitlines()[-1]))
+    except subprocess.CalledProcessError as error:
+        return {"error": (error.stderr.strip().splitlines() or ["import torch failed"])[-1]}
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+
+
+def _package(name: str, distribution: str, needed_for: Literal["plan", "train", "gpu", "optional"], mend: str) -> Check:
+    return _check(name, needed_for, _version(distribution), "any version" if needed_for == "optional" else "installed", mend)
+
+
+def _check(
+    name: str, needed_for: Literal["plan", "train", "gpu", "optional"], found: str | None, wanted: str, mend: str, otherwise: str = ""
+) -> Check:
+    """`found` is None when the part is not usable; `otherwise` then says what is there instead."""
+    if found is None:
+        return Check(name, needed_for, "wrong" if otherwise else "missing", otherwise, wanted, mend)
+    return Check(name, needed_for, "ok", found, wanted, "")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _show(checks: list[Check], ready: dict[str, bool]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)  # [train] is an extra, not a colour
+    if not console.is_terminal:
+        console.width = 140  # a pipe or a file has no width of its own
+    table = Table(title="What this machine has", title_justify="left")
+    for column in ("part", "for", "status", "found", "wanted", "to mend it"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(check.name, check.needed_for, check.status, check.found, check.wanted, check.mend)
+    console.print(table)
+    for purpose, yes in ready.items():
+        console.print(f"ready to {purpose.replace('_', ' ')}: {'yes' if yes else 'no'}")

@@ -1,0 +1,227 @@
+"""The inputs that verbs share: which lengths, for which ranks and model, by which planners."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.config import (
+    DEFAULT_CLUSTER,
+    DEFAULT_MODEL,
+    ClusterChoice,
+    DatasetConfig,
+    PlannerChoice,
+    RunConfig,
+    capacity,
+    choose_planner,
+    load_cluster,
+    load_config,
+    load_model,
+    names,
+    parse_yaml,
+)
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.planners import PLANNERS
+
+LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a verb works on. `assumed` says in words which parts nobody gave."""
+
+    batches: tuple[Batch, ...]
+    cluster: Cluster
+    model: Model
+    planners: tuple[PlannerChoice, ...]
+    tokens_per_rank: int
+    config: RunConfig
+    assumed: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the section 'Inputs common to the verbs'."""
+    parser.add_argument("--planner", action="append", metavar="NAME", default=[], help=f"one of {', '.join(PLANNERS)}; repeatable")
+    parser.add_argument(
+        "-o",
+        dest="options",
+        action="append",
+        metavar="KEY=VALUE",
+        default=[],
+        help="planner option; PLANNER.KEY=VALUE reaches one of several",
+    )
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})"
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks on a node (default: the cluster's)")
+    parser.add_argument("--model", metavar="NAME|FILE", help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})")
+    parser.add_argument("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens")
+    parser.add_argument("--lengths-file", type=Path, metavar="FILE", help="JSON: [lengths] or [[lengths], ...], one list per batch")
+    parser.add_argument("--dataset", metavar="NAME", help="draw lengths from a known distribution")
+    parser.add_argument("--tokens", type=int, metavar="N", help="with --dataset: tokens of a batch")
+    parser.add_argument("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
+    parser.add_argument("--seed", type=int, metavar="S", help="with --dataset: seed (default 0)")
+    parser.add_argument(
+        "--tokens-per-rank", type=int, metavar="L", help="tokens a rank can hold (default: what the model leaves of its memory)"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win")
+
+
+def read(args: argparse.Namespace) -> Inputs:
+    """The inputs that the options and the configuration file say.
+
+    Raises:
+        ConfigError: an option or key that cannot be; names it and what would be right.
+        InfeasibleError: a batch of more tokens than the ranks hold.
+    """
+    config = load_config(args.config) if args.config else RunConfig(source="command line")
+    cluster = _cluster(args, config)
+    model = load_model(args.model) if args.model else config.model or load_model(DEFAULT_MODEL)
+    _positive("--tokens-per-rank", args.tokens_per_rank)
+    batches = tuple(Batch(tuple(lengths)) for lengths in _lengths(args, config))
+    chosen = _planners(args, config)
+    told = [c.options.tokens_per_rank for c in chosen if c.options.tokens_per_rank is not None]
+    default = capacity(cluster, model) if len(told) < len(chosen) else 0
+    planners = tuple(_with_capacity(choice, default) for choice in chosen)
+    tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
+    _check_room(batches, cluster, tokens_per_rank, assumed=not told)
+    return Inputs(batches, cluster, model, planners, tokens_per_rank, config, _assumed(args, config, cluster, model))
+
+
+def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
+    _positive("--ranks", args.ranks)
+    _positive("--ranks-per-node", args.ranks_per_node)
+    choice = load_cluster(args.cluster) if args.cluster else config.cluster or ClusterChoice({})
+    return choice.build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
+
+
+def _assumed(args: argparse.Namespace, config: RunConfig, cluster: Cluster, model: Model) -> str:
+    """Which of model and cluster were assumed: 'llama-7b on h200 assumed', or nothing."""
+    parts: list[str] = []
+    if not args.model and config.model is None:
+        parts.append(model.name)
+    if not args.cluster and config.cluster is None:
+        # Ranks may be given without a cluster; links and memory are then still the default's.
+        parts.append(f"on {cluster.name}" if parts else cluster.name)
+    return f"{' '.join(parts)} assumed" if parts else ""
+
+
+def _lengths(args: argparse.Namespace, config: RunConfig) -> Sequence[Sequence[int]]:
+    # Reading and drawing need numpy; --help does not.
+    from megatron_balance.workloads.lengths import draw, read_lengths
+
+    given = [name for name in ("lengths", "lengths_file", "dataset") if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are both given; use one")
+    if args.dataset is None and (config.dataset is None or given):
+        for option in ("tokens", "batches", "seed"):
+            if getattr(args, option) is not None:
+                raise ConfigError(f"--{option} goes with --dataset NAME, which is not given")
+    if args.lengths is not None:
+        return [_numbers(args.lengths)]
+    if args.lengths_file is not None:
+        return read_lengths(args.lengths_file)
+    if args.dataset is not None or config.dataset is not None:
+        drawn = _dataset(args, config.dataset)
+        return draw(drawn.name, drawn.tokens, drawn.batches, drawn.seed)
+    if config.lengths is not None:
+        return _batches(config.lengths)
+    if config.lengths_file is not None:
+        return read_lengths(config.lengths_file)
+    raise ConfigError(f"no sequence lengths to plan for; {LENGTHS_HINT}")
+
+
+def _batches(lengths: list[int] | list[list[int]]) -> list[list[int]]:
+    several = [entry for entry in lengths if isinstance(entry, list)]
+    return several if several else [[entry for entry in lengths if isinstance(entry, int)]]
+
+
+def _dataset(args: argparse.Namespace, given: DatasetConfig | None) -> DatasetConfig:
+    """The data set of the configuration with what the command line changes."""
+    same = given is not None and args.dataset in (None, given.name)
+    keys: dict[str, Any] = given.model_dump() if given is not None and same else {}
+    for option, key in (("dataset", "name"), ("tokens", "tokens"), ("batches", "batches"), ("seed", "seed")):
+        if getattr(args, option) is not None:
+            keys[key] = getattr(args, option)
+    _positive("--tokens", keys.get("tokens"))
+    _positive("--batches", keys.get("batches"))
+    if "tokens" not in keys:
+        raise ConfigError(f"--dataset {keys['name']} needs --tokens N, the tokens of a batch")
+    return DatasetConfig(**keys)
+
+
+def _numbers(text: str) -> list[int]:
+    values: list[int] = []
+    for place, word in enumerate(text.split(",")):
+        try:
+            values.append(int(word))
+        except ValueError:
+            raise ConfigError(f"--lengths: entry {place} is {word.strip()!r}; expected whole numbers of tokens such as 4096,512") from None
+    return values
+
+
+def _planners(args: argparse.Namespace, config: RunConfig) -> list[PlannerChoice]:
+    configured = config.planner
+    wanted: list[str] = args.planner or ([configured.name] if configured else [])
+    if not wanted:
+        raise ConfigError(f"no planner; give --planner NAME, one of {', '.join(PLANNERS)}")
+    for name in wanted:
+        if wanted.count(name) > 1:
+            raise ConfigError(f"--planner {name} is given twice")
+    options = _options(args.options, wanted)
+    chosen: list[PlannerChoice] = []
+    for name in wanted:
+        keys: dict[str, Any] = {}
+        if configured is not None and configured.name == name:
+            keys.update({f: getattr(configured.options, f) for f in PLANNERS[name].options.__dataclass_fields__})
+        if args.tokens_per_rank is not None:
+            keys["tokens_per_rank"] = args.tokens_per_rank
+        chosen.append(choose_planner(name, keys | options[name], f"--planner {name}"))
+    return chosen
+
+
+def _options(given: Sequence[str], wanted: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+    """`-o KEY=VALUE` per planner; a plain KEY reaches every planner, PLANNER.KEY one of them."""
+    options: dict[str, dict[str, Any]] = {name: {} for name in wanted}
+    for entry in given:
+        key, equals, text = entry.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"-o {entry}: expected KEY=VALUE, such as -o tokens_per_rank=8192")
+        planner, dot, rest = key.partition(".")
+        if dot and planner not in wanted:
+            raise ConfigError(f"-o {entry}: planner {planner!r} is not among the planners of this run: {', '.join(wanted)}")
+        for name in [planner] if dot else wanted:
+            options[name][rest if dot else key] = parse_yaml(text, f"-o {entry}")
+    return options
+
+
+def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
+    if choice.options.tokens_per_rank is not None:
+        return choice
+    keys = {f: getattr(choice.options, f) for f in choice.options.__dataclass_fields__}
+    return PlannerChoice(choice.name, type(choice.options)(**{**keys, "tokens_per_rank": default}))
+
+
+def _check_room(batches: Sequence[Batch], cluster: Cluster, tokens_per_rank: int, *, assumed: bool) -> None:
+    room = cluster.num_ranks * tokens_per_rank
+    for number, batch in enumerate(batches):
+        if batch.num_tokens > room:
+            which = f"batch {number}" if len(batches) > 1 else "the batch"
+            whence = " (from the model and the cluster's memory)" if assumed else ""
+            raise InfeasibleError(
+                f"{which} has {batch.num_tokens} tokens; {cluster.num_ranks} ranks x {tokens_per_rank} tokens{whence} hold {room}. "
+                f"Use at least {-(-batch.num_tokens // tokens_per_rank)} ranks, raise --tokens-per-rank to at least "
+                f"{-(-batch.num_tokens // cluster.num_ranks)}, or plan a smaller batch"
+            )
+
+
+def _positive(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{option} {value}: must be at least 1")

@@ -1,0 +1,187 @@
+"""`megatron-balance plan`: place sequences on ranks, and say how even it is and what it moves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from megatron_balance.cli import inputs, planfile
+from megatron_balance.errors import ConfigError, InvalidProgramError
+
+if TYPE_CHECKING:
+    from megatron_balance.config import PlannerChoice
+    from megatron_balance.core.plan import MicrobatchPlan
+
+T = TypeVar("T")
+
+PER_RANK = (
+    ("tokens", "tokens_per_rank"),
+    ("attention pairs", "attention_pairs_per_rank"),
+    ("KV tokens received", "kv_tokens_received_per_rank"),
+    ("  of these, inter-node", "kv_tokens_received_inter_node_per_rank"),
+    ("query tokens received", "query_tokens_received_per_rank"),
+    ("partial outputs received", "partial_tokens_received_per_rank"),
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `plan`."""
+    parser = subparsers.add_parser("plan", help="place sequences on ranks; print balance and movement", description=__doc__)
+    inputs.add_options(parser)
+    parser.add_argument(
+        "--verify", action="store_true", help="prove that every query meets every key it may see exactly once, forward and backward"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the whole plan; 'verify FILE' proves it")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan every batch by every planner.
+
+    Returns:
+        0; 1 when `--verify` finds a plan that does not compute causal attention.
+
+    Raises:
+        BalanceError: a user's mistake, or a batch that does not fit.
+    """
+    given = inputs.read(args)
+    if args.out and len(given.planners) > 1:
+        raise ConfigError(
+            f"--out {args.out} holds the plans of one planner, and {len(given.planners)} are asked for; run plan once for each"
+        )
+    runs = [_run_planner(choice, given, verify=args.verify) for choice in given.planners]
+    if args.out:
+        planfile.write(args.out, [plan for plan, _ in runs[0]], given.config.backward)
+    reports = {
+        choice.name: _report(choice.name, given, [r for _, r in results]) for choice, results in zip(given.planners, runs, strict=True)
+    }
+    if args.json:
+        document = next(iter(reports.values())) if len(reports) == 1 else {"num_ranks": given.cluster.num_ranks, "planners": reports}
+        print(json.dumps(document))
+    else:
+        _show(reports.values(), given)
+    return 1 if any(result["verified"] is False for results in runs for _, result in results) else 0
+
+
+def _run_planner(choice: PlannerChoice, given: inputs.Inputs, *, verify: bool) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
+    from megatron_balance.cost.analytic import AnalyticCost
+    from megatron_balance.planners import PLANNERS
+    from megatron_balance.schedules.figures import figures
+
+    planner, cost = PLANNERS[choice.name], AnalyticCost(given.cluster, given.model)
+    results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []
+    for batch in _progress(given.batches, choice.name):
+        start = time.perf_counter()
+        plan = planner.plan(batch, given.cluster, given.model, cost, choice.options)
+        plan_ms = 1e3 * (time.perf_counter() - start)
+        verified = _verified(plan, given, len(results)) if verify else None
+        result: dict[str, Any] = {
+            **figures(plan, given.model),
+            "plan_ms": plan_ms,
+            "verified": verified,
+            "fingerprint": plan.fingerprint(),
+        }
+        results.append((plan, result))
+    return results
+
+
+def _verified(plan: MicrobatchPlan, given: inputs.Inputs, batch: int) -> bool:
+    try:
+        planfile.prove(plan, given.config.backward)
+    except InvalidProgramError as error:
+        print(f"batch {batch}, {plan.planner}: not verified: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _report(planner: str, given: inputs.Inputs, results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "planner": planner,
+        "num_ranks": given.cluster.num_ranks,
+        "ranks_per_node": given.cluster.node_size,
+        "cluster": given.cluster.name,
+        "model": given.model.name,
+        "assumed": given.assumed or None,
+        "capacity_tokens_per_rank": given.tokens_per_rank,
+        "results": results,
+        "summary": _mean(results),
+    }
+
+
+def _mean(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean over batches of every scalar field, nested ones included."""
+    summary: dict[str, Any] = {}
+    for key, value in results[0].items():
+        values = [result[key] for result in results]
+        if isinstance(value, dict):
+            inner = _mean(cast("list[dict[str, Any]]", values))
+            if inner:
+                summary[key] = inner
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            summary[key] = fmean(values)
+    return summary
+
+
+def _progress(batches: Sequence[T], name: str) -> Iterable[T]:
+    if len(batches) < 2:
+        return batches
+    from tqdm import tqdm
+
+    return cast("Iterable[T]", tqdm(batches, desc=name, unit=" batches", file=sys.stderr, disable=None))
+
+
+def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 120  # a pipe or a file has no width of its own
+    reports = list(reports)
+    cluster = given.cluster
+    node_word = "node" if cluster.num_nodes == 1 else "nodes"
+    what = f"{given.model.name} on {cluster.name}"
+    note = "" if not given.assumed else " assumed" if given.assumed.startswith(what) else f" ({given.assumed})"
+    console.print(f"{cluster.num_ranks} ranks ({cluster.num_nodes} {node_word} x {cluster.node_size}), {what}{note}")
+    sequences = fmean(len(batch.lengths) for batch in given.batches)
+    tokens = fmean(batch.num_tokens for batch in given.batches)
+    batches = f"mean of {len(given.batches)} batches" if len(given.batches) > 1 else "1 batch"
+    console.print(f"{batches}: {_plain(sequences)} sequences, {_plain(tokens)} tokens; a rank holds up to {given.tokens_per_rank:,}")
+    for report in reports:
+        table = Table(title=f"{report['planner']}: per rank, one layer, forward", title_justify="left")
+        for column in ("", "min", "mean", "max", "max / mean"):
+            table.add_column(column, justify="left" if not column else "right")
+        results = report["results"]
+        for label, key in PER_RANK:
+            _add_row(table, label, [result[key] for result in results])
+        for label, key in (("MB received", "total"), ("  of these, inter-node", "inter_node")):
+            _add_row(
+                table, label, [[num_bytes / 1e6 for num_bytes in result["bytes_received_per_rank"][key]] for result in results], decimals=1
+            )
+        console.print(table)
+        console.print(f"planned in {report['summary']['plan_ms']:.2f} ms; {_verdict([result['verified'] for result in results])}")
+
+
+def _add_row(table: Any, label: str, batches: list[list[float]], decimals: int = 0) -> None:
+    """One row: the mean over batches of each batch's min, mean and max over ranks; rows of nothing but zeros are left out."""
+    low, mean, high = (fmean(f(ranks) for ranks in batches) for f in (min, fmean, max))
+    if high or label in ("tokens", "attention pairs"):
+        cells = [f"{value:,.{decimals}f}" for value in (low, mean, high)]
+        table.add_row(label, *cells, f"{high / mean:.3f}" if mean else "-")
+
+
+def _verdict(verified: list[bool | None]) -> str:
+    if None in verified:
+        return "not verified (--verify proves it)"
+    return "verified" if all(verified) else f"NOT VERIFIED: {verified.count(False)} of {len(verified)}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"

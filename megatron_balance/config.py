@@ -1,0 +1,423 @@
+"""Configuration: strict YAML in, plain frozen dataclasses of `core` and of the planners out.
+
+A section (`planner`, `cluster`, `model`) is a mapping, the name of a file shipped in `configs/`, or a path to another YAML,
+relative to the file that names it. A `cluster` or `model` section may start from another one with `base:`. An unknown key, a
+missing key or a wrong type is a ConfigError that names the file, the path to the key and what would be right. The only
+coercion is int -> float.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, cast, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.errors import ConfigError
+from megatron_balance.passes.transpose import Policy
+from megatron_balance.planners import PLANNERS
+
+CONFIGS = Path(__file__).parent / "configs"
+DEFAULT_CLUSTER = "h200"
+DEFAULT_MODEL = "llama-7b"
+
+Section: TypeAlias = Literal["cluster", "model", "planner"]
+
+STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannerChoice:
+    """A planner by name, with its options as that planner's own frozen dataclass."""
+
+    name: str
+    options: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClusterChoice:
+    """The keys of a cluster that a configuration gives; the rest comes from the default preset and from the run."""
+
+    given: Mapping[str, Any]
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks per node if the configuration says so; training then asks no host names."""
+        return cast("int | None", self.given.get("ranks_per_node"))
+
+    def build(self, *, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Cluster:
+        """The cluster; arguments win over the configuration, which wins over the preset `DEFAULT_CLUSTER`."""
+        sizes = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node}
+        keys: dict[str, Any] = {**_preset("cluster", DEFAULT_CLUSTER), **self.given}
+        keys.update((key, size) for key, size in sizes.items() if size is not None)
+        return Cluster(**keys)
+
+
+class DatasetConfig(BaseModel):
+    """Batches of lengths drawn from a known distribution."""
+
+    model_config = STRICT
+
+    name: str
+    """Data set of lengths, such as arxiv or github."""
+    tokens: int = Field(gt=0)
+    """Tokens of a batch."""
+    batches: int = Field(default=1, gt=0)
+    """Number of batches."""
+    seed: int = 0
+    """Seed of the generator."""
+
+
+class RunConfig(BaseModel):
+    """One run: what to plan for (`plan` and the laboratory) and how to train with it (the Megatron adapter)."""
+
+    model_config = STRICT
+
+    source: str
+    """The file this came from, or a word for where else."""
+    planner: PlannerChoice | None = None
+    """The planner and its options. Required in training."""
+    cluster: ClusterChoice | None = None
+    """The machine. In training the number of ranks is the job's, and `ranks_per_node` wins over host names."""
+    model: Model | None = None
+    """The model. In training Megatron's own flags decide."""
+    lengths: list[int] | list[list[int]] | None = None
+    """Sequence lengths in tokens, of one batch or of several."""
+    lengths_file: Path | None = None
+    """JSON file of lengths, relative to this file."""
+    dataset: DatasetConfig | None = None
+    """Or lengths drawn from a distribution."""
+    backward: Policy = "keep"
+    """`keep` holds received KV until backward; `replay` communicates it again and needs less memory."""
+    agreement_every: int = Field(default=100, ge=1)
+    """Ranks compare the plan's fingerprint in the first steps and then every so many."""
+    plan_ahead: bool = True
+    """Plan coming batches in a background process."""
+    documents: Literal["split", "truncate"] = "split"
+    """What happens to the rest of a document that is longer than the context: a document of its own, or dropped."""
+    kernel: Literal["auto", "plain", "cpu_flash", "torch_varlen", "flash_attn"] = "auto"
+    """Attention kernel; `auto` takes the fastest one that serves device, dtype and head dim."""
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """The configuration in a YAML file.
+
+    Raises:
+        ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing or mistyped key.
+    """
+    path = Path(path)
+    raw = _read(path)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected keys such as 'planner:', got {_shown(raw)}")
+    keys: dict[str, Any] = dict(cast("dict[str, Any]", raw))
+    if "source" in keys:  # ours, not the user's
+        raise ConfigError(f"{path}: source: {_unknown('source', _file_keys())}")
+    if keys.get("planner") is not None:
+        keys["planner"] = _planner_section(keys["planner"], path)
+    if keys.get("cluster") is not None:
+        keys["cluster"] = ClusterChoice(MappingProxyType(_section("cluster", keys["cluster"], path, "cluster")))
+    if keys.get("model") is not None:
+        keys["model"] = _model(_section("model", keys["model"], path, "model"))
+    if isinstance(keys.get("lengths_file"), str):
+        keys["lengths_file"] = path.parent / keys["lengths_file"]
+    keys["source"] = str(path)
+    return cast("RunConfig", _validate(RunConfig, keys, str(path), "", known=_file_keys()))
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """Everything the run was told and every default it took, as plain data; written beside every result."""
+    planner, cluster, model = config.planner, config.cluster, config.model
+    body = config.model_dump(exclude={"source", "planner", "cluster", "model"}, exclude_none=True, mode="json")
+    sections: dict[str, Any] = {}
+    if planner is not None:
+        sections["planner"] = {"name": planner.name, **dataclasses.asdict(planner.options)}
+    if cluster is not None:
+        sections["cluster"] = dict(cluster.given)
+    if model is not None:
+        sections["model"] = dataclasses.asdict(model)
+    return {**sections, **body}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """`resolved(config)` as YAML that `load_config` reads back."""
+    return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(resolved(config), sort_keys=False)
+
+
+def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner") -> PlannerChoice:
+    """The planner `name` with options checked against that planner's own dataclass.
+
+    Raises:
+        ConfigError: no such planner or option, or a wrong type; `where` says in which file or option.
+    """
+    if name not in PLANNERS:
+        raise ConfigError(f"{where}: unknown planner {name!r}{_suggestion(name, PLANNERS)}. Planners: {', '.join(PLANNERS)}")
+    options = PLANNERS[name].options
+    keys = _given(options, given, where, "")
+    if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
+        raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
+    return PlannerChoice(name, options(**keys))
+
+
+def load_cluster(name_or_path: str) -> ClusterChoice:
+    """The cluster of that name in configs/cluster, or in that YAML file."""
+    return ClusterChoice(MappingProxyType(_section("cluster", name_or_path, None, "--cluster")))
+
+
+def load_model(name_or_path: str) -> Model:
+    """The model of that name in configs/model, or in that YAML file."""
+    return _model(_section("model", name_or_path, None, "--model"))
+
+
+def names(section: Section) -> list[str]:
+    """Names of the files shipped for a section."""
+    return sorted(file.stem for file in (CONFIGS / section).glob("*.yaml"))
+
+
+def model_state_bytes(model: Model) -> float:
+    """Bytes of parameters, gradients and Adam's state of the whole model.
+
+    18 bytes a parameter in mixed precision: bf16 weight (2), fp32 gradient (4), fp32 master weight (4), two moments (8).
+    """
+    width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.hidden_size * (2 * width + 2 * kv_width)
+    mlp = (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size * max(1, model.num_experts)
+    return 18.0 * (model.num_layers * (attention + mlp) + 2 * model.vocab_size * model.hidden_size)
+
+
+def activation_bytes_per_token(model: Model) -> float:
+    """Bytes that one token's forward pass keeps for backward, no recomputation, attention by a flash kernel.
+
+    Per layer, in elements: the inputs of both norms and of both blocks (4 hidden), query and attention output (2 H D), key and
+    value (2 G D), and the MLP's inner values (3 ffn when gated, else 2; once per expert a token visits). Plus fp32 logits and
+    their gradient.
+    """
+    width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    inner = (3 if model.gated_ffn else 2) * model.ffn_size * max(1, model.experts_per_token)
+    return float(
+        model.bytes_per_element * model.num_layers * (4 * model.hidden_size + 2 * width + 2 * kv_width + inner) + 8 * model.vocab_size
+    )
+
+
+def capacity(cluster: Cluster, model: Model) -> int:
+    """Tokens a rank can hold in a microbatch, when nobody says: (90 % of memory - its share of the state) / bytes per token.
+
+    The state is taken as sharded over all ranks. A rough number, there so that planning works without being told; a training
+    job knows better (`--tokens-per-rank`).
+
+    Raises:
+        ConfigError: the model's state alone does not fit.
+    """
+    room = 0.9 * cluster.memory_bytes - model_state_bytes(model) / cluster.num_ranks
+    tokens = int(room / activation_bytes_per_token(model))
+    if tokens < 1:
+        raise ConfigError(
+            f"{model.name} does not fit {cluster.name}: parameters, gradients and optimizer need "
+            f"{model_state_bytes(model) / cluster.num_ranks / 1e9:.0f} GB on each of {cluster.num_ranks} ranks, which have "
+            f"{cluster.memory_bytes / 1e9:.0f} GB. Use more ranks or say --tokens-per-rank"
+        )
+    return tokens
+
+
+# Sections
+
+
+def _section(section: Section, value: Any, file: Path | None, where: str) -> dict[str, Any]:
+    """The keys of a cluster or model section, with those of its `base` underneath. `file` is the YAML that holds it."""
+    target = Cluster if section == "cluster" else Model
+    if isinstance(value, str):
+        path = _find(section, value, file, where)
+        return _section(section, _read(path), path, "")
+    source = str(file)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source}: {where or section}: expected keys, a name or a path to a YAML, got {_shown(value)}")
+    keys = dict(cast("dict[str, Any]", value))
+    base = keys.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"{source}: {_join(where, 'base')}: expected a name or a path to a YAML, got {_shown(base)}")
+    underneath: dict[str, Any] = {} if base is None else _section(section, base, file, _join(where, "base"))
+    return {**underneath, **_given(target, keys, source, where, ("base",))}
+
+
+def _planner_section(value: Any, file: Path) -> PlannerChoice:
+    where = "planner"
+    if isinstance(value, str) and value not in PLANNERS:
+        file, where = _find("planner", value, file, where), ""
+        value = _read(file)
+    if isinstance(value, str):
+        return choose_planner(value, {}, f"{file}: planner")
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: planner: expected 'name:' and options, a planner's name or a path to a YAML, got {_shown(value)}")
+    keys = dict(cast("dict[str, Any]", value))
+    name = keys.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{file}: {_join(where, 'name')}: missing; one of {', '.join(PLANNERS)}")
+    if name not in PLANNERS:
+        raise ConfigError(
+            f"{file}: {_join(where, 'name')}: unknown planner {name!r}{_suggestion(name, PLANNERS)}. Planners: {', '.join(PLANNERS)}"
+        )
+    checked = _given(PLANNERS[name].options, keys, str(file), where, ("name",))
+    return choose_planner(name, checked, f"{file}: {where or 'planner'}")
+
+
+def _model(keys: Mapping[str, Any]) -> Model:
+    missing = [f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING and f.name not in keys]
+    if missing:
+        raise ConfigError(f"model: {missing[0]}: missing; a model needs num_heads, num_kv_heads and head_dim, or 'base: NAME'")
+    return Model(**keys)
+
+
+def _preset(section: Section, name: str) -> dict[str, Any]:
+    return _section(section, name, None, section)
+
+
+def _find(section: Section, reference: str, file: Path | None, where: str) -> Path:
+    """The YAML that a name or path means; paths are relative to the file that holds them."""
+    if not reference.endswith((".yaml", ".yml")) and "/" not in reference:
+        path = CONFIGS / section / f"{reference}.yaml"
+        if path.is_file():
+            return path
+        known = names(section)
+        at = f"{file}: {where}" if file else where
+        raise ConfigError(
+            f"{at}: no {section} named {reference!r}{_suggestion(reference, known)}. Names: {', '.join(known)}; or a path to a YAML"
+        )
+    return (file.parent if file else Path()) / reference
+
+
+# Checking
+
+
+def _given(target: type, keys: Mapping[str, Any], source: str, where: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`keys` checked, and int turned to float, against the fields of a dataclass; only those that were given."""
+    hints = get_type_hints(target)
+    fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(target)}
+    partial = create_model(target.__name__, __config__=STRICT, **fields)
+    checked = _validate(partial, keys, source, where, known=[*fields, *also])
+    return {name: getattr(checked, name) for name in checked.model_fields_set}
+
+
+def _validate(model: type[BaseModel], keys: Mapping[str, Any], source: str, where: str, known: Iterable[str]) -> BaseModel:
+    try:
+        return model.model_validate(dict(keys))
+    except ValidationError as failure:
+        error = failure.errors(include_url=False)[0]
+    path = [str(part) for part in error["loc"] if not _is_union_tag(part)]
+    inner = _known_at(model, path[:-1]) if len(path) > 1 else list(known)
+    raise ConfigError(f"{source}: {_join(where, *path)}: {_explain(error, path[-1] if path else '', inner)}")
+
+
+def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
+    got = _shown(error["input"])
+    expected = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "string_type": "text",
+        "list_type": "a list",
+    }.get(error["type"])
+    context: dict[str, Any] = error.get("ctx", {})
+    match error["type"]:
+        case "extra_forbidden":
+            return _unknown(key, known)
+        case "missing":
+            return "missing"
+        case "literal_error":
+            return f"expected {context['expected']}, got {got}"
+        case "greater_than":
+            return f"expected more than {context['gt']}, got {got}"
+        case "greater_than_equal":
+            return f"expected at least {context['ge']}, got {got}"
+        case _:
+            return f"expected {expected}, got {got}" if expected else f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"
+
+
+def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """Keys of the nested section that `path` leads to."""
+    nested = {"dataset": DatasetConfig}.get(path[0]) if path else model
+    return list(nested.model_fields) if nested else []
+
+
+def _file_keys() -> list[str]:
+    return [name for name in RunConfig.model_fields if name != "source"]
+
+
+def _is_union_tag(part: int | str) -> bool:
+    """Pydantic names the branch of a union in the path to an error, such as 'list[int]'; users did not write that."""
+    return isinstance(part, str) and not re.fullmatch(r"\w+", part)
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = _suggestion(key, known)
+    return f"unknown key{close}" if close else f"unknown key. Keys: {', '.join(known)}"
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a repeated key is an error, 4e11 is a number, and only true and false are booleans (YAML 1.2)."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys: set[str] = set()
+    for key_node, _ in node.value:
+        if key_node.value in keys:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key_node.value!r} is given twice", key_node.start_mark)
+        keys.add(key_node.value)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|false)$", "tf"),
+    ("float", r"^[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+)$", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))  # pyright: ignore[reportUnknownMemberType]
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text (one option's value, or a file); `source` names it in errors."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{source}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    return parse_yaml(text, str(path))

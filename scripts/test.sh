@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Everything continuous integration checks: format, lint, spelling, types, layers, all tests that need no GPU.
+# Arguments go to pytest: ./scripts/test.sh -k zeppelin
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/setup_env.sh
+source scripts/setup_env.sh
+setup_env train dev
+
+step() { printf '\n== %s\n' "$1" >&2; }
+bin=.venv/bin
+
+step "format";   "$bin/ruff" format --check .
+step "lint";     "$bin/ruff" check .
+step "spelling"; "$bin/codespell"
+step "types";    "$bin/pyright" --pythonpath "$PYTHON"
+step "layers";   "$bin/lint-imports"
+
+step "tests"
+# One thread per rank: many ranks share the cores. Megatron asserts on one device connection; the jit fuser needs a compiler.
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
+exec "$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not multigpu" "$@"

@@ -1,0 +1,54 @@
+"""Metadata and extras. Tool settings live in pyproject.toml.
+
+`megatron_balance/patches` and `megatron_balance/configs` are committed symlinks to the folders of the same name at the top of
+the repository. setuptools follows them, so an editable install, a wheel and the linters all see one package.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+
+MEGATRON_CORE = "megatron-core==0.19.2"
+"""The patches are reviewed against exactly this source (see patches/); another version is refused at start-up."""
+
+setup(
+    name="megatron-balance",
+    version="0.1.0",
+    description="Plans, proves and runs distributed attention for sequences of very different lengths, inside Megatron's own pretrain loop",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_balance", "megatron_balance.*"]),
+    package_data={"megatron_balance": ["configs/*/*.yaml", "py.typed"]},
+    install_requires=[
+        "numpy>=1.26",
+        "pydantic>=2.7",
+        "pyyaml>=6",
+        "rich>=13",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        # 0.19 uses typing.override, which came with Python 3.12. psutil: Megatron's torch_dist checkpoints need it.
+        "train": [
+            "torch>=2.6; python_version >= '3.12'",
+            f"{MEGATRON_CORE}; python_version >= '3.12'",
+            "packaging>=24.2",
+            "psutil>=5.9",
+        ],
+        "gurobi": ["gurobipy>=11"],
+        "report": ["plotly>=6"],
+        # Exact pins where another version would format or judge the same code differently.
+        "dev": [
+            "codespell==2.4.3",
+            "hypothesis>=6.100",
+            "import-linter==2.16",
+            "pyright==1.1.414",
+            "pytest>=8",
+            "ruff==0.17.5",
+        ],
+    },
+    entry_points={"console_scripts": ["megatron-balance=megatron_balance.cli:main"]},
+)
