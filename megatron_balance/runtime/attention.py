@@ -25,7 +25,8 @@ def balanced_attention(q: Tensor, k: Tensor, v: Tensor, bound: Bound, softmax_sc
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
         if tuple(x.shape) != (bound.num_tokens, heads, shape.head_dim):
             raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, heads, shape.head_dim)}")
-    return _Attention.apply(q, k, v, bound, softmax_scale or 1.0 / math.sqrt(shape.head_dim))
+    scale = 1.0 / math.sqrt(shape.head_dim) if softmax_scale is None else softmax_scale
+    return _Attention.apply(q, k, v, bound, scale)
 
 
 class _Attention(torch.autograd.Function):

@@ -1,0 +1,330 @@
+"""All ranks of a program in one process, NumPy fp64, forward and backward: the judge of the executor.
+
+It takes every op at its word and shares nothing with the executor's lowering: a rank holds, for each kind of value, one table
+over all tokens and heads with a mask of what is there, and reading what the mask does not show is an error. Partials are
+kept apart until a Merge joins them. Clear rather than fast: meant for some thousand tokens.
+
+Shapes: T tokens of the whole batch (the sequences one after the other), H query heads, G key-value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.core.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program
+from megatron_balance.core.rows import Rows
+from megatron_balance.core.text import KIND_NAMES, op_lines
+from megatron_balance.errors import InvalidProgramError
+
+Floats: TypeAlias = NDArray[np.float64]
+Bools: TypeAlias = NDArray[np.bool_]
+Ints: TypeAlias = NDArray[np.int64]
+Region: TypeAlias = tuple[int, int, int, int, int]  # seq, start, stop, head_start, head_stop
+Cut: TypeAlias = tuple[slice, slice]  # tokens of the batch, heads
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the ranks returned, put together: one array per sequence.
+
+    `out` and `q_grad` [L, H, D], `lse` [L, H] (natural log of the summed exponentials of scaled scores), `k_grad` and
+    `v_grad` [L, G, D]. Gradients are None after a forward alone.
+    """
+
+    out: tuple[Floats, ...]
+    lse: tuple[Floats, ...]
+    q_grad: tuple[Floats, ...] | None = None
+    k_grad: tuple[Floats, ...] | None = None
+    v_grad: tuple[Floats, ...] | None = None
+
+
+def run(
+    program: Program, q: Sequence[Floats], k: Sequence[Floats], v: Sequence[Floats], scale: float, dout: Sequence[Floats] | None = None
+) -> Result:
+    """Outputs of the program and, given `dout`, its gradients.
+
+    q and dout: one [L, H, D] per sequence; k and v: one [L, G, D] per sequence; scale multiplies the scores.
+
+    Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not complete at its home.
+    """
+    if not program.lengths:
+        nothing = () if dout is not None else None
+        return Result((), (), nothing, nothing, nothing)
+    machine = _Machine(program, q[0].shape[2], scale)
+    machine.place(Kind.Q, _concat(q))
+    machine.place(Kind.KV, np.concatenate([_concat(k), _concat(v)], axis=2))
+    machine.execute("forward", program.forward)
+    final = machine.collect(Kind.OUT)
+    out, lse = final[..., :-1], final[..., -1]
+    if dout is None:
+        return Result(machine.by_sequence(out), machine.by_sequence(lse))
+    if program.policy is None:
+        raise InvalidProgramError("the program is forward only (policy none); gradients need one made by `transpose`")
+    if program.policy == "replay":
+        machine.forget_received()
+    machine.place(Kind.OUT_GRAD, np.concatenate([_concat(dout), final], axis=2))
+    machine.execute("backward", program.backward)
+    q_grad, kv_grad = machine.collect(Kind.Q_GRAD), machine.collect(Kind.KV_GRAD)
+    k_grad, v_grad = np.split(kv_grad, 2, axis=2)
+    return Result(*(machine.by_sequence(table) for table in (out, lse, q_grad, k_grad, v_grad)))
+
+
+def at_home(home: Rows, values: Sequence[Floats]) -> Floats:
+    """The rows of per-sequence `values` that a rank with this home holds, in its order: [tokens of the rank, ...]."""
+    parts = [values[seq][start:stop] for seq, start, stop in home]
+    return np.concatenate([np.empty((0, *values[0].shape[1:])), *parts]) if len(values) else np.empty((0,))
+
+
+def _concat(values: Sequence[Floats]) -> Floats:
+    return np.concatenate([np.asarray(x, dtype=np.float64) for x in values])
+
+
+class _Table:
+    """Values of one kind that one rank holds: `values` [T, heads, width] where `there` [T, heads]."""
+
+    def __init__(self, num_tokens: int, num_heads: int, width: int) -> None:
+        self.values: Floats = np.zeros((num_tokens, num_heads, width))
+        self.there: Bools = np.zeros((num_tokens, num_heads), dtype=bool)
+
+    def put(self, cut: Cut, values: Floats) -> None:
+        self.values[cut] = values
+        self.there[cut] = True
+
+
+class _Machine:
+    """The ranks and what they hold. `copied[kind][rank]` is one table, `partials[kind][rank]` a list of them, oldest first."""
+
+    def __init__(self, program: Program, head_dim: int, scale: float) -> None:
+        self.program = program
+        self.head_dim = head_dim
+        self.scale = scale
+        self.ratio = program.num_heads // program.num_kv_heads
+        self.base = np.concatenate([[0], np.cumsum(program.lengths)]).astype(int).tolist()
+        self.num_tokens = self.base[-1]
+        self.copied: dict[Kind, list[_Table]] = {}
+        self.partials: dict[Kind, list[list[_Table]]] = {kind: [[] for _ in program.homes] for kind in MOVED}
+        self.now = ""
+
+    # Regions and tables
+
+    def cut(self, region: Region) -> Cut:
+        seq, start, stop, head_start, head_stop = region
+        return slice(self.base[seq] + start, self.base[seq] + stop), slice(head_start, head_stop)
+
+    def homes(self, kind: Kind, rank: int) -> list[Cut]:
+        return [self.cut((seq, start, stop, 0, self.num_heads(kind))) for seq, start, stop in self.program.homes[rank]]
+
+    def num_heads(self, kind: Kind) -> int:
+        return self.program.num_kv_heads if kind in KEY_SIDE else self.program.num_heads
+
+    def width(self, kind: Kind) -> int:
+        """Numbers of one token and head: keys with values, outputs with LSE, output gradients with the output and its LSE."""
+        dim = self.head_dim
+        return {Kind.Q: dim, Kind.KV: 2 * dim, Kind.OUT: dim + 1, Kind.OUT_GRAD: 2 * dim + 1, Kind.Q_GRAD: dim, Kind.KV_GRAD: 2 * dim}[kind]
+
+    def table(self, kind: Kind) -> _Table:
+        return _Table(self.num_tokens, self.num_heads(kind), self.width(kind))
+
+    def by_sequence(self, values: Floats) -> tuple[Floats, ...]:
+        return tuple(np.split(values, self.base[1:-1]))
+
+    def place(self, kind: Kind, values: Floats) -> None:
+        """Give every rank the rows of `values` [T, heads, width] that are at home there."""
+        self.copied[kind] = [self.table(kind) for _ in self.program.homes]
+        for rank, held in enumerate(self.copied[kind]):
+            for cut in self.homes(kind, rank):
+                held.put(cut, values[cut])
+
+    def forget_received(self) -> None:
+        for kind in (Kind.Q, Kind.KV):
+            for rank, held in enumerate(self.copied[kind]):
+                held.there[:] = False
+                for cut in self.homes(kind, rank):
+                    held.there[cut] = True
+
+    def collect(self, kind: Kind) -> Floats:
+        """The one partial of every home region, put together over the ranks: [T, heads, width]."""
+        self.now = f"the end, when {KIND_NAMES[kind]} should be complete"
+        whole = self.table(kind)
+        for rank in range(self.program.num_ranks):
+            for cut in self.homes(kind, rank):
+                whole.put(cut, self.take(kind, rank, cut))
+        if not whole.there.all():
+            raise self.error(f"{int((~whole.there.all(axis=1)).sum())} tokens have no home")
+        return whole.values
+
+    def take(self, kind: Kind, rank: int, cut: Cut) -> Floats:
+        """Remove and return the one partial of `cut` that `rank` holds; a gradient that nobody contributed to is zero."""
+        held = self.partials[kind][rank]
+        counts = sum((t.there[cut].astype(int) for t in held), np.zeros((1, 1), dtype=int))
+        if counts.max(initial=0) > 1:
+            raise self.error(f"rank {rank} holds {counts.max()} partials of {KIND_NAMES[kind]} there, not merged")
+        if kind == Kind.OUT and counts.min(initial=1) < 1:
+            raise self.error(f"rank {rank} holds no partial of {KIND_NAMES[kind]} there")
+        values = np.zeros_like(self.table(kind).values[cut])
+        for part in held:
+            values += np.where(part.there[cut][..., None], part.values[cut], 0.0)
+            part.there[cut] = False
+        self.partials[kind][rank] = [t for t in held if t.there.any()]
+        return values
+
+    # Ops
+
+    def execute(self, phase: Literal["forward", "backward"], ops: Sequence[Op]) -> None:
+        for index, op in enumerate(ops):
+            self.now = f"{phase} op {index}:\n" + "\n".join(list(op_lines(op, self.program.num_heads, self.program.num_kv_heads))[:6])
+            match op:
+                case Exchange():
+                    self.exchange(op)
+                case Attend():
+                    self.attend(op)
+                case AttendGrad():
+                    self.attend_grad(op)
+                case Merge():
+                    self.merge(op)
+                case _:
+                    assert_never(op)
+
+    def exchange(self, op: Exchange) -> None:
+        """All transfers at once: everything is read before anything arrives."""
+        arrivals: list[tuple[Kind, int, Cut, Floats]] = []
+        for code, seq, start, stop, head_start, head_stop, src, dst in op.transfers:
+            kind, cut = Kind(code), self.cut((seq, start, stop, head_start, head_stop))
+            values = self.take(kind, src, cut) if kind in MOVED else self.read(kind, src, cut)
+            arrivals.append((kind, dst, cut, values))
+        for kind, dst, cut, values in arrivals:
+            if kind in MOVED:
+                self.partials[kind][dst].append(self.table(kind))
+                self.partials[kind][dst][-1].put(cut, values)
+            else:
+                self.copied[kind][dst].put(cut, values)
+
+    def read(self, kind: Kind, rank: int, cut: Cut) -> Floats:
+        held = self.copied[kind][rank]
+        if not held.there[cut].all():
+            raise self.error(f"rank {rank} does not hold all of {KIND_NAMES[kind]} there")
+        return held.values[cut].copy()
+
+    def merge(self, op: Merge) -> None:
+        for code, *region in op.values:
+            kind, cut = Kind(code), self.cut((region[0], region[1], region[2], region[3], region[4]))
+            held = self.partials[kind][op.rank]
+            parts = [(t.values[cut].copy(), t.there[cut].copy()) for t in held if t.there[cut].any()]
+            values = self.table(kind).values[cut]
+            there = np.zeros(values.shape[:2], dtype=bool)
+            for more, where in parts:
+                both = there & where
+                joined = _merge_outputs(values, more) if kind == Kind.OUT else values + more
+                values = np.where(both[..., None], joined, np.where(where[..., None], more, values))
+                there |= where
+            if not there.all():
+                raise self.error(f"rank {op.rank} holds no partial of some of {KIND_NAMES[kind]} there")
+            for table in held:
+                table.there[cut] = False
+            merged = self.table(kind)
+            merged.put(cut, values)
+            self.partials[kind][op.rank] = [*(t for t in held if t.there.any()), merged]
+
+    def attend(self, op: Attend) -> None:
+        partial = self.table(Kind.OUT)
+        for block in self.blocks(op):
+            scores, v = self.scores(block, op.rank), self.keys(block, op.rank)[1]
+            lse: Floats = np.logaddexp.reduce(scores, axis=2, initial=-np.inf)
+            weights = np.exp(scores - np.where(block.seeing, lse, 0.0)[..., None])
+            values = np.concatenate([weights @ v, lse[..., None]], axis=2)
+            _scatter(partial, block.queries, block.heads, values, block.seeing)
+        self.partials[Kind.OUT][op.rank].append(partial)
+
+    def attend_grad(self, op: AttendGrad) -> None:
+        q_partial, kv_partial = self.table(Kind.Q_GRAD), self.table(Kind.KV_GRAD)
+        for block in self.blocks(op):
+            scores, (k, v), q = self.scores(block, op.rank), self.keys(block, op.rank), self.queries(block, op.rank)
+            final = self.gather(Kind.OUT_GRAD, op.rank, block.queries, block.heads, block.seeing)
+            dout, out, lse = np.split(final, [self.head_dim, 2 * self.head_dim], axis=2)
+            weights = np.exp(scores - lse)
+            grad = weights * (dout @ v.swapaxes(1, 2) - (dout * out).sum(axis=2, keepdims=True)) * self.scale
+            _scatter(q_partial, block.queries, block.heads, grad @ k, block.seeing)
+            kv_grad = np.concatenate([grad.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ dout], axis=2)
+            for head, kv_head in enumerate((block.heads // self.ratio).tolist()):  # the query heads of a key-value head add up
+                _scatter(kv_partial, block.keys, np.array([kv_head]), kv_grad[head : head + 1], block.seen[head : head + 1])
+        self.partials[Kind.Q_GRAD][op.rank].append(q_partial)
+        self.partials[Kind.KV_GRAD][op.rank].append(kv_partial)
+
+    # What an attention op reads
+
+    def blocks(self, op: Attend | AttendGrad) -> list[_Block]:
+        """The op's pairs, one block per sequence: all its queries by all its keys, with what it asks for and may be seen."""
+        blocks: list[_Block] = []
+        for seq in sorted({row[0] for row in op.pairs}):
+            rows = [row for row in op.pairs if row[0] == seq]
+            queries, heads, keys = (np.unique(np.concatenate([np.arange(r[a], r[a + 1]) for r in rows])) for a in (1, 3, 5))
+            wanted = np.zeros((len(heads), len(queries), len(keys)), dtype=bool)
+            for _, q0, q1, h0, h1, k0, k1, g0, g1 in rows:
+                if h0 // self.ratio < g0 or (h1 - 1) // self.ratio >= g1:
+                    raise self.error(f"query heads [{h0}:{h1}) do not belong to key-value heads [{g0}:{g1})")
+                wanted[np.ix_((heads >= h0) & (heads < h1), (queries >= q0) & (queries < q1), (keys >= k0) & (keys < k1))] = True
+            wanted &= keys <= queries[:, None]
+            blocks.append(_Block(self.base[seq] + queries, heads, self.base[seq] + keys, wanted))
+        return blocks
+
+    def gather(self, kind: Kind, rank: int, tokens: Ints, heads: Ints, needed: Bools) -> Floats:
+        """Values [heads, tokens, width] that `rank` holds; `needed` [heads, tokens] says which the op really reads."""
+        held = self.copied[kind][rank]
+        if (needed & ~held.there[np.ix_(tokens, heads)].T).any():
+            raise self.error(f"rank {rank} does not hold all of {KIND_NAMES[kind]} that it needs")
+        return held.values[np.ix_(tokens, heads)].swapaxes(0, 1)
+
+    def queries(self, block: _Block, rank: int) -> Floats:
+        return self.gather(Kind.Q, rank, block.queries, block.heads, block.seeing)
+
+    def keys(self, block: _Block, rank: int) -> tuple[Floats, Floats]:
+        """Keys and values [query heads, keys, D], each key-value head repeated for its query heads."""
+        k, v = np.split(self.gather(Kind.KV, rank, block.keys, block.heads // self.ratio, block.seen), 2, axis=2)
+        return k, v
+
+    def scores(self, block: _Block, rank: int) -> Floats:
+        """Scaled scores [heads, queries, keys]; minus infinity where the op does not ask or the query may not see."""
+        scores = self.queries(block, rank) @ self.keys(block, rank)[0].swapaxes(1, 2) * self.scale
+        return np.where(block.wanted, scores, -np.inf)
+
+    def error(self, complaint: str) -> InvalidProgramError:
+        return InvalidProgramError(f"reference: {complaint}, at {self.now}")
+
+
+@dataclass(frozen=True)
+class _Block:
+    """`queries` and `keys`: token rows of the batch; `heads`: query heads; `wanted` [heads, queries, keys]."""
+
+    queries: Ints
+    heads: Ints
+    keys: Ints
+    wanted: Bools
+
+    @property
+    def seeing(self) -> Bools:
+        """Queries that see some key, [heads, queries]: the others take no part."""
+        return np.logical_or.reduce(self.wanted, axis=2)
+
+    @property
+    def seen(self) -> Bools:
+        """Keys that some query sees, [heads, keys]: the others take no part."""
+        return np.logical_or.reduce(self.wanted, axis=1)
+
+
+def _merge_outputs(one: Floats, two: Floats) -> Floats:
+    """Outputs with LSE in the last column, over disjoint keys, as one."""
+    lse = np.logaddexp(one[..., -1], two[..., -1])
+    out = sum(x[..., :-1] * np.exp(x[..., -1] - lse)[..., None] for x in (one, two))
+    return np.concatenate([out, lse[..., None]], axis=-1)
+
+
+def _scatter(table: _Table, tokens: Ints, heads: Ints, values: Floats, where: Bools) -> None:
+    """Add `values` [heads, tokens, width] to the table where `where` [heads, tokens]."""
+    head, token = np.nonzero(where)
+    table.values[tokens[token], heads[head]] += values[head, token]
+    table.there[tokens[token], heads[head]] = True

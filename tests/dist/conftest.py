@@ -1,0 +1,16 @@
+"""The pool of ranks that all tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    ranks = Pool()
+    yield ranks
+    ranks.close()

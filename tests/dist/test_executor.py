@@ -1,0 +1,136 @@
+"""The executor on real gloo ranks against the reference, for every planner: outputs, gradients, and what it counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_balance import reference
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan, Zone
+from megatron_balance.core.program import Attend, Exchange
+from megatron_balance.core.rows import Rows
+from megatron_balance.passes.transpose import POLICIES
+from megatron_balance.schedules import expand, layout, project
+from megatron_balance.schedules.figures import figures
+from tests.support import dense, jobs
+from tests.support.jobs import Ran, Run
+from tests.support.pool import WORLDS, Pool
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+from tests.support.tilings import random_tiling
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+SOME = Case(Batch((70, 9, 1, 33)), Cluster(4, 2), Model(4, 2, 8), 40, seed=5)
+RUNS = tuple(Run(policy, dtype) for policy in POLICIES for dtype in TOLERANCE)
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+@settings(max_examples=6, phases=(Phase.explicit, Phase.generate))  # a failure costs new ranks: shrinking would take minutes
+@given(data=st.data(), head_dim=st.sampled_from([4, 8]))
+def test_the_executor_equals_the_reference(pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: int) -> None:
+    case: Case = data.draw(cases([num_ranks], max_sequences=5))
+    planned = plan(planner, case)
+    per_rank = pool.run(jobs.attend, num_ranks, planned, head_dim, RUNS)
+    for index, run in enumerate(RUNS):
+        assert_equals_reference(planned, head_dim, run, [results[index] for results in per_rank])
+    forward_figures_are_what_ran(planned, head_dim, [results[0].counters for results in per_rank])
+
+
+def assert_equals_reference(planned: MicrobatchPlan, head_dim: int, run: Run, ranks: list[Ran]) -> None:
+    x = jobs.inputs(planned, head_dim)
+    truth = reference.run(expand(planned, run.policy), x.q, x.k, x.v, x.scale, x.dout)
+    homes = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
+    for name in ("out", "q_grad", "k_grad", "v_grad"):
+        values = getattr(truth, name)
+        theirs = [reference.at_home(home, values) for home in homes] if values else []
+        ours = [getattr(ran, name) for ran in ranks] if values else []
+        assert dense.worst(ours, theirs) < TOLERANCE[run.dtype], (run, name)
+
+
+def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: int, counters: list[dict[str, int]]) -> None:
+    """The fp32 run of one call: what `plan --json` predicts is what arrived, and each rank ran the ops of its projection."""
+    model = Model(planned.num_heads, planned.num_kv_heads, head_dim, bytes_per_element=4)
+    predicted = figures(planned, model)
+    assert [c["bytes_received_forward"] for c in counters] == predicted["bytes_received_per_rank"]["total"]
+    assert [c["kv_tokens_received"] for c in counters] == predicted["kv_tokens_received_per_rank"]
+    assert [c["q_tokens_received"] for c in counters] == predicted["query_tokens_received_per_rank"]
+    assert [c["partial_tokens_received"] for c in counters] == predicted["partial_tokens_received_per_rank"]
+    for rank, counted in enumerate(counters):
+        ops = project(planned, rank).forward
+        launches = any(isinstance(op, Attend) for op in ops)
+        assert (counted["kernel_calls"] > 0) == launches
+        assert (counted["bytes_received_forward"] > 0) <= any(isinstance(op, Exchange) for op in ops)
+        assert (counted["forward_calls"], counted["backward_calls"]) == (1, 1)
+
+
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+def test_one_bound_plan_serves_many_calls_at_once(pool: Pool, planner: str) -> None:
+    """Layers share a bound plan: their forwards come before their backwards, nothing is mixed up, and each is counted."""
+    planned = plan(planner, SOME)
+    ways = [Run(policy, "float64", calls) for policy in POLICIES for calls in (1, 3)]
+    per_rank = pool.run(jobs.attend, 4, planned, 8, ways)
+    for index, run in enumerate(ways):
+        assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
+    for keep, keep_thrice, replay, replay_thrice in per_rank:
+        assert keep_thrice.counters == {name: 3 * count for name, count in keep.counters.items()}
+        assert replay_thrice.counters == {name: 3 * count for name, count in replay.counters.items()}
+        assert replay.counters["bytes_received_backward"] >= keep.counters["bytes_received_backward"]
+
+
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+def test_tensors_need_not_be_contiguous(pool: Pool, planner: str) -> None:
+    planned = plan(planner, SOME)
+    ways = [Run(policy, "float64", strided=True) for policy in POLICIES]
+    per_rank = pool.run(jobs.attend, 4, planned, 8, ways)
+    for index, run in enumerate(ways):
+        assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
+
+
+def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
+    """Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank: counted where they run."""
+    zones = (
+        Zone("inter_node", "ring", tuple(range(8)), (0,)),
+        Zone("inter_node", "head_exchange", tuple(range(8)), (1,)),
+        Zone("intra_node", "all_gather", (4, 5, 6, 7), (2,)),
+        Zone("intra_node", "all_gather", (1, 3), (3,)),
+        Zone("local", "ring", (2,), (4,)),
+    )
+    planned = MicrobatchPlan("by_hand", (96, 40, 33, 21, 7), 8, 4, 8, 2, zones)
+    per_rank = pool.run(jobs.attend, 8, planned, 8, RUNS)
+    for index, run in enumerate(RUNS):
+        assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
+    counters = [results[0].counters for results in per_rank]
+    assert all(c["exchanges_p2p"] > 0 and c["exchanges_all_to_all"] > 0 for c in counters)
+    assert [c["exchanges_all_gather"] > 0 for c in counters] == [rank in (1, 3, 4, 5, 6, 7) for rank in range(8)]
+    assert [c["kernel_calls_local"] > 0 for c in counters] == [rank == 2 for rank in range(8)]
+    assert [c["kernel_calls_intra_node"] > 0 for c in counters] == [rank in (1, 3, 4, 5, 6, 7) for rank in range(8)]
+    assert all(c["kernel_calls_inter_node"] > 0 for c in counters)
+
+
+def test_half_precision_comes_close(pool: Pool) -> None:
+    """bf16 keeps 8 bits: a hundredth of the largest value, with partials merged in fp32."""
+    planned = random_tiling(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
+    per_rank = pool.run(jobs.attend, 4, planned, 8, (Run("keep", "bfloat16"), Run("keep", "float64")))
+    for name in ("out", "q_grad", "k_grad", "v_grad"):
+        ours, theirs = ([getattr(results[i], name) for results in per_rank] for i in (0, 1))
+        assert 0 < dense.worst(ours, theirs) < 2e-2, name
+
+
+def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
+    """Ranks 1 and 2 hold nothing, yet rank 2 attends a tile for rank 0."""
+    whole = random_tiling(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
+    tiling = replace(whole.zones[0], fragments=Rows.of(4, [(0, 0, 0, 40)]), tasks=Rows.of(6, [(0, 0, 0, 40, 20, 40), (2, 0, 0, 40, 0, 20)]))
+    planned = replace(whole, zones=(tiling,))
+    per_rank = pool.run(jobs.attend, 3, planned, 8, RUNS)
+    for index, run in enumerate(RUNS):
+        assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
+    assert [results[0].out.shape[0] for results in per_rank] == [40, 0, 0]
+    assert [results[0].counters["kernel_calls"] > 0 for results in per_rank] == [True, False, True]

@@ -1,0 +1,83 @@
+"""One suite for every planner: add one to PLANNERS and it is held to all of this."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from megatron_balance import reference
+from megatron_balance.core.plan import from_json, to_json
+from megatron_balance.core.program import Program
+from megatron_balance.core.text import parse, text
+from megatron_balance.passes.tables import as_array
+from megatron_balance.passes.tidy import tidy
+from megatron_balance.passes.transpose import POLICIES, Policy
+from megatron_balance.passes.verify import verify
+from megatron_balance.schedules import expand, layout
+from tests.support import dense
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+
+each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+@each_planner
+@each_policy
+@given(case=cases())
+def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(planner: str, policy: Policy, case: Case) -> None:
+    verify(expand(plan(planner, case), policy))
+
+
+@each_planner
+@each_policy
+@given(case=cases(max_sequences=5))
+def test_outputs_and_gradients_equal_dense_attention(planner: str, policy: Policy, case: Case) -> None:
+    assert_equals_dense(expand(plan(planner, case), policy))
+
+
+@each_planner
+@each_policy
+@given(case=cases(max_length=60))
+def test_a_program_prints_and_reads_the_same(planner: str, policy: Policy, case: Case) -> None:
+    program = expand(plan(planner, case), policy)
+    assert parse(text(program)) == program
+
+
+@each_planner
+@given(case=cases())
+def test_every_token_has_one_home_in_the_order_of_the_layout(planner: str, case: Case) -> None:
+    planned = plan(planner, case)
+    assert planned.lengths == case.batch.lengths
+    homes = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
+    tokens = sorted((seq, token) for home in homes for seq, start, stop in home for token in range(start, stop))
+    assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
+    assert homes == [as_array(home).tolist() for home in expand(planned).homes]
+
+
+@each_planner
+@given(case=cases())
+def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: str, case: Case) -> None:
+    planned = plan(planner, case)
+    assert plan(planner, case) == planned
+    assert from_json(to_json(planned)) == planned
+    assert from_json(to_json(planned)).fingerprint() == planned.fingerprint()
+
+
+@each_planner
+@each_policy
+@given(case=cases(max_length=40, max_sequences=4))
+def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> None:
+    program = expand(plan(planner, case), policy)
+    tidied = tidy(program)
+    assert tidy(tidied) == tidied
+    assert len(text(tidied)) <= len(text(program))
+    verify(tidied)
+    assert_equals_dense(tidied)
+
+
+def assert_equals_dense(program: Program) -> None:
+    """The reference's outputs and gradients within 1e-9 of attention written out, sequence by sequence."""
+    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
+    ours, theirs = reference.run(program, x.q, x.k, x.v, x.scale, x.dout), dense.attention(x)
+    for name in ("out", "q_grad", "k_grad", "v_grad"):
+        assert dense.worst(getattr(ours, name), getattr(theirs, name)) < 1e-9, name

@@ -1,0 +1,128 @@
+"""What holds for every planner, every batch and every cluster; the executor's side of the contract is tested elsewhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner, verify
+from megatron_balance.core.plan import Zone, from_json, to_json
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import BalanceError
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.zeppelin import costed, printed
+from megatron_balance.planners.zeppelin.placement import Placement
+from megatron_balance.schedules import layout
+from megatron_balance.schedules.figures import figures
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
+VARIANTS |= {"zeppelin paper": ("zeppelin", {"rule": "paper"}), "zeppelin free tokens": ("zeppelin", {"weight_tokens": 0.0})}
+
+lengths_of = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 90), st.integers(1, 2000)), max_size=10)
+clusters = st.builds(lambda nodes, per_node: Cluster(nodes * per_node, per_node), st.integers(1, 3), st.integers(1, 3))
+models = st.sampled_from([Model(8, 8, 16), Model(8, 2, 16), Model(3, 1, 16)])
+slacks = st.sampled_from([1.0, 1.05, 1.3, 2.0, 10.0])
+
+
+def plan_of(variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float) -> MicrobatchPlan:
+    name, options = VARIANTS[variant]
+    capacity = max(1, int(slack * -(-sum(lengths) // cluster.num_ranks)))
+    return make_planner(name, cluster, model, tokens_per_rank=capacity, **options)(lengths)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks, policy=st.sampled_from(["keep", "replay"]))
+def test_every_query_meets_every_key_once_forward_and_backward(
+    variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float, policy: Any
+) -> None:
+    verify(plan_of(variant, lengths, cluster, model, slack), policy)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks)
+def test_every_token_has_one_home_and_every_pair_one_rank(
+    variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float
+) -> None:
+    plan = plan_of(variant, lengths, cluster, model, slack)
+    held = [tuple(row) for rank in range(cluster.num_ranks) for row in layout(plan, rank).tolist()]
+    for seq, length in enumerate(lengths):
+        spans = sorted((start, stop) for s, start, stop in held if s == seq)
+        assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), length]
+    report = figures(plan, model)
+    assert sum(report["tokens_per_rank"]) == sum(lengths)
+    assert sum(report["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in lengths)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks)
+def test_a_plan_is_a_function_of_its_inputs_and_survives_json(
+    variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float
+) -> None:
+    plan = plan_of(variant, lengths, cluster, model, slack)
+    assert plan == plan_of(variant, list(lengths), replace(cluster), replace(model), slack)
+    assert from_json(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models)
+def test_one_token_too_many_is_an_error_that_says_what_would_do(variant: str, lengths: list[int], cluster: Cluster, model: Model) -> None:
+    name, options = VARIANTS[variant]
+    capacity = (sum(lengths) - 1) // cluster.num_ranks
+    if capacity:
+        with pytest.raises(BalanceError, match=f"{cluster.num_ranks}.*{capacity}.*raise tokens_per_rank"):
+            make_planner(name, cluster, model, tokens_per_rank=capacity, **options)(lengths)
+
+
+def placement_of(plan: MicrobatchPlan) -> Placement:
+    found = {seq: zone.ranks for zone in plan.zones if isinstance(zone, Zone) for seq in zone.seqs}
+    return [found[seq] for seq in range(len(plan.lengths))]
+
+
+@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks, scale=st.sampled_from([1, 50]), free=st.booleans())
+def test_zeppelin_is_never_predicted_slower_than_all_sequences_over_all_ranks(
+    lengths: list[int], cluster: Cluster, model: Model, slack: float, scale: int, free: bool
+) -> None:
+    lengths = [n * scale for n in lengths]
+    pricing = costed.Pricing(0.0 if free else 1.0, float(cluster.node_size))
+    problem = costed.Problem(lengths, cluster, AnalyticCost(cluster, model), pricing)
+    plan = plan_of("zeppelin free tokens" if free else "zeppelin", lengths, cluster, model, slack)
+    trivial = [tuple(range(cluster.num_ranks))] * len(lengths)
+    assert problem.makespan_s(placement_of(plan)) <= problem.makespan_s(trivial)
+
+
+@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks, seed=st.integers(0, 9))
+def test_relabelling_the_ranks_of_a_node_does_not_change_the_predicted_time(
+    lengths: list[int], cluster: Cluster, model: Model, slack: float, seed: int
+) -> None:
+    rng = random.Random(seed)
+    new_name = [rank for node in range(cluster.num_nodes) for rank in rng.sample(cluster.ranks_of(node), cluster.node_size)]
+    problem = costed.Problem(lengths, cluster, AnalyticCost(cluster, model), costed.Pricing(1.0, 1.0))
+    placement = placement_of(plan_of("zeppelin", lengths, cluster, model, slack))
+    relabelled = [tuple(sorted(new_name[rank] for rank in ranks)) for ranks in placement]
+    assert problem.makespan_s(relabelled) == pytest.approx(problem.makespan_s(placement))
+
+
+@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks)
+def test_zeppelin_keeps_within_the_capacity_unless_only_all_ranks_together_hold_the_batch(
+    lengths: list[int], cluster: Cluster, model: Model, slack: float
+) -> None:
+    capacity = max(1, int(slack * -(-sum(lengths) // cluster.num_ranks)))
+    plan = plan_of("zeppelin", lengths, cluster, model, slack)
+    most = max(figures(plan, model)["tokens_per_rank"])
+    everywhere = [zone.seqs for zone in plan.zones] == [tuple(range(len(lengths)))]
+    assert most <= capacity + (2 * len(lengths) if everywhere else 0)
+
+
+@given(lengths=lengths_of.filter(bool), cluster=clusters, slack=slacks)
+def test_the_printed_rule_passes_the_capacity_by_rounding_only(lengths: list[int], cluster: Cluster, slack: float) -> None:
+    capacity = max(1, int(slack * -(-sum(lengths) // cluster.num_ranks)))
+    held = [0.0] * cluster.num_ranks
+    for seq, ranks in enumerate(printed.place(Batch(tuple(lengths)).lengths, cluster, capacity)):
+        for rank in ranks:
+            held[rank] += lengths[seq] / len(ranks)
+    assert max(held) <= capacity + 1

@@ -1,0 +1,75 @@
+"""Causal attention of one sequence at a time, written out in NumPy fp64: what every program must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Inputs of attention: one array per sequence. q and dout [L, H, D], k and v [L, G, D]."""
+
+    q: list[Floats]
+    k: list[Floats]
+    v: list[Floats]
+    dout: list[Floats]
+    scale: float
+
+
+def draw(lengths: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int = 4, seed: int = 0) -> Tensors:
+    """Standard normal inputs, the same for the same arguments on every rank."""
+    rng = np.random.default_rng(seed)
+
+    def of(heads: int) -> list[Floats]:
+        return [rng.standard_normal((length, heads, head_dim)) for length in lengths]
+
+    return Tensors(of(num_heads), of(num_kv_heads), of(num_kv_heads), of(num_heads), head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One array per sequence; the names are those of `reference.Result`."""
+
+    out: list[Floats]
+    q_grad: list[Floats]
+    k_grad: list[Floats]
+    v_grad: list[Floats]
+
+
+def attention(x: Tensors) -> Dense:
+    """Outputs and gradients of causal attention, sequence by sequence."""
+    columns = [_one(*parts, x.scale) for parts in zip(x.q, x.k, x.v, x.dout, strict=True)]
+    out, q_grad, k_grad, v_grad = ([c[i] for c in columns] for i in range(4))
+    return Dense(out, q_grad, k_grad, v_grad)
+
+
+def _one(q: Floats, k: Floats, v: Floats, dout: Floats, scale: float) -> tuple[Floats, Floats, Floats, Floats]:
+    length, num_kv_heads = k.shape[:2]
+    ratio = q.shape[1] // num_kv_heads
+    qh, doh = q.swapaxes(0, 1), dout.swapaxes(0, 1)
+    kh, vh = (np.repeat(t.swapaxes(0, 1), ratio, axis=0) for t in (k, v))
+    scores = np.where(np.tril(np.ones((length, length), dtype=bool)), qh @ kh.swapaxes(1, 2) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    dweights = doh @ vh.swapaxes(1, 2)
+    # The softmax's own derivative, not the shortcut through the output that the programs use.
+    dscores = weights * (dweights - (weights * dweights).sum(axis=2, keepdims=True)) * scale
+    dk, dv = dscores.swapaxes(1, 2) @ qh, weights.swapaxes(1, 2) @ doh
+
+    def by_kv_head(grad: Floats) -> Floats:
+        return grad.reshape(num_kv_heads, ratio, length, -1).sum(axis=1).swapaxes(0, 1)
+
+    return (weights @ vh).swapaxes(0, 1), (dscores @ kh).swapaxes(0, 1), by_kv_head(dk), by_kv_head(dv)
+
+
+def worst(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
+    """Largest difference over all sequences, relative to the largest magnitude in `theirs`."""
+    scale = max((float(np.abs(t).max(initial=0.0)) for t in theirs), default=0.0)
+    difference = max((float(np.abs(o - t).max(initial=0.0)) for o, t in zip(ours, theirs, strict=True)), default=0.0)
+    return difference / scale if scale else difference

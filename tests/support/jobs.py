@@ -1,0 +1,114 @@
+"""What the ranks of the pool are asked to do. Apart from the tests, so that a rank imports neither pytest nor hypothesis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.core.rows import Rows
+from megatron_balance.errors import PlanMismatchError
+from megatron_balance.passes.transpose import Policy
+from megatron_balance.reference import Floats, at_home
+from megatron_balance.runtime.agree import check_agreement
+from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.schedules import layout
+from tests.support import dense
+from tests.support.pool import World
+
+
+def add_ranks(world: World) -> int:
+    """The sum of all ranks, by all_reduce."""
+    total = torch.tensor([world.rank])
+    if world.groups.pool is not None:
+        dist.all_reduce(total, group=world.groups.pool)
+    return int(total)
+
+
+def fail_on(world: World, rank: int) -> None:
+    """Rank `rank` raises while the others wait for it."""
+    if world.rank == rank:
+        raise RuntimeError("this rank was asked to fail")
+    dist.barrier(group=world.groups.pool)
+
+
+def hang_on(world: World, rank: int) -> None:
+    """Rank `rank` sleeps where a stack should show it."""
+    if world.rank == rank:
+        time.sleep(600)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to run a plan. `calls`: so many forwards, on inputs of different seeds, and only then the backwards, as layers do.
+    `strided`: q, k and v are views of one tensor and dout is transposed, as projections and views leave them.
+    """
+
+    policy: Policy
+    dtype: str = "float32"
+    calls: int = 1
+    strided: bool = False
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one rank has: rows [tokens of the rank, heads, D] in fp64, and what was counted (sums over all calls)."""
+
+    out: Floats
+    q_grad: Floats
+    k_grad: Floats
+    v_grad: Floats
+    counters: dict[str, int]
+
+
+def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run]) -> list[Ran]:
+    """Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`; values of the first call."""
+    home = Rows.of(3, layout(plan, world.rank).tolist())
+    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
+    results = []
+    for run in runs:
+        bound = bind(plan, world.rank, shape, groups=world.groups, dtype=getattr(torch, run.dtype), policy=run.policy)
+        calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
+        for call in range(run.calls):
+            x = inputs(plan, head_dim, call)
+            q, k, v, dout = _tensors(x, home, shape, run)
+            calls.append(((q, k, v), balanced_attention(q, k, v, bound, x.scale), dout))
+        grads = [torch.autograd.grad(out, leaves, dout) for leaves, out, dout in calls]
+        tensors = (t.detach().to(torch.float64).numpy() for t in (calls[0][1], *grads[0]))
+        results.append(Ran(*tensors, counters=asdict(bound.counters)))
+    return results
+
+
+def inputs(plan: MicrobatchPlan, head_dim: int, seed: int = 0) -> dense.Tensors:
+    """The same on every rank and in the judging process; exact in fp32, so that both types start from the same numbers."""
+    x = dense.draw(plan.lengths, plan.num_heads, plan.num_kv_heads, head_dim, seed)
+    rounded = ([t.astype(np.float32).astype(np.float64) for t in values] for values in (x.q, x.k, x.v, x.dout))
+    return dense.Tensors(*rounded, scale=x.scale)
+
+
+def compare_plans(world: World, plans: Sequence[MicrobatchPlan]) -> str:
+    """What this rank hears when every rank checks its own plan; then that the ranks can still talk to one another."""
+    try:
+        check_agreement(plans[world.rank].fingerprint(), world.groups)
+        said = "agreed"
+    except PlanMismatchError as error:
+        said = str(error)
+    assert add_ranks(world) == world.size * (world.size - 1) // 2
+    return said
+
+
+def _tensors(x: dense.Tensors, home: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
+    """q, k, v and dout of this rank."""
+    heads, dim = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.head_dim
+    rows = [at_home(home, values) if values else np.empty((0, h, dim)) for values, h in zip((x.q, x.k, x.v, x.dout), heads, strict=True)]
+    q, k, v, dout = (torch.from_numpy(r).to(getattr(torch, run.dtype)) for r in rows)
+    if not run.strided:
+        return [*(leaf.requires_grad_() for leaf in (q, k, v)), dout]
+    fused = torch.cat([q, k, v], dim=1).requires_grad_()
+    return [*fused.split(heads[:3], dim=1), dout.permute(2, 1, 0).contiguous().permute(2, 1, 0)]

@@ -1,0 +1,198 @@
+"""Training jobs on this machine: import torch and Megatron once, then fork the ranks of every job.
+
+`Trainer` (in the test process) starts this file as a server, which is the process that says "cuda" and means "cpu"; the test process stays
+as it is. One job is one line of JSON to the server and one line back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+TAIL_BYTES = 6000
+DUMP_S = 1.0  # between asking the ranks for their stacks and killing them
+
+Entry = Literal["pretrain_gpt", "launch", "plain"]
+"""Our own entry; the launcher (argv[0] is the script); the script alone, on the CPU but without balance."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run. `kill_after`: (file, lines): all ranks are killed once the file has so many lines."""
+
+    entry: Entry
+    num_ranks: int
+    argv: tuple[str, ...]
+    logs: str
+    deadline_s: float = 120.0
+    kill_after: tuple[str, int] | None = None
+    path: tuple[str, ...] = ()
+    """Folders put in front of sys.path."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Exit codes by rank (negative: killed by that signal), ranks in the order they ended, and where the logs are."""
+
+    codes: tuple[int, ...]
+    ended: tuple[int, ...]
+    logs: Path
+    seconds: float
+
+    @property
+    def failed(self) -> int | None:
+        """The rank that failed first, the others usually because of it; None if all is well."""
+        return next((rank for rank in self.ended if self.codes[rank] != 0), None)
+
+    def log(self, rank: int) -> str:
+        return (self.logs / f"rank{rank}.log").read_text(errors="replace")
+
+    def tail(self, rank: int) -> str:
+        return self.log(rank)[-TAIL_BYTES:]
+
+
+class Trainer:
+    """The server, seen from a test."""
+
+    def __init__(self, path: Sequence[str] = ()) -> None:
+        """Start the server; `path`: folders it imports from first."""
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
+
+    def run(self, job: Job) -> Result:
+        """Exit codes of a job, whatever they are."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        Path(job.logs).mkdir(parents=True, exist_ok=True)
+        self._server.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, f"the training server ended with code {self._server.poll()}"
+        body = json.loads(answer)
+        return Result(tuple(body["codes"]), tuple(body["ended"]), Path(job.logs), body["seconds"])
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=30)
+
+
+def serve() -> None:
+    """Answer jobs until stdin closes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever Megatron prints while it is imported is no answer
+    from megatron_balance.megatron import cpu
+
+    cpu.install()
+    import torch
+
+    torch.set_num_threads(1)
+    from megatron_balance.patches.selection import for_training
+
+    for_training(script=True)  # imports Megatron and all of ours, so that the ranks are forked with it
+    for line in sys.stdin:
+        body: dict[str, Any] = json.loads(line)
+        kill_after = tuple(body["kill_after"]) if body["kill_after"] else None
+        job = Job(**{**body, "argv": tuple(body["argv"]), "path": tuple(body["path"]), "kill_after": kill_after})  # pyright: ignore[reportArgumentType]
+        start = time.monotonic()
+        codes = run_job(job)
+        answer = {"codes": [codes[rank] for rank in range(job.num_ranks)], "ended": list(codes), "seconds": time.monotonic() - start}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def run_job(job: Job) -> dict[int, int]:
+    """Exit codes by rank, in the order the ranks ended. Ranks that outlive the deadline, or another's failure, are ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {os.fork() or run_rank(job, rank, port): rank for rank in range(job.num_ranks)}
+    codes: dict[int, int] = {}
+    stop_at = time.monotonic() + job.deadline_s
+    grace_s = 10.0  # for the others to fail by themselves once one rank has
+    killed = False
+    while len(codes) < job.num_ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in ranks:
+            codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
+            if codes[ranks[pid]] != 0:
+                stop_at = min(stop_at, time.monotonic() + grace_s)
+            continue
+        left = [pid for pid, rank in ranks.items() if rank not in codes]
+        if job.kill_after is not None and not killed and _lines(job.kill_after[0]) >= job.kill_after[1]:
+            for one in left:
+                os.kill(one, signal.SIGKILL)
+            killed = True
+        elif time.monotonic() > stop_at and not killed:
+            for one in left:
+                os.kill(one, signal.SIGUSR1)
+            time.sleep(DUMP_S)
+            for one in left:
+                os.kill(one, signal.SIGKILL)
+            killed = True
+        time.sleep(0.02)
+    return codes
+
+
+def _lines(file: str) -> int:
+    return Path(file).read_bytes().count(b"\n") if Path(file).exists() else 0
+
+
+def run_rank(job: Job, rank: int, port: int) -> int:
+    """In the child: one rank. Never returns."""
+    code = 1
+    try:
+        log = os.open(Path(job.logs, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.register(signal.SIGUSR1)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        sys.path[:0] = job.path
+        code = _enter(job)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter(job: Job) -> int:
+    from megatron_balance import launch, pretrain_gpt
+    from megatron_balance.megatron import entry
+
+    if job.entry == "plain":
+        import runpy
+
+        from megatron_balance.patches import applied, dataset_helpers
+
+        sys.argv = list(job.argv)
+        with applied(dataset_helpers.PATCHES):
+            runpy.run_path(job.argv[0], run_name="__main__")
+        return 0
+    sys.argv = [job.entry, *job.argv]
+    return entry.run(launch.main if job.entry == "launch" else pretrain_gpt.main)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,96 @@
+"""Small programs in text, forward only, that verify: what unit tests start from."""
+
+# Two ranks; rank 1 needs the keys of rank 0 and attends once over both parts (GQA: two query heads share a key-value head).
+PREFIX = """\
+program lengths 8 heads 2 kv_heads 1 policy none
+home r0 s0[0:4)
+home r1 s0[4:8)
+forward
+exchange 0 p2p
+  r1 <- r0 kv s0[0:4)
+attend r0
+  q s0[0:4) over s0[0:4)
+attend r1
+  q s0[4:8) over s0[0:4) s0[4:8)
+backward
+"""
+
+# Rank 0 holds everything; rank 1 attends one rectangle of it and returns a partial output, which is merged at home.
+DISPATCH = """\
+program lengths 4 heads 1 kv_heads 1 policy none
+home r0 s0[0:4)
+home r1
+forward
+exchange 0 p2p
+  r1 <- r0 q s0[2:4)
+  r1 <- r0 kv s0[0:2)
+attend r0
+  q s0[0:2) over s0[0:2)
+  q s0[2:4) over s0[2:4)
+attend r1
+  q s0[2:4) over s0[0:2)
+exchange 1 p2p
+  r0 <- r1 out s0[2:4)
+merge r0
+  out s0[2:4)
+backward
+"""
+
+# Two launches on one rank, of which the second leaves a second partial output.
+TWO_LAUNCHES = """\
+program lengths 4 heads 1 kv_heads 1 policy none
+home r0 s0[0:4)
+forward
+attend r0
+  q s0[0:4) over s0[2:4)
+  q s0[0:2) over s0[0:2)
+attend r0
+  q s0[2:4) over s0[0:2)
+merge r0
+  out s0[2:4)
+backward
+"""
+
+# Two ranks trade tokens for heads: each attends one query head over all tokens.
+HEADS = """\
+program lengths 3 heads 2 kv_heads 2 policy none
+home r0 s0[0:2)
+home r1 s0[2:3)
+forward
+exchange 0 all_to_all r0 r1
+  r1 <- r0 q s0[0:2) h[1:2)
+  r1 <- r0 kv s0[0:2) h[1:2)
+  r0 <- r1 q s0[2:3) h[0:1)
+  r0 <- r1 kv s0[2:3) h[0:1)
+attend r0
+  q s0[0:3) h[0:1) over s0[0:3) h[0:1)
+attend r1
+  q s0[0:3) h[1:2) over s0[0:3) h[1:2)
+exchange 1 all_to_all r0 r1
+  r0 <- r1 out s0[0:2) h[1:2)
+  r1 <- r0 out s0[2:3) h[0:1)
+backward
+"""
+
+# Three ranks in a chain: rank 1 passes on keys that it has used itself.
+CHAIN = """\
+program lengths 6 heads 1 kv_heads 1 policy none
+home r0 s0[0:2)
+home r1 s0[2:4)
+home r2 s0[4:6)
+forward
+attend r0
+  q s0[0:2) over s0[0:2)
+exchange 0 p2p
+  r1 <- r0 kv s0[0:2)
+attend r1
+  q s0[2:4) over s0[0:2) s0[2:4)
+exchange 1 p2p
+  r2 <- r1 kv s0[0:2)
+  r2 <- r1 kv s0[2:4)
+attend r2
+  q s0[4:6) over s0[0:2) s0[2:4) s0[4:6)
+backward
+"""
+
+ALL = {"prefix": PREFIX, "dispatch": DISPATCH, "two_launches": TWO_LAUNCHES, "heads": HEADS, "chain": CHAIN}

@@ -1,0 +1,70 @@
+"""`megatron-balance doctor`: what is missing is said with the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+
+import pytest
+
+from megatron_balance.cli import doctor, main
+
+
+@pytest.fixture
+def stack(monkeypatch):
+    """The distributions this machine appears to have; torch is never started."""
+
+    def have(torch: dict[str, object] | None = None, **versions: str) -> dict[str, doctor.Check]:
+        def version(distribution: str) -> str:
+            if distribution in versions:
+                return versions[distribution]
+            raise importlib.metadata.PackageNotFoundError(distribution)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(doctor, "_probe_torch", lambda: torch or {})
+        return {check.name: check for check in doctor.examine()}
+
+    return have
+
+
+def test_nothing_installed_names_a_mend_for_every_part(stack):
+    checks = stack()
+    missing = [check for check in checks.values() if check.status == "missing"]
+    assert {"numpy", "torch", "megatron-core", "nccl", "flash-attn", "gurobi", "psutil"} <= {check.name for check in missing}
+    assert all(check.mend for check in checks.values() if check.status != "ok")
+
+
+def test_another_megatron_is_wrong_and_the_pin_is_said(stack):
+    check = stack(**{"megatron-core": "0.17.1"})["megatron-core"]
+    assert (check.status, check.found, check.wanted) == ("wrong", "0.17.1", "== 0.19.2")
+    assert check.mend == "pip install --no-deps megatron-core==0.19.2"
+
+
+def test_a_torch_that_does_not_import_says_why(stack):
+    check = stack(torch={"error": "ImportError: libcudart.so.13: cannot open shared object file"})["torch"]
+    assert check.status == "wrong"
+    assert "libcudart" in check.found
+
+
+def test_a_whole_cpu_stack_is_ready_to_train_but_not_on_a_gpu(stack, capsys):
+    versions = dict.fromkeys(("numpy", "pydantic", "PyYAML", "tqdm", "rich", "psutil"), "1.0")
+    checks = stack(
+        torch={"torch": "2.13.0", "cuda": "13.0", "gpus": [], "gloo": True, "nccl": "2.29.7"}, **versions, **{"megatron-core": "0.19.2"}
+    )
+    assert checks["gpu"].status == "missing"
+    assert main(["doctor", "--json"]) == 0
+    ready = json.loads(capsys.readouterr().out)["ready"]
+    expected_to_train = checks["python for Megatron"].status == "ok"
+    assert ready == {"plan": True, "train": expected_to_train, "train_on_gpu": False}
+
+
+def test_table_shows_extras_in_brackets(stack, capsys):
+    stack()
+    assert main(["doctor"]) == 0
+    assert "megatron-balance[gurobi]" in capsys.readouterr().out
+
+
+def test_namespaces_are_probed_in_another_process(stack, monkeypatch):
+    monkeypatch.setattr(doctor, "NAMESPACE_PROBE", "raise SystemExit('Operation not permitted')")
+    check = stack()["network namespaces"]
+    assert (check.status, check.found) == ("wrong", "refused: Operation not permitted")

@@ -1,0 +1,225 @@
+"""`megatron-balance plan`: the keys of its JSON, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from megatron_balance.cli import main
+from megatron_balance.planners import PLANNERS
+
+LENGTHS = "3000,1200,700,64,64,17,1"
+RESULT_KEYS = {
+    "num_sequences",
+    "num_tokens",
+    "tokens_per_rank",
+    "attention_pairs_per_rank",
+    "kv_tokens_received_per_rank",
+    "kv_tokens_received_inter_node_per_rank",
+    "query_tokens_received_per_rank",
+    "partial_tokens_received_per_rank",
+    "bytes_received_per_rank",
+    "imbalance",
+    "num_microbatches",
+    "plan_ms",
+    "verified",
+    "fingerprint",
+}
+
+
+@pytest.fixture
+def run(capsys):
+    def run(command: str, *more: str) -> tuple[int, str, str]:
+        code = main([*command.split(), *more])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def error(run, command: str, *more: str) -> str:
+    code, out, err = run(command, *more)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err[len("error: ") :].rstrip("\n")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_json_has_the_documented_keys_for_every_planner(run, planner):
+    code, out, err = run(
+        f"plan --planner {planner} --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify --json"
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["planner"], report["num_ranks"]) == (planner, 8)
+    (result,) = report["results"]
+    assert set(result) >= RESULT_KEYS
+    assert (result["num_sequences"], result["num_tokens"]) == (7, 5046)
+    assert sum(result["tokens_per_rank"]) == 5046
+    lengths = [int(word) for word in LENGTHS.split(",")]
+    assert sum(result["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in lengths)
+    assert set(result["bytes_received_per_rank"]) == {"total", "inter_node"}
+    assert all(len(value) == 8 for key, value in result.items() if key.endswith("_per_rank") and isinstance(value, list))
+    assert result["verified"] is True
+    assert len(result["fingerprint"]) == 16
+
+
+def test_summary_is_the_mean_over_batches_of_the_scalar_fields(run, tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text("[[4096, 512], [1024]]")
+    code, out, _ = run(f"plan --planner te_ring --ranks 4 --json --lengths-file {path}")
+    report = json.loads(out)
+    assert code == 0
+    assert [result["num_tokens"] for result in report["results"]] == [4608, 1024]
+    assert report["summary"]["num_tokens"] == 2816
+    assert report["summary"]["num_sequences"] == 1.5
+    assert report["summary"]["imbalance"]["attention"] == pytest.approx(
+        sum(result["imbalance"]["attention"] for result in report["results"]) / 2
+    )
+    assert report["results"][0]["verified"] is None
+
+
+def test_several_planners_give_one_document_with_each(run):
+    code, out, _ = run("plan --planner te_ring --planner zeppelin --ranks 4 --lengths 4096,512 --json")
+    assert code == 0
+    planners = json.loads(out)["planners"]
+    assert list(planners) == ["te_ring", "zeppelin"]
+    assert planners["zeppelin"]["planner"] == "zeppelin"
+
+
+def test_same_input_gives_the_same_plan(run):
+    command = "plan --planner zeppelin --ranks 8 --ranks-per-node 4 --dataset arxiv --tokens 65536 --batches 2 --seed 3 --json"
+    fingerprints = [[r["fingerprint"] for r in json.loads(run(command)[1])["results"]] for _ in range(2)]
+    assert fingerprints[0] == fingerprints[1]
+    assert fingerprints[0][0] != fingerprints[0][1]
+
+
+def test_defaults_are_said(run):
+    _, out, _ = run("plan --planner te_ring --lengths 4096")
+    assert "64 ranks (8 nodes x 8), llama-7b on h200 assumed" in out
+    assert "assumed" not in run("plan --planner te_ring --lengths 4096 --model llama-13b --cluster a800")[1]
+    assert "(llama-7b assumed)" in run("plan --planner te_ring --lengths 4096 --cluster a800")[1]
+
+
+def test_table_names_what_each_rank_gets(run):
+    _, out, err = run(f"plan --planner zeppelin --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify")
+    assert err == ""
+    for words in ("tokens", "attention pairs", "KV tokens received", "max / mean", "verified", "planned in"):
+        assert words in out
+
+
+def test_config_file_gives_everything_and_options_win(run, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        textwrap.dedent("""
+            planner: {name: zeppelin, tokens_per_rank: 2048}
+            cluster: {base: a800, num_ranks: 16}
+            model: llama3-8b
+            dataset: {name: github, tokens: 16384, batches: 2}
+        """)
+    )
+    report = json.loads(run(f"plan --config {path} --json")[1])
+    assert (report["num_ranks"], report["cluster"], report["model"], report["planner"]) == (16, "a800", "llama3-8b", "zeppelin")
+    assert (len(report["results"]), report["capacity_tokens_per_rank"], report["assumed"]) == (2, 2048, None)
+    changed = json.loads(run(f"plan --config {path} --ranks 8 --batches 1 --tokens 8192 -o tokens_per_rank=4096 --json")[1])
+    assert (changed["num_ranks"], len(changed["results"]), changed["capacity_tokens_per_rank"]) == (8, 1, 4096)
+    other = json.loads(run(f"plan --config {path} --lengths 100 --planner te_ring --json")[1])
+    assert (other["planner"], other["results"][0]["num_tokens"]) == ("te_ring", 100)
+
+
+def test_option_of_one_of_several_planners(run):
+    code, _, _ = run("plan --planner te_ring --planner zeppelin --ranks 4 --lengths 100 -o zeppelin.rule=paper --json")
+    assert code == 0
+
+
+def test_capacity_equal_to_the_average_is_legal(run):
+    code, out, _ = run("plan --planner zeppelin --ranks 4 --tokens-per-rank 1024 --lengths 2048,1024,1024 --json --verify")
+    assert code == 0
+    assert max(json.loads(out)["results"][0]["tokens_per_rank"]) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--planner zepelin --lengths 4", "unknown planner 'zepelin', did you mean 'zeppelin'?"),
+        ("--lengths 4", "no planner; give --planner NAME, one of te_ring"),
+        ("--planner te_ring", "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME"),
+        ("--planner te_ring --lengths 4,x", "--lengths: entry 1 is 'x'; expected whole numbers"),
+        ("--planner te_ring --lengths 4,0", "sequence 1 has 0 tokens; every sequence needs at least 1"),
+        ("--planner te_ring --lengths 4,-7", "sequence 1 has -7 tokens"),
+        ("--planner te_ring --lengths=", "--lengths: entry 0 is ''"),
+        ("--planner te_ring --lengths 4 --lengths-file f", "--lengths and --lengths-file are both given; use one"),
+        ("--planner te_ring --lengths-file nowhere.json", "nowhere.json: No such file or directory"),
+        ("--planner te_ring --dataset arxiv", "--dataset arxiv needs --tokens N"),
+        ("--planner te_ring --dataset arxib --tokens 9", "--dataset 'arxib' is not known; choose one of arxiv"),
+        ("--planner te_ring --lengths 4 --tokens 9", "--tokens goes with --dataset NAME"),
+        ("--planner te_ring --dataset arxiv --tokens 0", "--tokens 0: must be at least 1"),
+        ("--planner te_ring --lengths 4 --ranks 12", "12 ranks are not divisible by 8 ranks per node"),
+        ("--planner te_ring --lengths 4 --ranks 0", "--ranks 0: must be at least 1"),
+        ("--planner te_ring --lengths 4 --ranks x", "argument --ranks: invalid int value: 'x'"),
+        ("--planner te_ring --lengths 4 --cluster h20", "--cluster: no cluster named 'h20', did you mean 'h200'?"),
+        ("--planner te_ring --lengths 4 --model none.yaml", "none.yaml: cannot be read"),
+        ("--planner te_ring --lengths 4 --tokens-per-rank 0", "--tokens-per-rank 0: must be at least 1"),
+        ("--planner te_ring --lengths 4 -o rule", "-o rule: expected KEY=VALUE"),
+        ("--planner zeppelin --lengths 4 -o rul=cost", "--planner zeppelin: rul: unknown key, did you mean 'rule'?"),
+        ("--planner zeppelin --lengths 4 -o slack=much", "--planner zeppelin: slack: expected a number, got 'much'"),
+        (
+            "--planner zeppelin --lengths 4 -o te_ring.tokens_per_rank=4",
+            "planner 'te_ring' is not among the planners of this run: zeppelin",
+        ),
+        ("--planner te_ring --planner te_ring --lengths 4", "--planner te_ring is given twice"),
+        ("--planner te_ring --planner zeppelin --lengths 4 --out p.json", "--out p.json holds the plans of one planner"),
+        ("--planner te_ring --lengths 4 --out nowhere/p.json", "--out nowhere/p.json: cannot be written: No such file or directory"),
+        ("--planner te_ring --lengths 4 --jsn", "plan: unknown option '--jsn'; did you mean '--json'?"),
+        ("--planner te_ring --lengths 4 --config nowhere.yaml", "nowhere.yaml: cannot be read"),
+        (
+            "--planner zeppelin --ranks 4 --tokens-per-rank 1000 --lengths 4001",
+            "the batch has 4001 tokens; 4 ranks x 1000 tokens hold 4000. Use at least 5 ranks, raise --tokens-per-rank to at least 1001",
+        ),
+        ("--planner zeppelin --ranks 8 --lengths 9000000", "(from the model and the cluster's memory)"),
+        ("--planner zeppelin --ranks 8 --lengths 9 --model llama-70b --cluster h100", "llama-70b does not fit h100"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_2(run, options, expected):
+    assert expected in error(run, f"plan {options}")
+
+
+@pytest.mark.parametrize("command", ["", "pln", "plan --ranks"])
+def test_wrong_command_line_is_one_line_and_exit_code_2(run, command):
+    error(run, command)
+
+
+def test_help_lists_planners_clusters_and_models(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    for word in (*PLANNERS, "a800-ib", "llama-550m", "--lengths-file"):
+        assert word in out
+
+
+def test_planning_never_imports_torch_and_the_package_imports_no_configuration_library():
+    code = textwrap.dedent("""
+        import sys
+        import megatron_balance
+        loaded = {"torch", "pydantic", "yaml", "numpy"} & set(sys.modules)
+        assert not loaded, loaded
+        from megatron_balance.cli import main
+        assert main("plan --planner zeppelin --lengths 4096 --verify".split()) == 0
+        assert "torch" not in sys.modules and "megatron" not in sys.modules
+    """)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_module_and_script_are_the_same_program():
+    command = [sys.executable, "-m", "megatron_balance", "plan", "--planner", "te_ring", "--lengths", "8", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["planner"] == "te_ring"
+    assert result.stderr == ""

@@ -1,0 +1,249 @@
+"""Configuration: strict, with errors that name the file, the key and what would be right; and every YAML we ship loads."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from megatron_balance.config import (
+    CONFIGS,
+    RunConfig,
+    activation_bytes_per_token,
+    capacity,
+    choose_planner,
+    load_cluster,
+    load_config,
+    load_model,
+    model_state_bytes,
+    names,
+    resolved,
+    to_yaml,
+)
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.errors import ConfigError
+
+CLUSTERS = ["a800", "a800-ib", "emulated", "h100", "h200", "h800"]
+MODELS = [
+    "flux-12b",
+    "gpt-tiny",
+    "llama-13b",
+    "llama-30b",
+    "llama-34b",
+    "llama-3b",
+    "llama-550m",
+    "llama-70b",
+    "llama-7b",
+    "llama2-32b",
+    "llama3-8b",
+    "moe-8x550m",
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "run.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+def message(path: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    return str(error.value).replace(str(path.parent), "DIR")
+
+
+def test_the_documented_clusters_and_models_are_shipped():
+    assert names("cluster") == CLUSTERS
+    assert names("model") == sorted(MODELS)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_cluster_file_gives_every_field(name):
+    given = yaml.safe_load((CONFIGS / "cluster" / f"{name}.yaml").read_text())
+    assert set(given) == set(Cluster.__dataclass_fields__)
+    cluster = load_cluster(name).build()
+    assert cluster.name == name
+    assert cluster.node_size % cluster.ranks_per_nic == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_file_describes_a_model_of_that_name(name):
+    model = load_model(name)
+    assert model.name == name
+    assert load_model(str(CONFIGS / "model" / f"{name}.yaml")) == model
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-3b", 3.43),  # OpenLLaMA 3B
+        ("llama-7b", 6.74),  # LLaMA paper, Table 2: 6.7B
+        ("llama-13b", 13.02),  # 13.0B
+        ("llama-30b", 32.53),  # 32.5B
+        ("llama3-8b", 8.03),
+        ("llama-70b", 68.98),
+        ("llama-550m", 0.551),
+    ],
+)
+def test_model_sizes_add_up_to_the_published_number_of_parameters(name, billions):
+    # 18 bytes of state a parameter; norms are left out and are well below the tolerance.
+    assert model_state_bytes(load_model(name)) / 18 / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/*.yaml")), ids=lambda p: p.stem)
+def test_experiment_file_loads_and_its_resolved_form_loads_to_the_same(path, write):
+    config = load_config(path)
+    assert config.planner is not None
+    again = load_config(write(to_yaml(config)))
+    assert resolved(again) == resolved(config)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("planner/*.yaml")), ids=lambda p: p.stem)
+def test_planner_file_loads_as_a_section(path, write):
+    config = load_config(write(f"planner: {path}\n"))
+    assert config.planner is not None
+    assert config.planner.name == yaml.safe_load(path.read_text())["name"]
+
+
+def test_every_yaml_is_of_a_kind_that_is_tested_here():
+    kinds = {path.parent.name for path in CONFIGS.glob("**/*.yaml")}
+    assert kinds == {"cluster", "model", "planner", "experiment"}
+
+
+def test_a_planner_is_a_name_or_a_section_with_a_name(write):
+    short = load_config(write("planner: zeppelin\n")).planner
+    long = load_config(write("planner: {name: zeppelin, tokens_per_rank: 4096}\n")).planner
+    assert short is not None
+    assert long is not None
+    assert short.options.tokens_per_rank is None
+    assert long.options.tokens_per_rank == 4096
+    assert type(short.options) is type(long.options)
+
+
+def test_a_section_in_another_file_is_found_relative_to_the_file_that_names_it(write, tmp_path):
+    (tmp_path / "parts").mkdir()
+    write("base: a800\nnum_ranks: 16\n", "parts/mine.yaml")
+    config = load_config(write("cluster: parts/mine.yaml\n"))
+    assert config.cluster is not None
+    cluster = config.cluster.build()
+    assert (cluster.num_ranks, cluster.ranks_per_nic, cluster.nic_bytes_per_s) == (16, 2, 25e9)
+
+
+def test_ranks_per_node_is_known_only_when_the_file_says_so(write):
+    given, silent = load_config(write("cluster: {ranks_per_node: 4}\n")), load_config(write("backward: replay\n", "b.yaml"))
+    assert given.cluster is not None
+    assert given.cluster.ranks_per_node == 4
+    assert silent.cluster is None
+
+
+def test_arguments_win_over_the_file_which_wins_over_the_preset():
+    cluster = load_cluster("a800").build(num_ranks=16, ranks_per_node=4)
+    assert (cluster.num_ranks, cluster.ranks_per_node, cluster.name) == (16, 4, "a800")
+
+
+def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
+    config = load_config(write("cluster: {nic_bytes_per_s: 1, intra_bytes_per_s: 4e11}\n"))
+    assert config.cluster is not None
+    assert config.cluster.given == {"nic_bytes_per_s": 1.0, "intra_bytes_per_s": 4e11}
+    assert type(config.cluster.given["nic_bytes_per_s"]) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "planner: {name: zeppelin, token_per_rank: 4096}",
+            "DIR/run.yaml: planner.token_per_rank: unknown key, did you mean 'tokens_per_rank'?",
+        ),
+        ("planner: {name: zepelin}", "DIR/run.yaml: planner.name: unknown planner 'zepelin', did you mean 'zeppelin'?"),
+        ("planner: {rule: cost}", "DIR/run.yaml: planner.name: missing; one of te_ring"),
+        ("planner: {name: zeppelin, rule: papr}", "DIR/run.yaml: planner.rule: expected 'cost' or 'paper', got 'papr'"),
+        ("planner: {name: zeppelin, tokens_per_rank: 0}", "DIR/run.yaml: planner: tokens_per_rank: expected at least 1 token, got 0"),
+        (
+            "planner: {name: zeppelin, tokens_per_rank: '4096'}",
+            "DIR/run.yaml: planner.tokens_per_rank: expected a whole number, got '4096'",
+        ),
+        (
+            "planner: {name: zeppelin, tokens_per_rank: 4096.0}",
+            "DIR/run.yaml: planner.tokens_per_rank: expected a whole number, got 4096.0",
+        ),
+        ("planner: {name: zeppelin, tokens_per_rank: true}", "DIR/run.yaml: planner.tokens_per_rank: expected a whole number, got True"),
+        ("planner: zepelin", "DIR/run.yaml: planner: no planner named 'zepelin', did you mean 'zeppelin'"),
+        ("planner: [zeppelin]", "DIR/run.yaml: planner: expected 'name:' and options"),
+        ("plannr: zeppelin", "DIR/run.yaml: plannr: unknown key, did you mean 'planner'?"),
+        ("source: me", "DIR/run.yaml: source: unknown key"),
+        ("model: {base: llama-7b, num_head: 4}", "DIR/run.yaml: model.num_head: unknown key, did you mean 'num_heads'?"),
+        ("model: {num_heads: 4}", "model: num_kv_heads: missing"),
+        ("model: {base: llama-7b, num_kv_heads: 5}", "does not divide num_heads 32"),
+        ("model: llama-8b", "DIR/run.yaml: model: no model named 'llama-8b', did you mean 'llama3-8b'?"),
+        ("cluster: parts/none.yaml", "DIR/parts/none.yaml: cannot be read: No such file or directory"),
+        ("cluster: {base: 3}", "DIR/run.yaml: cluster.base: expected a name or a path to a YAML, got 3"),
+        ("backward: kep", "DIR/run.yaml: backward: expected 'keep' or 'replay', got 'kep'"),
+        ("plan_ahead: yes", "DIR/run.yaml: plan_ahead: expected true or false, got 'yes'"),
+        ("agreement_every: 0", "DIR/run.yaml: agreement_every: expected at least 1, got 0"),
+        ("dataset: {name: arxiv}", "DIR/run.yaml: dataset.tokens: missing"),
+        ("dataset: {name: arxiv, token: 4}", "DIR/run.yaml: dataset.tokens: missing"),
+        ("dataset: {name: arxiv, tokens: 4, sed: 1}", "DIR/run.yaml: dataset.sed: unknown key, did you mean 'seed'?"),
+        ("lengths: [1, a]", "DIR/run.yaml: lengths.1: expected a whole number, got 'a'"),
+        ("planner: te_ring\nplanner: zeppelin", "DIR/run.yaml:2: not valid YAML: key 'planner' is given twice"),
+        ("a: [1", "DIR/run.yaml:1: not valid YAML"),
+        ("- 1", "DIR/run.yaml: expected keys such as 'planner:', got [1]"),
+        ("", "DIR/run.yaml: expected keys such as 'planner:', got None"),
+    ],
+)
+def test_mistake_is_named_with_file_key_and_what_is_right(write, text, expected):
+    assert expected in message(write(text))
+
+
+def test_mistake_in_a_section_file_names_that_file(write):
+    write("name: zeppelin\ntoken_per_rank: 4\n", "mine.yaml")
+    assert message(write("planner: mine.yaml\n")) == "DIR/mine.yaml: token_per_rank: unknown key, did you mean 'tokens_per_rank'?"
+
+
+def test_missing_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_binary_file_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"x\.yaml: cannot be read: not UTF-8 text"):
+        load_config(tmp_path / "x.yaml")
+
+
+def test_choosing_a_planner_by_keyword_checks_its_options():
+    assert choose_planner("te_ring", {"tokens_per_rank": 8}).options.tokens_per_rank == 8
+    with pytest.raises(ConfigError, match="rule: unknown key"):
+        choose_planner("te_ring", {"rule": "cost"})
+
+
+def test_capacity_is_what_the_state_leaves_divided_by_bytes_of_a_token():
+    cluster = Cluster(num_ranks=8, ranks_per_node=8, memory_bytes=100e9)
+    model = Model(num_heads=8, num_kv_heads=2, head_dim=16, num_layers=2, hidden_size=128, ffn_size=320, vocab_size=0)
+    # Two bytes, two layers, 4 x 128 + 2 x 128 + 2 x 32 + 3 x 320 elements.
+    assert activation_bytes_per_token(model) == 2 * 2 * (512 + 256 + 64 + 960)
+    parameters = 2 * (128 * (2 * 128 + 2 * 32) + 3 * 128 * 320)
+    assert capacity(cluster, model) == int((90e9 - 18 * parameters / 8) / 7168)
+
+
+def test_capacity_of_a_model_that_does_not_fit_is_an_error_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"llama-70b does not fit h100: .* need 155 GB on each of 8 ranks, which have 80 GB"):
+        capacity(load_cluster("h100").build(num_ranks=8), load_model("llama-70b"))
+
+
+def test_kernels_that_the_configuration_allows_are_those_of_the_runtime():
+    torch = pytest.importorskip("torch")
+    from megatron_balance.runtime.kernels import choose_kernel
+
+    with pytest.raises(ConfigError) as error:
+        choose_kernel("none", torch.device("cpu"), torch.float32, 64)
+    known = str(error.value).partition("known: ")[2].split(", ")
+    assert known == list(get_args(RunConfig.model_fields["kernel"].annotation))

@@ -1,0 +1,158 @@
+"""Files to a corpus, and the verb `corpus`."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_balance.cli import corpus as verb
+from megatron_balance.cli import main
+from megatron_balance.errors import BalanceError, ConfigError, DataError
+from megatron_balance.workloads.corpus import INSTALLED, build, find_files, standard_library
+from megatron_balance.workloads.idx import bin_path, idx_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Seven files: three documents, an empty one, a long one, another suffix, a hidden one."""
+    texts = {
+        "b.py": "bb",
+        "a.py": "a",
+        "sub/c.py": "ccc",
+        "sub/empty.py": "",
+        "sub/long.py": "l" * 100,
+        "read.me": "no",
+        ".hidden.py": "no",
+    }
+    for name, text in texts.items():
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "in"
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["corpus", *words])
+    return args.run(args)
+
+
+def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path: Path) -> None:
+    report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10)
+    assert (report.num_documents, report.num_tokens, report.empty, report.too_large, report.beyond_limit) == (3, 9, 1, 1, 0)
+    tokens = np.fromfile(bin_path(f"{tmp_path}/c"), dtype=np.uint16).tolist()
+    assert tokens == [*b"a", 256, *b"bb", 256, *b"ccc", 256]
+
+
+def test_files_come_in_a_fixed_order_each_once(folder: Path) -> None:
+    found = find_files([folder / "sub" / "c.py", folder, folder / "b.py"], ".py")
+    assert [path.name for path in found] == ["c.py", "a.py", "b.py", "empty.py", "long.py"]
+
+
+def test_a_file_that_is_named_is_taken_whatever_its_suffix(folder: Path) -> None:
+    assert [path.name for path in find_files([folder / "read.me", folder / ".hidden.py"], ".py")] == ["read.me", ".hidden.py"]
+
+
+def test_the_limit_counts_documents_and_not_skipped_files(folder: Path, tmp_path: Path) -> None:
+    report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10, limit=2)
+    assert (report.num_documents, report.empty, report.too_large, report.beyond_limit) == (2, 0, 0, 3)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none: no such file or folder"):
+        find_files([tmp_path / "none"])
+
+
+def test_a_file_that_cannot_be_read_is_named_and_leaves_no_corpus(folder: Path, tmp_path: Path) -> None:
+    (folder / "gone.py").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"gone\.py: cannot be read \(No such file"):
+        build(str(tmp_path / "c"), find_files([folder], ".py"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_only_empty_files_make_no_corpus(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no document left to write, 1 files were empty and 0 larger than --max-bytes None"):
+        build(str(tmp_path / "c"), [folder / "sub" / "empty.py"])
+
+
+def test_the_standard_library_is_found_without_installed_packages() -> None:
+    files = find_files([standard_library()], ".py", leave_out=INSTALLED)
+    assert standard_library() / "argparse.py" in files
+    assert not any("site-packages" in path.parts for path in files)
+
+
+def test_build_prints_one_json_document(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build", f"{tmp_path}/c", str(folder), "--suffix", ".py", "--max-bytes", "10", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_documents"], report["num_tokens"], report["token_type"], report["end_of_document"]) == (3, 9, "uint16", 256)
+    assert report["skipped"] == {"empty": 1, "too_large": 1, "beyond_limit": 0}
+    assert report["lengths"] == {"min": 2, "p10": 2, "median": 3, "p90": 3, "p99": 3, "max": 4, "mean": 3}
+    assert report["histogram"] == [{"low": 2, "high": 3, "documents": 2, "tokens": 5}, {"low": 4, "high": 7, "documents": 1, "tokens": 4}]
+
+
+def test_describe_says_of_a_corpus_what_build_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("build", f"{tmp_path}/c", str(folder), "--json")
+    built = json.loads(capsys.readouterr().out)
+    assert run("describe", f"{tmp_path}/c.idx", "--json") == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described == {key: value for key, value in built.items() if key not in ("skipped", "end_of_document")}
+
+
+def test_the_histogram_is_readable_without_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("build", f"{tmp_path}/c", str(folder), "--suffix", ".py")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}/c.bin/.idx: 4 documents, 110 tokens of uint16 (largest id 256)"
+    assert lines[1] == "skipped: 1 empty files, 0 too large, 0 beyond --limit"
+    assert lines[4].split() == ["2-3", "2", "4.5%", "#" * 40]
+    assert lines[-1].split() == ["64-127", "1", "91.8%", "#" * 20]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "sentence"),
+    [
+        (("--max-bytes", "0"), ConfigError, "--max-bytes 0: must be at least 1"),
+        (("--limit", "-1"), ConfigError, "--limit -1: must be at least 1"),
+        (("--suffix", ".rs"), ConfigError, r"no files ending in '\.rs' in "),
+    ],
+)
+def test_what_cannot_be_built_is_refused(
+    folder: Path, tmp_path: Path, words: tuple[str, ...], error: type[BalanceError], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        run("build", f"{tmp_path}/c", str(folder), *words)
+
+
+def test_building_from_nothing_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name files or folders after PREFIX, or give --stdlib"):
+        run("build", f"{tmp_path}/c")
+
+
+def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path) -> None:
+    run("build", f"{tmp_path}/c", str(folder))
+    with idx_path(f"{tmp_path}/c").open("ab") as stream:
+        stream.write(b"junk")
+    with pytest.raises(DataError, match="too long"):
+        run("describe", f"{tmp_path}/c")
+
+
+def test_the_corpus_is_as_readable_as_any_other_file(folder: Path, tmp_path: Path) -> None:
+    run("build", f"{tmp_path}/c", str(folder))
+    usual = os.stat(folder / "a.py").st_mode & 0o777
+    assert [path.stat().st_mode & 0o777 for path in (bin_path(f"{tmp_path}/c"), idx_path(f"{tmp_path}/c"))] == [usual, usual]
+
+
+def test_a_mistake_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["corpus", "describe", f"{tmp_path}/none", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {tmp_path}/none.bin: No such file or directory; a corpus is the two files")
+    assert err.count("\n") == 1
+
+
+def test_an_abbreviated_option_is_a_mistake(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["corpus", "build", f"{tmp_path}/c", str(folder), "--max-byte", "3"]) == 2
+    assert "unknown option '--max-byte'" in capsys.readouterr().err
