@@ -1,0 +1,62 @@
+"""Plan, prove and run distributed attention for sequences of unequal length.
+
+Importing this package imports neither torch nor NumPy; what a function needs is imported when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan
+
+if TYPE_CHECKING:
+    from megatron_balance.config import load_config
+
+__version__ = "0.1.0"
+__all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "load_config", "make_planner", "verify"]
+
+_LAZY = {"load_config": "megatron_balance.config"}
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need a configuration library, imported when first asked for (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def make_planner(name: str, cluster: Cluster, model: Model, **options: Any) -> Callable[[Batch | Sequence[int]], MicrobatchPlan]:
+    """The planner `name` for a cluster and a model: a function from a batch, or from lengths in tokens, to a plan.
+
+    Raises:
+        ConfigError: no such planner or option, or an option of the wrong type.
+    """
+    from megatron_balance.config import choose_planner
+    from megatron_balance.cost.analytic import AnalyticCost
+    from megatron_balance.planners import PLANNERS
+
+    choice = choose_planner(name, options, "make_planner")
+    planner, cost = PLANNERS[name], AnalyticCost(cluster, model)
+
+    def plan(batch: Batch | Sequence[int]) -> MicrobatchPlan:
+        lengths = batch if isinstance(batch, Batch) else Batch(tuple(batch))
+        return planner.plan(lengths, cluster, model, cost, choice.options)
+
+    return plan
+
+
+def verify(plan: MicrobatchPlan, policy: Literal["keep", "replay"] = "keep") -> None:
+    """Prove that the plan computes causal attention and its gradient exactly once, with the backward of `policy`.
+
+    Raises:
+        InvalidProgramError: it does not; names the op.
+    """
+    from megatron_balance.passes.verify import verify as prove
+    from megatron_balance.schedules import expand
+
+    prove(expand(plan, policy))

@@ -1,0 +1,40 @@
+"""te_ring: every sequence zigzag over all ranks, keys and values around one ring (Transformer Engine's context parallelism).
+
+Source: Transformer Engine, `AttnFuncWithCPAndKVP2P`, "THD" layout with load balancing; Ring Attention (Liu et al., 2023, arXiv 2310.01889).
+What we implement: 2 chunks a rank and sequence, chunk i and chunk 2G-1-i; G - 1 rounds of neighbour exchange.
+What we leave out: nothing that concerns placement; it plans nothing, which is why it is the baseline of all the papers here.
+Where we differ and why: lengths need no padding to multiples of 2G (chunks are near equal); a fragment goes round only as far as a
+rank still needs it; the rank order is the node order, so that only one link a node crosses nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan, Zone
+from megatron_balance.cost.base import CostModel
+from megatron_balance.solvers.capacity import check_pool
+
+
+@dataclass(frozen=True, slots=True)
+class TeRingOptions:
+    """Options of te_ring."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; unlimited if not given."""
+
+
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: TeRingOptions) -> MicrobatchPlan:
+    """One zone: all sequences over all ranks, zigzag, in one ring.
+
+    Raises:
+        InfeasibleError: the batch has more tokens than the ranks hold.
+    """
+    del cost  # nothing is chosen
+    check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    ranks, seqs = tuple(range(cluster.num_ranks)), tuple(range(len(batch.lengths)))
+    zones = (Zone("pool", "ring", ranks, seqs),) if seqs else ()
+    return MicrobatchPlan("te_ring", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones)

@@ -1,0 +1,144 @@
+"""Rule `paper`: Algorithms 1 and 2 of Zeppelin as printed; what they leave open is said where it is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.planners.zeppelin.placement import Placement
+from megatron_balance.solvers.packing import least_loaded
+
+
+def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
+    """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node. `capacity`: tokens a rank holds."""
+    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    node_of, across = _inter_node(lengths, order, cluster, capacity)
+    placement: list[tuple[int, ...]] = [()] * len(lengths)
+    held = [0.0] * cluster.num_nodes
+    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for seq, nodes in across.items():
+        if nodes not in ranks_of:
+            ranks_of[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes))
+        placement[seq] = ranks_of[nodes]
+        for node in nodes:
+            held[node] += lengths[seq] / len(nodes)
+    for node in range(cluster.num_nodes):
+        own = [seq for seq in order if node_of.get(seq) == node]
+        base = -(-int(held[node]) // cluster.node_size)
+        first = cluster.ranks_of(node).start
+        for seq, devices in _intra_node(lengths, own, cluster.node_size, capacity, base).items():
+            placement[seq] = tuple(first + device for device in devices)
+    return placement
+
+
+def _inter_node(
+    lengths: Sequence[int], order: Sequence[int], cluster: Cluster, capacity: int
+) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+    """Algorithm 1: the node of each shorter sequence, and the nodes of each sequence of the inter-node zone.
+
+    The threshold s1 starts at a node's capacity and falls to the longest sequence below it until the shorter ones fit.
+    """
+    num_nodes, room = cluster.num_nodes, cluster.node_size * capacity
+    threshold = room if num_nodes > 1 else room + 1  # on one node nothing is between nodes
+    zone = _InterNodeZone(lengths, num_nodes, room)
+    count, left = 0, sum(lengths)
+    while True:
+        while count < len(order) and lengths[order[count]] >= threshold:
+            zone.put(order[count])
+            left -= lengths[order[count]]
+            count += 1
+        short = order[count:]
+        if sum(zone.loads) + left <= num_nodes * room:
+            chosen = least_loaded([lengths[seq] for seq in short], zone.loads, room)
+            if chosen is not None:
+                return dict(zip(short, chosen, strict=True)), zone.nodes
+        if not short:
+            return {}, zone.nodes  # only rounding passes the capacity
+        threshold = lengths[short[0]]
+
+
+class _InterNodeZone:
+    """Lines 6-10: each sequence evenly over ceil(|s| / s_avg) empty nodes, s_avg = total / N.
+
+    Open in the paper: what if there are not so many empty nodes. Then the least loaded ones follow; if these have no room for it,
+    the sequence is spread over all nodes; and if that does not fit either, all sequences of the zone are.
+    """
+
+    def __init__(self, lengths: Sequence[int], num_nodes: int, room: int) -> None:
+        self.lengths, self.room, self.total = lengths, room, sum(lengths)
+        self.nodes: dict[int, tuple[int, ...]] = {}
+        self.loads = [0] * num_nodes
+        self.held = 0
+        self.everywhere = False
+
+    def put(self, seq: int) -> None:
+        num_nodes = len(self.loads)
+        self.held += self.lengths[seq]
+        wanted = -(-self.lengths[seq] * num_nodes // self.total)
+        if not self.everywhere:
+            by_load = sorted(range(num_nodes), key=self.loads.__getitem__)  # stable: ties go to the lower node
+            if self._fits(seq, by_load[:wanted]) or self._fits(seq, by_load):
+                return
+        if not self.everywhere:
+            self.everywhere = True
+            self.nodes = dict.fromkeys(self.nodes, tuple(range(num_nodes)))
+        self.nodes[seq] = tuple(range(num_nodes))
+        self.loads = [min(self.room, -(-self.held // num_nodes))] * num_nodes
+
+    def _fits(self, seq: int, nodes: list[int]) -> bool:
+        part = -(-self.lengths[seq] // len(nodes))
+        if any(self.loads[node] + part > self.room for node in nodes):
+            return False
+        self.nodes[seq] = tuple(sorted(nodes))
+        for node in nodes:
+            self.loads[node] += part
+        return True
+
+
+def _intra_node(lengths: Sequence[int], order: Sequence[int], num_devices: int, capacity: int, base: int) -> dict[int, list[int]]:
+    """Algorithm 2: the devices of each sequence of a node. `base`: tokens that inter-node sequences put on every device.
+
+    The threshold s0 starts at a device's capacity and falls to the longest local sequence until the local ones fit.
+    """
+    threshold = capacity
+    while True:
+        split, loads = _fragments([seq for seq in order if lengths[seq] >= threshold], lengths, num_devices, capacity, base)
+        local = [seq for seq in order if lengths[seq] < threshold]
+        if sum(loads) + sum(lengths[seq] for seq in local) <= num_devices * capacity:
+            chosen = least_loaded([lengths[seq] for seq in local], loads, capacity)
+            if chosen is not None:
+                return split | {seq: [device] for seq, device in zip(local, chosen, strict=True)}
+        if not local:
+            return split
+        threshold = lengths[local[0]]
+
+
+def _fragments(
+    seqs: Sequence[int], lengths: Sequence[int], num_devices: int, capacity: int, base: int
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Lines 7-12: each sequence into ceil(|s|^2 / c_avg) fragments, dealt round-robin. Returns also the devices' loads.
+
+    The printed algorithm does not check these fragments against the capacity. Where they do not fit, the sequence is split over all
+    devices; and if that does not fit either, all of them are.
+    """
+    squares = sum(lengths[seq] ** 2 for seq in seqs)
+    everywhere = list(range(num_devices))
+    split: dict[int, list[int]] = {}
+    loads = [base] * num_devices
+    turn = 0
+    for seq in seqs:
+        wanted = -(-(lengths[seq] ** 2) * num_devices // squares)
+        devices = [(turn + i) % num_devices for i in range(wanted)]
+        if any(loads[device] + -(-lengths[seq] // wanted) > capacity for device in devices):
+            devices = everywhere
+        part = -(-lengths[seq] // len(devices))
+        if any(loads[device] + part > capacity for device in devices):
+            return dict.fromkeys(seqs, everywhere), [
+                min(capacity, base + -(-sum(lengths[seq] for seq in seqs) // num_devices))
+            ] * num_devices
+        split[seq] = sorted(devices)
+        for device in devices:
+            loads[device] += part
+        turn += len(devices)
+    return split, loads

@@ -1,0 +1,1 @@
+"""Problems, not papers: packing, capacity, assignment. Plain numbers in and out."""
