@@ -28,6 +28,7 @@ from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.planners import PLANNERS
+from megatron_balance.solvers.capacity import check_pool
 
 LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
 
@@ -210,16 +211,13 @@ def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
 
 
 def _check_room(batches: Sequence[Batch], cluster: Cluster, tokens_per_rank: int, *, assumed: bool) -> None:
-    room = cluster.num_ranks * tokens_per_rank
     for number, batch in enumerate(batches):
-        if batch.num_tokens > room:
-            which = f"batch {number}" if len(batches) > 1 else "the batch"
-            whence = " (from the model and the cluster's memory)" if assumed else ""
-            raise InfeasibleError(
-                f"{which} has {batch.num_tokens} tokens; {cluster.num_ranks} ranks x {tokens_per_rank} tokens{whence} hold {room}. "
-                f"Use at least {-(-batch.num_tokens // tokens_per_rank)} ranks, raise --tokens-per-rank to at least "
-                f"{-(-batch.num_tokens // cluster.num_ranks)}, or plan a smaller batch"
-            )
+        try:
+            check_pool(batch.lengths, cluster.num_ranks, tokens_per_rank)
+        except InfeasibleError as error:
+            which = f"batch {number}: " if len(batches) > 1 else ""
+            whence = ". The capacity comes from the model and the cluster's memory; --tokens-per-rank sets it" if assumed else ""
+            raise InfeasibleError(f"{which}{error}{whence}") from None
 
 
 def _positive(option: str, value: int | None) -> None:

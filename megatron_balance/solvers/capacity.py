@@ -22,10 +22,10 @@ def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
     if lengths[seq] > room:
         raise InfeasibleError(
             f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of {tokens_per_rank} tokens; "
-            f"{num_ranks} are available ({pool} hold {room}). Use more ranks, raise tokens_per_rank to at least "
+            f"{num_ranks} are available ({pool} hold {room}). Use more ranks, raise --tokens-per-rank (tokens_per_rank) to at least "
             f"{-(-lengths[seq] // num_ranks)}, or cut the sequence"
         )
     raise InfeasibleError(
         f"the batch has {total} tokens; {pool} hold {room}. Use at least {-(-total // tokens_per_rank)} ranks, "
-        f"raise tokens_per_rank to at least {-(-total // num_ranks)}, or plan a smaller batch"
+        f"raise --tokens-per-rank (tokens_per_rank) to at least {-(-total // num_ranks)}, or plan a smaller batch"
     )

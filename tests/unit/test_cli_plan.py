@@ -179,9 +179,13 @@ def test_capacity_equal_to_the_average_is_legal(run):
         ("--planner te_ring --lengths 4 --config nowhere.yaml", "nowhere.yaml: cannot be read"),
         (
             "--planner zeppelin --ranks 4 --tokens-per-rank 1000 --lengths 4001",
-            "the batch has 4001 tokens; 4 ranks x 1000 tokens hold 4000. Use at least 5 ranks, raise --tokens-per-rank to at least 1001",
+            "sequence 0 has 4001 tokens and needs 5 ranks of 1000 tokens; 4 are available",
         ),
-        ("--planner zeppelin --ranks 8 --lengths 9000000", "(from the model and the cluster's memory)"),
+        (
+            "--planner zeppelin --ranks 4 --tokens-per-rank 1000 --lengths 2001,2000",
+            "the batch has 4001 tokens; 4 ranks x 1000 tokens hold 4000. Use at least 5 ranks, raise --tokens-per-rank",
+        ),
+        ("--planner zeppelin --ranks 8 --lengths 9000000", "The capacity comes from the model and the cluster's memory"),
         ("--planner zeppelin --ranks 8 --lengths 9 --model llama-70b --cluster h100", "llama-70b does not fit h100"),
     ],
 )
