@@ -45,6 +45,17 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def part(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+    """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view, `x` itself if that is all of it."""
+    rows = x if stop - start == x.shape[0] else x[start:stop]
+    return part_heads(rows, head, num_heads)
+
+
+def part_heads(x: Tensor, head: int, num_heads: int) -> Tensor:
+    """Heads [head, head + num_heads) of `x`: a view, `x` itself if that is all of them."""
+    return x if num_heads == x.shape[1] else x[:, head : head + num_heads]
+
+
 class _Phase:
     """What both phases share: buffers, gathering rows, and exchanges."""
 
@@ -66,26 +77,24 @@ class _Phase:
         """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`; a view where that is possible."""
         if packed.direct:
             run = packed.runs[0]
-            return of(run.buffer)[run.start : run.stop, run.buffer_head : run.buffer_head + run.num_heads]
+            return part(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
         tail = of(packed.runs[0].buffer).shape[2:]
         out = self.empty(packed.num_rows, packed.num_heads, *tail, dtype=dtype)
         for run, index in zip(packed.runs, packed.indices, strict=True):
             source = of(run.buffer)
             rows = source[run.start : run.stop] if index is None else source.index_select(0, index)
-            out[run.row : run.row + run.count, run.head : run.head + run.num_heads] = rows[
-                :, run.buffer_head : run.buffer_head + run.num_heads
-            ]
+            part(out, run.row, run.row + run.count, run.head, run.num_heads).copy_(part(rows, 0, run.count, run.buffer_head, run.num_heads))
         return out
 
     def query_operand(self, operand: Operand) -> Tensor:
         if operand.buffer >= 0:
-            return self.q[operand.buffer][:, operand.head : operand.head + operand.num_heads]
+            return part_heads(self.q[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, self.q.__getitem__, self.dtype)
 
     def key_operand(self, operand: Operand) -> tuple[Tensor, Tensor]:
         if operand.buffer >= 0:
             k, v = self.kv[operand.buffer]
-            return k[:, operand.head : operand.head + operand.num_heads], v[:, operand.head : operand.head + operand.num_heads]
+            return part_heads(k, operand.head, operand.num_heads), part_heads(v, operand.head, operand.num_heads)
         return (
             self.gather(operand.packed, lambda b: self.kv[b][0], self.dtype),
             self.gather(operand.packed, lambda b: self.kv[b][1], self.dtype),
@@ -209,14 +218,15 @@ class _Forward(_Phase):
         """Packed partials to their rows: written where they are the first, merged by LSE where not."""
         for run, index, merging in zip(packed.runs, packed.indices, merges, strict=True):
             self.space(run.buffer)
-            heads = slice(run.buffer_head, run.buffer_head + run.num_heads)
-            new_out = out[run.row : run.row + run.count, run.head : run.head + run.num_heads]
-            new_lse = lse[run.row : run.row + run.count, run.head : run.head + run.num_heads]
+            new_out = part(out, run.row, run.row + run.count, run.head, run.num_heads)
+            new_lse = part(lse, run.row, run.row + run.count, run.head, run.num_heads)
+            held_out = part_heads(self.out[run.buffer], run.buffer_head, run.num_heads)
+            held_lse = part_heads(self.lse[run.buffer], run.buffer_head, run.num_heads)
             rows = slice(run.start, run.stop) if index is None else index
             if merging:
-                new_out, new_lse = merge((self.out[run.buffer][rows, heads], self.lse[run.buffer][rows, heads]), (new_out, new_lse))
-            self.out[run.buffer][rows, heads] = new_out.to(self.wide)
-            self.lse[run.buffer][rows, heads] = new_lse
+                new_out, new_lse = merge((held_out[rows], held_lse[rows]), (new_out, new_lse))
+            held_out[rows] = new_out.to(self.wide)
+            held_lse[rows] = new_lse
 
     def other_parcel(self, message: Message) -> list[Tensor]:
         packed = message.packed
@@ -283,18 +293,17 @@ class _Backward(_Phase):
 
     def final_operand(self, operand: Operand, of: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         if operand.buffer >= 0:
-            return of[operand.buffer][:, operand.head : operand.head + operand.num_heads]
+            return part_heads(of[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, of.__getitem__, dtype)
 
     def add(self, packed: Packed, of: Callable[[int], Tensor], grad: Tensor) -> None:
         """Packed gradient rows added to their rows; rows of one run may repeat (a key that several entries use)."""
         for run, index in zip(packed.runs, packed.indices, strict=True):
-            target = of(run.buffer)[:, run.buffer_head : run.buffer_head + run.num_heads]
-            part = grad[run.row : run.row + run.count, run.head : run.head + run.num_heads].to(self.wide)
+            added = part(grad, run.row, run.row + run.count, run.head, run.num_heads)
             if index is None:
-                target[run.start : run.stop] += part
+                part(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads).add_(added)
             else:
-                target.index_add_(0, index, part)
+                part_heads(of(run.buffer), run.buffer_head, run.num_heads).index_add_(0, index, added.to(self.wide))
 
     def other_parcel(self, message: Message) -> list[Tensor]:
         packed = message.packed
@@ -326,7 +335,7 @@ class _Backward(_Phase):
                 self.lse[run.buffer] = self.empty(rows, heads, dtype=self.wide)
             place = slice(run.start, run.stop) if index is None else index
             span = slice(run.buffer_head, run.buffer_head + run.num_heads)
-            part = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
-            self.dout[run.buffer][place, span] = tensors[0][0][part]
-            self.out[run.buffer][place, span] = tensors[0][1][part]
-            self.lse[run.buffer][place, span] = tensors[1][part]
+            own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
+            self.dout[run.buffer][place, span] = tensors[0][0][own]
+            self.out[run.buffer][place, span] = tensors[0][1][own]
+            self.lse[run.buffer][place, span] = tensors[1][own]

@@ -156,41 +156,42 @@ class CpuFlashKernel:
         return entries
 
     def forward(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        if len(entries.causal) == 1:
-            (a, b), (c, d) = entries.q[0], entries.k[0]
-            return self._entry(q[a:b], k[c:d], v[c:d], entries.causal[0], scale)
-        num_rows, heads = entries.num_q, q.shape[1]
-        packed = q.new_empty(num_rows, heads, q.shape[2])
-        packed_lse = torch.empty(heads, num_rows, dtype=torch.float32)
-        row = 0
+        q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+        parts: list[tuple[Tensor, Tensor]] = []
         for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True):
-            packed[row : row + b - a], lse = self._entry(q[a:b], k[c:d], v[c:d], mask, scale)
-            packed_lse[:, row : row + b - a] = lse.T
-            row += b - a
-        return packed, packed_lse.T
-
-    def _entry(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        before = len(k) - len(q)
-        if not (causal and before):
-            return _flash(q, k, v, causal, scale)
-        return merge(_flash(q, k[:before], v[:before], False, scale), _flash(q, k[before:], v[before:], True, scale))
+            queries = q[:, :, a:b]
+            if not _is_staircase(a, b, c, d, mask):
+                parts.append(_flash(queries, k[:, :, c:d], v[:, :, c:d], mask, scale))
+                continue
+            middle = d - (b - a)
+            before = _flash(queries, k[:, :, c:middle], v[:, :, c:middle], False, scale)
+            parts.append(merge(before, _flash(queries, k[:, :, middle:d], v[:, :, middle:d], True, scale)))
+        if len(parts) == 1:
+            out, lse = parts[0]
+        else:
+            out, lse = torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+        return out[0].transpose(0, 1), lse[0].T
 
     def backward(
         self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+        final = (_heads_first(dout[0]), _heads_first(dout[1]), dout[2].T[None])
         grads: list[tuple[Tensor, Tensor, Tensor]] = []
         for (a, b), (c, d), (e, f), mask in zip(entries.q, entries.k, entries.dout, entries.causal, strict=True):
-            final = (dout[0][e:f], dout[1][e:f], dout[2][e:f])
-            middle = d - (b - a) if _is_staircase(a, b, c, d, mask) else d
-            if middle == d:
-                grads.append(_flash_grad(final, q[a:b], k[c:d], v[c:d], mask, scale))
+            queries, own = q[:, :, a:b], (final[0][:, :, e:f], final[1][:, :, e:f], final[2][:, :, e:f])
+            if not _is_staircase(a, b, c, d, mask):
+                grads.append(_flash_grad(own, queries, k[:, :, c:d], v[:, :, c:d], mask, scale))
                 continue
-            first = _flash_grad(final, q[a:b], k[c:middle], v[c:middle], False, scale)
-            second = _flash_grad(final, q[a:b], k[middle:d], v[middle:d], True, scale)
-            grads.append((first[0] + second[0], torch.cat([first[1], second[1]]), torch.cat([first[2], second[2]])))
+            middle = d - (b - a)
+            first = _flash_grad(own, queries, k[:, :, c:middle], v[:, :, c:middle], False, scale)
+            second = _flash_grad(own, queries, k[:, :, middle:d], v[:, :, middle:d], True, scale)
+            grads.append((first[0] + second[0], torch.cat([first[1], second[1]], 2), torch.cat([first[2], second[2]], 2)))
         if len(grads) == 1:
-            return grads[0]
-        return torch.cat([g[0] for g in grads]), torch.cat([g[1] for g in grads]), torch.cat([g[2] for g in grads])
+            dq, dk, dv = grads[0]
+        else:
+            dq, dk, dv = (torch.cat([g[i] for g in grads], 2) for i in range(3))
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
 
 def _is_staircase(a: int, b: int, c: int, d: int, causal: bool) -> bool:
@@ -203,33 +204,20 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _heads_first(q), _heads_first(k), _heads_first(v), 0.0, causal, attn_mask=None, scale=scale
-    )
-    return out[0].transpose(0, 1), lse[0].T
+    """Out [1, H, T, D] and LSE [1, H, T] of heads-first operands."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
 
 
 def _flash_grad(
     dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, out, lse = dout
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _heads_first(grad),
-        _heads_first(q),
-        _heads_first(k),
-        _heads_first(v),
-        _heads_first(out),
-        lse.T[None],
-        0.0,
-        causal,
-        attn_mask=None,
-        scale=scale,
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout[0], q, k, v, dout[1], dout[2], 0.0, causal, attn_mask=None, scale=scale
     )
-    return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
 
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge two partials of the same queries: out [T, H, D] and natural-log LSE [T, H]."""
+    """Merge two partials of the same queries: out [..., D] in the first one's type, natural-log LSE [...]."""
     lse = torch.logaddexp(one[1], other[1])
     out = one[0] * torch.exp(one[1] - lse)[..., None] + other[0] * torch.exp(other[1] - lse)[..., None]
     return out.to(one[0].dtype), lse
