@@ -1,0 +1,37 @@
+"""Run an unmodified Megatron training script with planned attention.
+
+`torchrun ... -m megatron_balance.launch SCRIPT --balance-config FILE <the script's own flags>`
+
+The script's data set provider and forward step are replaced where planning needs it; the log says so.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import entry
+
+
+def main() -> None:
+    """Run the script named first on the command line as if it had been started itself, with our patches applied."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise ConfigError(
+            "name the training script first: python -m megatron_balance.launch path/to/pretrain_gpt.py --balance-config FILE ..."
+        )
+    script = Path(sys.argv[1])
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such training script")
+    from megatron_balance.patches import applied
+    from megatron_balance.patches.selection import for_training
+
+    with applied(for_training(script=True)):
+        sys.argv = sys.argv[1:]
+        sys.path.insert(0, str(script.resolve().parent))  # as python itself does; scripts import their neighbours
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main))

@@ -1,0 +1,205 @@
+"""Our options on Megatron's command line, and the flags of Megatron's that cannot work with a plan: each refused with a sentence."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from megatron_balance.errors import ConfigError
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+DEVICE_OPTION = "--balance-device"
+
+CPU_DEFAULTS: dict[str, Any] = {
+    "transformer_impl": "local",
+    "distributed_backend": "gloo",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "no_persist_layer_norm": True,
+}
+"""What Megatron's flags default to with `--balance-device cpu`: its own defaults need a GPU or Transformer Engine."""
+
+
+def device_of(argv: Sequence[str]) -> Device:
+    """The device the command line asks for; read before Megatron is imported, hence without its parser.
+
+    Raises:
+        ConfigError: neither cpu nor cuda.
+    """
+    device = "cuda"
+    for at, word in enumerate(argv):
+        if word == DEVICE_OPTION:
+            device = argv[at + 1] if at + 1 < len(argv) else ""
+        elif word.startswith(f"{DEVICE_OPTION}="):
+            device = word.partition("=")[2]
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"{DEVICE_OPTION} {device}: choose cpu or cuda")
+    return device
+
+
+def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's parser with our group, and with defaults that work on a CPU if that is the device."""
+    group = parser.add_argument_group("balance")
+    group.add_argument("--balance-config", metavar="FILE", default=None, help="YAML that names the planner and its options.")
+    group.add_argument(
+        DEVICE_OPTION,
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="cpu runs without a GPU, for tests and demonstrations (slow, and says so).",
+    )
+    group.add_argument("--balance-log", metavar="DIR", default=None, help="Write steps.jsonl and the resolved configuration here.")
+    from megatron_balance.megatron import cpu
+
+    if cpu.installed():
+        parser.set_defaults(**CPU_DEFAULTS)
+    return parser
+
+
+def _given(name: str) -> Callable[[Any], bool]:
+    """Whether option `name` is there and set."""
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _balances_by(kind: str) -> Callable[[Any], bool]:
+    def asks(args: Any) -> bool:
+        given = args.moe_router_load_balancing_type
+        return args.num_experts is not None and kind in (given if isinstance(given, list) else [given])
+
+    return asks
+
+
+REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda args: not args.calculate_per_token_loss,
+        "--calculate-per-token-loss is missing: ranks hold unequal numbers of tokens, so a loss averaged per rank would be biased",
+    ),
+    (
+        lambda args: args.yaml_cfg is not None,
+        "--yaml-cfg replaces all options, --balance-* included; give the flags on the command line",
+    ),
+    (
+        lambda args: args.pipeline_model_parallel_size > 1,
+        "--pipeline-model-parallel-size > 1 is not supported yet: it arrives with core attention disaggregation; use 1",
+    ),
+    (
+        lambda args: args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph or args.optimizer_cuda_graph,
+        "CUDA graphs replay fixed shapes and addresses, plans change every step; leave out --cuda-graph-impl and --optimizer-cuda-graph",
+    ),
+    (
+        lambda args: bool(args.iterations_to_skip) or args.result_rejected_tracker_filename is not None,
+        "--iterations-to-skip (and --result-rejected-tracker-filename) read batches past the planner; leave them out",
+    ),
+    (
+        _given("multi_latent_attention"),
+        "--multi-latent-attention applies rotary embeddings inside attention by its own rules; not supported",
+    ),
+    (
+        _given("mtp_num_layers"),
+        "--mtp-num-layers shifts tokens along static context-parallel ranks; multi-token prediction is not supported",
+    ),
+    (
+        lambda args: args.position_embedding_type not in ("rope", "learned_absolute", "none"),
+        "--position-embedding-type must be rope, learned_absolute or none: yarn, mrope and relative cannot be applied by position",
+    ),
+    (
+        _given("sft"),
+        "--sft packs conversations in its own format and averages evaluation per microbatch; train on documents without it",
+    ),
+    (
+        _given("dataloader_inter_document_masking"),
+        "--dataloader-inter-document-masking is not needed: attention never crosses a document; leave it out",
+    ),
+    (
+        lambda args: bool(args.reset_position_ids) != bool(args.reset_attention_mask),
+        "--reset-position-ids and --reset-attention-mask go together: positions tell us where a sequence begins",
+    ),
+    (
+        lambda args: args.attention_dropout > 0,
+        "--attention-dropout must be 0: attention dropout cannot be reproduced across placements",
+    ),
+    (
+        lambda args: args.softmax_type != "vanilla",
+        "--softmax-type must be vanilla: an offset in the softmax is a parameter of a core attention that is not ours",
+    ),
+    (
+        lambda args: args.qk_clip or args.log_max_attention_logit,
+        "--qk-clip and --log-max-attention-logit read the largest logit from Transformer Engine's attention; not supported",
+    ),
+    (_given("window_size"), "--window-size: plans are made for full causal attention; sliding windows are not supported yet"),
+    (
+        lambda args: args.attention_backend is not None and getattr(args.attention_backend, "name", args.attention_backend) == "local",
+        "--attention-backend local puts Megatron's own core attention over any layer spec; leave it out",
+    ),
+    (_given("tp_comm_overlap"), "--tp-comm-overlap allocates buffers for one fixed number of tokens; leave it out"),
+    (_given("fused_single_qkv_rope"), "--fused-single-qkv-rope does not take positions; leave it out"),
+    (
+        lambda args: args.fp8 is not None or args.fp4 is not None,
+        "--fp8-format and --fp4-format need rows in multiples of 16 or 32 on every rank; train in bf16",
+    ),
+    (
+        lambda args: args.use_megatron_fsdp or args.use_torch_fsdp2,
+        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2) wraps the model and its schedule its own way; use --use-distributed-optimizer",
+    ),
+    (
+        lambda args: args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes,
+        "--hybrid-context-parallel and --hierarchical-context-parallel-sizes are other answers to the same question; choose one",
+    ),
+    (
+        lambda args: args.hybrid_layer_pattern is not None or args.experimental_attention_variant is not None,
+        "hybrid models (--hybrid-layer-pattern, --experimental-attention-variant) have layers whose state runs along the sequence",
+    ),
+    (
+        lambda args: args.heterogeneous_layers_config_path is not None or args.heterogeneous_layers_config_encoded_json is not None,
+        "--heterogeneous-layers-config-*: one plan serves all layers, so they must have the same heads",
+    ),
+    (
+        lambda args: args.decoder_seq_length is not None or args.decoder_num_layers is not None,
+        "--decoder-seq-length and --decoder-num-layers: encoder-decoder models are not supported",
+    ),
+    (
+        _given("overlap_moe_expert_parallel_comm"),
+        "--overlap-moe-expert-parallel-comm runs layers out of order on other streams; leave it out",
+    ),
+    (_given("fine_grained_activation_offloading"), "--fine-grained-activation-offloading runs attention on other streams; leave it out"),
+    (_given("inprocess_restart"), "--inprocess-restart renumbers ranks while the job runs; leave it out"),
+    (_given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
+    (
+        lambda args: args.logits_load_dir is not None or args.logits_save_dir is not None,
+        "--logits-load-dir and --logits-save-dir need the script's own loss and order of tokens; not supported",
+    ),
+    (
+        lambda args: (args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size) != args.tensor_model_parallel_size,
+        "--tensor-parallel-num-weight-shards other than the tensor-parallel size splits the data-parallel group; leave it out",
+    ),
+    (
+        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
+        "--moe-token-dispatcher-type allgather needs equal numbers of tokens on all ranks; use alltoall",
+    ),
+    (
+        _balances_by("seq_aux_loss"),
+        "--moe-router-load-balancing-type seq_aux_loss is per sequence, a rank holds fragments of many; use aux_loss or global_aux_loss",
+    ),
+    (
+        lambda args: _balances_by("sinkhorn")(args) or _balances_by("quantile_balancing")(args),
+        "--moe-router-load-balancing-type sinkhorn and quantile_balancing route by what shares a rank; use aux_loss or global_aux_loss",
+    ),
+    (
+        lambda args: args.moe_expert_capacity_factor is not None or args.moe_expert_rank_capacity_factor is not None,
+        "--moe-expert-capacity-factor drops tokens by what shares a rank with them, so the loss would depend on the plan; leave it out",
+    ),
+)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Nothing, if a plan can run under these arguments.
+
+    Raises:
+        ConfigError: names every flag that cannot work, and what would be right.
+    """
+    if not getattr(args, "balance_config", None) and args.yaml_cfg is None:
+        raise ConfigError("--balance-config is missing: name a YAML with a planner, such as configs/experiment/*.yaml")
+    reasons = [reason for refused, reason in REFUSALS if refused(args)]
+    if reasons:
+        raise ConfigError("; ".join(reasons))

@@ -1,0 +1,151 @@
+"""Planned attention as Megatron's core attention module, and how it gets into a layer spec."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.runtime.attention import balanced_attention
+
+
+class BalancedCoreAttention(MegatronModule):
+    """Core attention that runs the plan of its microbatch over the data-parallel x context-parallel pool.
+
+    Without parameters, so checkpoints are the same with and without us. Heads are those of this tensor-parallel rank.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Megatron's contract for core attention (`CoreAttentionBuilder`); called with keywords only."""
+        super().__init__(config=config)
+        if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ConfigError(
+                f"layer {layer_number}: balanced attention is causal self-attention, got {attention_type}, {attn_mask_type.name}"
+            )
+        if attention_dropout or (attention_dropout is None and config.attention_dropout):
+            raise ConfigError("attention dropout cannot be reproduced across placements; use --attention-dropout 0")
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels or 1)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: object = None,
+    ) -> torch.Tensor:
+        """Attention of query [T, 1, H, D] over key and value [T, 1, G, D], rows as the plan laid them out. Returns [T, 1, H * D]."""
+        if not isinstance(packed_seq_params, BalancedSeqParams):
+            raise ConfigError(
+                f"layer {self.layer_number}: core attention was called without a plan. The forward step must come from megatron_balance; "
+                "a script that calls the model itself (inference, a custom loop) cannot run with --balance-config"
+            )
+        if attention_bias is not None:
+            raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
+        return attend(query, key, value, packed_seq_params, self.softmax_scale)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: BalancedSeqParams, softmax_scale: float) -> torch.Tensor:
+    """Planned attention in Megatron's shapes: query [T, 1, H, D], key and value [T, 1, G, D] to [T, 1, H * D].
+
+    The last rows may be padding that no sequence owns (an idle rank, or a multiple of the tensor-parallel size): their output is zero.
+    """
+    bound = params.bound
+    assert bound is not None, "a planned microbatch is bound before the model sees it"
+    rows, num_tokens = query.shape[0], bound.num_tokens
+    out_THD = balanced_attention(
+        query[:num_tokens, 0].contiguous(),
+        key[:num_tokens, 0].contiguous(),
+        value[:num_tokens, 0].contiguous(),
+        bound,
+        softmax_scale,
+    )
+    return F.pad(out_THD.flatten(1)[:, None], (0, 0, 0, 0, 0, rows - num_tokens))
+
+
+def balanced_spec(spec: Any) -> Any:
+    """A copy of a layer or block spec with our core attention in every self-attention.
+
+    Raises:
+        ConfigError: the spec has an attention that is not causal self-attention with a core attention of its own.
+    """
+    result = copy.deepcopy(spec)
+    replaced = sum(_replace(layer) for layer in getattr(result, "layer_specs", None) or [result])
+    if not replaced:
+        raise ConfigError("the model's layer spec has no self-attention with a core_attention submodule; nothing to balance")
+    return result
+
+
+def _replace(layer: ModuleSpec) -> int:
+    submodules = layer.submodules
+    if _core_of(getattr(submodules, "cross_attention", None)) is not None:
+        raise ConfigError("the layer spec has cross-attention; encoder-decoder models are not supported")
+    attention = getattr(submodules, "self_attention", None)
+    if _core_of(attention) is None:
+        return 0
+    attention.submodules.core_attention = BalancedCoreAttention  # pyright: ignore[reportOptionalMemberAccess]
+    return 1
+
+
+def _core_of(attention: Any) -> Any:
+    return getattr(getattr(attention, "submodules", None), "core_attention", None)
+
+
+def layer_spec_of(model_config: Any) -> Callable[..., Any]:
+    """A `transformer_layer_spec` for GPTModelConfig: what the model would be built of, with our core attention."""
+    from megatron.training.models.gpt import default_layer_spec
+
+    given = model_config.transformer_layer_spec
+
+    def build(config: Any, vp_stage: int | None = None) -> Any:
+        if given is None:
+            spec = default_layer_spec(config, vp_stage)  # pyright: ignore[reportArgumentType]
+        elif isinstance(given, ModuleSpec) or not callable(given):
+            spec = given
+        else:
+            spec = given(config)
+        return balanced_spec(spec)
+
+    return build
+
+
+def check_model(model: torch.nn.Module, te_patched: bool) -> None:
+    """Every attention of the model runs planned attention.
+
+    Raises:
+        ConfigError: a core attention that is not ours; the script builds its model past the layer spec.
+    """
+    for name, module in model.named_modules():
+        core = vars(module)["_modules"].get("core_attention")
+        if core is None or isinstance(core, BalancedCoreAttention):
+            continue
+        if te_patched and type(core).__name__ == "TEDotProductAttention":
+            continue
+        raise ConfigError(
+            f"{name}.core_attention is {type(core).__name__}, which knows nothing of plans. Build the model from its model config "
+            "(pretrain's first argument) instead of a model_provider of the script's own"
+        )

@@ -1,0 +1,39 @@
+"""Which data set provider a run uses: ours wherever there is a corpus, the script's own otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatron_balance.megatron import session
+from megatron_balance.megatron.data import DocumentDataset, make_provider
+
+log = logging.getLogger(__name__)
+
+CORPUS_OPTIONS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
+
+
+def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
+    """Our document provider if the command line names a corpus, else `given`; the log says which, and why."""
+    job = session.current()
+    replace = any(getattr(job.args, name, None) for name in CORPUS_OPTIONS)
+    provider: Callable[..., Any] = make_provider(job.config.documents) if replace else given
+    named = getattr(given, "__qualname__", None) or repr(given)
+    if not replace:
+        log.warning(
+            "data: %s of the script is kept, since no --data-path is given; a sequence begins where its position_ids are 0, "
+            "and batches cannot be planned ahead",
+            named,
+        )
+    elif getattr(given, "func", given).__module__ != DocumentDataset.__module__:
+        log.warning("data: %s of the script is replaced by whole documents from --data-path (%s)", named, job.config.documents)
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        train, valid, test = provider(*args, **kwargs)
+        job.train_data = train if isinstance(train, DocumentDataset) else None
+        return train, valid, test
+
+    if getattr(provider, "is_distributed", False):
+        build.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
+    return build

@@ -1,0 +1,89 @@
+"""What both training entries share: logging, refusals, the session around `pretrain`, and errors as one line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_balance.errors import BalanceError, ConfigError
+from megatron_balance.megatron import environment
+from megatron_balance.megatron.arguments import check_arguments, device_of
+
+log = logging.getLogger(__name__)
+
+USAGE_ERROR = 2
+
+
+def run(main: Callable[[], None]) -> int:
+    """Exit code of `main`: 0, or 2 with the one line `error: ...` for a mistake of the user's."""
+    set_up_logging()
+    try:
+        if device_of(sys.argv) == "cpu":
+            from megatron_balance.megatron import cpu
+
+            cpu.install()
+        main()
+    except BalanceError as error:
+        rank = environment.rank()
+        sys.stderr.write(f"error: {error}\n" if rank == 0 else f"error (rank {rank}): {error}\n")
+        sys.stderr.flush()
+        return USAGE_ERROR
+    return 0
+
+
+def set_up_logging() -> None:
+    """Our log to stderr with the rank in every line; Megatron's is left to Megatron."""
+    rank = environment.rank()
+    logger = logging.getLogger("megatron_balance")
+    if any(getattr(handler, "megatron_balance", False) for handler in logger.handlers):
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.megatron_balance = True  # pyright: ignore[reportAttributeAccessIssue]
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(name)s: %(message)s", "%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+@contextmanager
+def training(cfg_container: Any) -> Iterator[None]:
+    """The session of one call of Megatron's `pretrain`, whose model config gets our core attention.
+
+    Raises:
+        ConfigError: flags or a configuration that cannot work, before anything is built.
+    """
+    from megatron.training import get_args
+    from megatron.training.models import GPTModelConfig
+
+    from megatron_balance.config import load_config
+    from megatron_balance.megatron.core_attention import layer_spec_of
+    from megatron_balance.megatron.session import Session, opened
+
+    args: Any = get_args()
+    check_arguments(args)
+    config = load_config(args.balance_config)
+    if config.planner is None:
+        raise ConfigError(f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'")
+    model_config = getattr(cfg_container, "model", None)
+    if model_config is not None:
+        if not isinstance(model_config, GPTModelConfig):
+            raise ConfigError(f"the model is a {type(model_config).__name__}; plans are made for GPT models (GPTModelConfig)")
+        model_config.transformer_layer_spec = layer_spec_of(model_config)
+    if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
+        log.warning(
+            "--recompute-granularity selective runs core attention again in the backward pass, its exchanges included; "
+            "attention keeps no score matrix here, so --recompute-modules without core_attn saves the traffic"
+        )
+    log.info("planner %s from %s; the forward step is megatron_balance's, with loss per token", config.planner.name, config.source)
+    with opened(Session(args, config, te_patched=te_available())):
+        yield
+
+
+def te_available() -> bool:
+    """Whether Transformer Engine serves Megatron in this process."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)

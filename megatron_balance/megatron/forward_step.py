@@ -1,0 +1,70 @@
+"""Our forward step: one planned microbatch through the model, and a loss that is exact for any placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args, get_timers
+
+from megatron_balance.megatron.packed import BalancedSeqParams
+
+SPIKE = 10.0  # times the largest loss seen, as in Megatron's own scripts
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMicrobatch:
+    """What one rank computes of one microbatch; all [1, T] and in the plan's row order, padding rows last."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    padding_mask: torch.Tensor
+    """True where a row belongs to no sequence."""
+    params: BalancedSeqParams
+
+
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def forward_step(data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
+    """Token losses [1, T] of the next microbatch, and the function that sums them."""
+    args: Any = get_args()
+    timers: Any = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = next(data_iterator)
+    timers("batch-generator").stop()
+    extra: dict[str, Any] = {"padding_mask": batch.padding_mask} if args.num_experts is not None else {}
+    losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
+    return losses, partial(summed_loss, batch.loss_mask)
+
+
+def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
+    """Sum of the token losses, number of tokens that count, and both for the report.
+
+    With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole step, so the sum over ranks and
+    microbatches is exact however the tokens are placed.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    _validate(loss)
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1).float()])}
+
+
+def _validate(loss: torch.Tensor) -> None:
+    """The checks of Megatron's own forward step, which replay the step when a value is not a number or leaps."""
+    args: Any = get_args()
+    state: Any = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            message = f"found {what} in local forward loss calculation"
+            state.validate_result(result=loss, rejection_func=rejected, message=message, tolerance=0.0, fatal=True)
+    if args.check_for_spiky_loss:
+        leaps = partial(state.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        state.validate_result(result=loss, rejection_func=leaps, message="Spiky loss", tolerance=0.0, fatal=False)

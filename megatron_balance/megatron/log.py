@@ -1,0 +1,236 @@
+"""What a step did, once a step: one line in the log, one object in `steps.jsonl`, scalars in Megatron's TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+from megatron_balance.config import RunConfig, to_yaml
+from megatron_balance.core.model import Model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.groups import Pool
+from megatron_balance.megatron.tokens import PoolLengths, job_device
+from megatron_balance.runtime.bind import Bound, Counters
+from megatron_balance.schedules.figures import figures
+
+if TYPE_CHECKING:
+    from megatron_balance.megatron.planning import PlannedStep
+
+log = logging.getLogger(__name__)
+
+STEPS_FILE = "steps.jsonl"
+CONFIG_FILE = "config.yaml"
+FORWARD_AND_BACKWARD = 3
+"""A layer's backward pass takes twice its forward pass."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What is known of a step before its loss is."""
+
+    planned: PlannedStep
+    shared: PoolLengths
+    counters: tuple[Counters, ...]
+    """Of this rank, by microbatch."""
+
+
+class StepLog:
+    """Collects a step from the schedule's wrapper and writes it when Megatron has reduced its loss."""
+
+    def __init__(self, args: argparse.Namespace, config: RunConfig) -> None:
+        """Global rank 0 writes files; what it needs of other ranks is gathered over its pool."""
+        self._args = args
+        self._config = config
+        self._file: IO[str] | None = None
+        self._begun: float | None = None
+        self._ran: Ran | None = None
+        self._setup: tuple[Pool, Model, AnalyticCost] | None = None
+        self._writes = args.rank == 0
+        if args.balance_log and self._writes:
+            folder = Path(args.balance_log)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / CONFIG_FILE).write_text(to_yaml(config), encoding="utf-8")
+                self._file = (folder / STEPS_FILE).open("a", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--balance-log {folder}: cannot be written ({error.strerror})") from None
+
+    def describe(self, pool: Pool, model: Model, cost: AnalyticCost) -> None:
+        """What every record needs and no step changes."""
+        self._setup = (pool, model, cost)
+
+    def begin(self, forward_only: bool) -> None:
+        """A step begins; the first of several passes if Megatron runs it again."""
+        if not forward_only and self._begun is None:
+            self._begun = time.perf_counter()
+
+    def ran(self, planned: PlannedStep, shared: PoolLengths, bounds: Sequence[Bound]) -> None:
+        """The schedule has run all microbatches."""
+        self._ran = Ran(planned, shared, tuple(bound.counters for bound in bounds))
+
+    def finish(self, step: int, loss_dict: dict[str, torch.Tensor], grad_norm: float | torch.Tensor | None) -> None:
+        """The step is over: write it. Collective over the pool if there is a `--balance-log`."""
+        ran, begun = self._ran, self._begun
+        self._ran = self._begun = None
+        if ran is None or begun is None or self._setup is None:
+            return
+        step_s = time.perf_counter() - begun
+        counted = self._gather(ran.counters) if self._args.balance_log else _table(ran.counters)[None]
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if not (self._writes or writer or wandb):
+            return
+        record: Json = {
+            "step": int(step),
+            "loss": _number(loss_dict.get("lm loss")),
+            "grad_norm": _number(grad_norm),
+            **self._figures(ran),
+            **_counted(counted),
+            "plan_ms": 1e3 * ran.planned.plan_s,
+            "plan_wait_ms": 1e3 * ran.planned.wait_s,
+            "step_ms": 1e3 * step_s,
+            "fingerprint": ran.planned.fingerprint,
+        }
+        if self._writes:
+            _log_line(record)
+            if self._file is not None:
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()
+        if step % self._args.tensorboard_log_interval == 0:
+            for name, value in _scalars(record):
+                if writer:
+                    writer.add_scalar(name, value, step)
+                if wandb:
+                    wandb.log({name: value}, step)
+
+    def close(self) -> None:
+        """Nothing is written after this."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _figures(self, ran: Ran) -> Json:
+        assert self._setup is not None
+        pool, model, cost = self._setup
+        each = [figures(plan, model) for plan in ran.planned.plans]
+        tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
+        pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
+        seconds = [
+            max(cost.attention_s(p) + cost.linear_s(t) for p, t in zip(ps, ts, strict=True)) for ps, ts in zip(pairs, tokens, strict=True)
+        ]
+        return {
+            "planner": ran.planned.plans[0].planner,
+            "num_sequences": sum(f["num_sequences"] for f in each),
+            "num_tokens": sum(f["num_tokens"] for f in each),
+            "num_microbatches": len(each),
+            "imbalance_before": before(ran.shared, pool),
+            "imbalance_after": {"tokens": together(tokens), "attention": together(pairs)},
+            "kv_tokens_received": float(sum(np.mean(f["kv_tokens_received_per_rank"]) for f in each)),
+            "kv_tokens_received_inter_node": float(sum(np.mean(f["kv_tokens_received_inter_node_per_rank"]) for f in each)),
+            "zones": _zones(ran.planned),
+            # Compute only: neither transfers nor what surrounds the layers.
+            "predicted_ms": 1e3 * FORWARD_AND_BACKWARD * model.num_layers * sum(seconds),
+        }
+
+    def _gather(self, counters: tuple[Counters, ...]) -> np.ndarray:
+        """Counters of all pool ranks [R, M, counters]."""
+        assert self._setup is not None
+        pool = self._setup[0]
+        if pool.size == 1:
+            return _table(counters)[None]
+        own = torch.from_numpy(_table(counters)).to(job_device())
+        everyone = own.new_empty(pool.size, *own.shape)
+        dist.all_gather(list(everyone.unbind()), own, group=pool.groups.pool)
+        return everyone.cpu().numpy()
+
+
+def before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
+    """Imbalance if every replica had kept its samples, each cut zigzag over its context-parallel ranks.
+
+    Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum over the step's microbatches.
+    """
+    tokens, pairs = np.zeros(pool.size), np.zeros(pool.size)
+    for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
+        sizes = np.array(lengths, dtype=np.float64)
+        np.add.at(tokens, owners, sizes)
+        np.add.at(pairs, owners, sizes * (sizes + 1) / 2)
+    readers = list(pool.readers)
+    return {"tokens": _ratio(tokens[readers]), "attention": _ratio(pairs[readers])}
+
+
+def together(loads: np.ndarray) -> float:
+    """Imbalance of loads [M, R] of ranks that exchange in every microbatch: the sum of the largest over the sum of the means."""
+    mean = loads.mean(axis=1).sum()
+    return float(loads.max(axis=1).sum() / mean) if mean else 1.0
+
+
+def _ratio(loads: np.ndarray) -> float:
+    mean = loads.mean()
+    return float(loads.max() / mean) if mean else 1.0
+
+
+def _zones(planned: PlannedStep) -> Json:
+    """How many sequences each kind of zone holds."""
+    names: Json = {}
+    for plan in planned.plans:
+        for zone in plan.zones:
+            names[zone.name] = names.get(zone.name, 0) + len(zone.seqs)
+    return names
+
+
+_COUNTERS = tuple(field.name for field in fields(Counters))
+
+
+def _table(counters: Sequence[Counters]) -> np.ndarray:
+    """Counters of one rank [M, counters] int64."""
+    return np.array([[getattr(c, name) for name in _COUNTERS] for c in counters], dtype=np.int64).reshape(-1, len(_COUNTERS))
+
+
+def _counted(table: np.ndarray) -> Json:
+    """What the ranks really did: means over ranks [R, M, counters] of the step's sums, and the per-rank sums themselves."""
+    sums = table.sum(axis=1)
+    kernel_calls = sums[:, _COUNTERS.index("kernel_calls")]
+    return {"kernel_calls": float(kernel_calls.mean()), "counters": {name: sums[:, at].tolist() for at, name in enumerate(_COUNTERS)}}
+
+
+def _number(value: float | torch.Tensor | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _scalars(record: Json) -> list[tuple[str, float]]:
+    flat = [(f"{name}/{part}", value) for name in ("imbalance_before", "imbalance_after") for part, value in record[name].items()]
+    names = ("kv_tokens_received", "kernel_calls", "plan_ms", "plan_wait_ms", "step_ms", "predicted_ms", "num_sequences", "num_tokens")
+    return [(f"balance/{name}", float(value)) for name, value in [*flat, *((n, record[n]) for n in names)]]
+
+
+def _log_line(record: Json) -> None:
+    before_, after = record["imbalance_before"], record["imbalance_after"]
+    log.info(
+        "step %d: %s, %d sequences, %d tokens, imbalance tokens %.3f -> %.3f, attention %.3f -> %.3f, "
+        "plan %.1f ms (waited %.1f), step %.0f ms (predicted compute %.2f)",
+        record["step"],
+        record["planner"],
+        record["num_sequences"],
+        record["num_tokens"],
+        before_["tokens"],
+        after["tokens"],
+        before_["attention"],
+        after["attention"],
+        record["plan_ms"],
+        record["plan_wait_ms"],
+        record["step_ms"],
+        record["predicted_ms"],
+    )

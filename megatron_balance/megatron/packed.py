@@ -1,0 +1,27 @@
+"""How a plan travels with its microbatch through Megatron's layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_balance.runtime.bind import Bound
+
+
+@dataclass
+class BalancedSeqParams(PackedSeqParams):
+    """PackedSeqParams that carry the bound plan of one microbatch.
+
+    `qkv_format` stays "sbhd": with "thd" Megatron would derive positions from cu_seqlens and its static context-parallel group.
+    Extra fields are harmless, since Transformer Engine is handed the base class's fields only.
+    """
+
+    bound: Bound | None = None
+    """What `balanced_attention` runs for this rank."""
+    position_ids: torch.Tensor | None = None
+    """[T] int64: position of each local token in its own sequence, padding tokens included."""
+
+    def __post_init__(self) -> None:
+        """Nothing to derive: the base class precomputes Mamba's sequence index, which needs cu_seqlens."""

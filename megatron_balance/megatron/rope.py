@@ -1,0 +1,67 @@
+"""Rotary embedding by explicit positions: a rank holds fragments of many sequences, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.packed import BalancedSeqParams
+
+
+class PositionRotary(torch.nn.Module):
+    """Megatron's rotary embedding, with frequencies gathered by the positions a `BalancedSeqParams` carries.
+
+    Megatron calls `get_rotary_seq_len` and hands the answer straight to `forward`; we answer with the positions themselves, so
+    nothing is kept between the two calls and several microbatches may be in flight. Has no parameters and no buffers.
+    """
+
+    inner: RotaryEmbedding
+    _table: torch.Tensor | None
+
+    def __init__(self, inner: RotaryEmbedding, max_positions: int) -> None:
+        """Wrap `inner`; positions are below `max_positions`."""
+        super().__init__()
+        object.__setattr__(self, "inner", inner)  # not a submodule: names in checkpoints stay as they were
+        self._max_positions = max_positions
+        self._table = None
+
+    def get_rotary_seq_len(
+        self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed_seq_params: Any = None
+    ) -> torch.Tensor | int:
+        """Positions [T] of the microbatch; Megatron's own answer for anything that we did not plan."""
+        if isinstance(packed_seq_params, BalancedSeqParams):
+            assert packed_seq_params.position_ids is not None, "a planned microbatch knows its positions"
+            return packed_seq_params.position_ids
+        return self.inner.get_rotary_seq_len(inference_context, transformer, transformer_input, config, packed_seq_params)
+
+    def forward(
+        self, positions: torch.Tensor | int, packed_seq: bool = False, cp_group: torch.distributed.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """Frequencies [T, 1, 1, D] of the given positions, by the formula of the wrapped module (scaling and base included)."""
+        if not isinstance(positions, torch.Tensor):
+            return self.inner(positions, packed_seq=packed_seq, cp_group=cp_group)
+        table = self._table
+        if table is None or table.device != positions.device:
+            self._table = table = self.inner.get_emb(self._max_positions).to(positions.device)
+        return table[positions]
+
+
+def install(model: torch.nn.Module, max_positions: int) -> None:
+    """Give every GPT model inside `model` rotary embeddings by position.
+
+    Raises:
+        ConfigError: a kind of rotary embedding that cannot be gathered by position.
+    """
+    for module in list(model.modules()):
+        rotary = vars(module)["_modules"].get("rotary_pos_emb")
+        if rotary is None or isinstance(rotary, PositionRotary):
+            continue
+        if type(rotary) is not RotaryEmbedding:
+            raise ConfigError(
+                f"rotary embedding {type(rotary).__name__} cannot be applied by explicit positions; "
+                "use --position-embedding-type rope, learned_absolute or none"
+            )
+        module.rotary_pos_emb = PositionRotary(rotary, max_positions)

@@ -1,0 +1,151 @@
+"""The one training job of this process: its configuration, its pool, its planners and its log.
+
+Megatron calls our patches with its own arguments only, and keeps its job process-wide too (`get_args`). This is the only such
+state of ours; plans are not in it, they travel with their microbatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+
+from megatron_balance.config import RunConfig
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import core_attention, rope
+from megatron_balance.megatron.data import DocumentDataset
+from megatron_balance.megatron.groups import Pool, make_pool
+from megatron_balance.megatron.log import StepLog
+from megatron_balance.megatron.planning import StepPlanner
+from megatron_balance.runtime.bind import AttentionShape
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Created before Megatron is initialised; complete once the process groups exist."""
+
+    def __init__(self, args: argparse.Namespace, config: RunConfig, te_patched: bool) -> None:
+        """Nothing is built yet; `args` are Megatron's, validated."""
+        self.args = args
+        self.config = config
+        self.te_patched = te_patched
+        self.steps = StepLog(args, config)
+        self.train_data: DocumentDataset | None = None
+        """The training samples if they are ours: planning ahead reads their lengths."""
+        self._pool: Pool | None = None
+        self._planners: dict[bool, StepPlanner] = {}
+        self._prepared: set[int] = set()
+
+    @property
+    def pool(self) -> Pool:
+        """This rank's pool.
+
+        Raises:
+            ConfigError: the process groups were made past our patch.
+        """
+        if self._pool is None:
+            raise ConfigError("no pool: Megatron's process groups were made before this session; set them up inside `pretrain`")
+        return self._pool
+
+    def make_pools(self) -> None:
+        """Make the groups of all pools; every rank calls this once, together."""
+        cluster = self.config.cluster
+        self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None)
+        self.steps.describe(self._pool, self.model(), AnalyticCost(self.cluster(), self.model()))
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Heads of this tensor-parallel rank."""
+        size = self.args.tensor_model_parallel_size
+        kv_heads = self.args.num_query_groups if self.args.group_query_attention else self.args.num_attention_heads
+        return AttentionShape(self.args.num_attention_heads // size, max(1, kv_heads // size), self.args.kv_channels)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of queries, keys and values."""
+        return self.args.params_dtype
+
+    def cluster(self) -> Cluster:
+        """The pool as planners see it."""
+        choice = self.config.cluster
+        if choice is not None:
+            return choice.build(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node)
+        return Cluster(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node, name="job")
+
+    def model(self) -> Model:
+        """The model as planners see it: one tensor-parallel rank's share of heads and MLP, since that is what a rank computes."""
+        args, shape = self.args, self.shape
+        return Model(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            ffn_size=max(1, args.ffn_hidden_size // args.tensor_model_parallel_size),
+            gated_ffn=bool(args.swiglu),
+            name="job",
+            bytes_per_element=self.dtype.itemsize,
+            num_experts=args.num_experts or 0,
+            experts_per_token=args.moe_router_topk if args.num_experts else 0,
+            vocab_size=args.padded_vocab_size or args.vocab_size or 1,
+        )
+
+    def planner(self, forward_only: bool) -> StepPlanner:
+        """The planner of training steps, or of evaluation; they share nothing."""
+        if forward_only not in self._planners:
+            self._planners[forward_only] = StepPlanner(self, ahead=self.config.plan_ahead and not forward_only)
+        return self._planners[forward_only]
+
+    def prepare(self, model: Any) -> None:
+        """Check and adapt a model at its first step: attention by plan, positions by token, shapes that vary.
+
+        Raises:
+            ConfigError: a model that attends past our core attention, or whose positions cannot be given.
+        """
+        for chunk in model if isinstance(model, list) else [model]:
+            if id(chunk) in self._prepared:
+                continue
+            core_attention.check_model(chunk, self.te_patched)
+            rope.install(chunk, self.args.max_position_embeddings)
+            get_model_config(chunk).variable_seq_lengths = True  # validate_args sets it to False and has no flag for it
+            self._prepared.add(id(chunk))
+
+    def close(self) -> None:
+        """Stop background planners and close the log."""
+        for planner in self._planners.values():
+            planner.close()
+        self.steps.close()
+
+
+_current: list[Session] = []
+
+
+def current() -> Session:
+    """The session of this process.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not _current:
+        raise ConfigError("training was started without megatron_balance's pretrain; use megatron_balance.pretrain_gpt or .launch")
+    return _current[-1]
+
+
+@contextmanager
+def opened(session: Session) -> Iterator[Session]:
+    """Make `session` the current one inside the block."""
+    _current.append(session)
+    try:
+        yield session
+    finally:
+        _current.remove(session)
+        session.close()

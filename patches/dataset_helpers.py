@@ -1,0 +1,38 @@
+"""The wheel of Megatron ships its dataset helpers compiled, without the Makefile that `compile_helpers` runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_balance.patches import Patch
+
+log = logging.getLogger(__name__)
+
+
+def skip_when_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """`compile_helpers`, but only where there is a Makefile, or no compiled module to do without one."""
+
+    @functools.wraps(compile_helpers)
+    def checked() -> None:
+        spec = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+        folder = Path(compile_helpers.__code__.co_filename).parent
+        if spec is None or (folder / "Makefile").exists():
+            compile_helpers()
+        else:
+            log.info("dataset helpers are compiled already and there is no Makefile beside them; not running make")
+
+    return checked
+
+
+PATCHES = (
+    Patch(
+        target="megatron.core.datasets.utils:compile_helpers",
+        wrap=skip_when_compiled,
+        digest="84029a50ae8c",
+        why="the wheel has helpers_cpp compiled but no Makefile, so Megatron would stop at start-up",
+    ),
+)

@@ -1,0 +1,40 @@
+"""The weight of a rank's share of the load-balancing loss when ranks hold unequal numbers of tokens.
+
+With per-token loss Megatron weights each rank's share by that rank's own token count times the group size, which is the group's
+count only if all ranks hold as many (the derivation in the router's comment says so). We give every rank the group's mean count, so
+that the shares add up to the auxiliary loss of the whole microbatch times its tokens, however they are placed.
+
+The same change mends a slip of 0.19.2: under a padding mask the "local" count is read from a tensor that the all-reduce before it has
+overwritten with the group's, so the loss is too strong by the size of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_balance.patches import Patch
+
+
+def mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_tokens_per_expert_and_token_count` whose local token count is the mean over the group."""
+
+    @functools.wraps(count)
+    def counted(routing_map: Any, reduce_group: dist.ProcessGroup, topk: int | None = None, with_padding_mask: bool = False) -> Any:
+        tokens_per_expert, _, total = count(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
+        return tokens_per_expert, total / reduce_group.size(), total
+
+    return counted
+
+
+PATCHES = (
+    Patch(
+        target="megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
+        wrap=mean_of_group,
+        digest="53bdcd7e6672",
+        why="with unequal tokens per rank the shares of the auxiliary loss would be weighted by placement",
+    ),
+)

@@ -1,0 +1,33 @@
+"""The script's call of `pretrain`: where its arguments are complete and nothing has been built yet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_balance.megatron.entry import training
+from megatron_balance.patches import Patch
+
+
+def with_balance(pretrain: Callable[..., Any]) -> Callable[..., Any]:
+    """`pretrain` inside a `Session`, with our core attention in the model's layer spec."""
+
+    @functools.wraps(pretrain)
+    def balanced(cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
+        with training(cfg_container):
+            return pretrain(cfg_container, *args, **kwargs)
+
+    return balanced
+
+
+# Two names of one function; scripts import either.
+PATCHES = tuple(
+    Patch(
+        target=f"{module}:pretrain",
+        wrap=with_balance,
+        digest="538adc5ffb17",
+        why="the layer spec must hold our core attention before the script's model is built, and bad flags must stop here",
+    )
+    for module in ("megatron.training", "megatron.training.training")
+)

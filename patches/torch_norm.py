@@ -1,0 +1,37 @@
+"""Torch's norms under sequence parallelism, for runs without a GPU, where neither Apex nor Transformer Engine can serve."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_balance.patches import Patch
+
+
+def marked(new: Callable[..., Any]) -> Callable[..., Any]:
+    """`WrappedTorchNorm.__new__` that accepts sequence parallelism and marks its parameters for the gradient sum over TP."""
+
+    @functools.wraps(new)
+    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return new(cls, config, *args, **kwargs)
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = new(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True  # finalize_model_grads sums these over the tensor-parallel group
+        return norm
+
+    return build
+
+
+PATCHES = (
+    Patch(
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        wrap=marked,
+        digest="d3dc509021de",
+        why="a norm acts on each token alone, so sequence parallelism needs only the mark that makes its gradient whole",
+    ),
+)

@@ -1,0 +1,166 @@
+"""Real Megatron-core on CPU and gloo: a small GPT, documents that fill all zones, and the server that forks training ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
+from megatron_balance.workloads.idx import CorpusWriter
+from tests.support.megatron_run import Entry, Job, Result, Trainer
+
+SEQ_LENGTH = 512
+VOCABULARY = 96
+# With 2 nodes a rank holds SEQ_LENGTH / R tokens and a node SEQ_LENGTH / 2: the first does not fit a node, the second not a rank.
+DOCUMENT_LENGTHS = (300, 140, 40, 20, 7, 1)
+NUM_DOCUMENTS = 240
+
+MODEL: dict[str, Any] = {
+    "num-layers": 2,
+    "hidden-size": 32,
+    "ffn-hidden-size": 64,
+    "num-attention-heads": 8,
+    "group-query-attention": True,
+    "num-query-groups": 4,
+    "seq-length": SEQ_LENGTH,
+    "max-position-embeddings": SEQ_LENGTH,
+    "position-embedding-type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+    "attention-dropout": 0,
+    "hidden-dropout": 0,
+}
+RUN: dict[str, Any] = {
+    "micro-batch-size": 1,
+    "global-batch-size": 2,
+    "train-iters": 20,
+    "lr": 1e-3,
+    "lr-decay-iters": 20,
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": VOCABULARY,
+    "make-vocab-size-divisible-by": 16,
+    "split": "100,0,0",
+    "eval-iters": 0,
+    "eval-interval": 1000,
+    "log-interval": 1,
+    "num-workers": 0,
+    "seed": 11,
+    "calculate-per-token-loss": True,
+    "balance-device": "cpu",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run left behind."""
+
+    result: Result
+    steps: tuple[dict[str, Any], ...]
+
+    def column(self, name: str) -> list[Any]:
+        return [step[name] for step in self.steps]
+
+
+def command_line(*options: dict[str, Any]) -> list[str]:
+    """Megatron flags from the given tables, later ones winning; False leaves a flag out."""
+    merged = {name: value for table in options for name, value in table.items()}
+    words = ([f"--{name}"] if value is True else [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+             for name, value in merged.items() if value is not False and value is not None)  # fmt: skip
+    return list(itertools.chain.from_iterable(words))
+
+
+def write_corpus(prefix: Path, lengths: Sequence[int]) -> str:
+    """Documents of the given lengths whose tokens can be learned a little: a slow walk round the vocabulary."""
+    generator = np.random.default_rng(5)
+    with CorpusWriter(prefix, "uint16") as writer:
+        for length in lengths:
+            walk = generator.integers(0, VOCABULARY) + np.cumsum(generator.integers(0, 3, size=length))
+            writer.add_document((walk % VOCABULARY).astype(np.uint16))
+    return str(prefix)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    lengths = list(itertools.islice(itertools.cycle(DOCUMENT_LENGTHS), NUM_DOCUMENTS))
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", lengths)
+
+
+@pytest.fixture(scope="session")
+def trainer() -> Iterator[Trainer]:
+    trainer = Trainer()
+    yield trainer
+    trainer.close()
+
+
+Train = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def train(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    return train_with(trainer, corpus, tmp_path_factory)
+
+
+def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """A run that must succeed: `train(num_ranks, planner, {"flag": value}, config={...})`; with `expect`, one that must do as that says."""
+
+    def run(
+        num_ranks: int,
+        planner: str | dict[str, Any] = "te_ring",
+        flags: dict[str, Any] | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        entry: Entry = "pretrain_gpt",
+        before: Sequence[str] = (),
+        expect: Callable[[Result], None] | None = None,
+        **job: Any,
+    ) -> Run:
+        folder = tmp_path_factory.mktemp("run")
+        chosen = {"name": planner} if isinstance(planner, str) else planner
+        (folder / "balance.yaml").write_text(yaml.safe_dump({"planner": chosen, "plan_ahead": False, **(config or {})}))
+        ours = {} if entry == "plain" else {"balance-config": folder / "balance.yaml", "balance-log": folder / "log"}
+        parallel = {"context-parallel-size": num_ranks, "data-path": corpus}
+        if "kill_after" in job:
+            job["kill_after"] = (str(folder / "log" / "steps.jsonl"), job["kill_after"])
+        argv = (*before, *command_line(MODEL, RUN, parallel, ours, flags or {}))
+        result = trainer.run(Job(entry, num_ranks, argv, str(folder), **job))
+        if expect is not None:
+            expect(result)
+        else:
+            failed = result.failed
+            assert failed is None, f"ranks ended with {result.codes}, first rank {failed}; its log ends:\n{result.tail(failed or 0)}"
+        steps = folder / "log" / "steps.jsonl"
+        return Run(result, tuple(map(json.loads, steps.read_text().splitlines())) if steps.exists() else ())
+
+    return run
+
+
+def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags under which any run starts from the weights of one rank's checkpoint.
+
+    What is initialised outside Megatron's own generators (tensor-parallel slices, experts' routers, learned positions) depends on
+    the number of ranks, so parity needs both sides to start from the same weights.
+    """
+    checkpoint = {**flags, "ckpt-format": "torch_dist"}
+    train(1, "te_ring", {**checkpoint, "save": folder, "save-interval": 1000, "train-iters": 1})
+    return {**checkpoint, "load": folder, "finetune": True, "no-load-optim": True, "no-load-rng": True}
+
+
+def assert_same_training(run: Run, reference: Run, tolerance: float = 1e-5) -> None:
+    """The same steps with the same losses and gradient norms, at every step, relative to `tolerance`."""
+    assert run.column("step") == reference.column("step")
+    assert run.steps, "no step was logged"
+    for name in ("loss", "grad_norm"):
+        for step, got, wanted in zip(run.column("step"), run.column(name), reference.column(name), strict=True):
+            assert got == pytest.approx(wanted, rel=tolerance), f"{name} of step {step}"

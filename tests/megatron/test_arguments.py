@@ -1,0 +1,144 @@
+"""Flags that cannot work with a plan are refused, each with a sentence that names it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.arguments import REFUSALS, add_balance_arguments, check_arguments, device_of
+
+pytestmark = pytest.mark.megatron
+
+WORKS = ("--balance-config", "x.yaml", "--calculate-per-token-loss", "--attention-dropout", "0", "--position-embedding-type", "rope")
+EXPERTS = ("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall")
+
+
+@functools.cache  # Megatron's parser takes a second to build
+def parser() -> argparse.ArgumentParser:
+    return add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return parser().parse_args([*WORKS, *words])
+
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "--yaml-cfg": ("--yaml-cfg", "x.yaml"),
+    "--pipeline-model-parallel-size": ("--pipeline-model-parallel-size", "2"),
+    "CUDA graphs": ("--cuda-graph-impl", "local"),
+    "CUDA graphs.*--optimizer-cuda-graph": ("--optimizer-cuda-graph",),
+    "--iterations-to-skip": ("--iterations-to-skip", "3"),
+    "--result-rejected-tracker-filename": ("--result-rejected-tracker-filename", "x"),
+    "--multi-latent-attention": ("--multi-latent-attention",),
+    "--mtp-num-layers": ("--mtp-num-layers", "1"),
+    "yarn": ("--position-embedding-type", "yarn"),
+    "mrope": ("--position-embedding-type", "mrope"),
+    "relative": ("--position-embedding-type", "relative"),
+    "--sft": ("--sft",),
+    "--dataloader-inter-document-masking": ("--dataloader-inter-document-masking",),
+    "--reset-position-ids and": ("--reset-position-ids",),
+    "--reset-attention-mask go together": ("--reset-attention-mask",),
+    "--attention-dropout": ("--attention-dropout", "0.1"),
+    "--softmax-type": ("--softmax-type", "learnable"),
+    "--qk-clip": ("--qk-clip",),
+    "--log-max-attention-logit": ("--log-max-attention-logit",),
+    "--window-size": ("--window-size", "(128,0)"),
+    "--attention-backend": ("--attention-backend", "local"),
+    "--tp-comm-overlap": ("--tp-comm-overlap",),
+    "--fp8-format": ("--fp8-format", "hybrid"),
+    "--fp4-format": ("--fp4-format", "e2m1"),
+    "--use-megatron-fsdp": ("--use-megatron-fsdp",),
+    "--use-torch-fsdp2": ("--use-torch-fsdp2",),
+    "--hybrid-context-parallel": ("--hybrid-context-parallel",),
+    "--hierarchical-context-parallel-sizes": ("--hierarchical-context-parallel-sizes", "2", "2"),
+    "--hybrid-layer-pattern": ("--hybrid-layer-pattern", "M*M*"),
+    "--experimental-attention-variant": ("--experimental-attention-variant", "gated_delta_net"),
+    "--heterogeneous-layers-config": ("--heterogeneous-layers-config-path", "x.json"),
+    "--decoder-seq-length": ("--decoder-seq-length", "64"),
+    "--overlap-moe-expert-parallel-comm": ("--overlap-moe-expert-parallel-comm",),
+    "--fine-grained-activation-offloading": ("--fine-grained-activation-offloading",),
+    "--inprocess-restart": ("--inprocess-restart",),
+    "--perform-rl-step": ("--perform-rl-step",),
+    "--logits-load-dir": ("--logits-load-dir", "x"),
+    "--tensor-parallel-num-weight-shards": ("--tensor-parallel-num-weight-shards", "2"),
+    "allgather": ("--num-experts", "8", "--moe-token-dispatcher-type", "allgather"),
+    "seq_aux_loss": (*EXPERTS, "--moe-router-load-balancing-type", "seq_aux_loss"),
+    "sinkhorn": (*EXPERTS, "--moe-router-load-balancing-type", "sinkhorn"),
+    "quantile_balancing": (*EXPERTS, "--moe-router-load-balancing-type", "quantile_balancing"),
+    "--moe-expert-capacity-factor": (*EXPERTS, "--moe-expert-capacity-factor", "1.0"),
+}
+
+
+@pytest.mark.parametrize(("sentence", "words"), REFUSED.items(), ids=REFUSED)
+def test_a_flag_that_cannot_work_is_refused_by_name(sentence: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_arguments(parse(*words))
+
+
+def test_every_refusal_is_tested() -> None:
+    tried = [parse(*words) for words in REFUSED.values()]
+    untested = [reason for refused, reason in REFUSALS if not any(refused(args) for args in tried)]
+    assert untested == [
+        reason for _, reason in REFUSALS if "--calculate-per-token-loss is missing" in reason or "--fused-single-qkv" in reason
+    ]
+
+
+def test_what_remains_passes() -> None:
+    check_arguments(parse())
+    check_arguments(parse(*EXPERTS, "--moe-router-load-balancing-type", "aux_loss"))
+    check_arguments(parse("--reset-position-ids", "--reset-attention-mask"))
+    check_arguments(parse("--position-embedding-type", "learned_absolute"))
+
+
+def test_a_loss_that_is_not_per_token_is_refused() -> None:
+    args = parse()
+    args.calculate_per_token_loss = False
+    with pytest.raises(ConfigError, match="--calculate-per-token-loss is missing"):
+        check_arguments(args)
+
+
+def test_fused_qkv_rope_is_refused() -> None:
+    args = parse()
+    args.fused_single_qkv_rope = True  # has no flag of its own in this Megatron; a YAML or a script may set it
+    with pytest.raises(ConfigError, match="--fused-single-qkv-rope"):
+        check_arguments(args)
+
+
+def test_the_configuration_must_be_named() -> None:
+    args = parse()
+    args.balance_config = None
+    with pytest.raises(ConfigError, match="--balance-config is missing"):
+        check_arguments(args)
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"--sft.*; .*--qk-clip"):
+        check_arguments(parse("--sft", "--qk-clip"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "device"),
+    [
+        ([], "cuda"),
+        (["--balance-device", "cpu"], "cpu"),
+        (["--lr", "1", "--balance-device=cpu"], "cpu"),
+        (["--balance-device", "cuda"], "cuda"),
+    ],
+)
+def test_the_device_is_read_before_megatron_is(argv: list[str], device: str) -> None:
+    assert device_of(argv) == device
+
+
+@pytest.mark.parametrize("argv", [["--balance-device", "tpu"], ["--balance-device"], ["--balance-device="]])
+def test_an_unknown_device_is_refused(argv: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="choose cpu or cuda"):
+        device_of(argv)

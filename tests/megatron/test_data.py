@@ -1,0 +1,289 @@
+"""The document data set on Megatron's own reader, builder, samplers and splits."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+from megatron.training import global_vars
+from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+from megatron_balance.errors import BalanceError, ConfigError, DataError
+from megatron_balance.megatron import data
+from megatron_balance.workloads.documents import CutPolicy, split_documents
+from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
+
+pytestmark = pytest.mark.megatron
+
+EOD = 999
+LENGTHS = (5, 1, 20, 3, 8, 17, 2, 11, 40, 6, 9, 1)
+SEQ_LENGTH = 16
+
+
+def documents() -> list[np.ndarray]:
+    """Token ids that say where they stand: document and position; the last one is the end-of-document token."""
+    return [np.array([100 * i + p for p in range(length - 1)] + [EOD]) for i, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    with CorpusWriter(tmp_path / "corpus", "int32") as writer:
+        for tokens in documents():
+            writer.add_document(tokens)
+    return str(tmp_path / "corpus")
+
+
+def dataset(prefix: str, policy: CutPolicy = "split", num_samples: int | None = None, **options: object) -> data.DocumentDataset:
+    index = read_index(prefix)
+    chosen = data.DataOptions(SEQ_LENGTH, 7, policy, **options)  # pyright: ignore[reportArgumentType]
+    return data.DocumentDataset(index, range(index.num_documents), num_samples, chosen)
+
+
+def arguments(prefix: str, **changed: object) -> Any:
+    usual: dict[str, object] = {
+        "data_path": [prefix],
+        "split": "100,0,0",
+        "seq_length": SEQ_LENGTH,
+        "seed": 7,
+        "dataloader_type": "single",
+        "eval_iters": 0,
+        "padded_vocab_size": 2000,
+        "mmap_bin_files": True,
+    }
+    return SimpleNamespace(**(usual | changed))
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_the_writer_makes_the_bytes_of_megatrons_builder(tmp_path: Path, dtype: str) -> None:
+    generator = np.random.default_rng(1)
+    corpus = [generator.integers(0, 100, size=length) for length in (1, 7, 3, 1000, 2)]
+    builder = IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=getattr(np, dtype))
+    with CorpusWriter(tmp_path / "ours", dtype) as writer:
+        for tokens in corpus:
+            builder.add_item(torch.from_numpy(tokens))
+            builder.end_document()
+            writer.add_document(tokens)
+    builder.finalize(f"{tmp_path}/theirs.idx")
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+
+
+def test_a_corpus_of_megatrons_builder_is_read(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(f"{tmp_path}/c.bin", dtype=np.uint16)
+    builder.add_document(torch.arange(9), [4, 5])  # one document of two sequences
+    builder.add_item(torch.arange(3))
+    builder.end_document()
+    builder.finalize(f"{tmp_path}/c.idx")
+    assert read_index(f"{tmp_path}/c").document_lengths.tolist() == [9, 3]
+    samples = dataset(f"{tmp_path}/c")
+    assert sorted(label for index in range(len(samples)) for label in real_labels(samples[index])) == [1, 1, 2, 2, 3, 4, 5, 6, 7, 8]
+
+
+def real_labels(sample: dict[str, torch.Tensor]) -> list[int]:
+    return sample["labels"][sample["loss_mask"] == 1].tolist()
+
+
+@pytest.mark.parametrize("policy", ["split", "truncate"])
+def test_a_sample_is_its_pieces_with_the_next_token_of_the_document_as_label(prefix: str, policy: CutPolicy) -> None:
+    samples = dataset(prefix, policy)
+    corpus = documents()
+    cuts = 0
+    for index in range(len(samples)):
+        sample = samples[index]
+        tokens, labels, loss_mask, positions = (sample[key].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids"))
+        assert [len(column) for column in (tokens, labels, loss_mask, positions)] == [SEQ_LENGTH] * 4
+        at = 0
+        for piece in samples.stream.sample(index):
+            document = corpus[piece.document].tolist()
+            for position in range(piece.start, piece.stop):
+                assert (tokens[at], positions[at]) == (document[position], position - piece.start)
+                if position + 1 < len(document):
+                    assert (labels[at], loss_mask[at]) == (document[position + 1], 1.0)
+                else:
+                    assert loss_mask[at] == 0.0
+                at += 1
+            cuts += piece.stop < len(document)
+        assert positions[at:] == [data.PADDING] * (SEQ_LENGTH - at)
+        assert not any(loss_mask[at:])
+    # 20, 17 and 40 tokens at a context of 16: split cuts 40 twice. All of these last tokens have kept their labels above.
+    assert cuts == {"split": 4, "truncate": 3}[policy]
+
+
+def test_an_epoch_trains_every_label_of_the_corpus_once(prefix: str) -> None:
+    samples = dataset(prefix)
+    found = sorted(label for index in range(len(samples)) for label in real_labels(samples[index]))
+    assert found == sorted(token for document in documents() for token in document[1:].tolist())
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_samples_do_not_depend_on_how_the_file_is_read(prefix: str, mmap: bool) -> None:
+    assert dataset(prefix, mmap=mmap)[3]["tokens"].equal(dataset(prefix)[3]["tokens"])
+
+
+def test_lengths_are_known_without_reading_tokens(prefix: str) -> None:
+    samples = dataset(prefix)
+    for index in range(12):
+        batch = {name: column[None] for name, column in samples[index].items()}
+        assert samples.sample_lengths(index) == data.unpack(batch).lengths
+
+
+def batches(
+    samples: data.DocumentDataset, rank: int, num_ranks: int, consumed: int, micro_batch_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """What Megatron's sampler and torch's default collate hand a data-parallel rank."""
+    sampler = MegatronPretrainingSampler(len(samples), consumed, micro_batch_size, rank, num_ranks)
+    return iter(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
+
+
+def test_ranks_together_read_every_token_once_and_go_on_after_a_resume(prefix: str) -> None:
+    per_epoch = len(dataset(prefix))
+    two_epochs = dataset(prefix).stream.first_sample(2)
+    corpus = sorted(token for document in documents() for token in document.tolist())
+    found: dict[int, list[int]] = {}
+    # Killed after 4 samples on 2 ranks, resumed on 4 ranks; the length is a multiple of both global batches.
+    total = -(-two_epochs // 4) * 4
+    for ranks, first, stop in ((2, 0, 4), (4, 4, total)):
+        for rank in range(ranks):
+            step = batches(dataset(prefix, num_samples=stop), rank, ranks, first, 1)
+            for number, batch in enumerate(step):
+                found[first + number * ranks + rank] = data.unpack(batch).tokens.tolist()
+    assert sorted(found) == list(range(total))
+    for start, end in ((0, per_epoch), (per_epoch, two_epochs)):
+        assert sorted(token for index in range(start, end) for token in found[index]) == corpus
+
+
+def test_unpacking_a_collated_batch_gives_its_sequences_in_order(prefix: str) -> None:
+    samples = dataset(prefix, num_samples=30)
+    batch = next(batches(samples, 1, 2, 6, 3))
+    held = data.unpack(batch)
+    expected = [piece for index in (9, 10, 11) for piece in samples.stream.sample(index)]
+    assert held.lengths == tuple(piece.stop - piece.start for piece in expected)
+    corpus = documents()
+    tokens = [token for piece in expected for token in corpus[piece.document][piece.start : piece.stop].tolist()]
+    assert held.tokens.tolist() == tokens
+    assert len(held.labels) == len(held.loss_mask) == sum(held.lengths)
+    assert held.loss_mask.dtype == torch.float32
+
+
+def test_a_batch_of_another_data_set_is_refused() -> None:
+    batch = {name: torch.ones(2, 4, dtype=torch.int64) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    with pytest.raises(DataError, match="does not open with position 0"):
+        data.unpack(batch)
+
+
+def test_a_data_set_goes_to_loader_workers(prefix: str) -> None:
+    samples = dataset(prefix)
+    copy = pickle.loads(pickle.dumps(samples))
+    assert all(copy[5][name].equal(samples[5][name]) for name in samples[5])
+
+
+@pytest.mark.parametrize("split", ["969, 30, 1", "100,0,0", "99,1,0", "1,1,1", "0.5,0.3,0.2", "90,10", "7"])
+@pytest.mark.parametrize("num_documents", [1, 12, 1249, 100_000])
+def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: int) -> None:
+    theirs = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    expected = [range(round(part[0] * num_documents), round(part[1] * num_documents)) if part else range(0) for part in theirs]
+    found = split_documents(num_documents, data.parse_split(split))
+    assert [list(part) for part in found] == [list(part) for part in expected]
+
+
+def test_the_provider_makes_three_sets_of_different_documents(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments(prefix, split="60,25,15", eval_iters=2))
+    train, valid, test = data.document_datasets_provider((100, 20, 10))
+    assert train is not None
+    assert valid is not None
+    assert test is not None
+    assert [(part.split, len(part)) for part in (train, valid, test)] == [(Split.train, 100), (Split.valid, 20), (Split.test, 10)]
+    drawn = [{piece.document for index in range(30) for piece in part.stream.sample(index)} for part in (train, valid, test)]
+    assert drawn == [set(range(7)), set(range(7, 10)), set(range(10, 12))]
+
+
+def test_every_rank_is_asked_for_data(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = data.make_provider("truncate")
+    assert data.document_datasets_provider.is_distributed is True  # pyright: ignore[reportFunctionMemberAccess]
+    assert provider.is_distributed is True  # pyright: ignore[reportFunctionMemberAccess]
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments(prefix))
+    train, valid, test = provider((8, 0, 0), vp_stage=0)
+    assert train is not None
+    assert train.stream.policy == "truncate"
+    assert (valid, test) == (None, None)
+
+
+def test_a_test_set_without_documents_is_left_out(prefix: str) -> None:
+    sets = data.build_datasets(arguments(prefix, split="50,50,0", eval_iters=1), (8, 4, 4), "split")
+    assert [part is None for part in sets] == [False, False, True]
+
+
+def test_full_validation_reads_one_epoch(prefix: str) -> None:
+    valid = data.build_datasets(arguments(prefix, split="50,50,0", eval_iters=1), (8, None, 4), "split")[1]
+    assert valid is not None
+    assert len(valid) == valid.stream.num_samples(0)
+
+
+def test_validation_is_the_same_however_training_went(prefix: str) -> None:
+    args = arguments(prefix, split="50,50,0", eval_iters=1)
+    train, valid, _ = data.build_datasets(args, (8, 8, 0), "split")
+    again = data.build_datasets(args, (800, 8, 0), "split")[1]
+    assert train is not None
+    assert valid is not None
+    assert again is not None
+    for index in range(8):
+        train[index]
+        assert valid[index]["tokens"].equal(again[index]["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "sentence"),
+    [
+        ({"data_path": None}, ConfigError, "--data-path: missing; name a corpus"),
+        ({"data_path": ["0.3", "a", "0.7", "b"]}, ConfigError, "--data-path 0.3 a 0.7 b: 4 values, a blend; .* exactly one PREFIX"),
+        ({"data_path": None, "train_data_path": ["a"]}, ConfigError, "--train-data-path: whole documents are read from one corpus"),
+        ({"dataloader_type": "cyclic"}, ConfigError, "--dataloader-type cyclic: .* use single"),
+        ({"phase_transition_iterations": [5]}, ConfigError, "--phase-transition-iterations"),
+        ({"split": "0,0,0"}, ConfigError, "--split 0,0,0: expected up to three weights"),
+        ({"split": "1,2,3,4"}, ConfigError, "--split 1,2,3,4: expected up to three weights"),
+        ({"split": "0,1,0"}, ConfigError, "leaves no documents of 12 in .* for the train set"),
+        ({"split": "1,0,0"}, ConfigError, "for the valid set; give it a larger share or set --eval-iters 0"),
+        ({"data_path": ["/nowhere/corpus"]}, DataError, "/nowhere/corpus.bin: No such file"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(prefix: str, changed: dict[str, object], error: type[BalanceError], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        data.build_datasets(arguments(prefix, **({"split": "50,50,0"} | changed)), (8, 4, 0), "split")
+
+
+@pytest.mark.parametrize(
+    ("cut", "sentence"), [(-4, r"corpus\.bin: truncated"), (4, r"corpus\.bin: too long")], ids=["truncated", "too long"]
+)
+def test_a_damaged_corpus_is_found_before_the_first_step(prefix: str, cut: int, sentence: str) -> None:
+    content = bin_path(prefix).read_bytes()
+    bin_path(prefix).write_bytes(content[:cut] if cut < 0 else content + bytes(cut))
+    IndexedDataset(prefix)  # Megatron opens it without a word
+    with pytest.raises(DataError, match=sentence):
+        data.build_datasets(arguments(prefix), (8, 0, 0), "split")
+
+
+def test_a_foreign_index_is_found_before_the_first_step(prefix: str) -> None:
+    idx_path(prefix).write_bytes(b"not an index at all" * 10)
+    with pytest.raises(DataError, match=r"corpus\.idx: not a Megatron index"):
+        data.build_datasets(arguments(prefix), (8, 0, 0), "split")
+
+
+def test_token_ids_that_the_model_cannot_embed_are_named(prefix: str) -> None:
+    train = data.build_datasets(arguments(prefix, padded_vocab_size=500), (50, 0, 0), "split")[0]
+    assert train is not None
+    with pytest.raises(DataError, match=r"token ids from \d+ to 999, the model's vocabulary has 500; use the tokenizer"):
+        list(map(train.__getitem__, range(len(train))))

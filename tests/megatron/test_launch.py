@@ -1,0 +1,101 @@
+"""The launcher: an unmodified script of the shape of Megatron's own, under every patch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.conftest import Train, assert_same_training
+from tests.support.megatron_run import Result
+
+pytestmark = pytest.mark.megatron
+
+SCRIPT = str(Path(__file__).resolve().parents[1] / "support" / "stand_in_pretrain_gpt.py")
+STEPS = {"train-iters": 5}
+TWO_NODES = {"cluster": {"ranks_per_node": 2}}
+# What --balance-device cpu would set; the script alone does not know it.
+ON_CPU: dict[str, Any] = {
+    "transformer-impl": "local",
+    "distributed-backend": "gloo",
+    "no-gradient-accumulation-fusion": True,
+    "no-masked-softmax-fusion": True,
+    "no-rope-fusion": True,
+    "no-persist-layer-norm": True,
+    "balance-device": False,
+}
+
+
+def printed_losses(result: Result, rank: int) -> list[float]:
+    return [float(value) for value in re.findall(r"iteration +\d+/.*lm loss: (\S+)", result.log(rank))]
+
+
+def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
+    launched = train(4, "zeppelin", STEPS, config=TWO_NODES, entry="launch", before=(SCRIPT,))
+    ours = train(4, "zeppelin", STEPS, config=TWO_NODES)
+    for name in ("loss", "grad_norm", "fingerprint"):
+        assert launched.column(name) == ours.column(name)
+    log = launched.result.log(0)
+    assert "train_valid_test_datasets_provider of the script is replaced" in log
+    assert "the forward step is megatron_balance's" in log
+    assert "the script builds its own data sets" not in log
+    for target in (
+        "arguments:add_megatron_arguments",
+        "megatron.training:pretrain",
+        "build_train_valid_test_data_iterators",
+        "get_forward_backward_func",
+        "initialize_model_parallel",
+        "training_log",
+        "compile_helpers",
+        "get_tokens_per_expert_and_token_count",
+        "maybe_move_tensor_to_cpu",
+        "WrappedTorchNorm.__new__",
+    ):
+        assert re.search(f"patched \\S*{re.escape(target)}: ", log), target
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train, separate: bool) -> None:
+    """The script on one rank without us, attention and loss Megatron's own, against four ranks with a plan."""
+    data = {"data-path": None, "mock-data": True, "reset-position-ids": separate, "reset-attention-mask": separate}
+    alone = train(1, "te_ring", {**STEPS, **ON_CPU, **data}, entry="plain", before=(SCRIPT,))
+    flags = {**STEPS, **data, "context-parallel-size": 2}
+    launched = train(4, "zeppelin", flags, config={**TWO_NODES, "plan_ahead": True}, entry="launch", before=(SCRIPT,))
+    expected = printed_losses(alone.result, 0)
+    losses = launched.column("loss")
+    # Megatron does not reset its sums after the first step: its second line is the mean of the first two.
+    assert expected == pytest.approx([losses[0], (losses[0] + losses[1]) / 2, *losses[2:]], rel=1e-5)
+    assert all((n > 2) == separate for n in launched.column("num_sequences")), "2 samples a step"
+    assert "train_valid_test_datasets_provider of the script is kept" in launched.result.log(0)
+
+
+def test_a_script_resumes_through_the_launcher(train: Train, tmp_path: Path) -> None:
+    saving = {"ckpt-format": "torch_dist", "save": tmp_path, "load": tmp_path, "save-interval": 3}
+    whole = train(2, "te_ring", STEPS, entry="launch", before=(SCRIPT,))
+    train(2, "te_ring", {**STEPS, **saving, "exit-interval": 3}, entry="launch", before=(SCRIPT,))
+    resumed = train(2, "te_ring", {**STEPS, **saving}, entry="launch", before=(SCRIPT,))
+    assert resumed.column("step") == [4, 5]
+    assert resumed.column("loss") == whole.column("loss")[3:]
+
+
+def test_the_launcher_needs_a_script(train: Train) -> None:
+    def refused(result: Result) -> None:
+        assert result.codes == (2,)
+        assert "no such training script" in result.log(0)
+
+    train(1, entry="launch", before=("nowhere.py",), expect=refused)
+
+
+def test_the_launcher_passes_our_refusals_on(train: Train) -> None:
+    def refused(result: Result) -> None:
+        assert result.codes == (2,)
+        assert "error: --qk-clip" in result.log(0) or "error: --sft" in result.log(0)
+
+    train(1, "te_ring", {"sft": True}, entry="launch", before=(SCRIPT,), expect=refused)
+
+
+def test_both_sides_agree_step_by_step(train: Train) -> None:
+    one = train(1, "te_ring", STEPS, entry="launch", before=(SCRIPT,))
+    assert_same_training(train(2, "llama_all_gather", STEPS, entry="launch", before=(SCRIPT,)), one)

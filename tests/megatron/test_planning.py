@@ -1,0 +1,182 @@
+"""Steps planned ahead and on the spot, and the small sums around them; no training, no process group."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
+import torch
+from megatron.core import num_microbatches_calculator
+
+from megatron_balance.config import PlannerChoice
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.megatron import log, planning
+from megatron_balance.megatron.groups import Pool, node_size
+from megatron_balance.megatron.log import before, together
+from megatron_balance.megatron.tokens import PoolLengths, mask_of, ranges
+from megatron_balance.planners import PLANNERS
+from megatron_balance.runtime.counters import Counters
+from megatron_balance.runtime.groups import single
+
+pytestmark = pytest.mark.megatron
+
+SAMPLES = ((30, 20), (40,), (10, 10, 10), (50,), (25, 25), (5,), (60,), (33, 1))
+
+
+class Data:
+    """Sample lengths; `lies` about them if told to."""
+
+    def __init__(self, lies: bool = False) -> None:
+        self.lies = lies
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def sample_lengths(self, index: int) -> tuple[int, ...]:
+        return (7,) if self.lies else SAMPLES[index]
+
+
+def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
+    config = SimpleNamespace(planner=PlannerChoice(planner, PLANNERS[planner].options()), agreement_every=100)
+    usual = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 1, "consumed_train_samples": 0}
+    return SimpleNamespace(
+        config=config,
+        args=argparse.Namespace(**{**usual, **args}),
+        train_data=data,
+        pool=SimpleNamespace(groups=single(), num_replicas=1),
+        cluster=lambda: Cluster(num_ranks=1, ranks_per_node=1),
+        model=lambda: Model(8, 8, 16),
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_microbatch() -> Any:
+    num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2, 2, 1, False)
+    yield
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+
+
+def step(first: int) -> tuple[tuple[int, ...], ...]:
+    """What the pool reads in one step of one microbatch of two samples."""
+    return ((*SAMPLES[first], *SAMPLES[first + 1]),)
+
+
+def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pytest.LogCaptureFixture) -> None:
+    here = planning.StepPlanner(job(None), ahead=True)
+    work = job(Data())
+    planner = planning.StepPlanner(work, ahead=True)
+    try:
+        for first in (0, 2, 4, 6):
+            work.args.consumed_train_samples = first
+            assert planner.plan(step(first)).plans == here.plan(step(first)).plans
+    finally:
+        planner.close()
+    assert not caplog.records
+
+
+def test_lengths_that_were_not_expected_are_planned_on_the_spot_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    work = job(Data(lies=True))
+    planner = planning.StepPlanner(work, ahead=True)
+    try:
+        with caplog.at_level(logging.WARNING):
+            for first in (0, 2, 4):
+                work.args.consumed_train_samples = first
+                assert planner.plan(step(first)).plans[0].lengths == step(first)[0]
+    finally:
+        planner.close()
+    assert [record.message.split(" at sample")[0] for record in caplog.records] == [
+        "planning ahead expected other lengths than the data iterator brought"
+    ]
+
+
+def test_a_step_that_runs_again_is_not_planned_again() -> None:
+    planner = planning.StepPlanner(job(None), ahead=False)
+    first = planner.plan(step(0))
+    assert planner.plan(step(0)) is first
+    assert planner.plan(step(2)) is not first
+
+
+def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
+    assert planning.tokens_per_rank(64, 2, 4) == 32
+    with pytest.raises(ConfigError, match="not divisible"):
+        planning.tokens_per_rank(63, 1, 2)
+    planner = planning.StepPlanner(job(None, seq_length=16), ahead=False)
+    with pytest.raises(InfeasibleError, match="tokens"):
+        planner.plan(((20, 20),))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"), [(["a", "a", "b", "b"], 2), (["a"] * 4, 4), ([0, 1, 2], 1), (["a"], 1)]
+)  # fmt: skip
+def test_ranks_of_a_pool_on_a_node(nodes: list[Any], size: int) -> None:
+    assert node_size(nodes, range(len(nodes))) == size
+
+
+@pytest.mark.parametrize("nodes", [["a", "a", "b"], ["a", "b", "a", "b"]])
+def test_uneven_or_interleaved_nodes_are_refused(nodes: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"set cluster\.ranks_per_node"):
+        node_size(nodes, range(len(nodes)))
+
+
+def test_ranges_are_runs_of_integers() -> None:
+    assert ranges(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
+    assert ranges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)).tolist() == []
+
+
+def test_loss_masks_of_any_weight_survive_the_exchange() -> None:
+    mask = torch.tensor([0.0, 1.0, 0.3, -2.5])
+    rows = torch.stack([torch.zeros(4, dtype=torch.int64)] * 2 + [mask.view(torch.int32).long()], dim=1)
+    assert mask_of(rows).tolist() == mask.tolist()
+
+
+def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:
+    pool = Pool(SimpleNamespace(rank=0, size=4), 4, (0, 0, 1, 1), (0, 2))  # pyright: ignore[reportArgumentType]
+    shared = PoolLengths(((3, 1), (2,)), (np.array([0, 2]), np.array([2])))
+    assert before(shared, pool) == {"tokens": 1.0, "attention": pytest.approx(6 / 5)}
+
+
+def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
+    assert together(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
+    assert together(np.zeros((1, 2))) == 1.0
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        assert step == 7
+        self.scalars[name] = value
+
+
+def test_scalars_go_to_megatrons_own_writer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    writer = Writer()
+    monkeypatch.setattr(log, "get_tensorboard_writer", lambda: writer)
+    monkeypatch.setattr(log, "get_wandb_writer", lambda: None)
+    work = job(None)
+    steps = log.StepLog(argparse.Namespace(rank=0, balance_log=None, tensorboard_log_interval=1), work.config)
+    pool = Pool(single(), 1, (0,), (0,))
+    steps.describe(pool, work.model(), AnalyticCost(work.cluster(), work.model()))
+    steps.begin(forward_only=True)
+    steps.finish(1, {}, None)
+    assert not writer.scalars, "evaluation is not a step"
+    steps.begin(forward_only=False)
+    planned = planning.StepPlanner(work, ahead=False).plan(step(0))
+    steps.ran(planned, PoolLengths(step(0), (np.zeros(3, dtype=np.int64),)), [SimpleNamespace(counters=Counters(kernel_calls=5))])  # pyright: ignore[reportArgumentType]
+    with caplog.at_level(logging.INFO):
+        steps.finish(7, {"lm loss": torch.tensor(1.5)}, 0.25)
+    assert writer.scalars["balance/imbalance_after/attention"] == 1.0
+    assert writer.scalars["balance/kernel_calls"] == 5
+    assert writer.scalars["balance/num_tokens"] == 90
+    assert "step 7: zeppelin, 3 sequences, 90 tokens" in caplog.text

@@ -1,0 +1,41 @@
+"""Transformer Engine's attention under the launcher, in a script that builds its model itself; Transformer Engine is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.conftest import Train, assert_same_training, train_with
+from tests.support.megatron_run import Result, Trainer
+
+pytestmark = pytest.mark.megatron
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SCRIPT = str(SUPPORT / "stand_in_te_pretrain.py")
+# Megatron's wrapper knows no grouped queries at the stand-in's version.
+FLAGS = {"train-iters": 3, "group-query-attention": False, "num-query-groups": None, "optimizer": "adam"}
+TWO_NODES = {"cluster": {"ranks_per_node": 1}}
+
+
+@pytest.fixture(scope="module")
+def train_te(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+    trainer = Trainer(path=[str(SUPPORT / "stand_in_te")])
+    yield train_with(trainer, corpus, tmp_path_factory)
+    trainer.close()
+
+
+def test_a_model_of_transformer_engines_attention_runs_the_plan(train: Train, train_te: Train) -> None:
+    planned = train_te(2, "zeppelin", FLAGS, config=TWO_NODES, entry="launch", before=(SCRIPT,))
+    assert "patched megatron.core.extensions.transformer_engine:TEDotProductAttention.forward" in planned.result.log(0)
+    assert_same_training(planned, train(2, "zeppelin", FLAGS, config=TWO_NODES))
+
+
+def test_an_attention_that_knows_no_plan_is_refused(train_te: Train) -> None:
+    def refused(result: Result) -> None:
+        assert set(result.codes) == {2}, result.tail(result.failed or 0)
+        assert "core_attention is DotProductAttention, which knows nothing of plans" in result.log(0)
+
+    flags = {**FLAGS, "no-te-attention": True, "context-parallel-size": 1}
+    train_te(2, "zeppelin", flags, entry="launch", before=(SCRIPT,), expect=refused)

@@ -1,0 +1,165 @@
+"""Around the parity of steps: resume after a kill, evaluation, planning ahead, experts, and mistakes that must not hang."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.conftest import SEQ_LENGTH, Train, assert_same_training, started, write_corpus
+from tests.support.megatron_run import Result
+
+pytestmark = pytest.mark.megatron
+
+TWO_NODES = {"cluster": {"ranks_per_node": 2}}
+SIGKILL = -9
+RESUME_TO_DISAMBIGUATE = 16  # Megatron's exit code for a result that was rejected and reproduced
+EXPERTS: dict[str, Any] = {
+    "num-experts": 8,
+    "ffn-hidden-size": 32,
+    "moe-router-topk": 2,
+    "moe-token-dispatcher-type": "alltoall",
+    "moe-router-load-balancing-type": "aux_loss",
+    "moe-aux-loss-coeff": 1e-2,
+    "moe-z-loss-coeff": 1e-3,
+}
+
+
+def validation_losses(log: str) -> list[float]:
+    return [float(value) for value in re.findall(r"validation loss at iteration [^|]*\| lm loss value: (\S+)", log)]
+
+
+def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tmp_path: Path) -> None:
+    steps, saved, killed = 9, 4, 6
+    whole = train(2, "zeppelin", {"train-iters": steps}, config=TWO_NODES)
+    saving = {"train-iters": steps, "ckpt-format": "torch_dist", "save": tmp_path, "load": tmp_path, "save-interval": saved}
+
+    def ended_by_kill(result: Result) -> None:
+        assert set(result.codes) == {SIGKILL}, result.tail(result.failed or 0)
+
+    first = train(2, "zeppelin", saving, config=TWO_NODES, kill_after=killed, expect=ended_by_kill)
+    assert killed <= len(first.steps) < steps
+    for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
+        assert first.column(name) == whole.column(name)[: len(first.steps)], f"{name} before the kill"
+    elsewhere = train(4, "te_ring", {**saving, "save": None}, config=TWO_NODES)
+    resumed = train(2, "zeppelin", saving, config=TWO_NODES)
+    for run in (elsewhere, resumed):
+        assert run.column("step") == list(range(saved + 1, steps + 1))
+    for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
+        assert resumed.column(name) == whole.column(name)[saved:], f"{name} after the resume"
+    assert elsewhere.column("loss") == pytest.approx(resumed.column("loss"), rel=1e-5)
+
+
+def test_evaluation_is_planned_too(train: Train) -> None:
+    flags = {"train-iters": 4, "split": "80,20,0", "eval-interval": 2, "eval-iters": 2}
+    one, four = (train(n, "zeppelin", {**flags, "context-parallel-size": min(n, 2)}, config=TWO_NODES) for n in (1, 4))
+    losses = validation_losses(four.result.log(3))
+    assert len(losses) == 3  # twice while training, once at its end
+    assert losses == pytest.approx(validation_losses(one.result.log(0)), rel=1e-5)
+    assert_same_training(four, one)
+
+
+def test_plans_made_ahead_are_the_plans_made_on_the_spot(train: Train) -> None:
+    flags = {"train-iters": 8}
+    on_the_spot = train(2, "zeppelin", flags, config=TWO_NODES)
+    ahead = train(2, "zeppelin", flags, config={**TWO_NODES, "plan_ahead": True})
+    for name in ("loss", "grad_norm", "fingerprint"):
+        assert ahead.column(name) == on_the_spot.column(name)
+    assert on_the_spot.column("plan_wait_ms") == on_the_spot.column("plan_ms")
+    assert sum(ahead.column("plan_wait_ms")[2:]) < sum(ahead.column("plan_ms")[2:])
+    assert "planning on the spot" not in ahead.result.log(0)
+
+
+def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_path: Path) -> None:
+    """Megatron rejects a loss (here by injection), replays the step from the same raw microbatches and compares: equal to the last bit."""
+
+    def replayed(result: Result) -> None:
+        assert set(result.codes) == {RESUME_TO_DISAMBIGUATE}, result.tail(result.failed or 0)
+        assert "Need to rerun step to check reproducibility" in result.log(0)
+        assert "Saving a checkpoint and exiting now" in result.log(0)
+
+    flags = {"error-injection-rate": 3, "error-injection-type": "correct_result", "save": tmp_path, "save-interval": 1000}
+    train(2, "zeppelin", {**flags, "ckpt-format": "torch_dist"}, config=TWO_NODES, expect=replayed)
+
+
+@pytest.mark.parametrize(("experts", "parallel"), [(1, {}), (2, {}), (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True})])
+def test_experts_train_like_one_rank(train: Train, tmp_path: Path, experts: int, parallel: dict[str, Any]) -> None:
+    # The auxiliary loss takes its statistics over a replica's context-parallel ranks, so with one replica it is that of one rank.
+    load = started(train, tmp_path, {**EXPERTS, "train-iters": 8})
+    sharded = {"expert-model-parallel-size": experts, "expert-tensor-parallel-size": 1, **parallel}
+    context = {"context-parallel-size": 4 // parallel.get("tensor-model-parallel-size", 1)}
+    assert_same_training(train(4, "zeppelin", {**load, **sharded, **context}, config=TWO_NODES), train(1, "te_ring", load))
+
+
+def test_experts_of_several_replicas_differ_by_the_auxiliary_loss_alone(train: Train, tmp_path: Path) -> None:
+    """Replicas take the auxiliary loss's statistics apart, over the tokens a plan gave each: without that loss nothing differs."""
+    plain = {**EXPERTS, "moe-router-load-balancing-type": "none", "moe-aux-loss-coeff": 0, "train-iters": 4}
+    load = started(train, tmp_path, plain)
+    parallel = {"context-parallel-size": 1, "expert-model-parallel-size": 2}
+    assert_same_training(train(2, "zeppelin", {**load, **parallel}, config={"cluster": {"ranks_per_node": 1}}), train(1, "te_ring", load))
+    with_loss = {**load, **EXPERTS}
+    pooled, one = train(2, "zeppelin", {**with_loss, **parallel}), train(1, "te_ring", with_loss)
+    assert pooled.column("loss")[0] == pytest.approx(one.column("loss")[0], rel=1e-6), "the loss itself has no such statistics"
+    assert pooled.column("loss") == pytest.approx(one.column("loss"), rel=1e-3)
+
+
+def one_line(result: Result, rank: int = 0) -> str:
+    lines = [line for line in result.log(rank).splitlines() if line.startswith("error")]
+    assert len(lines) == 1, result.tail(rank)
+    assert "Traceback" not in result.log(rank)
+    return lines[0]
+
+
+def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:
+    def refused(result: Result) -> None:
+        assert result.codes == (2, 2)
+        assert "--calculate-per-token-loss is missing" in one_line(result)
+
+    train(2, "te_ring", {"calculate-per-token-loss": False}, expect=refused, deadline_s=60)
+
+
+def test_an_unknown_key_ends_every_rank_with_a_suggestion(train: Train) -> None:
+    def refused(result: Result) -> None:
+        assert result.codes == (2, 2)
+        assert "did you mean 'tokens_per_rank'" in one_line(result)
+
+    train(2, {"name": "te_ring", "token_per_rank": 12}, expect=refused, deadline_s=60)
+
+
+def test_a_rank_that_cannot_read_its_samples_leaves_none_waiting(train: Train, tmp_path: Path) -> None:
+    def refused(result: Result) -> None:
+        assert result.codes == (2, 2), result.tail(result.failed or 0)
+        assert result.seconds < 30
+        assert any("vocabulary" in one_line(result, rank) for rank in (0, 1))
+
+    corpus = write_corpus(tmp_path / "foreign", [SEQ_LENGTH] * 7)
+    path = tmp_path / "foreign.bin"
+    tokens = bytearray(path.read_bytes())
+    tokens[-2 * 30 : -2 * 29] = b"\xff\x7f"  # one id that no embedding has, in the last document
+    path.write_bytes(tokens)
+    train(2, "te_ring", {"data-path": corpus, "context-parallel-size": 1, "train-iters": 7}, expect=refused, deadline_s=60)
+
+
+def test_a_pool_that_cannot_hold_a_batch_says_what_it_would_take(train: Train) -> None:
+    def refused(result: Result) -> None:
+        assert result.codes == (2, 2)
+        assert "tokens" in one_line(result)
+
+    train(2, {"name": "zeppelin", "tokens_per_rank": 16}, expect=refused, deadline_s=60)
+
+
+def test_steps_are_logged_with_their_keys(train: Train) -> None:
+    run = train(2, "zeppelin", {"train-iters": 2}, config=TWO_NODES)
+    expected = {
+        *("step", "loss", "grad_norm", "planner", "num_sequences", "num_tokens", "imbalance_before", "imbalance_after"),
+        *("kv_tokens_received", "kernel_calls", "plan_ms", "plan_wait_ms", "step_ms", "predicted_ms", "fingerprint"),
+    }
+    for step in run.steps:
+        assert expected <= set(step)
+        assert set(step["imbalance_before"]) == set(step["imbalance_after"]) == {"tokens", "attention"}
+        assert step["imbalance_after"]["tokens"] >= 1
+    assert (run.result.logs / "log" / "config.yaml").read_text().count("zeppelin") == 1
+    assert run.result.log(0).count("zeppelin, ") == 2, "one line a step, on rank 0"
+    assert "zeppelin, " not in run.result.log(1)
