@@ -52,9 +52,9 @@ class StepPlanner:
         self._name = job.config.planner.name
         self._options = {**dataclasses.asdict(job.config.planner.options)}
         if self._options.get("tokens_per_rank") is None:
-            self._options["tokens_per_rank"] = tokens_per_rank(
-                job.args.seq_length, job.args.micro_batch_size, job.args.context_parallel_size
-            )
+            full = tokens_per_rank(job.args.seq_length, job.args.micro_batch_size, job.args.context_parallel_size)
+            # A planner that may place tokens unevenly says by how much: what a rank must have memory for, whatever the batch.
+            self._options["tokens_per_rank"] = int(full * self._options.get("slack", 1.0))
         self._plan = make_planner(self._name, job.cluster(), job.model(), **self._options)
         self._ahead = (
             PlanAhead(PlanSpec(self._name, job.cluster(), job.model(), self._options)) if ahead and job.train_data is not None else None

@@ -82,7 +82,7 @@ class VarlenKernel:
         if len(parts) == 1:
             return parts[0][0], parts[0][1].T
         out = q.new_empty(entries.num_q, *q.shape[1:])
-        lse = torch.empty(q.shape[1], entries.num_q, dtype=torch.float32, device=q.device)
+        lse = parts[0][1].new_empty(q.shape[1], entries.num_q)
         for half, (part, part_lse) in zip(entries.halves, parts, strict=True):
             out[half.packed_q] = part
             lse[:, half.packed_q] = part_lse
