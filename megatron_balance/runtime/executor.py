@@ -7,6 +7,7 @@ gradients travel in that type, everything else in the input's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,9 @@ from megatron_balance.core.program import Kind
 from megatron_balance.runtime import comm
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.kernels import merge
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Swap
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap, describe
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -69,6 +72,28 @@ class _Phase:
         self.device = q.device
         self.dim = q.shape[2]
         self.under_way: dict[int, tuple[comm.Pending, list[list[Tensor]]]] = {}
+
+    def take_steps(self) -> None:
+        """All steps in order. An error is logged with the step that met it before it goes on."""
+        index = 0
+        try:
+            for index, step in enumerate(self.phase.steps):
+                match step:
+                    case Start():
+                        self.start(step.swap)
+                    case Finish():
+                        self.finish(step.swap)
+                    case Launch() | GradLaunch():
+                        self.launch(step)
+                self.free(index)
+        except Exception:
+            bound, steps = self.bound, self.phase.steps
+            log.error(
+                "rank %d of %d, %s step %d of %d of the plan %s: %s",
+                *(bound.rank, bound.groups.size, "forward" if self.phase is bound.forward else "backward", index, len(steps)),
+                *(bound.plan.fingerprint(), describe(steps[index])),
+            )
+            raise
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -166,6 +191,9 @@ class _Phase:
             case _:
                 self.other_arrive(message, tensors)
 
+    def launch(self, step: Step) -> None:
+        raise NotImplementedError
+
     def other_parcel(self, message: Message) -> list[Tensor]:
         raise NotImplementedError
 
@@ -192,24 +220,15 @@ class _Forward(_Phase):
 
     def run(self) -> tuple[Tensor, Tensor, Received]:
         self.space(0)
-        for index, step in enumerate(self.phase.steps):
-            match step:
-                case Launch():
-                    self.launch(step)
-                case Start():
-                    self.start(step.swap)
-                case Finish():
-                    self.finish(step.swap)
-                case GradLaunch():
-                    raise AssertionError("a backward launch in the forward")
-            self.free(index)
+        self.take_steps()
         self.bound.counters.ran(self.phase.work, forward=True)
         received = Received()
         if self.bound.policy == "keep":
             received = Received({b: x for b, x in self.q.items() if b}, {b: x for b, x in self.kv.items() if b})
         return self.out[0].to(self.dtype), self.lse[0], received
 
-    def launch(self, step: Launch) -> None:
+    def launch(self, step: Step) -> None:
+        assert isinstance(step, Launch), "a backward launch in the forward"
         k, v = self.key_operand(step.k)
         out, lse = self.bound.kernel.forward(step.entries, self.query_operand(step.q), k, v, self.scale)
         self.store(step.out, step.merges, out, lse)
@@ -255,17 +274,7 @@ class _Backward(_Phase):
         self.dkv = {0: torch.zeros((2, *k.shape), dtype=self.wide, device=self.device)}
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        for index, step in enumerate(self.phase.steps):
-            match step:
-                case GradLaunch():
-                    self.launch(step)
-                case Start():
-                    self.start(step.swap)
-                case Finish():
-                    self.finish(step.swap)
-                case Launch():
-                    raise AssertionError("a forward launch in the backward")
-            self.free(index)
+        self.take_steps()
         self.bound.counters.ran(self.phase.work, forward=False)
         return self.dq[0].to(self.dtype), self.dkv[0][0].to(self.dtype), self.dkv[0][1].to(self.dtype)
 
@@ -279,7 +288,8 @@ class _Backward(_Phase):
             self.dkv[buffer] = torch.zeros(2, *self.bound.key_rows[buffer], self.dim, dtype=self.wide, device=self.device)
         return self.dkv[buffer]
 
-    def launch(self, step: GradLaunch) -> None:
+    def launch(self, step: Step) -> None:
+        assert isinstance(step, GradLaunch), "a forward launch in the backward"
         k, v = self.key_operand(step.k)
         final = (
             self.final_operand(step.dout, self.dout, self.dtype),

@@ -138,3 +138,17 @@ class Phase:
     frees: tuple[tuple[tuple[Kind, int], ...], ...]
     blank_outputs: tuple[int, ...] = ()  # query buffers whose output must start empty
     work: Work = field(default_factory=Work)
+
+
+def describe(step: Step) -> str:
+    """One line for a log: what the step does and with whom."""
+    match step:
+        case Start(swap) | Finish(swap):
+            sends = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} to rank {m.peer}" for m in swap.sends)
+            receives = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in swap.receives)
+            what = "start" if isinstance(step, Start) else "end"
+            return (
+                f"{what} of exchange {swap.id} ({swap.pattern}) of zone {swap.zone!r}: {sends or 'nothing out'}; {receives or 'nothing in'}"
+            )
+        case Launch() | GradLaunch():
+            return f"{'attention' if isinstance(step, Launch) else 'attention gradient'} of zone {step.zone!r} in {step.calls} kernel calls"
