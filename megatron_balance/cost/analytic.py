@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, inf
 
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
 
 LINEAR_EFFICIENCY = 0.6
 """Share of peak that large dense matrix products reach (about what training runs report)."""
+
+TILE_TOKENS = 128
+"""Side of the tiles that flash attention kernels work in."""
 
 LAUNCH_S = 10e-6
 """A kernel launch with what surrounds it: index arithmetic, the merge of its partial result."""
@@ -25,9 +29,13 @@ class AnalyticCost:
     cluster: Cluster
     model: Model
 
-    def attention_s(self, num_pairs: float) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads."""
-        return num_pairs * self.model.attention_flops_per_pair / (self.cluster.flops_per_s * self.cluster.attention_efficiency)
+    def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
+        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`.
+
+        A kernel works in tiles: the last one of a run is padded, of the queries' and of the keys'.
+        """
+        padding = 1.0 if run_tokens == inf else (ceil(run_tokens / TILE_TOKENS) * TILE_TOKENS / run_tokens) ** 2
+        return padding * num_pairs * self.model.attention_flops_per_pair / (self.cluster.flops_per_s * self.cluster.attention_efficiency)
 
     def launch_s(self, num_launches: float) -> float:
         """Seconds of fixed cost for so many attention launches and their merges."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 
 class CostModel(Protocol):
     """Predicted seconds of one layer's forward pass. A planner gets one as an argument and reads no clock."""
 
-    def attention_s(self, num_pairs: float) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads."""
+    def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
+        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`."""
         ...
 
     def launch_s(self, num_launches: float) -> float:

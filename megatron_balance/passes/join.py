@@ -11,7 +11,7 @@ import numpy as np
 from megatron_balance.core.program import TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
 from megatron_balance.core.rows import Rows
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.passes.tables import Ints, as_array, as_rows
+from megatron_balance.passes.tables import Ints, as_array, as_rows, concat
 
 
 def join(ranks: Sequence[RankProgram], lengths: tuple[int, ...], num_heads: int, num_kv_heads: int, policy: str | None = None) -> Program:
@@ -65,18 +65,18 @@ def _merge_orders(ranks: Sequence[Sequence[Op]]) -> Iterator[Op]:
 
 def _join_exchange(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Exchange:
     first = shares[0][1]
-    sends, receives = [np.empty((0, TRANSFER_WIDTH), dtype=np.int64)], [np.empty((0, TRANSFER_WIDTH), dtype=np.int64)]
     for rank, op in shares:
         if (op.pattern, op.group) != (first.pattern, first.group):
             raise InvalidProgramError(
                 f"exchange {exchange_id}: rank {rank} sees {op.pattern} in {op.group}, rank {shares[0][0]} {first.pattern} in {first.group}"
             )
-        rows = as_array(op.transfers)
-        if ((rows[:, 6] != rank) & (rows[:, 7] != rank)).any():
-            raise InvalidProgramError(f"exchange {exchange_id}: rank {rank} lists a transfer of other ranks")
-        sends.append(rows[rows[:, 6] == rank])
-        receives.append(rows[rows[:, 7] == rank])
-    sent, received = _by_ranks(np.concatenate(sends)), _by_ranks(np.concatenate(receives))
+    rows = concat([op.transfers for _, op in shares], TRANSFER_WIDTH)
+    listed_by = np.repeat([rank for rank, _ in shares], [len(op.transfers) for _, op in shares])
+    sends, receives = rows[:, 6] == listed_by, rows[:, 7] == listed_by
+    if not (sends | receives).all():
+        rank = listed_by[int(np.flatnonzero(~(sends | receives))[0])]
+        raise InvalidProgramError(f"exchange {exchange_id}: rank {rank} lists a transfer of other ranks")
+    sent, received = _by_ranks(rows[sends]), _by_ranks(rows[receives])
     if first.pattern != "p2p" and {rank for rank, _ in shares} != set(first.group):
         raise InvalidProgramError(
             f"exchange {exchange_id}: {first.pattern} in {first.group}, but only {sorted(r for r, _ in shares)} take part"

@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias, assert_never
 import numpy as np
 
 from megatron_balance.core.program import MERGE_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
+from megatron_balance.core.rows import Rows
 from megatron_balance.passes.atoms import Atoms
 from megatron_balance.passes.join import join, split
 from megatron_balance.passes.tables import Ints, as_array, as_rows
@@ -96,7 +97,7 @@ def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:
     origin = np.repeat(np.arange(len(ops)), [len(t) for t in tables])
     table = np.concatenate([np.empty((0, MERGE_WIDTH), dtype=np.int64), *tables])
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
-    merges: dict[int, list[Ints]] = {}
+    found: list[Ints] = [np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
     for kind in (Kind.Q_GRAD, Kind.KV_GRAD):
         of_kind = table[:, 0] == kind
         rows, op_index = table[of_kind], origin[of_kind]
@@ -105,19 +106,23 @@ def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:
         atoms = Atoms.of(rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4:6].ravel())
         row, atom = atoms.expand(*rows[:, 1:].T)
         at = op_index[row]
-        order = np.lexsort((at, atom))
+        order = np.argsort(atom * len(ops) + at, kind="stable")
         atom, at = atom[order], at[order]
         again = np.zeros(len(atom), dtype=bool)
         again[1:] = atom[1:] == atom[:-1]
         # A launch sums what it computes for one token, so its repeats are no second partial; those of an exchange are.
         again[1:] &= ~(launches[at[1:]] & (at[1:] == at[:-1]))
         again[again] = _first_of(at[again], atom[again])
-        for index, regions in zip(*_per_op(atoms, at[again], atom[again]), strict=True):
-            merges.setdefault(index, []).append(np.insert(regions, 0, kind, axis=1))
-    for index, op in enumerate(ops):
+        group, regions = atoms.regions(at[again], atom[again])
+        found.append(np.column_stack([group, np.full(len(group), kind), regions]))
+    merges = np.concatenate(found)
+    merges = merges[np.argsort(merges[:, 0], kind="stable")]
+    ends = np.searchsorted(merges[:, 0], np.arange(len(ops) + 1)).tolist()
+    values = np.ascontiguousarray(merges[:, 1:], dtype="<i8")
+    for op, start, stop in zip(ops, ends, ends[1:], strict=False):
         yield op
-        if index in merges:
-            yield Merge(rank, as_rows(np.concatenate(merges[index])))
+        if start < stop:
+            yield Merge(rank, Rows(MERGE_WIDTH, values[start:stop].tobytes()))
 
 
 def _first_of(at: Ints, atom: Ints) -> Ints:
@@ -125,12 +130,6 @@ def _first_of(at: Ints, atom: Ints) -> Ints:
     fresh = np.ones(len(at), dtype=bool)
     fresh[1:] = (at[1:] != at[:-1]) | (atom[1:] != atom[:-1])
     return fresh
-
-
-def _per_op(atoms: Atoms, at: Ints, atom: Ints) -> tuple[list[int], list[Ints]]:
-    group, regions = atoms.regions(at, atom)
-    found, begin = np.unique(group, return_index=True)
-    return found.tolist(), np.split(regions, begin[1:]) if len(begin) else []
 
 
 def _contributions(op: Op, rank: int) -> Ints:

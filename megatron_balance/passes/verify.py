@@ -23,6 +23,7 @@ from megatron_balance.passes.tables import Bools, Ints, as_array, concat
 from megatron_balance.passes.transpose import POLICIES
 
 _NEVER = -1
+COPIED = (Kind.Q, Kind.KV, Kind.OUT_GRAD)  # a transfer leaves these with the source, too
 
 
 def verify(program: Program) -> None:
@@ -74,7 +75,8 @@ class _State:
         behind = np.arange(len(seq)) - self.first[seq] + 1  # key atoms a query atom sees, its own included
         self.pair_base = np.cumsum(behind) - behind
         self.done = np.zeros(int(behind.sum()) * self.num_heads, dtype=bool)
-        self.useful: dict[int, bool] = {}
+        self.scratch = np.zeros(max(size, len(self.done)), dtype=np.int32)
+        self.used = np.zeros(1, dtype=bool)  # by op: something that this exchange brought was read; the last entry is nobody's
         self.where: tuple[str, Sequence[int], Sequence[Op]] = ("", (), ())
 
     def _cut(self, program: Program) -> Atoms:
@@ -99,7 +101,7 @@ class _State:
                 low, high = table[:, columns[2]] * scale, table[:, columns[3]] * scale
                 if ((low < 0) | (low >= high) | (high > program.num_heads)).any():
                     raise InvalidProgramError("a region has an empty head span or heads that the model has not")
-                heads.append(np.unique(np.concatenate([low, high])))
+                heads.extend(np.flatnonzero(np.bincount(side)) for side in (low, high))
 
         for home in program.homes:
             add(as_array(home), (1, 2), 1)
@@ -107,17 +109,20 @@ class _State:
         moved = concat([op.transfers for op in ops if isinstance(op, Exchange)], 8)
         merged = concat([op.values for op in ops if isinstance(op, Merge)], 6)
         for table in (moved, merged):
+            if ((table[:, 0] < 0) | (table[:, 0] >= len(Kind))).any():
+                raise InvalidProgramError(f"a transfer or merge of an unknown kind; kinds are 0 to {len(Kind) - 1}")
             add(table[:, 1:], (1, 2, 3, 4), np.where(np.isin(table[:, 0], KEY_SIDE), self.ratio, 1))
-        pairs = concat([op.pairs for op in ops if isinstance(op, Attend | AttendGrad)], 9)
+        # A backward launch has the very table of its forward launch; looking at it once will do.
+        pairs = concat(list({id(op.pairs): op.pairs for op in ops if isinstance(op, Attend | AttendGrad)}.values()), 9)
         add(pairs, (1, 2, 3, 4), 1)
         add(pairs, (5, 6, 7, 8), self.ratio)
         return Atoms.of(*(np.concatenate(c) for c in (seqs, starts, stops, heads)))
 
     # Reading regions
 
-    def index(self, ranks: Ints, kinds: Ints | Kind, regions: Ints) -> tuple[Ints, Ints]:
+    def index(self, ranks: Ints, kind: Kind, regions: Ints) -> tuple[Ints, Ints]:
         """(row, flat state index) of every atom of regions [n, 5] on `ranks` [n]."""
-        scale = np.where(np.isin(kinds, KEY_SIDE), self.ratio, 1)
+        scale = self.ratio if kind in KEY_SIDE else 1
         row, atom = self.atoms.expand(regions[:, 0], regions[:, 1], regions[:, 2], regions[:, 3] * scale, regions[:, 4] * scale)
         return row, ranks[row] * self.num_atoms + atom
 
@@ -150,7 +155,7 @@ class _State:
     # Running
 
     def run(self, phase: str, ops: Sequence[Op]) -> None:
-        self.useful = {}
+        self.used = np.zeros(len(ops) + 1, dtype=bool)
         for batch in _batches(ops):
             chosen = [ops[i] for i in batch]
             self.where = (phase, batch, chosen)
@@ -167,9 +172,9 @@ class _State:
                     self.merge(chosen)  # pyright: ignore[reportArgumentType]
                 case _:
                     assert_never(first)
-        for index, used in self.useful.items():
-            if not used:
-                self.where = (phase, [index], [ops[index]])
+        for index, op in enumerate(ops):
+            if not self.used[index] and isinstance(op, Exchange) and np.isin(as_array(op.transfers)[:, 0], COPIED).any():
+                self.where = (phase, [index], [op])
                 raise self.error(0, "nothing that it brings is ever used")
 
     def check_ops(self, ops: Sequence[Op]) -> None:
@@ -199,23 +204,21 @@ class _State:
             raise self.error(0, f"moves a kind of value that does not belong into the {phase}")
         self.check_pattern(op, rows)
         arrivals: list[tuple[Kind, Ints, Ints]] = []
-        copies = False
-        for kind in sorted({Kind(k) for k in kinds.tolist()}):
+        for kind in _kinds(kinds):
             chosen = rows[kinds == kind]
             row, there = self.index(chosen[:, 6], kind, chosen[:, 1:6])
             here = chosen[row, 7] * self.num_atoms + there % self.num_atoms
             if kind in self.held:
-                copies = True
                 self.require(self.held[kind][there], chosen[row], "the source does not hold it")
                 self.mark_used(kind, there)
                 self.require(~self.held[kind][here], chosen[row], "the target holds it already")
-                if len(np.unique(here)) != len(here):
+                if not self.distinct(here):
                     raise self.error(0, "a rank receives the same value twice")
             else:
                 self.require(self.parts[kind][there] <= 1, chosen[row], "the source holds several partials of it that are not merged")
                 if kind == Kind.OUT:
                     self.require(self.parts[kind][there] == 1, chosen[row], "the source holds no partial output of it")
-                if len(np.unique(there)) != len(there):
+                if not self.distinct(there):
                     raise self.error(0, "a partial is given away twice")
                 self.require(self.parts[kind][here] <= 1, chosen[row], "the target holds several partials of it that are not merged")
             arrivals.append((kind, there, here))
@@ -229,8 +232,6 @@ class _State:
                 self.count[kind][there] = 0
                 np.add.at(self.parts[kind], here, 1)
                 np.add.at(self.count[kind], here, count)
-        if copies:
-            self.useful.setdefault(op_index, False)
 
     def check_pattern(self, op: Exchange, rows: Ints) -> None:
         if op.pattern == "p2p":
@@ -239,10 +240,12 @@ class _State:
         if not (np.isin(rows[:, 6], group).all() and np.isin(rows[:, 7], group).all()):
             raise self.error(0, f"{op.pattern} reaches beyond its group")
         if op.pattern == "all_gather":
+            ordered = rows[np.lexsort((rows[:, 7], rows[:, 6]))]
+            ends = np.searchsorted(ordered[:, 6] * self.program.num_ranks + ordered[:, 7], np.arange(self.program.num_ranks**2 + 1))
             for src in op.group:
-                sent = rows[rows[:, 6] == src]
-                each = [sent[sent[:, 7] == dst, :6].tobytes() for dst in op.group if dst != src]
-                if len(set(each)) > 1:
+                first = src * self.program.num_ranks
+                each = {ordered[ends[first + dst] : ends[first + dst + 1], :6].tobytes() for dst in op.group if dst != src}
+                if len(each) > 1:
                     raise self.error(0, f"all_gather, but rank {src} does not send the same to all")
 
     def attend(self, ops: Sequence[Attend | AttendGrad], phase: str) -> None:
@@ -273,7 +276,7 @@ class _State:
         pair = base * self.num_heads + head
         self.require_pair(~self.done[pair], pairs[row], "some of it is computed twice", ranks[row])
         self.done[pair] = True
-        if len(np.unique(pair)) != len(pair):
+        if not self.distinct(pair):
             raise self.error(0, "it computes some pair twice")
         rank = ranks[row]
         self.contribute(Kind.OUT if phase == "forward" else Kind.Q_GRAD, rank, query, head, queries, ranks)
@@ -288,7 +291,7 @@ class _State:
             owner = int(ranks[row[int(np.flatnonzero(self.parts[kind][flat] > 1)[0])]])
             which = [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(owner)
             raise self.error(which, f"rank {owner} holds several partials of {kind.name} that are not merged")
-        self.parts[kind][np.unique(flat)] += 1
+        self.parts[kind][flat] += 1  # once for each region, however often it is listed: NumPy reads before it writes
 
     def check_pairs(self, pairs: Ints) -> None:
         q_heads, kv_heads = pairs[:, 4] - pairs[:, 3], pairs[:, 8] - pairs[:, 7]
@@ -300,9 +303,10 @@ class _State:
     def merge(self, ops: Sequence[Merge]) -> None:
         values = concat([op.values for op in ops], 6)
         ranks = np.repeat([op.rank for op in ops], [len(op.values) for op in ops])
-        for kind in sorted({Kind(k) for k in values[:, 0].tolist()}):
-            if kind not in MOVED:
-                raise self.error(0, f"merges {kind.name}, which has no partials")
+        if not np.isin(values[:, 0], MOVED).all():
+            names = ", ".join(kind.name for kind in _kinds(values[:, 0]) if kind not in MOVED)
+            raise self.error(0, f"merges {names or 'an unknown kind'}, which has no partials")
+        for kind in _kinds(values[:, 0]):
             chosen = values[:, 0] == kind
             row, flat = self.index(ranks[chosen], kind, values[chosen, 1:])
             self.require(self.parts[kind][flat] >= 2, values[chosen][row], "there are not two partials to merge")
@@ -336,9 +340,13 @@ class _State:
     # Complaints
 
     def mark_used(self, kind: Kind, flat: Ints) -> None:
-        for index in np.unique(self.brought[kind][flat]).tolist():
-            if index != _NEVER:
-                self.useful[index] = True
+        self.used[self.brought[kind][flat]] = True
+
+    def distinct(self, flat: Ints) -> bool:
+        """Whether no index occurs twice: of two that write their number to one place, one does not find it again."""
+        number = np.arange(len(flat), dtype=np.int32)
+        self.scratch[flat] = number
+        return bool((self.scratch[flat] == number).all())
 
     def require(self, good: Bools, rows: Ints, complaint: str) -> None:
         if not good.all():
@@ -358,6 +366,11 @@ class _State:
         lines = list(op_lines(ops[which], self.program.num_heads, self.program.num_kv_heads))
         shown = "\n".join(lines[:6] + (["  ..."] if len(lines) > 6 else []))
         return InvalidProgramError(f"{phase} op {indices[which]}: {complaint}\n{shown}")
+
+
+def _kinds(column: Ints) -> list[Kind]:
+    """The kinds that occur."""
+    return [kind for kind in Kind if (column == kind).any()]
 
 
 def _batches(ops: Sequence[Op]) -> Iterator[list[int]]:

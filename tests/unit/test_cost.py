@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_balance import Cluster, Model
-from megatron_balance.cost.analytic import INTER_NODE_ALPHA_S, INTRA_NODE_ALPHA_S, LAUNCH_S, LINEAR_EFFICIENCY, AnalyticCost
+from megatron_balance.cost.analytic import INTER_NODE_ALPHA_S, INTRA_NODE_ALPHA_S, LAUNCH_S, LINEAR_EFFICIENCY, TILE_TOKENS, AnalyticCost
 
 CLUSTER = Cluster(16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, flops_per_s=1000e12, attention_efficiency=0.5)
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, ffn_size=14336)
@@ -37,3 +37,8 @@ def test_more_nics_move_bytes_faster_and_half_a_nic_slower() -> None:
 
 def test_launches_cost_each_the_same() -> None:
     assert COST.launch_s(7) == pytest.approx(7 * LAUNCH_S)
+
+
+def test_short_runs_of_queries_and_keys_fill_whole_tiles() -> None:
+    assert COST.attention_s(1e6, run_tokens=2 * TILE_TOKENS) == COST.attention_s(1e6)
+    assert COST.attention_s(1e6, run_tokens=TILE_TOKENS / 2) == pytest.approx(4 * COST.attention_s(1e6))

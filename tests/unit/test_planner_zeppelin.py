@@ -27,7 +27,7 @@ def zones_of(plan: MicrobatchPlan) -> list[tuple[str, tuple[int, ...], list[int]
 
 
 def test_paper_rule_puts_a_sequence_longer_than_a_node_on_all_nodes_it_asks_for() -> None:
-    # Node capacity 2 x 10; s_avg = 40 / 3, so ceil(30 / s_avg) = 3 nodes of 10 tokens; the rest is 10 = the threshold s0: split on one node.
+    # Node capacity 2 x 10; s_avg = 40 / 3, so ceil(30 / s_avg) = 3 nodes of 10 tokens; 10 is the threshold s0: split on one node.
     plan = plan_of([30, 10], Cluster(6, 2), rule="paper", tokens_per_rank=10)
     assert zones_of(plan) == [("inter_node", (0, 1, 2, 3, 4, 5), [30]), ("intra_node", (0, 1), [10])]
 
@@ -117,6 +117,13 @@ def test_without_weight_on_tokens_attention_is_more_even_and_tokens_less() -> No
     assert free["tokens"] > even["tokens"]
 
 
+def test_a_higher_weight_on_communication_moves_less_and_is_less_even() -> None:
+    lengths = [8870, 12248, 17868, 1450, 15757, 8660]
+    light, heavy = (figures(plan_of(lengths, Cluster(16, 8), weight_communication=w), MODEL) for w in (0.0, 0.3))
+    assert sum(heavy["kv_tokens_received_per_rank"]) < sum(light["kv_tokens_received_per_rank"])
+    assert heavy["imbalance"]["attention"] > light["imbalance"]["attention"]
+
+
 # The edges of both
 
 
@@ -167,7 +174,9 @@ def test_a_batch_larger_than_the_pool_is_infeasible(rule: str) -> None:
         plan_of([40, 25], Cluster(8, 4), rule=rule, tokens_per_rank=8)
 
 
-@pytest.mark.parametrize(("option", "value"), [("slack", 0.9), ("weight_tokens", -1.0), ("rule", "printed")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("slack", 0.9), ("weight_tokens", -1.0), ("weight_communication", -0.1), ("rule", "printed")]
+)
 def test_options_out_of_range_are_errors(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
         plan_of([4], Cluster(8, 4), **{option: value})

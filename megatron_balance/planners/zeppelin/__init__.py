@@ -21,9 +21,10 @@ goes over all nodes (of Algorithm 2: over all ranks of the node), and if that do
 exactly the threshold count as above it, or the loop would not end.
 
 Where we differ and why (`rule: cost`): a target time, found by bisection, replaces the two thresholds, because a threshold on length
-cannot see that a rank with little to hold may have much to compute. The objective is the longest time of a rank in attention or in its
-rings' communication, plus the longest linear time (`weight_tokens`), which a remap takes away. With `routed` a ring between nodes is
-priced as if it used all NICs of a node, which is what Zeppelin's routing layer makes of it and what makes long rings pay.
+cannot see that a rank with little to hold may have much to compute. The price of a placement is the longest time of a rank in attention
+or in its rings' communication, plus the longest linear time (`weight_tokens`), which a remap takes away; what moves adds a little even
+where it is hidden (`weight_communication`). With `routed` a ring between nodes is priced as if it used all NICs of a node, which is what
+Zeppelin's routing layer makes of it and what makes long rings pay; without a routing pass that is optimistic.
 
 Capacity: a rank of a ring over G ranks is counted as holding 2 ceil(|s| / 2G) tokens of a sequence, the most that zigzag gives it, and
 `rule: cost` keeps the sum within the capacity. Where nothing else fits, all sequences go over all ranks: that is legal whenever the
@@ -60,6 +61,8 @@ class ZeppelinOptions:
     """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
     weight_tokens: float = 1.0
     """Rule `cost`: weight of the longest linear time beside the longest attention time; 0 where a remap evens tokens out."""
+    weight_communication: float = 0.05
+    """Rule `cost`: what share of the time it counts to move as much as all sequences over all ranks would, even if it is hidden."""
     routed: bool = True
     """Rule `cost`: price a ring between nodes as using all NICs of a node, as routed transfers do; false: one NIC."""
 
@@ -79,7 +82,9 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
         placement = printed.place(batch.lengths, cluster, capacity)
     elif batch.lengths:
         num_nics = max(1.0, cluster.node_size / cluster.ranks_per_nic) if options.routed else 1.0
-        placement = costed.place(batch.lengths, cluster, cost, capacity, costed.Pricing(options.weight_tokens, num_nics))
+        placement = costed.place(
+            batch.lengths, cluster, cost, capacity, costed.Pricing(options.weight_tokens, options.weight_communication, num_nics)
+        )
     return MicrobatchPlan(
         "zeppelin", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones(placement, cluster)
     )
@@ -88,5 +93,6 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 def _check(options: ZeppelinOptions) -> None:
     if options.slack < 1:
         raise ConfigError(f"zeppelin: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
-    if options.weight_tokens < 0:
-        raise ConfigError(f"zeppelin: weight_tokens {options.weight_tokens}: must be at least 0")
+    for name in ("weight_tokens", "weight_communication"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"zeppelin: {name} {getattr(options, name)}: must be at least 0")

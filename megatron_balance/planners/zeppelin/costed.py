@@ -5,7 +5,9 @@ is attended to. For a target, sequences are placed in descending order, each whe
 target or the capacity: one rank, else ranks of one node, else of two nodes or more. Where that strands room (a long sequence fills
 ranks with time before it fills them with tokens), whole nodes are taken instead, and where that does too, the longest sequences go
 over all ranks. The target is found by bisection, as MULTIFIT packs bins: first one for both times; then, where communication is the
-longer, the lowest for attention alone under the same communication. Short sequences go last, each to the least loaded rank.
+longer, the lowest for attention alone under the same communication. Short sequences go last, each to the least loaded rank. Of the
+placements found, and the trivial one, all sequences over all ranks, the one of the lowest price is taken: its predicted makespan, and
+a little for what it moves, since communication that hides behind attention is not free either.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ _STEPS = 6
 _EFFORT = 300
 """Steps of a bisection, and fewer if that would place more than about this many sequences: this bounds planning time."""
 
+_NODES = 32
+"""Least loaded nodes that are looked at for room."""
+
 _TOLERANCE = 0.01
 """Targets this close, relatively, are not told apart."""
 
@@ -44,10 +49,13 @@ Share: TypeAlias = tuple[float, float, int]
 class Pricing:
     """How a placement is judged, beside the cost model.
 
-    `weight_tokens`: of the longest linear time, beside the longest attention time. `num_nics`: NICs of a node that one ring uses at once.
+    `weight_tokens`: of the longest linear time, beside the longest attention time. `weight_communication`: what share of the time it
+    counts, hidden or not, to move as much as the trivial plan, all sequences over all ranks, does. `num_nics`: NICs of a node that one
+    ring uses at once.
     """
 
     weight_tokens: float
+    weight_communication: float
     num_nics: float
 
 
@@ -65,20 +73,21 @@ class _Target:
 def place(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacity: int, pricing: Pricing) -> Placement:
     """The ranks of each sequence. `capacity`: tokens a rank holds.
 
-    Never predicted to be slower than all sequences over all ranks, which is also what is left where nothing else fits.
+    Never of a higher price than the trivial plan, all sequences over all ranks, which is also what is left where nothing else fits.
     """
     problem = Problem(lengths, cluster, cost, pricing)
     best: Placement = [tuple(range(cluster.num_ranks))] * len(lengths)
-    best_s = problem.makespan_s(best)
-    low_s = problem.mean_s
+    best_s, reached = problem.price_s(best), None
     for limit in problem.token_limits(capacity):
-        # What is left to attention if tokens were even; and a closer limit on tokens never makes attention shorter.
-        found = problem.search(limit, (low_s, best_s - problem.token_s * problem.mean_tokens), wider=limit == capacity)
+        found = problem.search(limit, best_s - problem.token_s * problem.mean_tokens, wider=limit == capacity)
         if found is not None:
-            low_s = max(low_s, found.time_s() / (1 + _TOLERANCE))
-            found_s = problem.makespan_s(found.placement)
+            found_s = problem.price_s(found.placement)
             if found_s < best_s:
-                best, best_s = found.placement, found_s
+                best, best_s, reached = found.placement, found_s, found.target
+    if reached is not None:
+        eased = problem.ease(reached)
+        if eased is not None and problem.price_s(eased.placement) < best_s:
+            best = eased.placement
     return best
 
 
@@ -90,16 +99,20 @@ class Problem:
         self.num_nics = pricing.num_nics
         self.token_s = cost.linear_s(1.0) * pricing.weight_tokens
         order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
-        work = {length: cost.attention_s(length * (length + 1) / 2) for length in set(lengths)}
+        self.weight_communication = pricing.weight_communication
+        self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
+        work = {length: self._time_s(length, 1) for length in set(lengths)}
         self.work_s = [work[length] for length in lengths]
         self.mean_s = sum(self.work_s) / cluster.num_ranks
         self.mean_tokens = sum(lengths) / cluster.num_ranks
         self.large = self._above(order, 1 / _SMALL)
         if len(self.large) > _MANY:
             self.large = self._above(order, 1 / 2)
-        self.small = order[len(self.large) :]
+        placed_first = set(self.large)
+        self.small = [seq for seq in order if seq not in placed_first]
         self.small_s = sum(self.work_s[seq] for seq in self.small)
         self.small_tokens = sum(lengths[seq] for seq in self.small)
+        self.parts_s: dict[tuple[int, int], float] = {}
         self.shares: dict[tuple[int, int, bool], Share] = {}
 
     def _above(self, order: Sequence[int], part: float) -> list[int]:
@@ -119,57 +132,78 @@ class Problem:
         """The share of each rank in a ring that is the sequence's own."""
         key = (self.lengths[seq], num_ranks, inter_node)
         if key not in self.shares:
-            attention_s = self.work_s[seq] / num_ranks + self.cost.launch_s(num_ranks)
+            attention_s = self._attend_s(seq, num_ranks) + self.cost.launch_s(num_ranks)
             self.shares[key] = (attention_s, self.hops_s(self.lengths[seq], num_ranks, inter_node), share(self.lengths[seq], num_ranks))
         return self.shares[key]
 
-    def makespan_s(self, placement: Placement) -> float:
-        """Longest time of a rank in attention or its communication, and weighted longest linear time.
+    def _attend_s(self, seq: int, num_ranks: int) -> float:
+        """Seconds of attention of each rank of a ring for a sequence, of which it holds two chunks."""
+        if num_ranks == 1:
+            return self.work_s[seq]
+        key = (self.lengths[seq], num_ranks)
+        if key not in self.parts_s:
+            self.parts_s[key] = self._time_s(*key)
+        return self.parts_s[key]
+
+    def _time_s(self, length: int, num_ranks: int) -> float:
+        return self.cost.attention_s(length * (length + 1) / (2 * num_ranks), length / (2 * num_ranks) if num_ranks > 1 else length)
+
+    def price_s(self, placement: Placement) -> float:
+        """Longest time of a rank in attention or its communication, and weighted longest linear time, and a share for what moves.
 
         Sequences with the same ranks share a ring and its rounds.
         """
         attention_s, hops_s, tokens = ([0.0] * self.cluster.num_ranks for _ in range(3))
         for ranks, seqs in members(placement).items():
-            num_tokens, work_s = sum(self.lengths[seq] for seq in seqs), sum(self.work_s[seq] for seq in seqs)
+            num_tokens = sum(self.lengths[seq] for seq in seqs)
             inter_node = self.cluster.node(ranks[0]) != self.cluster.node(ranks[-1])
-            more_s = work_s / len(ranks) + self.cost.launch_s(len(ranks))
+            launch_s = self.cost.launch_s(len(ranks))
+            more_s = launch_s + sum(self._attend_s(seq, len(ranks)) for seq in seqs)
             more_hops_s = self.hops_s(num_tokens, len(ranks), inter_node)
             for rank in ranks:
                 attention_s[rank] += more_s
                 hops_s[rank] += more_hops_s
                 tokens[rank] += num_tokens / len(ranks)
-        return max(*attention_s, *hops_s) + self.token_s * max(tokens)
+        time_s = max(*attention_s, *hops_s) + self.token_s * max(tokens)
+        moved = sum(hops_s) / self.trivial_hops_s if self.trivial_hops_s else 0.0
+        return time_s * (1 + self.weight_communication * moved)
 
     def token_limits(self, capacity: int) -> list[int]:
         """Limits on a rank's tokens to try: the capacity, and closer to the mean if tokens count."""
         closer = (int(self.mean_tokens * factor) + 1 for factor in _TOKEN_LIMITS)
         return [capacity, *(limit for limit in closer if limit < capacity and self.token_s > 0)]
 
-    def search(self, limit: int, between_s: tuple[float, float], wider: bool) -> _State | None:
-        """The best placement found under a limit on a rank's tokens, or None. Targets are sought within `between_s`."""
+    def search(self, limit: int, bound_s: float, wider: bool) -> _State | None:
+        """The tightest placement found under a limit on a rank's tokens, if its longest time stays below `bound_s`."""
         wide = 0
         while wide <= len(self.large):
-            state = self._search(_Target(inf, inf, limit, wide=wide), between_s)
-            if state is not None and state.place_small():
-                return state
+            found = self._search(_Target(inf, inf, limit, wide=wide), bound_s)
+            if found is not None and found.place_small():
+                return found
             if not wider:
                 return None
             wide = max(1, 4 * wide)
         return None
 
-    def _search(self, loose: _Target, between_s: tuple[float, float]) -> _State | None:
-        """The larger sequences under the lowest target for both times, then under the lowest for attention alone."""
-        low, high = between_s
-        state = self._bisect(low, high, lambda s: replace(loose, attention_s=s, hops_s=s))
-        if state is not None and max(state.hops_s) > max(state.attention_s):
-            found = state.target
-            state = self._bisect(self.mean_s, found.attention_s, lambda s: replace(loose, attention_s=s, hops_s=found.hops_s))
-        return state
+    def ease(self, target: _Target) -> _State | None:
+        """The placement under a target a little less tight than one that was reached, which may move less."""
+        ease = 1 + self.weight_communication
+        found = self._attempt(replace(target, attention_s=target.attention_s * ease, hops_s=target.hops_s * ease)) if ease > 1 else None
+        return found if found is not None and found.place_small() else None
 
-    def _bisect(self, low: float, high: float, target: Callable[[float], _Target]) -> _State | None:
+    def _search(self, loose: _Target, bound_s: float) -> _State | None:
+        """The larger sequences under the lowest target for both times, then, if communication is longer, the lowest for attention."""
+        found = self._bisect(bound_s, lambda s: replace(loose, attention_s=s, hops_s=s))
+        if found is not None and max(found.hops_s) > max(found.attention_s):
+            both = found.target
+            found = self._bisect(both.attention_s, lambda s: replace(both, attention_s=s)) or found
+        return found
+
+    def _bisect(self, high: float, target: Callable[[float], _Target]) -> _State | None:
         """Under the lowest target found; None if `high` is too low already."""
-        found = self._attempt(target(high)) if high > low else None
-        if found is None:
+        low = self.mean_s
+        tightest = self._attempt(target(high)) if high > low else None
+        if tightest is None:
             return None
         for _ in range(max(2, min(_STEPS, _EFFORT // max(1, len(self.large))))):
             if high <= low * (1 + _TOLERANCE):
@@ -179,11 +213,11 @@ class Problem:
             if state is None:
                 low = middle
             else:
-                high, found = middle, state
-        return found
+                high, tightest = middle, state
+        return tightest
 
     def _attempt(self, target: _Target) -> _State | None:
-        for whole in (False, True):
+        for whole in (True,) if target.wide else (False, True):
             state = _State(self, replace(target, whole=whole))
             if state.place_large():
                 return state
@@ -206,9 +240,6 @@ class _State:
         self.node_tokens = [0] * problem.cluster.num_nodes
         self.placement: list[tuple[int, ...]] = [()] * len(problem.lengths)
         self.unit_s = target.attention_s if target.attention_s < inf else problem.mean_s
-
-    def time_s(self) -> float:
-        return max(*self.attention_s, *self.hops_s)
 
     def place_large(self) -> bool:
         """Place the larger sequences; False if one finds no place, or the rest, as a fluid, no room."""
@@ -255,7 +286,7 @@ class _State:
                 continue
             full_s = size * self.target.attention_s - num_ranks * share[0]
             full_tokens = size * self.target.tokens - num_ranks * share[2]
-            for node in nodes:
+            for node in nodes[:_NODES]:
                 if self.node_s[node] > full_s or self.node_tokens[node] > full_tokens:
                     continue
                 ranks = self.fitting(range(node * size, (node + 1) * size), share)
@@ -338,8 +369,10 @@ class _State:
                 heapreplace(heap, (load + weight_s * work_s + weight_tokens * length, rank))
             else:
                 left.append(seq)
-        self.target = _Target(inf, inf, capacity)
-        return all(self.place(seq) for seq in left)
+        reached, self.target = self.target, _Target(inf, inf, capacity)
+        placed = all(self.place(seq) for seq in left)
+        self.target = reached
+        return placed
 
 
 def _steps(first: int, last: int) -> Iterator[int]:

@@ -40,5 +40,6 @@ def zones(placement: Placement, cluster: Cluster) -> tuple[Zone, ...]:
 
 
 def share(length: int, num_ranks: int) -> int:
-    """Tokens of a sequence that one of `num_ranks` ranks holds at most: two of 2G near-equal chunks."""
-    return length if num_ranks == 1 else min(length, 2 * -(-length // (2 * num_ranks)))
+    """Tokens of a sequence that a rank holds at most: two of 2p near-equal chunks on p ranks (`schedules.zigzag`: p <= length / 2)."""
+    parts = max(1, min(num_ranks, length // 2))
+    return length if parts == 1 else min(length, 2 * -(-length // (2 * parts)))

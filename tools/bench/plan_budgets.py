@@ -1,0 +1,103 @@
+"""Plan, project and verify against the budgets of the design (CPU time of one core; targets, not tests).
+
+python tools/bench/plan_budgets.py [--repeats 5] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
+from megatron_balance.schedules import project
+from megatron_balance.schedules.figures import figures
+
+MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
+MIDDLE = 5
+"""The rank that is projected; any but the first will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One thing to time: what it is, what it may take (None: no budget is set), and how to do it once."""
+
+    what: str
+    budget_ms: float | None
+    run: Callable[[], object]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print median, range and ratio to the budget of each measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    rows = [_measure(measurement, options.repeats) for measurement in measurements()]
+    if options.json:
+        print(json.dumps({"rows": rows}))
+        return 0
+    print(f"{'':64}{'median ms':>10}{'min':>9}{'max':>9}{'budget':>8}{'ratio':>7}")
+    for row in rows:
+        budget = ("", "") if row["budget_ms"] is None else (f"{row['budget_ms']:g}", f"{row['median_ms'] / row['budget_ms']:.2f}")
+        print(f"{row['what']:64}{row['median_ms']:10.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{budget[0]:>8}{budget[1]:>7}")
+    return 0
+
+
+def measurements() -> Iterator[Measurement]:
+    """Everything that is timed here; `bind` needs torch and ranks and is timed by its own benchmark."""
+    for num_ranks, num_seqs, tokens_per_rank, budget_ms in ((64, 512, 8192, 5.0), (1024, 1024, 4096, 50.0), (1024, 4096, 4096, 50.0)):
+        cluster, lengths = Cluster(num_ranks, 8), long_tailed(num_seqs, num_ranks * tokens_per_rank)
+        size = f"{num_ranks} ranks x {num_seqs} sequences, {sum(lengths) / 1e6:.1f}M tokens"
+        for rule in ("cost", "paper"):
+            for slack in (1.0, 1.25):
+                make = make_planner("zeppelin", cluster, MODEL, tokens_per_rank=int(slack * tokens_per_rank), rule=rule)
+                yield Measurement(f"plan {size}: zeppelin {rule}, slack {slack:g}", budget_ms, lambda make=make, batch=lengths: make(batch))
+        ring = make_planner("te_ring", cluster, MODEL)
+        yield Measurement(f"plan {size}: te_ring", budget_ms, lambda make=ring, batch=lengths: make(batch))
+        zones = make_planner("zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank))(lengths)
+        yield from _projections(size, ring(lengths), zones, 2.0 if num_ranks == 64 else 10.0)
+    cluster, lengths = Cluster(64, 8), [100 + seq for seq in range(64)]
+    for name in ("te_ring", "llama_all_gather", "ulysses", "zeppelin"):
+        made = make_planner(name, cluster, MODEL)(lengths)
+        yield Measurement(f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan))
+
+
+def _projections(size: str, ring: MicrobatchPlan, zones: MicrobatchPlan, budget_ms: float) -> Iterator[Measurement]:
+    """The budget is for project and bind together."""
+    for name, plan in (("te_ring", ring), ("zeppelin", zones)):
+        yield Measurement(f"project one of {size}: {name}", budget_ms, lambda plan=plan: project(plan, MIDDLE))
+        yield Measurement(f"figures of {size}: {name}", None, lambda plan=plan: figures(plan, MODEL))
+
+
+def long_tailed(num_seqs: int, num_tokens: int) -> list[int]:
+    """Log-normal lengths of exactly so many tokens in all, the same on every machine."""
+    rng = random.Random(20261120)
+    weights = [rng.lognormvariate(0, 1.3) for _ in range(num_seqs)]
+    lengths = [max(1, int(w * num_tokens / sum(weights))) for w in weights]
+    lengths[0] += num_tokens - sum(lengths)
+    return lengths
+
+
+def _measure(measurement: Measurement, repeats: int) -> dict[str, Any]:
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.process_time()
+        measurement.run()
+        times.append(1e3 * (time.process_time() - start))
+    return {
+        "what": measurement.what,
+        "budget_ms": measurement.budget_ms,
+        "median_ms": median(times),
+        "min_ms": min(times),
+        "max_ms": max(times),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
