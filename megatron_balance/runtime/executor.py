@@ -59,6 +59,12 @@ def part_heads(x: Tensor, head: int, num_heads: int) -> Tensor:
     return x if num_heads == x.shape[1] else x[:, head : head + num_heads]
 
 
+def part_pair(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+    """The same of a pair [2, T, heads, D]."""
+    rows = x if stop - start == x.shape[1] else x[:, start:stop]
+    return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
+
+
 class _Phase:
     """What both phases share: buffers, gathering rows, and exchanges."""
 
@@ -67,6 +73,7 @@ class _Phase:
         self.phase = phase
         self.q = {0: q, **received.q}
         self.kv = {0: (k, v), **received.kv}
+        self.stacked: dict[int, Tensor] = {}  # received keys and values as they came, [2, T, G, D]
         self.dtype = q.dtype
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
@@ -128,6 +135,8 @@ class _Phase:
     def free(self, index: int) -> None:
         for kind, buffer in self.phase.frees[index]:
             (self.q if kind == Kind.Q else self.kv).pop(buffer, None)
+            if kind == Kind.KV:
+                self.stacked.pop(buffer, None)
 
     # Exchanges
 
@@ -153,17 +162,12 @@ class _Phase:
             case Kind.Q:
                 return [self.gather(packed, self.q.__getitem__, self.dtype).contiguous()]
             case Kind.KV:
-                return [self.pair(packed, lambda b: self.kv[b][0], lambda b: self.kv[b][1], self.dtype)]
+                run = packed.runs[0]
+                if packed.direct and run.buffer in self.stacked:  # passed on as it came
+                    return [part_pair(self.stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads).contiguous()]
+                return [torch.stack([self.gather(packed, lambda b, i=i: self.kv[b][i], self.dtype) for i in (0, 1)])]
             case _:
                 return self.other_parcel(message)
-
-    def pair(self, packed: Packed, first: Callable[[int], Tensor], second: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
-        """Two gathered tensors as one [2, N, heads, D]; the received buffer itself if all of it goes on."""
-        one, other = self.gather(packed, first, dtype), self.gather(packed, second, dtype)
-        base = one._base
-        if base is not None and base is other._base and base.shape == (2, *one.shape) and base.is_contiguous():
-            return base
-        return torch.stack([one, other])
 
     def slots(self, message: Message) -> list[Tensor]:
         """Empty contiguous tensors for a message, shaped as the sender's `parcel`."""
@@ -187,6 +191,7 @@ class _Phase:
             case Kind.Q:
                 self.q[message.buffer] = tensors[0]
             case Kind.KV:
+                self.stacked[message.buffer] = tensors[0]
                 self.kv[message.buffer] = (tensors[0][0], tensors[0][1])
             case _:
                 self.other_arrive(message, tensors)
@@ -236,6 +241,9 @@ class _Forward(_Phase):
     def store(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
         """Packed partials to their rows: written where they are the first, merged by LSE where not."""
         for run, index, merging in zip(packed.runs, packed.indices, merges, strict=True):
+            if not merging and (run.count, run.num_heads) == self.bound.query_rows[run.buffer] == tuple(out.shape[:2]) and index is None:
+                self.out[run.buffer], self.lse[run.buffer] = out.to(self.wide), lse  # all of a buffer at once: no copy
+                continue
             self.space(run.buffer)
             new_out = part(out, run.row, run.row + run.count, run.head, run.num_heads)
             new_lse = part(lse, run.row, run.row + run.count, run.head, run.num_heads)
@@ -319,12 +327,15 @@ class _Backward(_Phase):
         packed = message.packed
         match message.kind:
             case Kind.OUT_GRAD:
-                pair = self.pair(packed, self.dout.__getitem__, self.out.__getitem__, self.dtype)
+                pair = torch.stack([self.gather(packed, of.__getitem__, self.dtype) for of in (self.dout, self.out)])
                 return [pair, self.gather(packed, self.lse.__getitem__, self.wide).contiguous()]
             case Kind.Q_GRAD:
                 return [self.gather(packed, self.query_grad, self.wide).contiguous()]
             case _:
-                return [self.pair(packed, lambda b: self.key_grad(b)[0], lambda b: self.key_grad(b)[1], self.wide)]
+                run = packed.runs[0]
+                if packed.direct:
+                    return [part_pair(self.key_grad(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads).contiguous()]
+                return [torch.stack([self.gather(packed, lambda b, i=i: self.key_grad(b)[i], self.wide) for i in (0, 1)])]
 
     def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
         match message.kind:
@@ -332,6 +343,9 @@ class _Backward(_Phase):
                 self.place_final(message.packed, tensors)
             case Kind.Q_GRAD:
                 self.add(message.packed, self.query_grad, tensors[0])
+            case _ if message.packed.direct:
+                run = message.packed.runs[0]
+                part_pair(self.key_grad(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads).add_(tensors[0])
             case _:
                 self.add(message.packed, lambda b: self.key_grad(b)[0], tensors[0][0])
                 self.add(message.packed, lambda b: self.key_grad(b)[1], tensors[0][1])
