@@ -69,10 +69,10 @@ def test_plain_equals_autograd(entries):
     outs = []
     for (a, b), (c, d), mask, (e, f) in zip(entries.q, entries.k, entries.causal, entries.dout, strict=True):
         one = Entries(((a, b),), ((c, d),), (mask,))
-        out, _ = PlainKernel().forward(one, *inputs, SCALE)
+        out, _ = PlainKernel().forward(one, inputs[0], inputs[1], inputs[2], SCALE)
         grad = (torch.arange(e + 1, f + 1) / rows)[:, None, None].expand_as(out).double()
         for total, part in zip((dq, dk, dv), torch.autograd.grad(out, inputs, grad), strict=True):
-            total += part
+            total.add_(part)
         outs.append(out)
     torch.testing.assert_close(found[0], torch.cat(outs))
     for packed, total, spans in ((found[2], dq, entries.q), (found[3], dk, entries.k), (found[4], dv, entries.k)):

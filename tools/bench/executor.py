@@ -58,7 +58,8 @@ def _job(rank: int, options: argparse.Namespace) -> None:
         )
     ring = result["ring"]
     print(
-        f"ring of {options.ranks}, {options.tokens} tokens, forward + backward: executor {ring['executor_ms']:.1f} ms, by hand {ring['by_hand_ms']:.1f} ms, "
+        f"ring of {options.ranks}, {options.tokens} tokens, forward + backward: executor {ring['executor_ms']:.1f} ms, "
+        f"by hand {ring['by_hand_ms']:.1f} ms, "
         f"median of the paired ratios {ring['ratio']:.3f} (from {ring['ratio_min']:.3f} to {ring['ratio_max']:.3f}), target <= 1.05"
     )
 
@@ -75,11 +76,10 @@ def _python_time(groups: Groups, repeats: int) -> list[dict[str, Any]]:
     inputs = _tensors(bound)
     rows: dict[str, list[float]] = {"forward": [], "backward": []}
     for _ in range(repeats + 1):
-        out: list[Tensor] = []
-        forward = _ours(lambda: out.append(balanced_attention(*inputs, bound)))
-        backward = _ours(lambda: out[0].sum().backward())
-        rows["forward"].append(forward)
-        rows["backward"].append(backward)
+        forward_us, out = _ours(lambda: balanced_attention(inputs[0], inputs[1], inputs[2], bound))
+        backward_us, _ = _ours(out.sum().backward)
+        rows["forward"].append(forward_us)
+        rows["backward"].append(backward_us)
     found = []
     for phase, times in rows.items():
         steps = len(getattr(bound, phase).steps)
@@ -90,10 +90,10 @@ def _python_time(groups: Groups, repeats: int) -> list[dict[str, Any]]:
     return found
 
 
-def _ours(call: Callable[[], object]) -> float:
-    """Microseconds of CPU time in functions of this package, without what the profiler itself adds to them."""
+def _ours(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Microseconds of CPU time in functions of this package, without what the profiler itself adds to them; and the call's result."""
     profile = cProfile.Profile(time.thread_time)  # CPU time: other processes on the machine do not count
-    profile.runcall(call)
+    result = profile.runcall(call)
     stats: Any = pstats.Stats(profile)
     own = sum(own for (path, _, _), (_, _, own, _, _) in stats.stats.items() if "megatron_balance" in path)
     calls = sum(
@@ -102,7 +102,7 @@ def _ours(call: Callable[[], object]) -> float:
         for (path, _, _), counts in callers.items()
         if "megatron_balance" in path
     )
-    return 1e6 * (own - calls * _PROFILED_CALL_S)
+    return 1e6 * (own - calls * _PROFILED_CALL_S), result
 
 
 def _profiled_call_s() -> float:
@@ -134,7 +134,7 @@ def _ring(groups: Groups, options: argparse.Namespace) -> dict[str, float]:
     dout = torch.ones_like(inputs[0])
 
     def executor() -> list[Tensor]:
-        out = balanced_attention(*inputs, bound, scale)
+        out = balanced_attention(inputs[0], inputs[1], inputs[2], bound, scale)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
     def hand() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Plan, project and verify against the budgets of the design (CPU time of one core; targets, not tests).
+"""Plan, project, bind and verify against the budgets of the design (CPU time of one core; targets, not tests).
 
 python tools/bench/plan_budgets.py [--repeats 5] [--json]
 """
@@ -15,10 +15,13 @@ from statistics import median
 from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
+from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.schedules import project
 from megatron_balance.schedules.figures import figures
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
+SHAPE = AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
 MIDDLE = 5
 """The rank that is projected; any but the first will do."""
 
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measurements() -> Iterator[Measurement]:
-    """Everything that is timed here; `bind` needs torch and ranks and is timed by its own benchmark."""
+    """Everything that is timed here. `bind` holds project and transpose, and looks up both phases; it needs torch, but no other rank."""
     for num_ranks, num_seqs, tokens_per_rank, budget_ms in ((64, 512, 8192, 5.0), (1024, 1024, 4096, 50.0), (1024, 4096, 4096, 50.0)):
         cluster, lengths = Cluster(num_ranks, 8), long_tailed(num_seqs, num_ranks * tokens_per_rank)
         size = f"{num_ranks} ranks x {num_seqs} sequences, {sum(lengths) / 1e6:.1f}M tokens"
@@ -72,6 +75,11 @@ def _projections(size: str, ring: MicrobatchPlan, zones: MicrobatchPlan, budget_
     """The budget is for project and bind together."""
     for name, plan in (("te_ring", ring), ("zeppelin", zones)):
         yield Measurement(f"project one of {size}: {name}", budget_ms, lambda plan=plan: project(plan, MIDDLE))
+        groups = Groups(MIDDLE, plan.num_ranks, tuple(range(plan.num_ranks)), None)
+        if name == "zeppelin" or plan.num_ranks == 64:  # te_ring over 1,024 ranks has a million rows a rank
+            yield Measurement(
+                f"bind one of {size}: {name}", budget_ms, lambda plan=plan, groups=groups: bind(plan, MIDDLE, SHAPE, groups=groups)
+            )
         yield Measurement(f"figures of {size}: {name}", None, lambda plan=plan: figures(plan, MODEL))
 
 

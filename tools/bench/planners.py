@@ -50,6 +50,7 @@ def _variants(slacks: Sequence[float]) -> Iterator[tuple[str, float | None, dict
     for slack in slacks:
         for rule in ("paper", "cost"):
             yield f"zeppelin {rule}", slack, {"rule": rule}
+        yield "zeppelin cost, unrouted", slack, {"rule": "cost", "routed": False}
 
 
 def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row]:

@@ -32,7 +32,7 @@ def _fork(rank: int, num_ranks: int, store: Path, job: Callable[[int], None]) ->
         job(rank)
         dist.barrier()
         code = 0
-    except BaseException:  # noqa: BLE001  a forked rank must not return into its parent's code
+    except BaseException:  # a forked rank must not return into its parent's code
         traceback.print_exc()
     finally:
         os._exit(code)
