@@ -33,7 +33,8 @@ def one_rank(train: Train) -> Run:
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: str, num_ranks: int) -> None:
-    run = train(num_ranks, planner, config=two_nodes(num_ranks))
+    # Without slack the longer documents of these batches must leave their node, so all three of zeppelin's queues run.
+    run = train(num_ranks, {"name": "zeppelin", "slack": 1.0} if planner == "zeppelin" else planner, config=two_nodes(num_ranks))
     assert_same_training(run, one_rank)
     assert run.column("planner") == [planner] * STEPS
     assert run.column("num_tokens") == one_rank.column("num_tokens")
