@@ -101,10 +101,12 @@ def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, conte
     assert_same_training(run, one_rank)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_train_like_one_rank(train: Train, one_rank: Run, tmp_path: Path, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(("planner", "sequence_parallel"), [*((planner, True) for planner in PLANNERS), ("zeppelin", False)])
+def test_tensor_parallel_ranks_train_like_one_rank(
+    train: Train, one_rank: Run, tmp_path: Path, planner: str, sequence_parallel: bool
+) -> None:
     load = started(train, tmp_path, {})
     reference = train(1, "te_ring", load)
     assert reference.column("loss")[0] != one_rank.column("loss")[0], "the checkpoint was not loaded"
     parallel = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": sequence_parallel}
-    assert_same_training(train(4, "zeppelin", {**load, **parallel}, config=two_nodes(2)), reference)
+    assert_same_training(train(4, planner, {**load, **parallel}, config=two_nodes(2)), reference)

@@ -53,7 +53,8 @@ def _job(rank: int, options: argparse.Namespace) -> None:
         return
     for row in result["python_time"]:
         print(
-            f"{row['phase']:9} {row['steps']:4} steps: our Python {row['our_us']:7.0f} us a call (spread {row['spread_us']:.0f}), "
+            f"{row['phase']:9} {row['sequences']} sequences, {row['steps']:2} steps: our Python {row['our_us']:7.0f} us a call "
+            f"(spread {row['spread_us']:.0f}), "
             f"budget {row['budget_us']:.0f} us, ratio {row['our_us'] / row['budget_us']:.2f}"
         )
     ring = result["ring"]
@@ -71,7 +72,11 @@ def _tensors(bound: Bound) -> list[Tensor]:
 
 def _python_time(groups: Groups, repeats: int) -> list[dict[str, Any]]:
     """Time in our own code of one call, tiny tensors, calls into torch not counted."""
-    plan = make_planner("te_ring", Cluster(groups.size, groups.size), MODEL)([64, 48, 32])
+    return [row for lengths in ([144], [64, 48, 32]) for row in _python_time_of(lengths, groups, repeats)]
+
+
+def _python_time_of(lengths: list[int], groups: Groups, repeats: int) -> list[dict[str, Any]]:
+    plan = make_planner("te_ring", Cluster(groups.size, groups.size), MODEL)(lengths)
     bound = bind(plan, groups.rank, AttentionShape(HEADS, KV_HEADS, DIM), groups=groups)
     inputs = _tensors(bound)
     rows: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -86,7 +91,16 @@ def _python_time(groups: Groups, repeats: int) -> list[dict[str, Any]]:
         warm = times[1:]
         budget = BUDGET_CALL_US + BUDGET_OP_US * steps
         spread = max(warm) - min(warm)
-        found.append({"phase": phase, "steps": steps, "our_us": statistics.median(warm), "spread_us": spread, "budget_us": budget})
+        found.append(
+            {
+                "phase": phase,
+                "sequences": len(lengths),
+                "steps": steps,
+                "our_us": statistics.median(warm),
+                "spread_us": spread,
+                "budget_us": budget,
+            }
+        )
     return found
 
 
