@@ -1,7 +1,8 @@
 # Megatron-core and this package on NVIDIA's PyTorch image, which brings torch, NCCL, Transformer Engine, apex and flash-attn.
-#   docker build -t megatron-balance .
+#   docker build --build-arg BASE=<NVIDIA's registry>/nvidia/pytorch:25.04-py3 -t megatron-balance .
 #   docker run --gpus all --ipc=host --rm megatron-balance doctor
-ARG BASE=nvcr.io/nvidia/pytorch:25.04-py3
+# No default: which mirror of the image a cluster pulls from is the cluster's business. Written for tag 25.04-py3.
+ARG BASE
 FROM ${BASE}
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
