@@ -42,6 +42,16 @@ MODEL: dict[str, Any] = {
     "attention-dropout": 0,
     "hidden-dropout": 0,
 }
+# Added to MODEL: every layer a mixture of experts, with both losses of its router.
+EXPERTS: dict[str, Any] = {
+    "num-experts": 8,
+    "ffn-hidden-size": 32,
+    "moe-router-topk": 2,
+    "moe-token-dispatcher-type": "alltoall",
+    "moe-router-load-balancing-type": "aux_loss",
+    "moe-aux-loss-coeff": 1e-2,
+    "moe-z-loss-coeff": 1e-3,
+}
 RUN: dict[str, Any] = {
     "micro-batch-size": 1,
     "global-batch-size": 2,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.conftest import Train, assert_same_training
+from tests.megatron.conftest import EXPERTS, Train, assert_same_training
 from tests.support.megatron_run import Result
 
 pytestmark = pytest.mark.megatron
@@ -54,6 +54,16 @@ def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
         "WrappedTorchNorm.__new__",
     ):
         assert re.search(f"patched \\S*{re.escape(target)}: ", log), target
+
+
+def test_an_unmodified_script_trains_experts_on_tensor_parallel_ranks(train: Train) -> None:
+    """The patches of the expert router, of the experts' splits and of the norm do their work under the launcher too."""
+    parallel = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}
+    flags = {**STEPS, **EXPERTS, **parallel, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
+    launched = train(4, "zeppelin", flags, config={"cluster": {"ranks_per_node": 1}}, entry="launch", before=(SCRIPT,))
+    ours = train(4, "zeppelin", flags, config={"cluster": {"ranks_per_node": 1}})
+    for name in ("loss", "grad_norm", "fingerprint"):
+        assert launched.column(name) == ours.column(name)
 
 
 @pytest.mark.parametrize("separate", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.conftest import SEQ_LENGTH, Train, assert_same_training, started, write_corpus
+from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Train, assert_same_training, started, write_corpus
 from tests.support.megatron_run import Result
 
 pytestmark = pytest.mark.megatron
@@ -16,15 +16,6 @@ pytestmark = pytest.mark.megatron
 TWO_NODES = {"cluster": {"ranks_per_node": 2}}
 SIGKILL = -9
 RESUME_TO_DISAMBIGUATE = 16  # Megatron's exit code for a result that was rejected and reproduced
-EXPERTS: dict[str, Any] = {
-    "num-experts": 8,
-    "ffn-hidden-size": 32,
-    "moe-router-topk": 2,
-    "moe-token-dispatcher-type": "alltoall",
-    "moe-router-load-balancing-type": "aux_loss",
-    "moe-aux-loss-coeff": 1e-2,
-    "moe-z-loss-coeff": 1e-3,
-}
 
 
 def validation_losses(log: str) -> list[float]:
