@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_balance.core.program import Kind
-from megatron_balance.runtime.lowered import Work
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Start, Step, Work
 
 _ZONES = ("inter_node", "intra_node", "local")
 _TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT: "partial_tokens_received"}
@@ -37,20 +39,9 @@ class Counters:
     bytes_received_forward: int = 0
     bytes_received_backward: int = 0
 
-    def ran(self, work: Work, *, forward: bool) -> None:
+    def ran(self, work: Work) -> None:
         """Add one finished run of a phase."""
-        if forward:
-            self.forward_calls += 1
-            for kind, name in _TOKENS.items():
-                setattr(self, name, getattr(self, name) + work.tokens_received.get(kind, 0))
-        else:
-            self.backward_calls += 1
-        for zone, calls in work.kernel_calls.items():
-            name = f"kernel_calls_{zone if zone in _ZONES else 'other'}"
-            self.kernel_calls += calls
-            setattr(self, name, getattr(self, name) + calls)
-        for pattern, count in work.exchanges.items():
-            name = f"exchanges_{pattern}"
+        for name, count in work.counts:
             setattr(self, name, getattr(self, name) + count)
 
     def arrived(self, tensors: list[Tensor], *, forward: bool) -> None:
@@ -60,3 +51,22 @@ class Counters:
             self.bytes_received_forward += num_bytes
         else:
             self.bytes_received_backward += num_bytes
+
+
+def counts(steps: Sequence[Step], *, forward: bool) -> tuple[tuple[str, int], ...]:
+    """What one run of these steps adds to `Counters`, as (name, count)."""
+    found: Counter[str] = Counter()
+    found["forward_calls" if forward else "backward_calls"] = 1
+    for step in steps:
+        match step:
+            case Launch() | GradLaunch():
+                found["kernel_calls"] += step.calls
+                found[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
+            case Start():
+                found[f"exchanges_{step.swap.pattern}"] += 1
+                for message in step.swap.receives:
+                    if forward and message.kind in _TOKENS:
+                        found[_TOKENS[message.kind]] += message.packed.num_rows
+            case Finish():
+                pass
+    return tuple(found.items())

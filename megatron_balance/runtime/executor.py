@@ -226,7 +226,7 @@ class _Forward(_Phase):
     def run(self) -> tuple[Tensor, Tensor, Received]:
         self.space(0)
         self.take_steps()
-        self.bound.counters.ran(self.phase.work, forward=True)
+        self.bound.counters.ran(self.phase.work)
         received = Received()
         if self.bound.policy == "keep":
             received = Received({b: x for b, x in self.q.items() if b}, {b: x for b, x in self.kv.items() if b})
@@ -283,7 +283,7 @@ class _Backward(_Phase):
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         self.take_steps()
-        self.bound.counters.ran(self.phase.work, forward=False)
+        self.bound.counters.ran(self.phase.work)
         return self.dq[0].to(self.dtype), self.dkv[0][0].to(self.dtype), self.dkv[0][1].to(self.dtype)
 
     def query_grad(self, buffer: int) -> Tensor:

@@ -20,17 +20,15 @@ from megatron_balance.runtime.regions import Run
 class Packed:
     """Rows taken from (or added to) buffers: [num_rows, num_heads, ...] in the order of `runs`.
 
-    `direct`: all rows are consecutive rows of one buffer with the wanted heads, so a view serves.
+    `indices`: of each run, on the device. `direct`: all rows are consecutive rows of one buffer with the wanted heads, so a view
+    serves.
     """
 
     runs: tuple[Run, ...]
     num_rows: int
     num_heads: int
     indices: tuple[torch.Tensor | None, ...] = ()
-
-    @property
-    def direct(self) -> bool:
-        return len(self.runs) == 1 and self.runs[0].index is None and self.runs[0].num_heads == self.num_heads
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +118,9 @@ Step: TypeAlias = Launch | GradLaunch | Start | Finish
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one run of a phase does on this rank, known before it runs.
+    """What one run of a phase adds to the counters (`runtime.counters`), known before it runs: (name, by how much)."""
 
-    `kernel_calls`: by zone; `exchanges`: by pattern; `tokens_received`: rows by kind.
-    """
-
-    kernel_calls: dict[str, int] = field(default_factory=dict)
-    exchanges: dict[str, int] = field(default_factory=dict)
-    tokens_received: dict[Kind, int] = field(default_factory=dict)
+    counts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

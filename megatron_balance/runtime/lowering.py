@@ -5,7 +5,6 @@ A ring over 64 ranks has 64 launches and 126 messages a phase; looked up one by 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ import torch
 from megatron_balance.core.program import PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.passes.tables import Ints, as_array, concat
 from megatron_balance.passes.transpose import Policy
+from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.kernels import Entries, Kernel
 from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Step, Swap, Work
@@ -59,11 +59,11 @@ class Lowering:
         sent, received, instances = self.exchange_sides(program.forward)
         self.space = {kind: Table(np.concatenate([own[kind], *instances[kind]])) for kind in INPUTS}
         self.values = self.space
-        self.forward = self.phase(program.forward, sent, received, _forward_zones(program), free=policy == "replay")
+        self.forward = self.phase(program.forward, (sent, received), _forward_zones(program), forward=True, free=policy == "replay")
         sent, received, instances = self.exchange_sides(program.backward)
         if policy == "replay":
             self.values = {kind: Table(np.concatenate([own[kind], *instances[kind]])) for kind in INPUTS}
-        self.backward = self.phase(program.backward, sent, received, _backward_zones(program), free=True)
+        self.backward = self.phase(program.backward, (sent, received), _backward_zones(program), forward=False, free=True)
 
     # Messages
 
@@ -140,7 +140,8 @@ class Lowering:
 
     def packed(self, runs: tuple[Run, ...], num_rows: int, num_heads: int) -> Packed:
         indices = tuple(None if r.index is None else torch.from_numpy(r.index).to(self.device) for r in runs)
-        return Packed(runs, num_rows, num_heads, indices)
+        direct = len(runs) == 1 and runs[0].index is None and runs[0].num_heads == num_heads
+        return Packed(runs, num_rows, num_heads, indices, direct)
 
     # Launches
 
@@ -212,9 +213,9 @@ class Lowering:
 
     # Phases
 
-    def phase(self, ops: Sequence[Op], sent: _Messages, received: _Messages, zones: Sequence[str], *, free: bool) -> Phase:
-        forward = ops is self.program.forward
-        swaps = self.swaps(ops, sent, received, zones)
+    def phase(self, ops: Sequence[Op], sides: tuple[_Messages, _Messages], zones: Sequence[str], *, forward: bool, free: bool) -> Phase:
+        """Steps of one phase. `sides`: messages sent and received; `free`: drop received inputs once nothing reads them."""
+        swaps = self.swaps(ops, *sides, zones)
         launches = self.launches(ops, zones, forward=forward)
         order = Steps()
         for i in range(len(ops)):
@@ -226,7 +227,7 @@ class Lowering:
         blank: tuple[int, ...] = ()
         if forward:
             steps, blank = self.mark_merges(steps)
-        return Phase(tuple(steps), frees(steps) if free else ((),) * len(steps), blank, _work(steps))
+        return Phase(tuple(steps), frees(steps) if free else ((),) * len(steps), blank, Work(counts(steps, forward=forward)))
 
     def mark_merges(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
         """Say of every output run whether it is the first there; buffers where that differs row by row start blank."""
@@ -342,17 +343,3 @@ def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:
     for kind, operand in ((Kind.Q, q), (Kind.KV, k)):
         found |= {(kind, operand.buffer)} if operand.buffer >= 0 else {(kind, run.buffer) for run in operand.packed.runs}
     return frozenset(found)
-
-
-def _work(steps: Sequence[Step]) -> Work:
-    calls: Counter[str] = Counter()
-    exchanges: Counter[str] = Counter()
-    tokens: Counter[Kind] = Counter()
-    for step in steps:
-        if isinstance(step, Launch | GradLaunch):
-            calls[step.zone] += step.calls
-        elif isinstance(step, Finish):
-            exchanges[step.swap.pattern] += 1
-            for message in step.swap.receives:
-                tokens[message.kind] += message.packed.num_rows
-    return Work(dict(calls), dict(exchanges), dict(tokens))

@@ -63,8 +63,8 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
                 kv_heads = (slices[dst][0][2], slices[dst][-1][3])
                 there.append(_transfers(Kind.Q, runs[src], heads, who))
                 there.append(_transfers(Kind.KV, runs[src], kv_heads, who))
-            for start, stop, _, _ in slices[src]:
-                back.append(_transfers(Kind.OUT, runs[dst], (start, stop), who))
+            if slices[src]:
+                back.append(_transfers(Kind.OUT, runs[dst], (slices[src][0][0], slices[src][-1][1]), who))
     ops: list[Op] = []
     # Every rank takes part in the collectives, or none does: nothing moves if the one holder has all the heads.
     moves = any(len(runs[i]) and slices[j] for i in range(size) for j in range(size) if i != j)

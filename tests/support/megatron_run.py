@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -147,6 +148,9 @@ def run_job(job: Job) -> dict[int, int]:
                 os.kill(one, signal.SIGKILL)
             killed = True
         time.sleep(0.02)
+    for pid in ranks:  # what a rank started and left behind: Megatron's checkpoints go through a manager process
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     return codes
 
 
@@ -158,6 +162,7 @@ def run_rank(job: Job, rank: int, port: int) -> int:
     """In the child: one rank. Never returns."""
     code = 1
     try:
+        os.setpgid(0, 0)
         log = os.open(Path(job.logs, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
