@@ -160,11 +160,16 @@ class Writer:
         assert step == 7
         self.scalars[name] = value
 
+    def log(self, values: dict[str, float], step: int) -> None:
+        """W&B's call for the same."""
+        for name, value in values.items():
+            self.add_scalar(name, value, step)
 
-def test_scalars_go_to_megatrons_own_writer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    writer = Writer()
+
+def test_scalars_go_to_megatrons_own_writers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    writer, wandb = Writer(), Writer()
     monkeypatch.setattr(log, "get_tensorboard_writer", lambda: writer)
-    monkeypatch.setattr(log, "get_wandb_writer", lambda: None)
+    monkeypatch.setattr(log, "get_wandb_writer", lambda: wandb)
     work = job(None)
     steps = log.StepLog(argparse.Namespace(rank=0, balance_log=None, tensorboard_log_interval=1), work.config)
     pool = Pool(single(), 1, (0,), (0,))
@@ -180,4 +185,5 @@ def test_scalars_go_to_megatrons_own_writer(monkeypatch: pytest.MonkeyPatch, cap
     assert writer.scalars["balance/imbalance_after/attention"] == 1.0
     assert writer.scalars["balance/kernel_calls"] == 5
     assert writer.scalars["balance/num_tokens"] == 90
+    assert wandb.scalars == writer.scalars
     assert "step 7: zeppelin, 3 sequences, 90 tokens" in caplog.text
