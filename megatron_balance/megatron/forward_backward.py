@@ -16,7 +16,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import session
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.packed import BalancedSeqParams
-from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchange, mask_of, ranges, read, share_lengths
+from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchange, mask_of, read, share_lengths
+from megatron_balance.passes.atoms import ranges
 from megatron_balance.runtime.bind import Bound, bind
 
 
@@ -105,7 +106,7 @@ def assemble(rows: torch.Tensor, bound: Bound, multiple: int) -> PlannedMicrobat
     """
     padding = multiple if not len(rows) else -len(rows) % multiple
     home = np.asarray(bound.home)
-    positions = torch.from_numpy(ranges(home[:, 1], home[:, 2] - home[:, 1])).to(rows.device)
+    positions = torch.from_numpy(ranges(home[:, 1], home[:, 2])[1]).to(rows.device)
     assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     positions = torch.nn.functional.pad(positions, (0, padding))

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.errors import BalanceError, DataError
 from megatron_balance.megatron.data import Sequences, unpack
 from megatron_balance.megatron.groups import Pool
+from megatron_balance.passes.atoms import ranges
+from megatron_balance.passes.tables import Ints
 from megatron_balance.schedules import layout
 
-Ints = NDArray[np.int64]
 COLUMNS = 3
 """token, label, and the loss mask's bits."""
 FAILED = -1
@@ -173,7 +173,7 @@ def _sends(mine: Sequence[Sequences], shared: PoolLengths, plans: Sequence[Micro
         for plan, owners, start in zip(plans, shared.owners, starts, strict=True):
             rows = layout(plan, destination)
             rows = rows[owners[rows[:, 0]] == pool.rank]
-            tokens = ranges(start[rows[:, 0]] + rows[:, 1], rows[:, 2] - rows[:, 1])
+            _, tokens = ranges(start[rows[:, 0]] + rows[:, 1], start[rows[:, 0]] + rows[:, 2])
             counts[destination] += len(tokens)
             index.append(tokens)
     return counts, np.concatenate(index)
@@ -202,11 +202,4 @@ def _receives(homes: Sequence[Ints], shared: PoolLengths, num_ranks: int) -> tup
     arrives = np.empty(len(order), dtype=np.int64)
     arrives[order] = np.cumsum(sizes[order]) - sizes[order]
     counts = np.bincount(sources, weights=sizes, minlength=num_ranks).astype(np.int64)
-    return counts.tolist(), ranges(arrives, sizes)
-
-
-def ranges(starts: Ints, sizes: Ints) -> Ints:
-    """The integers of [start, start + size) for each pair, one after another."""
-    ends = np.cumsum(sizes)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - sizes), sizes)
+    return counts.tolist(), ranges(arrives, arrives + sizes)[1]

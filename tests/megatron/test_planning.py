@@ -24,7 +24,8 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.megatron import log, planning
 from megatron_balance.megatron.groups import Pool, node_size
 from megatron_balance.megatron.log import before, together
-from megatron_balance.megatron.tokens import PoolLengths, mask_of, ranges
+from megatron_balance.megatron.tokens import PoolLengths, mask_of
+from megatron_balance.passes.atoms import ranges
 from megatron_balance.planners import PLANNERS
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
@@ -131,8 +132,8 @@ def test_uneven_or_interleaved_nodes_are_refused(nodes: list[str]) -> None:
 
 
 def test_ranges_are_runs_of_integers() -> None:
-    assert ranges(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
-    assert ranges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)).tolist() == []
+    assert ranges(np.array([5, 0, 9]), np.array([7, 0, 12]))[1].tolist() == [5, 6, 9, 10, 11]
+    assert ranges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))[1].tolist() == []
 
 
 def test_loss_masks_of_any_weight_survive_the_exchange() -> None:
