@@ -14,6 +14,10 @@ README = HERE / "README.md"
 MEGATRON_CORE = "megatron-core==0.19.2"
 """The patches are reviewed against exactly this source (see patches/); another version is refused at start-up."""
 
+GUROBI = ["gurobipy>=11"]
+HIGHS = ["scipy>=1.15"]
+ORTOOLS = ["ortools>=9.11"]
+
 setup(
     name="megatron-balance",
     version="0.1.0",
@@ -38,10 +42,17 @@ setup(
             "packaging>=24.2",
             "psutil>=5.9",
         ],
-        "gurobi": ["gurobipy>=11"],
+        # Alternatives to the exact remapping solver. HiGHS is SciPy's: the package highspy cannot be loaded beside OR-Tools
+        # (https://github.com/google/or-tools/issues/5246).
+        "gurobi": GUROBI,
+        "highs": HIGHS,
+        "ortools": ORTOOLS,
         "report": ["plotly>=6"],
         # Exact pins where another version would format or judge the same code differently.
         "dev": [
+            *GUROBI,
+            *HIGHS,
+            *ORTOOLS,
             "codespell==2.4.3",
             "hypothesis>=6.100",
             "import-linter==2.16",

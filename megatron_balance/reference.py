@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.core.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program
+from megatron_balance.core.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, hands_over
 from megatron_balance.core.rows import Rows
 from megatron_balance.core.text import KIND_NAMES, op_lines
 from megatron_balance.errors import InvalidProgramError
@@ -180,7 +180,7 @@ class _Machine:
             self.now = f"{phase} op {index}:\n" + "\n".join(list(op_lines(op, self.program.num_heads, self.program.num_kv_heads))[:6])
             match op:
                 case Exchange():
-                    self.exchange(op)
+                    self.exchange(op, forward=phase == "forward")
                 case Attend():
                     self.attend(op)
                 case AttendGrad():
@@ -190,13 +190,18 @@ class _Machine:
                 case _:
                     assert_never(op)
 
-    def exchange(self, op: Exchange) -> None:
+    def exchange(self, op: Exchange, *, forward: bool) -> None:
         """All transfers at once: everything is read before anything arrives."""
         arrivals: list[tuple[Kind, int, Cut, Floats]] = []
+        given_up: list[tuple[Kind, int, Cut]] = []
         for code, seq, start, stop, head_start, head_stop, src, dst in op.transfers:
             kind, cut = Kind(code), self.cut((seq, start, stop, head_start, head_stop))
             values = self.take(kind, src, cut) if kind in MOVED else self.read(kind, src, cut)
             arrivals.append((kind, dst, cut, values))
+            if hands_over(op.id, self.program.opening, forward=forward) and kind not in MOVED:
+                given_up.append((kind, src, cut))
+        for kind, src, cut in given_up:
+            self.copied[kind][src].there[cut] = False
         for kind, dst, cut, values in arrivals:
             if kind in MOVED:
                 self.partials[kind][dst].append(self.table(kind))

@@ -12,8 +12,10 @@ class Cluster:
     """Ranks numbered node by node, and what their links and kernels sustain.
 
     `intra_bytes_per_s` is one rank's link inside the node, one direction; `nic_bytes_per_s` one NIC, one direction;
-    `ranks_per_nic` ranks share a NIC. `flops_per_s` is what a rank reaches in dense bf16 matrix products (peak),
-    `attention_efficiency` the share of it that a long attention kernel reaches.
+    `ranks_per_nic` ranks share a NIC. The alphas are the fixed seconds of a message. `flops_per_s` is the peak of a rank in dense
+    bf16 matrix products, `attention_efficiency` the share of it that the forward attention kernel reaches over long sequences without
+    a mask, `linear_efficiency` the share that a large matrix product reaches. `memory_bytes_per_s` is the rank's memory, read or
+    written. `num_sms`: processors of a rank that communication takes some of; 0: it takes none.
     """
 
     num_ranks: int
@@ -25,6 +27,11 @@ class Cluster:
     flops_per_s: float = 989e12
     attention_efficiency: float = 0.5
     memory_bytes: float = 141e9
+    linear_efficiency: float = 0.8
+    memory_bytes_per_s: float = 4.8e12
+    num_sms: int = 132
+    intra_alpha_s: float = 3.4e-6
+    inter_alpha_s: float = 9.6e-6
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:

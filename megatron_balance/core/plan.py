@@ -14,7 +14,13 @@ from typing import Any, cast
 from megatron_balance.core.rows import Rows
 from megatron_balance.errors import ConfigError
 
-FORMAT = "megatron-balance plan 1"
+FORMAT = "megatron-balance plan 2"
+
+MOVE_WIDTH = 3  # src, dst, tokens
+NO_MOVES = Rows(MOVE_WIDTH)
+
+REMAP = -1
+"""In `Routing.zones`: the exchanges of the remap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,26 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """Which transfers between nodes go over all NICs of both nodes (Zeppelin, section 3.3).
+
+    Those of `zones` (indices into the plan's zones; `REMAP`: of the remap) that move `min_tokens` or more from one rank to another
+    in one exchange. `ranks_per_nic`: neighbouring ranks of a node that share a NIC. `pieces`: of one transfer on each NIC.
+    """
+
+    ranks_per_nic: int
+    zones: tuple[int, ...]
+    min_tokens: int = 1
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
-    """One microbatch of the pool. Zones are in issue order: inter-node first, then intra-node, then local."""
+    """One microbatch of the pool. Zones are in issue order: inter-node first, then intra-node, then local.
+
+    `moves`: the remap (Zeppelin, section 3.4), rows (src, dst, tokens) by src, then dst: of the fragments that the zones place on
+    src, the last ones are at home on dst outside attention. Empty: the linear layout is the attention layout.
+    """
 
     planner: str
     lengths: tuple[int, ...]
@@ -59,6 +83,8 @@ class MicrobatchPlan:
     num_heads: int
     num_kv_heads: int
     zones: tuple[Zone | Tiling, ...]
+    moves: Rows = NO_MOVES
+    routing: Routing | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +111,8 @@ def to_json(plan: MicrobatchPlan) -> str:
         "format": FORMAT,
         **{k: getattr(plan, k) for k in ("planner", "lengths", "num_ranks", "ranks_per_node", "num_heads", "num_kv_heads")},
         "zones": [_zone_to_json(z) for z in plan.zones],
+        "moves": list(plan.moves),
+        "routing": None if plan.routing is None else asdict(plan.routing),
     }
     return json.dumps(body, separators=(",", ":"))
 
@@ -117,6 +145,8 @@ def from_json(text: str) -> MicrobatchPlan:
             num_heads=int(body["num_heads"]),
             num_kv_heads=int(body["num_kv_heads"]),
             zones=tuple(_zone_from_json(z) for z in body["zones"]),
+            moves=Rows.of(MOVE_WIDTH, body["moves"]),
+            routing=_routing_from_json(body["routing"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
@@ -131,6 +161,12 @@ def _zone_from_json(zone: dict[str, Any]) -> Zone | Tiling:
             tasks=Rows.of(6, zone["tasks"]),
         )
     return Zone(str(zone["name"]), str(zone["movement"]), _ints(zone["ranks"]), _ints(zone["seqs"]))
+
+
+def _routing_from_json(routing: dict[str, Any] | None) -> Routing | None:
+    if routing is None:
+        return None
+    return Routing(int(routing["ranks_per_nic"]), _ints(routing["zones"]), int(routing["min_tokens"]), int(routing["pieces"]))
 
 
 def _ints(values: Any) -> tuple[int, ...]:

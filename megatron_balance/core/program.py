@@ -20,6 +20,10 @@ What an op means:
 * `AttendGrad`: for each query region one partial Q_GRAD, for each key region one partial KV_GRAD.
 * `Merge`: the partials that the rank holds of a region become one: outputs by LSE, gradients by sum.
 
+Where a program has a remap (`RankProgram.opening`), what its exchanges take from a home moves too: Q and KV in an opening exchange
+and, in the backward, OUT_GRAD in the reversal of the last forward exchange. So the attention in between may bring a rank what it
+had given up, as it does any other value.
+
 The same classes serve a whole program (`Program`) and one rank's projection of it (`RankProgram`), whose Exchanges hold
 only the rows that the rank sends or receives. Exchange ids rise along every projection, so matching sends and receives
 meet in one global order and cannot deadlock.
@@ -52,6 +56,8 @@ TRANSFER_WIDTH = 8
 PAIR_WIDTH = 9
 MERGE_WIDTH = 6
 HOME_WIDTH = 3  # seq, start, stop
+ROUTE_WIDTH = 5  # src, dst, piece, send_proxy, receive_proxy
+NO_ROUTES = Rows(ROUTE_WIDTH)
 
 Pattern: TypeAlias = Literal["p2p", "all_to_all", "all_gather"]
 PATTERNS: tuple[Pattern, ...] = ("p2p", "all_to_all", "all_gather")
@@ -63,12 +69,18 @@ class Exchange:
 
     `pattern` other than "p2p" says that exactly the ranks of `group` take part, each of them, so that the executor may
     lower the op to a collective; "all_gather" adds that every rank sends the same rows to all the others.
+
+    `routes`: rows (src, dst, piece, send_proxy, receive_proxy). All that the op moves from src to dst is cut, as bytes, into as
+    many near-equal pieces as there are rows of (src, dst); piece i goes src -> send_proxy -> receive_proxy -> dst, where a hop from
+    a rank to itself is no transfer (Zeppelin, section 3.3). What arrives is the same; only the links differ. In a projection,
+    `transfers` also lists what the rank passes on as a proxy, since it needs the sizes.
     """
 
     id: int
     transfers: Rows
     pattern: Pattern = "p2p"
     group: tuple[int, ...] = ()
+    routes: Rows = NO_ROUTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,8 @@ class RankProgram:
     `replays`: by forward exchange id, the exchange that brings the same inputs again in a replayed backward, where that
     is not the forward exchange itself (a ring turns the other way).
     `queues`: (zone name, number of its forward ops), in order.
+    `opening`: how many forward exchanges, the first ids, bring inputs from the linear to the attention layout. What they bring is
+    used throughout, so a replayed backward brings it again at its start.
     """
 
     rank: int
@@ -116,6 +130,7 @@ class RankProgram:
     backward: tuple[Op, ...] = ()
     replays: tuple[tuple[int, Exchange], ...] = field(default=())
     queues: tuple[tuple[str, int], ...] = field(default=())
+    opening: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +139,7 @@ class Program:
 
     `homes[rank]` is that rank's linear layout, rows of (seq, start, stop). A program knows nothing of microbatches: one
     that spans several of them (a pipeline tick) gives every sequence its own id (docs/adr/0004). `policy`: how the backward
-    gets the inputs that the forward received ("keep" or "replay"); None: the program is forward only.
+    gets the inputs that the forward received ("keep" or "replay"); None: the program is forward only. `opening`: as in `RankProgram`.
     """
 
     lengths: tuple[int, ...]
@@ -134,7 +149,13 @@ class Program:
     forward: tuple[Op, ...]
     backward: tuple[Op, ...] = ()
     policy: str | None = None
+    opening: int = 0
 
     @property
     def num_ranks(self) -> int:
         return len(self.homes)
+
+
+def hands_over(exchange_id: int, opening: int, *, forward: bool) -> bool:
+    """Whether the inputs or output gradients of this exchange move: it is the remap's, on its way into the attention layout."""
+    return exchange_id < opening or (not forward and 0 < opening == exchange_id - 1)

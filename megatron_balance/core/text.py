@@ -11,7 +11,8 @@
     merge r1
       out s0[512:1024)
 
-Heads are written, as `h[0:4)` behind a region, only where a region has not all of them.
+Heads are written, as `h[0:4)` behind a region, only where a region has not all of them. A routed exchange has a line a pair of
+ranks with the proxies of each piece, `r4 <- r3 via r2>r6 r3>r7`; a program with a remap says `opening N` behind its policy.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron_balance.core.program import (
     MERGE_WIDTH,
     PAIR_WIDTH,
     PATTERNS,
+    ROUTE_WIDTH,
     TRANSFER_WIDTH,
     Attend,
     AttendGrad,
@@ -43,11 +45,13 @@ KIND_NAMES = {Kind.Q: "q", Kind.KV: "kv", Kind.OUT: "out", Kind.OUT_GRAD: "dout"
 _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 _REGION = re.compile(r"s(\d+)\[(\d+):(\d+)\)(?: h\[(\d+):(\d+)\))?")
 _TRANSFER = re.compile(r"r(\d+) <- r(\d+) (\w+) (.+)")
+_ROUTE = re.compile(r"r(\d+) <- r(\d+) via((?: r\d+>r\d+)+)")
 
 
 def text(program: Program) -> str:
     """The whole program, one header line an op and one indented line a row."""
     heads = f"heads {program.num_heads} kv_heads {program.num_kv_heads} policy {program.policy or 'none'}"
+    heads += f" opening {program.opening}" if program.opening else ""
     lines = [" ".join(["program lengths", *map(str, program.lengths), heads])]
     for rank, home in enumerate(program.homes):
         lines.append(" ".join([f"home r{rank}", *(f"s{s}[{a}:{b})" for s, a, b in home)]))
@@ -67,10 +71,12 @@ def op_lines(op: Op, num_heads: int, num_kv_heads: int) -> Iterator[str]:
         return f"s{seq}[{start}:{stop}){heads}"
 
     match op:
-        case Exchange(exchange_id, transfers, pattern, group):
+        case Exchange(exchange_id, transfers, pattern, group, routes):
             yield " ".join([f"exchange {exchange_id} {pattern}", *(f"r{r}" for r in group)])
             for kind, seq, start, stop, h0, h1, src, dst in transfers:
                 yield f"  r{dst} <- r{src} {KIND_NAMES[Kind(kind)]} {region(kind, seq, start, stop, h0, h1)}"
+            for (src, dst), pieces in groupby(routes, key=lambda row: row[:2]):
+                yield f"  r{dst} <- r{src} via {' '.join(f'r{row[3]}>r{row[4]}' for row in pieces)}"
         case Attend(rank, pairs) | AttendGrad(rank, pairs):
             yield f"{'attend' if isinstance(op, Attend) else 'attend_grad'} r{rank}"
             for query, rows in groupby(pairs, key=lambda row: row[:5]):
@@ -100,7 +106,7 @@ class _Parser:
 
     def program(self) -> Program:
         number, line = self.lines[0] if self.lines else (1, "")
-        head = re.fullmatch(r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)", line)
+        head = re.fullmatch(r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)(?: opening (\d+))?", line)
         if head is None:
             raise self.error(number, line, "expected 'program lengths ... heads H kv_heads G policy P'")
         self.num_heads, self.num_kv_heads = int(head[2]), int(head[3])
@@ -128,6 +134,7 @@ class _Parser:
             tuple(ops["forward"]),
             tuple(ops["backward"]),
             None if head[4] == "none" else head[4],
+            int(head[5] or 0),
         )
 
     def blocks(self) -> Iterator[tuple[int, str, list[tuple[int, str]]]]:
@@ -145,7 +152,9 @@ class _Parser:
         words = header.split()
         if words[0] == "exchange" and len(words) >= 3 and words[1].isdigit() and words[2] in PATTERNS:
             group = tuple(self.rank(number, w) for w in words[3:])
-            return Exchange(int(words[1]), Rows.of(TRANSFER_WIDTH, [self.transfer(*row) for row in rows]), words[2], group)
+            routes = [route for row in rows for route in _routes(row[1])]
+            transfers = [self.transfer(*row) for row in rows if not _ROUTE.fullmatch(row[1])]
+            return Exchange(int(words[1]), Rows.of(TRANSFER_WIDTH, transfers), words[2], group, Rows.of(ROUTE_WIDTH, routes))
         if words[0] in ("attend", "attend_grad") and len(words) == 2:
             pairs = Rows.of(PAIR_WIDTH, [pair for row in rows for pair in self.pairs(*row)])
             return (Attend if words[0] == "attend" else AttendGrad)(self.rank(number, words[1]), pairs)
@@ -194,3 +203,13 @@ class _Parser:
 
     def error(self, number: int, line: str, wanted: str) -> InvalidProgramError:
         return InvalidProgramError(f"program text, line {number}: {wanted}, got {line!r}")
+
+
+def _routes(line: str) -> Iterator[tuple[int, ...]]:
+    """The pieces of a line 'rD <- rS via rP>rQ ...'; none if it is another line."""
+    found = _ROUTE.fullmatch(line)
+    if found is None:
+        return
+    for piece, proxies in enumerate(found[3].split()):
+        send_proxy, receive_proxy = proxies.split(">")
+        yield int(found[2]), int(found[1]), piece, int(send_proxy[1:]), int(receive_proxy[1:])

@@ -8,7 +8,19 @@ from typing import assert_never
 
 import numpy as np
 
-from megatron_balance.core.program import TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
+from megatron_balance.core.program import (
+    NO_ROUTES,
+    ROUTE_WIDTH,
+    TRANSFER_WIDTH,
+    Attend,
+    AttendGrad,
+    Exchange,
+    Kind,
+    Merge,
+    Op,
+    Program,
+    RankProgram,
+)
 from megatron_balance.core.rows import Rows
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.tables import Ints, as_array, as_rows, concat
@@ -18,8 +30,11 @@ def join(ranks: Sequence[RankProgram], lengths: tuple[int, ...], num_heads: int,
     """The program whose projections are `ranks` (one for each rank, in order).
 
     Raises InvalidProgramError: a send that no one receives, a receive that no one sends, another order between two ranks,
-    or an exchange that ranks describe differently.
+    or an exchange or a route that ranks describe differently.
     """
+    for rank in ranks:
+        if rank.opening != ranks[0].opening:
+            raise InvalidProgramError(f"rank {rank.rank} has {rank.opening} opening exchanges, rank {ranks[0].rank} {ranks[0].opening}")
     return Program(
         lengths,
         num_heads,
@@ -28,6 +43,7 @@ def join(ranks: Sequence[RankProgram], lengths: tuple[int, ...], num_heads: int,
         tuple(_merge_orders([r.forward for r in ranks])),
         tuple(_merge_orders([r.backward for r in ranks])),
         policy,
+        ranks[0].opening if ranks else 0,
     )
 
 
@@ -73,9 +89,9 @@ def _join_exchange(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Exch
     rows = concat([op.transfers for _, op in shares], TRANSFER_WIDTH)
     listed_by = np.repeat([rank for rank, _ in shares], [len(op.transfers) for _, op in shares])
     sends, receives = rows[:, 6] == listed_by, rows[:, 7] == listed_by
-    if not (sends | receives).all():
-        rank = listed_by[int(np.flatnonzero(~(sends | receives))[0])]
-        raise InvalidProgramError(f"exchange {exchange_id}: rank {rank} lists a transfer of other ranks")
+    passed_on = ~(sends | receives)
+    routes = _join_routes(exchange_id, shares)
+    _check_proxies(exchange_id, rows[passed_on], listed_by[passed_on], rows[sends], as_array(routes))
     sent, received = _by_ranks(rows[sends]), _by_ranks(rows[receives])
     if first.pattern != "p2p" and {rank for rank, _ in shares} != set(first.group):
         raise InvalidProgramError(
@@ -83,7 +99,52 @@ def _join_exchange(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Exch
         )
     if sent.shape != received.shape or not (sent == received).all():
         raise InvalidProgramError(f"exchange {exchange_id}: {_difference(sent, received)}")
-    return Exchange(exchange_id, as_rows(sent), first.pattern, first.group)
+    return Exchange(exchange_id, as_rows(sent), first.pattern, first.group, routes)
+
+
+def _join_routes(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Rows:
+    """The routes of all pairs of ranks, each of which every rank on it lists in full."""
+    listed: dict[tuple[int, ...], set[int]] = {}
+    for rank, op in shares:
+        for row in op.routes:
+            listed.setdefault(row, set()).add(rank)
+    on_the_way: dict[tuple[int, ...], set[int]] = {}
+    for src, dst, _, send_proxy, receive_proxy in listed:
+        on_the_way.setdefault((src, dst), set()).update((src, dst, send_proxy, receive_proxy))
+    for row, ranks in sorted(listed.items()):
+        if ranks != on_the_way[row[:2]]:
+            odd = min(ranks ^ on_the_way[row[:2]])
+            raise InvalidProgramError(
+                f"exchange {exchange_id}: piece {row[2]} from rank {row[0]} to rank {row[1]} goes by ranks {row[3]} and {row[4]}, "
+                f"{'of which rank' if odd in on_the_way[row[:2]] else 'listed by rank'} {odd}"
+                f"{' does not know' if odd in on_the_way[row[:2]] else ', which is not on the way'}"
+            )
+    return Rows.of(ROUTE_WIDTH, sorted(listed))
+
+
+def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Ints, routes: Ints) -> None:
+    """Proxies list exactly what the source sends on the pairs that they serve."""
+    expected: dict[tuple[int, int, int], Ints] = {}
+    for src, dst, _, *proxies in routes.tolist():
+        for proxy in {*proxies} - {src, dst}:
+            expected[proxy, src, dst] = sent[(sent[:, 6] == src) & (sent[:, 7] == dst)]
+    for proxy, src, dst in sorted({(p, *r) for p, r in zip(listed_by.tolist(), passed_on[:, 6:].tolist(), strict=True)} | set(expected)):
+        rows = passed_on[(listed_by == proxy) & (passed_on[:, 6] == src) & (passed_on[:, 7] == dst)]
+        if (proxy, src, dst) not in expected:
+            raise InvalidProgramError(f"exchange {exchange_id}: rank {proxy} lists a transfer of other ranks, from {src} to {dst}")
+        if rows.tolist() != expected[proxy, src, dst].tolist():
+            raise InvalidProgramError(
+                f"exchange {exchange_id}: proxy {proxy} expects other rows from rank {src} to rank {dst} than are sent"
+            )
+
+
+def routes_of(routes: Rows, transfers: Ints) -> Rows:
+    """The routes of the pairs of ranks that `transfers` still has."""
+    if not routes:
+        return routes
+    table = as_array(routes)
+    pairs = {(src, dst) for src, dst in transfers[:, 6:8].tolist()}
+    return as_rows(table[[(src, dst) in pairs for src, dst in table[:, :2].tolist()]])
 
 
 def _by_ranks(rows: Ints) -> Ints:
@@ -112,6 +173,7 @@ def split(program: Program, rank: int) -> RankProgram:
         sum(isinstance(op, Exchange) for op in program.forward),
         tuple(_ops_of(program.backward, rank)),
         tuple(_silent(program)),
+        opening=program.opening,
     )
 
 
@@ -127,12 +189,13 @@ def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:
     ids = count()
     for op in ops:
         match op:
-            case Exchange(_, transfers, pattern, group):
+            case Exchange(_, transfers, pattern, group, routes):
                 exchange_id = next(ids)
-                rows = as_array(transfers)
-                rows = rows[(rows[:, 6] == rank) | (rows[:, 7] == rank)]
-                if len(rows) or rank in group:
-                    yield Exchange(exchange_id, as_rows(rows), pattern, group)
+                rows, pieces = as_array(transfers), as_array(routes)
+                served = {(src, dst) for src, dst, _, *proxies in pieces.tolist() if rank in (src, dst, *proxies)}
+                mine = np.array([rank in pair or tuple(pair) in served for pair in rows[:, 6:8].tolist()], dtype=bool)
+                if mine.any() or rank in group:
+                    yield Exchange(exchange_id, as_rows(rows[mine]), pattern, group, routes_of(routes, rows[mine]) if served else NO_ROUTES)
             case Attend() | AttendGrad() | Merge():
                 if op.rank == rank:
                     yield op

@@ -23,6 +23,13 @@ def as_rows(table: Ints) -> Rows:
     return Rows(table.shape[1], np.ascontiguousarray(table, dtype="<i8").tobytes())
 
 
+def run_bounds(changes: Bools, length: int) -> Ints:
+    """Where runs of equal elements begin, and `length`: int64 [runs + 1]. `changes` [length - 1]: one differs from the one before."""
+    mask = np.ones(length + 1, dtype=bool)
+    mask[1:length] = changes
+    return np.flatnonzero(mask)
+
+
 def concat(tables: list[Rows], width: int) -> Ints:
     """All rows of `tables` below one another, [sum of lengths, width]."""
     return np.frombuffer(b"".join(t.data for t in tables), dtype="<i8").reshape(-1, width)

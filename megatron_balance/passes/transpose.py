@@ -3,9 +3,10 @@
 Attend becomes AttendGrad. A transfer of keys or queries becomes one of their gradient, the other way; a transfer of partial
 outputs becomes one of the output's gradient, the other way. Merges are put where a rank would hold two partial gradients of
 one region. Policy `keep` leaves received inputs where they are until the backward; `replay` brings them again, just before
-they are needed, by the forward exchange or by the one the schedule names (`RankProgram.replays`).
+they are needed, by the forward exchange or by the one the schedule names (`RankProgram.replays`). What brings a rank its attention
+layout (`RankProgram.opening`) is replayed at the start and stays.
 
-A replay needs what an exchange brings to be used before the rank's next exchange, as all schedules here do; `verify` finds
+A replay needs what any other exchange brings to be used before the rank's next exchange, as all schedules here do; `verify` finds
 a program that does not.
 """
 
@@ -20,7 +21,7 @@ import numpy as np
 from megatron_balance.core.program import MERGE_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
 from megatron_balance.core.rows import Rows
 from megatron_balance.passes.atoms import Atoms
-from megatron_balance.passes.join import join, split
+from megatron_balance.passes.join import join, routes_of, split
 from megatron_balance.passes.tables import Ints, as_array, as_rows
 
 Policy: TypeAlias = Literal["keep", "replay"]
@@ -30,7 +31,8 @@ _GRAD_OF = np.array([Kind.Q_GRAD, Kind.KV_GRAD, Kind.OUT_GRAD])  # of Q, KV, OUT
 
 
 def transpose(program: RankProgram, policy: Policy, *, merges: bool = True) -> RankProgram:
-    """`program` with its backward ops. Exchange ids: 2 (n - 1 - i) replays forward exchange i, the next odd one reverses it.
+    """`program` with its backward ops. Exchange ids: opening + 2 (n - 1 - i) replays forward exchange i, the next one reverses it;
+    an opening exchange i is replayed as i.
 
     `merges=False` leaves the Merge ops out, for an executor that sums gradients where they arrive.
     """
@@ -42,6 +44,13 @@ def with_backward(program: Program, policy: Policy) -> Program:
     """A whole program, as parsed from text, with its backward."""
     ranks = [transpose(split(program, rank), policy) for rank in range(program.num_ranks)]
     return join(ranks, program.lengths, program.num_heads, program.num_kv_heads, policy)
+
+
+def forward_id(backward_id: int, program: RankProgram) -> int:
+    """The forward exchange that a backward exchange replays or reverses."""
+    if backward_id < program.opening:
+        return backward_id
+    return program.num_exchanges - 1 - (backward_id - program.opening) // 2
 
 
 def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
@@ -63,12 +72,20 @@ def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
             case _:
                 assert_never(op)
     replays = dict(program.replays) if policy == "replay" else {}
-    for at in sorted(set(segments) | set(replays), reverse=True):
-        again = 2 * (program.num_exchanges - 1 - at)
-        if policy == "replay" and at >= 0:
-            source = replays[at] if at in replays else _inputs(exchanges[at])
-            if source.transfers or source.group:
-                yield Exchange(again, source.transfers, source.pattern, source.group)
+
+    def replay(at: int, exchange_id: int) -> Iterator[Exchange]:
+        source = replays[at] if at in replays else _inputs(exchanges[at])
+        if policy == "replay" and (source.transfers or source.group):
+            yield replace(source, id=exchange_id)
+
+    occurring = set(segments) | set(replays)
+    for at in range(program.opening):
+        if at in occurring:
+            yield from replay(at, at)
+    for at in sorted(occurring, reverse=True):
+        again = program.opening + 2 * (program.num_exchanges - 1 - at)
+        if at >= program.opening:
+            yield from replay(at, again)
         for op in reversed(segments.get(at, [])):
             yield AttendGrad(op.rank, op.pairs)
         if at in exchanges:
@@ -81,35 +98,37 @@ def _inputs(op: Exchange) -> Exchange:
     rows = rows[rows[:, 0] <= Kind.KV]
     if not len(rows) and len(op.transfers):
         return Exchange(op.id, as_rows(rows))
-    return Exchange(op.id, as_rows(rows), op.pattern, op.group)
+    return Exchange(op.id, as_rows(rows), op.pattern, op.group, routes_of(op.routes, rows))
 
 
 def _transposed(op: Exchange, exchange_id: int) -> Exchange:
+    """The other way, over the same proxies."""
     rows = as_array(op.transfers).copy()
     rows[:, 0] = _GRAD_OF[rows[:, 0]]
     rows[:, [6, 7]] = rows[:, [7, 6]]
-    return Exchange(exchange_id, as_rows(rows), "p2p" if op.pattern == "p2p" else "all_to_all", op.group)
+    routes = as_rows(as_array(op.routes)[:, [1, 0, 2, 4, 3]]) if op.routes else op.routes
+    return Exchange(exchange_id, as_rows(rows), "p2p" if op.pattern == "p2p" else "all_to_all", op.group, routes)
 
 
 def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:
     """`ops`, each followed by a Merge of the regions of which `rank` then holds two partial gradients or more."""
-    tables = [_contributions(op, rank) for op in ops]
+    tables = [_events(op, rank) for op in ops]
     origin = np.repeat(np.arange(len(ops)), [len(t) for t in tables])
-    table = np.concatenate([np.empty((0, MERGE_WIDTH), dtype=np.int64), *tables])
+    table = np.concatenate([np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64), *tables])
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
     found: list[Ints] = [np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
     for kind in (Kind.Q_GRAD, Kind.KV_GRAD):
-        of_kind = table[:, 0] == kind
+        of_kind = table[:, 1] == kind
         rows, op_index = table[of_kind], origin[of_kind]
         if not len(rows):
             continue
-        atoms = Atoms.of(rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4:6].ravel())
-        row, atom = atoms.expand(*rows[:, 1:].T)
-        at = op_index[row]
-        order = np.argsort(atom * len(ops) + at, kind="stable")
-        atom, at = atom[order], at[order]
+        atoms = Atoms.of(rows[:, 2], rows[:, 3], rows[:, 4], rows[:, 5:7].ravel())
+        row, atom = atoms.expand(*rows[:, 2:].T)
+        at, gained = op_index[row], rows[row, 0]
+        order = np.argsort((atom * len(ops) + at) * 2 + gained, kind="stable")  # an exchange takes before it brings
+        atom, at, gained = atom[order], at[order], gained[order]
         again = np.zeros(len(atom), dtype=bool)
-        again[1:] = atom[1:] == atom[:-1]
+        again[1:] = (atom[1:] == atom[:-1]) & (gained[1:] == 1) & (gained[:-1] == 1)
         # A launch sums what it computes for one token, so its repeats are no second partial; those of an exchange are.
         again[1:] &= ~(launches[at[1:]] & (at[1:] == at[:-1]))
         again[again] = _first_of(at[again], atom[again])
@@ -132,19 +151,21 @@ def _first_of(at: Ints, atom: Ints) -> Ints:
     return fresh
 
 
-def _contributions(op: Op, rank: int) -> Ints:
-    """Rows (kind, region) of the partial gradients that `op` leaves on `rank`."""
+def _events(op: Op, rank: int) -> Ints:
+    """Rows (1 or 0, kind, region) of the partial gradients that `rank` gains by `op`, or gives away."""
     if isinstance(op, AttendGrad):
         pairs = as_array(op.pairs)
-        both = np.empty((2 * len(pairs), MERGE_WIDTH), dtype=np.int64)
-        both[: len(pairs), 0], both[len(pairs) :, 0] = Kind.Q_GRAD, Kind.KV_GRAD
-        both[: len(pairs), 1:] = pairs[:, [0, 1, 2, 3, 4]]
-        both[len(pairs) :, 1:] = pairs[:, [0, 5, 6, 7, 8]]
+        both = np.empty((2 * len(pairs), 1 + MERGE_WIDTH), dtype=np.int64)
+        both[:, 0] = 1
+        both[: len(pairs), 1], both[len(pairs) :, 1] = Kind.Q_GRAD, Kind.KV_GRAD
+        both[: len(pairs), 2:] = pairs[:, [0, 1, 2, 3, 4]]
+        both[len(pairs) :, 2:] = pairs[:, [0, 5, 6, 7, 8]]
         # Queries that see none of the keys, and keys that none of the queries sees, take no part.
-        both[: len(pairs), 2] = np.maximum(pairs[:, 1], pairs[:, 5])
-        both[len(pairs) :, 3] = np.minimum(pairs[:, 6], pairs[:, 2])
+        both[: len(pairs), 3] = np.maximum(pairs[:, 1], pairs[:, 5])
+        both[len(pairs) :, 4] = np.minimum(pairs[:, 6], pairs[:, 2])
         return both
     if isinstance(op, Exchange):
         rows = as_array(op.transfers)
-        return rows[(rows[:, 7] == rank) & (rows[:, 0] >= Kind.Q_GRAD), :MERGE_WIDTH]
-    return np.empty((0, MERGE_WIDTH), dtype=np.int64)
+        rows = rows[((rows[:, 7] == rank) | (rows[:, 6] == rank)) & (rows[:, 0] >= Kind.Q_GRAD)]
+        return np.concatenate([rows[:, 7:8] == rank, rows[:, :MERGE_WIDTH]], axis=1).astype(np.int64)
+    return np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64)

@@ -15,7 +15,7 @@ from typing import assert_never
 
 import numpy as np
 
-from megatron_balance.core.program import HOME_WIDTH, KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program
+from megatron_balance.core.program import HOME_WIDTH, KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, hands_over
 from megatron_balance.core.text import op_lines
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.atoms import Atoms, ranges
@@ -181,7 +181,7 @@ class _State:
         """Every op does something, on ranks that are there."""
         for which, op in enumerate(ops):
             match op:
-                case Exchange(_, rows, _, ranks):
+                case Exchange(_, rows, _, ranks, _):
                     empty = "it moves nothing"
                 case Attend(rank, rows) | AttendGrad(rank, rows):
                     empty, ranks = "it attends nothing", (rank,)
@@ -203,6 +203,7 @@ class _State:
         if not np.isin(kinds, allowed).all():
             raise self.error(0, f"moves a kind of value that does not belong into the {phase}")
         self.check_pattern(op, rows)
+        self.check_routes(op, rows)
         arrivals: list[tuple[Kind, Ints, Ints]] = []
         for kind in _kinds(kinds):
             chosen = rows[kinds == kind]
@@ -222,8 +223,11 @@ class _State:
                     raise self.error(0, "a partial is given away twice")
                 self.require(self.parts[kind][here] <= 1, chosen[row], "the target holds several partials of it that are not merged")
             arrivals.append((kind, there, here))
+        moves = hands_over(op.id, self.program.opening, forward=phase == "forward")
         for kind, there, here in arrivals:
             if kind in self.held:
+                if moves:
+                    self.held[kind][there] = False
                 self.held[kind][here] = True
                 self.brought[kind][here] = op_index
             else:
@@ -247,6 +251,26 @@ class _State:
                 each = {ordered[ends[first + dst] : ends[first + dst + 1], :6].tobytes() for dst in op.group if dst != src}
                 if len(each) > 1:
                     raise self.error(0, f"all_gather, but rank {src} does not send the same to all")
+
+    def check_routes(self, op: Exchange, rows: Ints) -> None:
+        """Pieces are counted from 0, of pairs that move something, over ranks that are there."""
+        if not op.routes:
+            return
+        if op.pattern != "p2p":
+            raise self.error(0, f"{op.pattern} is routed; only point-to-point transfers are")
+        pieces: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for src, dst, piece, *proxies in op.routes:
+            pieces[src, dst].append(piece)
+            if any(not 0 <= rank < self.program.num_ranks for rank in proxies):
+                raise self.error(
+                    0, f"a route from rank {src} to rank {dst} names a rank that is not there; there are {self.program.num_ranks}"
+                )
+        moved = {(src, dst) for src, dst in rows[:, 6:8].tolist()}
+        for (src, dst), numbers in pieces.items():
+            if (src, dst) not in moved:
+                raise self.error(0, f"a route from rank {src} to rank {dst}, which moves nothing")
+            if numbers != list(range(len(numbers))):
+                raise self.error(0, f"pieces from rank {src} to rank {dst} are numbered {numbers}")
 
     def attend(self, ops: Sequence[Attend | AttendGrad], phase: str) -> None:
         pairs = concat([op.pairs for op in ops], 9)

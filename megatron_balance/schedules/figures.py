@@ -16,37 +16,57 @@ from megatron_balance.core.program import Kind
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.tables import Ints, as_array
 from megatron_balance.schedules import dispatch, head_exchange, zigzag
+from megatron_balance.schedules.crossings import Crossings
+from megatron_balance.schedules.payload import DST, HEAD_START, HEAD_STOP, KIND, TOKENS, NicOf, Payload, sums
 
 _BLOCK = 1 << 20
 """Cells of (rank, sequence) worked on at once, which bounds memory."""
 
-_LSE_BYTES = 4
 
-
-def figures(plan: MicrobatchPlan, model: Model) -> dict[str, Any]:
+def figures(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
     """The figures of one microbatch: one attention call, one layer, forward; lists have one entry a rank.
 
     A key-value token counts once on a rank that receives it, whatever part of its heads; a query token the same. A partial
     output counts once for each rank that sends one of that token. Bytes count the heads that really travel. A token passed
     on round a ring is received by all that pass it on. Pairs are causal, in units of all heads.
 
+    A remap counts apart: `remap_tokens_received_per_rank` are tokens whose query, key and value a rank is handed to attend with; their
+    outputs go back. In bytes both ways are included. Nobody receives what a proxy passes on. By NIC ([nodes][NICs of a node], neighbours
+    sharing one) counts what goes over it, proxies included, and collectives as gloo runs them (`traffic`).
+
+    Args:
+        plan: of one microbatch.
+        model: what a value has of bytes.
+        ranks_per_nic: of a plan that is not routed; one that is says so itself.
+
     Raises:
         InvalidProgramError: an unknown movement.
     """
-    tally = _Tally(plan, model)
-    for zone in plan.zones:
-        tally.add(zone)
+    shared = plan.routing.ranks_per_nic if plan.routing is not None else ranks_per_nic
+    tally = _Tally(plan, model, NicOf(plan.num_ranks, plan.ranks_per_node, shared))
+    for index, zone in enumerate(plan.zones):
+        tally.add(index, zone)
+    attention_tokens = tally.tokens.copy()
+    remap = tally.remap()
+    tally.count_crossings()
+    sent, received, routed = tally.crossings.nic_bytes(tally.payload)
     return {
         "num_sequences": len(plan.lengths),
         "num_tokens": plan.num_tokens,
         "num_microbatches": 1,
         "tokens_per_rank": tally.tokens.tolist(),
+        "attention_tokens_per_rank": attention_tokens.tolist(),
         "attention_pairs_per_rank": tally.pairs.tolist(),
         "kv_tokens_received_per_rank": tally.kv.tolist(),
         "kv_tokens_received_inter_node_per_rank": tally.kv_inter_node.tolist(),
         "query_tokens_received_per_rank": tally.queries.tolist(),
         "partial_tokens_received_per_rank": tally.partials.tolist(),
+        "remap_tokens_received_per_rank": tally.handed_over.tolist(),
         "bytes_received_per_rank": {"total": tally.bytes.tolist(), "inter_node": tally.bytes_inter_node.tolist()},
+        "bytes_sent_per_nic": sent.tolist(),
+        "bytes_received_per_nic": received.tolist(),
+        "routed_transfers": routed,
+        "remap": remap,
         "imbalance": {"tokens": imbalance(tally.tokens), "attention": imbalance(tally.pairs)},
     }
 
@@ -57,41 +77,95 @@ def imbalance(loads: Ints) -> float:
     return int(loads.max()) * len(loads) / total if total else 1.0
 
 
+def tokens_per_rank(plan: MicrobatchPlan) -> Ints:
+    """Tokens that the zones place on each rank, its attention layout: int64 [num_ranks]."""
+    lengths = np.array(plan.lengths, dtype=np.int64)
+    tokens = np.zeros(plan.num_ranks, dtype=np.int64)
+    for zone in plan.zones:
+        if isinstance(zone, Tiling):
+            held = as_array(zone.fragments)
+            np.add.at(tokens, held[:, 0], held[:, 3] - held[:, 2])
+            continue
+        seqs, ranks = np.array(zone.seqs, dtype=np.int64), np.array(zone.ranks)
+        if zone.movement == "head_exchange":
+            tokens[ranks] += np.diff(int(lengths[seqs].sum()) * np.arange(len(ranks) + 1) // len(ranks))
+        elif len(ranks) == 1:
+            tokens[ranks] += lengths[seqs].sum()
+        else:
+            cut = zigzag.zigzag(lengths, seqs, len(ranks))
+            step = max(1, _BLOCK // max(1, len(seqs)))
+            for begin in range(0, len(ranks), step):
+                block = np.arange(begin, min(len(ranks), begin + step))
+                position = cut.position(block[:, None])
+                (a, b), (c, d) = cut.lo(position), cut.hi(position)
+                tokens[ranks[block]] += np.where(position < cut.parts, b - a + d - c, 0).sum(axis=1)
+    return tokens
+
+
 class _Tally:
     """Sums over zones. All arrays are int64 [num_ranks]."""
 
-    def __init__(self, plan: MicrobatchPlan, model: Model) -> None:
+    def __init__(self, plan: MicrobatchPlan, model: Model, nics: NicOf) -> None:
         self.plan = plan
         self.lengths = np.array(plan.lengths, dtype=np.int64)
         self.nodes = np.arange(plan.num_ranks) // plan.ranks_per_node
-        self.element_bytes = model.head_dim * model.bytes_per_element
-        self.tokens, self.pairs, self.kv, self.kv_inter_node, self.queries, self.partials, self.bytes, self.bytes_inter_node = np.zeros(
-            (8, plan.num_ranks), dtype=np.int64
+        self.payload = Payload.of(model)
+        self.row_bytes = np.array(self.payload.row_bytes)
+        self.row_bytes[Kind.OUT] += self.payload.lse_bytes
+        self.crossings = Crossings(plan, nics)
+        self.tokens, self.pairs, self.kv, self.kv_inter_node, self.queries, self.partials, self.handed_over = np.zeros(
+            (7, plan.num_ranks), dtype=np.int64
         )
+        self.bytes, self.bytes_inter_node = np.zeros((2, plan.num_ranks), dtype=np.int64)
 
-    def add(self, zone: Zone | Tiling) -> None:
+    def add(self, index: int, zone: Zone | Tiling) -> None:
         match zone:
             case Tiling():
-                self.tiling(zone)
+                self.tiling(index, zone)
             case Zone(movement="ring" | "all_gather"):
-                self.zigzag(zone)
+                self.zigzag(index, zone)
             case Zone(movement="head_exchange"):
-                self.heads(zone)
+                self.heads(index, zone)
             case Zone():
                 raise InvalidProgramError(f"zone {zone.name}: unknown movement {zone.movement!r}")
             case _:
                 assert_never(zone)
 
-    def received(self, kind: Kind, ranks: Ints, num_tokens: Ints, inter_node: Ints, heads: Ints | int) -> None:
-        """Tokens of one kind that reach distinct `ranks`, how many of them from other nodes, and with how many of their heads."""
-        each = {Kind.KV: 2 * self.element_bytes, Kind.Q: self.element_bytes, Kind.OUT: self.element_bytes + _LSE_BYTES}[kind]
+    def received(self, kind: Kind, ranks: Ints, num_tokens: Ints, heads: Ints | int) -> None:
+        """Tokens of one kind that reach distinct `ranks`, with so many of their heads."""
         {Kind.KV: self.kv, Kind.Q: self.queries, Kind.OUT: self.partials}[kind][ranks] += num_tokens
-        if kind == Kind.KV:
-            self.kv_inter_node[ranks] += inter_node
-        self.bytes[ranks] += num_tokens * heads * each
-        self.bytes_inter_node[ranks] += inter_node * heads * each
+        self.bytes[ranks] += num_tokens * heads * self.row_bytes[kind]
 
-    def zigzag(self, zone: Zone) -> None:
+    def remap(self) -> dict[str, int]:
+        """Add what the remap moves; tokens are then those of the linear layout."""
+        if not self.plan.moves:
+            return {"tokens_moved": 0, "tokens_moved_inter_node": 0, "max_bytes_sent": 0}
+        holder, home, tokens = as_array(self.plan.moves).T
+        self.crossings.remap()
+        num_ranks, heads = self.plan.num_ranks, self.plan.num_heads
+        taken, given = sums(home, tokens, num_ranks), sums(holder, tokens, num_ranks)
+        inputs = heads * self.row_bytes[Kind.Q] + self.plan.num_kv_heads * self.row_bytes[Kind.KV]
+        outputs = heads * self.row_bytes[Kind.OUT]
+        self.tokens += taken - given
+        self.handed_over += given
+        self.bytes += given * inputs + taken * outputs
+        return {
+            "tokens_moved": int(tokens.sum()),
+            "tokens_moved_inter_node": int(tokens[self.nodes[holder] != self.nodes[home]].sum()),
+            "max_bytes_sent": int((taken * inputs + given * outputs).max()),
+        }
+
+    def count_crossings(self) -> None:
+        """Add what comes from other nodes, but for all-gathers, whose share is known."""
+        attention = np.concatenate(self.crossings.attention)
+        keys = attention[attention[:, KIND] == Kind.KV]
+        self.kv_inter_node += sums(keys[:, DST], keys[:, TOKENS], self.plan.num_ranks)
+        for rows in (attention, *self.crossings.handed_over):
+            heads = rows[:, HEAD_STOP] - rows[:, HEAD_START]
+            num_bytes = rows[:, TOKENS] * heads * self.row_bytes[rows[:, KIND]]
+            self.bytes_inter_node += sums(rows[:, DST], num_bytes, self.plan.num_ranks)
+
+    def zigzag(self, index: int, zone: Zone) -> None:
         seqs, size = np.array(zone.seqs, dtype=np.int64), len(zone.ranks)
         if size == 1:
             lengths = self.lengths[seqs]
@@ -103,7 +177,7 @@ class _Tally:
         (lo_start, lo_stop), (hi_start, hi_stop) = cut.lo(first), cut.hi(first)
         lo_first, hi_first = lo_stop - lo_start, hi_stop - hi_start
         shared = cut.parts > 1
-        tokens, pairs, arrived, own_shared = np.zeros((4, size), dtype=np.int64)
+        tokens, pairs, arrived, own_shared, kept = np.zeros((5, size), dtype=np.int64)
         step = max(1, _BLOCK // max(1, len(seqs)))
         for begin in range(0, size, step):
             block = np.arange(begin, min(size, begin + step))
@@ -114,20 +188,25 @@ class _Tally:
             tokens[block] = own.sum(axis=1)
             pairs[block] = np.where(holds, _causal(b) - _causal(a) + _causal(d) - _causal(c), 0).sum(axis=1)
             own_shared[block] = own[:, shared].sum(axis=1)
+            kept[block] = np.where(shared & (position == 0), hi_first, 0).sum(axis=1)
             # Round a ring: all that others hold, but for the chunks of position 0 that nobody behind them needs.
             missed = np.where(position > 0, hi_first + np.where(holds, 0, lo_first), 0)
             arrived[block] = (cut.lengths - own - missed).sum(axis=1)
         ranks = np.array(zone.ranks)
         self.tokens[ranks] += tokens
         self.pairs[ranks] += pairs
-        nodes = self.nodes[ranks]
         if zone.movement == "ring":
-            self.received(Kind.KV, ranks, arrived, np.where(nodes != np.roll(nodes, 1), arrived, 0), self.plan.num_kv_heads)
-        else:
-            total = cut.lengths[shared].sum()
-            self.received(Kind.KV, ranks, total - own_shared, total - _on_node(own_shared, nodes), self.plan.num_kv_heads)
+            self.received(Kind.KV, ranks, arrived, self.plan.num_kv_heads)
+            self.crossings.ring(index, zone, cut, own_shared - kept)
+            return
+        total = cut.lengths[shared].sum()
+        self.received(Kind.KV, ranks, total - own_shared, self.plan.num_kv_heads)
+        self.crossings.all_gather(index, zone, own_shared, self.payload)
+        from_others = total - _on_node(own_shared, self.nodes[ranks])
+        self.kv_inter_node[ranks] += from_others
+        self.bytes_inter_node[ranks] += from_others * self.plan.num_kv_heads * self.row_bytes[Kind.KV]
 
-    def heads(self, zone: Zone) -> None:
+    def heads(self, index: int, zone: Zone) -> None:
         seqs, size = np.array(zone.seqs, dtype=np.int64), len(zone.ranks)
         ranks = np.array(zone.ranks)
         total = int(self.lengths[seqs].sum())
@@ -142,17 +221,15 @@ class _Tally:
             pairs * b // self.plan.num_heads - pairs * a // self.plan.num_heads
             for a, b in zip((stops - queries).tolist(), stops.tolist(), strict=True)
         ]
-        nodes = self.nodes[ranks]
         active = (queries > 0).astype(np.int64)
-        self.received(Kind.Q, ranks, (total - runs) * active, (total - _on_node(runs, nodes)) * active, queries)
-        self.received(Kind.KV, ranks, (total - runs) * active, (total - _on_node(runs, nodes)) * active, keys)
+        self.received(Kind.Q, ranks, (total - runs) * active, queries)
+        self.received(Kind.KV, ranks, (total - runs) * active, keys)
         # Every rank with heads sends its partial of each of a rank's tokens; all of them together are all heads.
         self.partials[ranks] += runs * (active.sum() - active)
-        partial_bytes = self.element_bytes + _LSE_BYTES
-        self.bytes[ranks] += runs * (self.plan.num_heads - queries) * partial_bytes
-        self.bytes_inter_node[ranks] += runs * (self.plan.num_heads - _on_node(queries, nodes)) * partial_bytes
+        self.bytes[ranks] += runs * (self.plan.num_heads - queries) * self.row_bytes[Kind.OUT]
+        self.crossings.heads(index, zone, runs, slices)
 
-    def tiling(self, zone: Tiling) -> None:
+    def tiling(self, index: int, zone: Tiling) -> None:
         held = as_array(zone.fragments)
         np.add.at(self.tokens, held[:, 0], held[:, 3] - held[:, 2])
         tasks = as_array(zone.tasks)
@@ -161,16 +238,14 @@ class _Tally:
         behind = _causal(np.maximum(q1 - k0, 0)) - _causal(np.maximum(q0 - k0, 0))
         beyond = _causal(np.maximum(q1 - k1, 0)) - _causal(np.maximum(q0 - k1, 0))
         np.add.at(self.pairs, tasks[:, 0], behind - beyond)
+        self.crossings.tiling(index, zone)
         for rows in dispatch.transfers(zone, self.plan.num_heads, self.plan.num_kv_heads):
             table = as_array(rows)
             for kind in (Kind.Q, Kind.KV, Kind.OUT):
                 chosen = table[table[:, 0] == kind]
-                num_tokens, src, dst = chosen[:, 3] - chosen[:, 2], chosen[:, 6], chosen[:, 7]
-                arrived, inter_node = np.zeros((2, self.plan.num_ranks), dtype=np.int64)
-                np.add.at(arrived, dst, num_tokens)
-                np.add.at(inter_node, dst, np.where(self.nodes[src] != self.nodes[dst], num_tokens, 0))
+                arrived = sums(chosen[:, 7], chosen[:, 3] - chosen[:, 2], self.plan.num_ranks)
                 heads = self.plan.num_kv_heads if kind == Kind.KV else self.plan.num_heads
-                self.received(kind, np.arange(self.plan.num_ranks), arrived, inter_node, heads)
+                self.received(kind, np.arange(self.plan.num_ranks), arrived, heads)
 
 
 def _causal(lengths: Ints) -> Ints:

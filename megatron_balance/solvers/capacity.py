@@ -7,25 +7,36 @@ from collections.abc import Sequence
 from megatron_balance.errors import InfeasibleError
 
 
+def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
+    """Nothing, if `num_ranks` ranks of `tokens_per_rank` tokens hold each sequence alone (None: ranks without a limit).
+
+    Raises:
+        InfeasibleError: a sequence is larger than the pool; says what would hold it.
+    """
+    if tokens_per_rank is None or not lengths:
+        return
+    room = num_ranks * tokens_per_rank
+    seq = max(range(len(lengths)), key=lambda s: (lengths[s], -s))
+    if lengths[seq] > room:
+        raise InfeasibleError(
+            f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of {tokens_per_rank} tokens; "
+            f"{num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold {room}). Use more ranks, raise "
+            f"--tokens-per-rank (tokens_per_rank) to at least {-(-lengths[seq] // num_ranks)}, or cut the sequence"
+        )
+
+
 def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
     """Nothing, if `num_ranks` ranks of `tokens_per_rank` tokens hold the batch (None: ranks without a limit).
 
     Raises:
         InfeasibleError: a sequence or the whole batch is larger than the pool; says what would hold it.
     """
+    check_each(lengths, num_ranks, tokens_per_rank)
     total = sum(lengths)
     if tokens_per_rank is None or total <= num_ranks * tokens_per_rank:
         return
-    pool = f"{num_ranks} ranks x {tokens_per_rank} tokens"
-    room = num_ranks * tokens_per_rank
-    seq = max(range(len(lengths)), key=lambda s: (lengths[s], -s))
-    if lengths[seq] > room:
-        raise InfeasibleError(
-            f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of {tokens_per_rank} tokens; "
-            f"{num_ranks} are available ({pool} hold {room}). Use more ranks, raise --tokens-per-rank (tokens_per_rank) to at least "
-            f"{-(-lengths[seq] // num_ranks)}, or cut the sequence"
-        )
     raise InfeasibleError(
-        f"the batch has {total} tokens; {pool} hold {room}. Use at least {-(-total // tokens_per_rank)} ranks, "
+        f"the batch has {total} tokens; {num_ranks} ranks x {tokens_per_rank} tokens hold {num_ranks * tokens_per_rank}. "
+        f"Use at least {-(-total // tokens_per_rank)} ranks, "
         f"raise --tokens-per-rank (tokens_per_rank) to at least {-(-total // num_ranks)}, or plan a smaller batch"
     )

@@ -1,7 +1,8 @@
-"""Packing items into bins: least loaded first (LPT when the items come in descending order)."""
+"""Packing items into bins: least loaded first (LPT when the items come in descending order), and best fit."""
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
@@ -19,5 +20,23 @@ def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> l
         if load + size > capacity:
             return None
         heapq.heapreplace(heap, (load + size, index))
+        chosen.append(index)
+    return chosen
+
+
+def best_fit(sizes: Sequence[int], rooms: Sequence[int]) -> list[int | None]:
+    """The bin of each item when every item in turn goes to the bin with the least room that holds it; None: no bin does.
+
+    Ties go to the lower bin.
+    """
+    free = sorted((room, index) for index, room in enumerate(rooms))
+    chosen: list[int | None] = []
+    for size in sizes:
+        at = bisect.bisect_left(free, (size, -1))
+        if at == len(free):
+            chosen.append(None)
+            continue
+        room, index = free.pop(at)
+        bisect.insort(free, (room - size, index))
         chosen.append(index)
     return chosen

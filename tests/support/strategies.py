@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.core.plan import MOVE_WIDTH, REMAP, MicrobatchPlan, Routing
+from megatron_balance.core.rows import Rows
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.planners import PLANNERS
+from megatron_balance.schedules import attention_layout
 from tests.support.tilings import random_tiling, random_zones
 
 TEST_PLANNERS = {"random_tiling": random_tiling, "random_zones": random_zones}
@@ -27,13 +30,16 @@ _PER_NODE = {1: (1, 4), 2: (1, 2), 3: (1, 3), 4: (2, 4), 5: (1, 5), 6: (2, 3, 6)
 
 @dataclass(frozen=True)
 class Case:
-    """Everything a planner decides from. `seed`: for the planners that cut at random."""
+    """Everything a planner decides from. `seed`: for the planners that cut at random, and for a remap at random."""
 
     batch: Batch
     cluster: Cluster
     model: Model
     tokens_per_rank: int | None
     seed: int
+    remapped: bool = False
+    routing: tuple[int, int] | None = None
+    """Ranks of a NIC and the fewest tokens that are routed."""
 
 
 def lengths(max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
@@ -54,11 +60,38 @@ def cases(
     model = Model(num_heads=kv_heads * ratio, num_kv_heads=kv_heads, head_dim=4, hidden_size=32, ffn_size=64)
     average = -(-batch.num_tokens // ranks)
     capacity = draw(st.sampled_from([None, average, average + max(1, average // 10), 2 * average]))
-    return Case(batch, cluster, model, capacity or None, draw(st.integers(0, 2**16)))
+    routing = draw(st.sampled_from([None, (1, 1), (2, 1), (1, 8)]))
+    return Case(batch, cluster, model, capacity or None, draw(st.integers(0, 2**16)), draw(st.booleans()), routing)
 
 
 def plan(planner: str, case: Case) -> MicrobatchPlan:
-    """The plan of one of ALL_PLANNERS."""
+    """The plan of one of ALL_PLANNERS, with a remap at random and everything routed that can be, where the case says so."""
+    planned = bare_plan(planner, case)
+    if case.remapped:
+        planned = replace(planned, moves=random_moves(planned, case.seed))
+    if case.routing is not None:
+        zones = (REMAP, *range(len(planned.zones)))
+        planned = replace(planned, routing=Routing(case.routing[0], zones, case.routing[1]))
+    return planned
+
+
+def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
+    """Some of every rank's tokens to other ranks, whatever that is good for."""
+    rng = random.Random(seed)
+    rows: list[tuple[int, int, int]] = []
+    for src in range(planned.num_ranks):
+        held = sum(stop - start for _, start, stop in attention_layout(planned, src).tolist())
+        targets = [r for r in range(planned.num_ranks) if r != src]
+        for dst in sorted(rng.sample(targets, rng.randint(0, len(targets)))):
+            tokens = rng.randint(0, held)
+            held -= tokens
+            if tokens:
+                rows.append((src, dst, tokens))
+    return Rows.of(MOVE_WIDTH, rows)
+
+
+def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
+    """What the planner decides."""
     if planner in TEST_PLANNERS:
         return TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
     name, options = VARIANTS.get(planner, (planner, {}))

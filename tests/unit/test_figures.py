@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_balance.core.model import Model
 from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
 from megatron_balance.core.program import Attend, Exchange, Kind
 from megatron_balance.core.rows import Rows
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.schedules import expand, layout
+from megatron_balance.schedules import attention_layout, expand, layout
 from megatron_balance.schedules.figures import figures
+from megatron_balance.schedules.payload import Payload
+from megatron_balance.schedules.traffic import traffic
+from tests.support.strategies import ALL_PLANNERS, Case, cases
+from tests.support.strategies import plan as plan_of
 
 MOVEMENTS = ("ring", "all_gather", "head_exchange", "tiles")
 
@@ -30,35 +37,64 @@ def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
     inter: list[set[tuple[int, ...]]] = [set() for _ in ranks]
     queries: list[set[tuple[int, ...]]] = [set() for _ in ranks]
     partials: list[set[tuple[int, ...]]] = [set() for _ in ranks]
+    handed_over: list[set[tuple[int, ...]]] = [set() for _ in ranks]
     total, total_inter, pairs = defaultdict(int), defaultdict(int), defaultdict(int)
     each = {Kind.KV: 2 * 16 * 2, Kind.Q: 16 * 2, Kind.OUT: 16 * 2 + 4}
-    for op in expand(plan).forward:
-        if isinstance(op, Exchange):
-            for kind, seq, start, stop, head_start, head_stop, src, dst in op.transfers:
-                crosses = src // plan.ranks_per_node != dst // plan.ranks_per_node
-                num_bytes = (stop - start) * (head_stop - head_start) * each[Kind(kind)]
-                total[dst] += num_bytes
-                total_inter[dst] += num_bytes * crosses
-                tokens = {(seq, t) for t in range(start, stop)}
-                if kind == Kind.KV:
-                    kv[dst] |= tokens
-                    inter[dst] |= tokens if crosses else set()
-                elif kind == Kind.Q:
-                    queries[dst] |= tokens
-                else:
-                    partials[dst] |= {(seq, t, src) for _, t in tokens}
-        elif isinstance(op, Attend):
+    program = expand(plan)
+    exchanges = [op for op in program.forward if isinstance(op, Exchange)]
+    closing = exchanges[-1].id if plan.moves else None
+    routed = 0
+    placed = [{(seq, t) for seq, a, b in attention_layout(plan, r).tolist() for t in range(a, b)} for r in ranks]
+    for op in exchanges:
+        routed += len({row[:2] for row in op.routes})
+        for kind, seq, start, stop, head_start, head_stop, src, dst in op.transfers:
+            crosses = src // plan.ranks_per_node != dst // plan.ranks_per_node
+            num_bytes = (stop - start) * (head_stop - head_start) * each[Kind(kind)]
+            total[dst] += num_bytes
+            total_inter[dst] += num_bytes * crosses
+            tokens = {(seq, t) for t in range(start, stop)}
+            if op.id < program.opening and tokens <= placed[dst]:
+                handed_over[dst] |= tokens  # to attend with; what a home sends on for a holder is attention's
+            elif op.id == closing:
+                pass
+            elif kind == Kind.KV:
+                kv[dst] |= tokens
+                inter[dst] |= tokens if crosses else set()
+            elif kind == Kind.Q:
+                queries[dst] |= tokens
+            else:
+                partials[dst] |= {(seq, t, src) for _, t in tokens}
+    for op in program.forward:
+        if isinstance(op, Attend):
             for _, q0, q1, h0, h1, k0, k1, _, _ in op.pairs:
                 pairs[op.rank] += (h1 - h0) * sum(max(0, min(k1, q + 1) - k0) for q in range(q0, q1))
     return {
         "tokens_per_rank": [int((rows[:, 2] - rows[:, 1]).sum()) for rows in (layout(plan, r) for r in ranks)],
+        "attention_tokens_per_rank": [len(x) for x in placed],
         "attention_pairs_per_rank": [pairs[r] / model.num_heads for r in ranks],
         "kv_tokens_received_per_rank": [len(x) for x in kv],
         "kv_tokens_received_inter_node_per_rank": [len(x) for x in inter],
         "query_tokens_received_per_rank": [len(x) for x in queries],
         "partial_tokens_received_per_rank": [len(x) for x in partials],
+        "remap_tokens_received_per_rank": [len(x) for x in handed_over],
         "bytes_received_per_rank": {"total": [total[r] for r in ranks], "inter_node": [total_inter[r] for r in ranks]},
+        "routed_transfers": routed,
     }
+
+
+def assert_figures_are_those_of_the_ops(plan: MicrobatchPlan, ranks_per_nic: int) -> None:
+    shared = plan.routing.ranks_per_nic if plan.routing is not None else ranks_per_nic
+    got, want = figures(plan, model_of(plan), ranks_per_nic), from_ops(plan)
+    pairs = want.pop("attention_pairs_per_rank")
+    assert {key: got[key] for key in want} == want
+    # With heads that do not divide by the ranks a rank's share of the pairs is a fraction, rounded; the sum is exact.
+    assert got["attention_pairs_per_rank"] == pytest.approx(pairs, abs=len(plan.zones))
+    assert sum(got["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in plan.lengths)
+    assert sum(got["tokens_per_rank"]) == got["num_tokens"] == sum(plan.lengths)
+    assert got["remap"]["tokens_moved"] == sum(got["remap_tokens_received_per_rank"])
+    moved = traffic(expand(plan), Payload.of(model_of(plan)), ranks_per_node=plan.ranks_per_node, ranks_per_nic=shared)
+    assert got["bytes_sent_per_nic"] == moved.nic_sent.tolist()
+    assert got["bytes_received_per_nic"] == moved.nic_received.tolist()
 
 
 def random_tiling(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], num_ranks: int) -> Tiling:
@@ -92,14 +128,16 @@ def random_plan(seed: int) -> MicrobatchPlan:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_figures_are_those_of_the_ops(seed: int) -> None:
-    plan = random_plan(seed)
-    got, want = figures(plan, model_of(plan)), from_ops(plan)
-    pairs = want.pop("attention_pairs_per_rank")
-    assert {key: got[key] for key in want} == want
-    # With heads that do not divide by the ranks a rank's share of the pairs is a fraction, rounded; the sum is exact.
-    assert got["attention_pairs_per_rank"] == pytest.approx(pairs, abs=len(plan.zones))
-    assert sum(got["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in plan.lengths)
-    assert sum(got["tokens_per_rank"]) == got["num_tokens"] == sum(plan.lengths)
+    assert_figures_are_those_of_the_ops(random_plan(seed), ranks_per_nic=1 + seed % 3)
+
+
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+@given(case=cases(), ranks_per_nic=st.integers(1, 4), pieces=st.integers(1, 3))
+def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(planner: str, case: Case, ranks_per_nic: int, pieces: int) -> None:
+    plan = plan_of(planner, case)
+    if plan.routing is not None:
+        plan = replace(plan, routing=replace(plan.routing, pieces=pieces))
+    assert_figures_are_those_of_the_ops(plan, ranks_per_nic)
 
 
 def test_imbalance_is_the_largest_load_over_the_mean() -> None:

@@ -1,0 +1,161 @@
+"""The remapping layer (Zeppelin, section 3.4): inputs from the linear to the attention layout first, outputs back last.
+
+Outside attention a rank holds as many tokens as the others; for attention some of them are handed to the ranks that the planner
+chose. `MicrobatchPlan.moves` says how many: the last tokens of the attention layout of one rank are at home on another. Here they
+become the first exchange (queries, keys, values) and the last one (outputs) of any program; the backward follows by `transpose`.
+
+The first exchange hands its inputs over: the home gives them up, so that a ring may pass them by later like any other rank's.
+
+What a holder would pass on at once (the first hop of a ring) its home sends to the next rank itself, in the same exchange: that saves
+one transfer on the way (`resourced`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_balance.core.program import HOME_WIDTH, TRANSFER_WIDTH, Exchange, Kind, Op, Program, RankProgram
+from megatron_balance.core.rows import Rows
+from megatron_balance.passes.join import join, split
+from megatron_balance.passes.tables import Ints, as_array, as_rows
+
+SEQ, START, STOP, HOME, HOLDER = range(5)
+AWAY_WIDTH = 5
+_SHIFT = 40  # a token's position needs fewer bits than this
+
+
+def away(layout: Ints, holder: int, moves: Ints) -> Ints:
+    """Regions that `holder` attends to and that are at home elsewhere: rows (seq, start, stop, home, holder).
+
+    `layout`: the holder's attention layout, rows (seq, start, stop). `moves`: rows (src, dst, tokens) of the plan.
+    """
+    own = moves[moves[:, 0] == holder]
+    sizes = layout[:, 2] - layout[:, 1]
+    begin = np.cumsum(sizes) - sizes
+    end = int(sizes.sum()) - int(own[:, 2].sum())
+    parts: list[Ints] = [np.empty((0, AWAY_WIDTH), dtype=np.int64)]
+    for dst, tokens in own[:, 1:].tolist():
+        cut = _cut(layout, begin, end, end + tokens)
+        parts.append(np.column_stack([cut, np.full(len(cut), dst), np.full(len(cut), holder)]))
+        end += tokens
+    return np.concatenate(parts)
+
+
+def home(layout: Ints, rank: int, moves: Ints, received: Ints) -> Ints:
+    """The linear layout of `rank`: what it keeps of its attention layout, then what others attend to (`received`, rows of `away`)."""
+    sizes = layout[:, 2] - layout[:, 1]
+    kept = int(sizes.sum()) - int(moves[moves[:, 0] == rank, 2].sum())
+    return np.concatenate([_cut(layout, np.cumsum(sizes) - sizes, 0, kept), received[:, :HOME_WIDTH]])
+
+
+def _cut(layout: Ints, begin: Ints, start: int, stop: int) -> Ints:
+    """Rows of `layout` that are its tokens [start, stop); `begin`: the first token of each row."""
+    low, high = np.maximum(begin, start), np.minimum(begin + layout[:, 2] - layout[:, 1], stop)
+    chosen = low < high
+    rows = layout[chosen].copy()
+    rows[:, 1] = layout[chosen, 1] + (low - begin)[chosen]
+    rows[:, 2] = layout[chosen, 1] + (high - begin)[chosen]
+    return rows
+
+
+def resourced(rows: Ints, regions: Ints) -> tuple[Ints, Ints]:
+    """Transfers of a zone's first exchange: those that stay there, and those that the home of what is away sends instead.
+
+    `rows`: transfers of inputs; `regions`: rows of `away` of their sources. What is at home on the target stays, since the target has
+    handed it over.
+    """
+    stay, sent = [np.empty((0, TRANSFER_WIDTH), dtype=np.int64)], [np.empty((0, TRANSFER_WIDTH), dtype=np.int64)]
+    for src in np.unique(rows[:, 6]).tolist():
+        own, theirs = rows[rows[:, 6] == src], regions[regions[:, HOLDER] == src]
+        theirs = theirs[np.lexsort((theirs[:, START], theirs[:, SEQ]))]
+        begin, end = (_key(theirs[:, SEQ], theirs[:, column]) for column in (START, STOP))
+        first = np.searchsorted(end, _key(own[:, 1], own[:, 2]), side="right")
+        last = np.searchsorted(begin, _key(own[:, 1], own[:, 3]), side="left")
+        stay.append(own[first >= last])
+        for index in np.flatnonzero(first < last).tolist():
+            row, at = own[index], int(own[index, 2])
+            for _, start, stop, owner, _ in theirs[first[index] : last[index]].tolist():
+                low, high = max(start, at), min(stop, int(row[3]))
+                stay.append(_part(row, at, low, src))
+                (stay if owner == row[7] else sent).append(_part(row, low, high, src if owner == row[7] else owner))
+                at = high
+            stay.append(_part(row, at, int(row[3]), src))
+    return np.concatenate(stay), np.concatenate(sent)
+
+
+@dataclass(frozen=True, slots=True)
+class SentOn:
+    """Transfers of `resourced` that join the remap's first exchange: in the forward only, and in a replayed backward too."""
+
+    once: Ints
+    again: Ints
+
+
+def _part(row: Ints, start: int, stop: int, src: int) -> Ints:
+    """The transfer `row` of tokens [start, stop) only, from `src`: one row, or none."""
+    part = np.repeat(row[None], int(start < stop), axis=0)
+    part[:, 2], part[:, 3], part[:, 6] = start, stop, src
+    return part
+
+
+def _key(seq: Ints, position: Ints) -> Ints:
+    return (seq << _SHIFT) | position
+
+
+def remap(program: RankProgram, linear: Ints, regions: Ints, heads: tuple[int, int], sent_on: SentOn | None = None) -> RankProgram:
+    """`program`, made for the attention layout, for one rank of a remapped batch. All other exchange ids rise by one.
+
+    `linear`: the rank's linear layout. `regions`: rows of `away` of which the rank is the home or the holder. `heads`: of queries and
+    of keys. `sent_on`: transfers of `resourced` that join the first exchange.
+    """
+    num_heads, num_kv_heads = heads
+    rest = tuple(replace(op, id=op.id + 1) if isinstance(op, Exchange) else op for op in program.forward)
+    opening: tuple[Op, ...] = ()
+    closing: tuple[Op, ...] = ()
+    handed_over = [_transfers(kind, regions, count, HOME, HOLDER) for kind, count in ((Kind.Q, num_heads), (Kind.KV, num_kv_heads))]
+    again = np.concatenate([*handed_over, *([] if sent_on is None else [sent_on.again])])
+    inputs = np.concatenate([again, *([] if sent_on is None else [sent_on.once])])
+    replays = tuple((at + 1, replace(op, id=op.id + 1)) for at, op in program.replays)
+    if len(inputs):
+        opening = (_opening(inputs),)
+        replays = ((0, _opening(again)), *replays)
+    if len(regions):
+        closing = (Exchange(program.num_exchanges + 1, as_rows(_transfers(Kind.OUT, regions, num_heads, HOLDER, HOME))),)
+    return replace(
+        program,
+        home=as_rows(linear),
+        forward=(*opening, *rest, *closing),
+        num_exchanges=program.num_exchanges + 2,
+        replays=replays,
+        queues=(("remap", len(opening)), *program.queues, ("remap", len(closing))),
+        opening=1,
+    )
+
+
+def _opening(inputs: Ints) -> Exchange:
+    """The first exchange, its rows in one order, however a rank came to know of each."""
+    return Exchange(0, as_rows(inputs[np.lexsort(inputs.T[::-1])]))
+
+
+def _transfers(kind: Kind, regions: Ints, num_heads: int, src: int, dst: int) -> Ints:
+    rows = np.zeros((len(regions), TRANSFER_WIDTH), dtype=np.int64)
+    rows[:, 0] = kind
+    rows[:, 1:4] = regions[:, :HOME_WIDTH]
+    rows[:, 5] = num_heads
+    rows[:, 6], rows[:, 7] = regions[:, src], regions[:, dst]
+    return rows
+
+
+def with_remap(program: Program, moves: Rows) -> Program:
+    """A whole forward program, as parsed from text, with its remap."""
+    table = as_array(moves)
+    layouts = [as_array(rows) for rows in program.homes]
+    regions = np.concatenate([away(layout, rank, table) for rank, layout in enumerate(layouts)])
+    ranks: list[RankProgram] = []
+    for rank, layout in enumerate(layouts):
+        linear = home(layout, rank, table, regions[regions[:, HOME] == rank])
+        mine = regions[(regions[:, HOME] == rank) | (regions[:, HOLDER] == rank)]
+        ranks.append(remap(split(program, rank), linear, mine, (program.num_heads, program.num_kv_heads)))
+    return join(ranks, program.lengths, program.num_heads, program.num_kv_heads)

@@ -1,0 +1,58 @@
+"""From a placement, the ranks of each sequence, to the plan of a microbatch or of a batch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import BatchPlan, MicrobatchPlan, Zone
+
+Placement: TypeAlias = Sequence[tuple[int, ...]]
+"""By sequence, the ranks that share it, ascending."""
+
+INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
+
+Members: TypeAlias = tuple[tuple[int, ...], ...]
+"""By microbatch, the batch's ids of its sequences, ascending: the i-th is sequence i of that microbatch's plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the plans of one planner have in common. `movement`: of every zone."""
+
+    planner: str
+    cluster: Cluster
+    model: Model
+    movement: str = "ring"
+
+    def microbatch(self, lengths: Sequence[int], placement: Placement) -> MicrobatchPlan:
+        """The plan in which sequences with the same ranks share a zone."""
+        cluster, model = self.cluster, self.model
+        zones = self._zones(placement)
+        return MicrobatchPlan(
+            self.planner, tuple(lengths), cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
+        )
+
+    def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> tuple[BatchPlan, Members]:
+        """The plans of microbatches 0, 1, ...; `microbatch_of`: by sequence."""
+        members: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
+        for seq, microbatch in enumerate(microbatch_of):
+            members[microbatch].append(seq)
+        plans = (self.microbatch([lengths[seq] for seq in seqs], [placement[seq] for seq in seqs]) for seqs in members)
+        return BatchPlan(tuple(plans)), tuple(map(tuple, members))
+
+    def _zones(self, placement: Placement) -> tuple[Zone, ...]:
+        """In issue order: inter-node, intra-node, local; the widest first, then by ranks."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for seq, ranks in enumerate(placement):
+            groups.setdefault(ranks, []).append(seq)
+
+        def spread(ranks: tuple[int, ...]) -> int:
+            return 2 if len(ranks) == 1 else int(self.cluster.node(ranks[0]) == self.cluster.node(ranks[-1]))
+
+        names = (INTER_NODE, INTRA_NODE, LOCAL)
+        ordered = sorted(groups, key=lambda ranks: (spread(ranks), -len(ranks), ranks))
+        return tuple(Zone(names[spread(ranks)], self.movement, ranks, tuple(groups[ranks])) for ranks in ordered)

@@ -1,0 +1,96 @@
+"""The remapping solver: from the tokens each rank holds to equal counts, at the least cost (Zeppelin, section 3.4, Eq. 2).
+
+- What we implement: Eq. (2), the rank that pays most for what it sends pays as little as possible; exactly, in whole tokens.
+- What we add: receivers count too (`sides="both"`), since a receiving link saturates as well; the sum over all ranks
+  (`objective="total"`); targets that are multiples of the tensor-parallel size (`align`).
+- Where we differ: the paper calls a standard solver (Gurobi). Its cost matrix has two values, so the optimum has a closed form
+  (`remap_exact`), which is the default; Gurobi, HiGHS and SCIP solve the same problem as a program (`remap_milp`) and reach the same
+  cost, though perhaps by other moves. The paper's target is the mean, which need not be whole; ours is `remap_problem.balanced`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.passes.tables import Ints
+from megatron_balance.solvers import remap_exact, remap_milp
+from megatron_balance.solvers.remap_problem import Objective, Problem, Sides, balanced
+
+Solver: TypeAlias = Literal["exact", remap_milp.MilpSolver]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Remapping:
+    """`target` [d]: the tokens of each rank afterwards. `moves` [n, 3]: rows (src, dst, tokens > 0), sorted, one for each pair."""
+
+    target: Ints
+    moves: Ints
+
+
+def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but two keyword-only, four with a default
+    held: Ints,
+    node_size: int,
+    *,
+    intra_s: float,
+    inter_s: float,
+    align: int = 1,
+    objective: Objective = "bottleneck",
+    sides: Sides = "both",
+    solver: Solver = "exact",
+) -> Remapping:
+    """The balanced target of `held` [d] tokens per rank, and the moves that reach it at the least cost.
+
+    Args:
+        held: tokens of each rank now.
+        node_size: ranks of a node, numbered node by node; the last node may be smaller.
+        intra_s: seconds per token (or any cost) between two ranks of a node.
+        inter_s: the same between nodes. Taken as `intra_s` where it is less: leaving the node is never a gain.
+        align: the counts of the target are multiples of this, but for one rank with the rest (see `balanced`).
+        objective: the largest cost of any rank, or the sum over all tokens moved. The exact answer minimises both at once.
+        sides: whether a rank's cost counts what it sends only, or also, apart, what it receives (links work both ways).
+        solver: where it is missing, unlicensed or finds no proven optimum, one warning says so and the exact solver answers.
+
+    Raises:
+        ConfigError: a count, a size or a cost out of its range.
+    """
+    held = np.asarray(held, dtype=np.int64)
+    _check(held, node_size, intra_s, inter_s, align)
+    target = balanced(held, align)
+    over = held - target
+    intra = min(intra_s / inter_s, 1.0) if inter_s > 0 else 1.0
+    problem = Problem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra, objective, sides)
+    moves = _moves(problem, solver) if over.any() else np.zeros((0, 3), dtype=np.int64)
+    return Remapping(target, moves[np.lexsort((moves[:, 1], moves[:, 0]))])
+
+
+def _moves(problem: Problem, solver: Solver) -> Ints:
+    if solver != "exact":
+        try:
+            return remap_milp.solve(problem, solver)
+        except remap_milp.NoAnswerError as error:
+            _warn_once(solver, str(error))
+    return remap_exact.solve(problem)
+
+
+@cache
+def _warn_once(solver: Solver, reason: str) -> None:
+    log.warning("remapping: solver %r gives no answer: %s; the exact solver, whose cost is the same, takes over", solver, reason)
+
+
+def _check(held: Ints, node_size: int, intra_s: float, inter_s: float, align: int) -> None:
+    if held.ndim != 1 or not len(held) or held.min() < 0:
+        raise ConfigError(f"remapping: tokens held by each rank must be one count of 0 or more per rank, got {held.tolist()}")
+    if node_size < 1 or align < 1:
+        raise ConfigError(f"remapping: a node has at least 1 rank and align is at least 1, got node_size={node_size}, align={align}")
+    for name, cost in (("intra_s", intra_s), ("inter_s", inter_s)):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ConfigError(f"remapping: {name} must be a finite cost per token of 0 or more, got {cost}")

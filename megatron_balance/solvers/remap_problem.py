@@ -1,0 +1,46 @@
+"""What a remapping has to move: the target of every rank, and with it the surplus and the deficit of every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from megatron_balance.passes.tables import Ints
+
+Objective: TypeAlias = Literal["bottleneck", "total"]
+Sides: TypeAlias = Literal["send", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Zeppelin's Eq. (2) for a given target.
+
+    `surplus` and `deficit` [d] are tokens a rank has to send and to receive (never both above 0; their sums are equal). A
+    token costs 1 between two nodes and `intra`, 0 to 1, within one. Node n has the ranks [n x node_size, (n + 1) x node_size).
+    """
+
+    surplus: Ints
+    deficit: Ints
+    node_size: int
+    intra: float
+    objective: Objective
+    sides: Sides
+
+
+def balanced(held: Ints, align: int) -> Ints:
+    """The tokens [d] that each rank ends with: as equal as possible, and such that as few tokens as possible move.
+
+    The rule for the remainder: with T tokens in all, every rank gets floor(T / d), and the T mod d extra tokens go one each
+    to the ranks that hold most, ties to the lower rank. With `align` a > 1 the same holds in units of a tokens, and the T mod
+    a tokens that make no unit go to the next rank in that order. So counts differ by at most a, and all but one are
+    multiples of a.
+    """
+    units, rest = divmod(int(held.sum()), align)
+    each, extra = divmod(units, len(held))
+    most_first = np.argsort(-held, kind="stable")
+    target = np.full(len(held), each * align, dtype=np.int64)
+    target[most_first[:extra]] += align
+    target[most_first[extra]] += rest
+    return target

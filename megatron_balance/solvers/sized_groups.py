@@ -1,0 +1,277 @@
+"""Items into groups of chosen sizes: how many groups of which size, and which items in each, so that the longest is as short as possible.
+
+A group of `size` ranks takes `seconds` for an item, which depends on the size, and holds `size * capacity` tokens; the groups' sizes
+add up to `num_ranks` at most. Heterogeneous makespan with the machines to be chosen, too: hard, so there is a greedy answer (`greedy`)
+and a mixed-integer program that improves on it within a number of nodes of its search (`improve`). Every rank of a job solves for
+itself, so limits are in nodes and never in seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import inf
+from typing import Any, TypeAlias
+
+Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""Sizes and the items of each group."""
+
+STEPS = 12
+"""Steps of the bisection of `greedy`."""
+
+_FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0, inf)
+"""Makespans over the lower bound that `greedy` tries until one is enough."""
+
+TOLERANCE = 0.005
+"""Makespans this close, relatively, are not told apart."""
+
+
+class NoSolverError(Exception):
+    """The solver is not installed; the message says what to do."""
+
+
+class NoAnswerError(Exception):
+    """The program gave no better answer; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`tokens`: of each item; `seconds[item][i]`: its time in a group of `sizes[i]`; `sizes` ascend up to `num_ranks`."""
+
+    tokens: Sequence[int]
+    seconds: Sequence[Sequence[float]]
+    sizes: Sequence[int]
+    num_ranks: int
+    capacity: int
+
+    def makespan(self, groups: Groups) -> float:
+        """Seconds of the longest group."""
+        return max((sum(self.seconds[k][self.sizes.index(size)] for k in items) for size, items in groups), default=0.0)
+
+    def least_makespan(self) -> float:
+        """Seconds that no groups fall below: the fastest group of the slowest item, and all items' seconds spread over all ranks."""
+        fastest = [min((row[i] for i in self.allowed(item)), default=inf) for item, row in enumerate(self.seconds)]
+        busy = sum(min(s * size for s, size in zip(row, self.sizes, strict=True)) for row in self.seconds)
+        return max(*fastest, busy / self.num_ranks)
+
+    def allowed(self, item: int, most_s: float = inf) -> list[int]:
+        """Indices of the sizes that hold the item and take at most `most_s` for it."""
+        tokens, seconds = self.tokens[item], self.seconds[item]
+        return [i for i, size in enumerate(self.sizes) if tokens <= size * self.capacity and seconds[i] <= most_s]
+
+
+def greedy(problem: Problem) -> Groups | None:
+    """The best groups that a bisection over the makespan finds, or None if it finds none that hold everything.
+
+    For a makespan, items in descending order, each into the group it fills most of those that have room and time for it, else into a
+    new one of the smallest size that is fast enough. There is at least one item.
+    """
+    low = problem.least_makespan()
+    best = next((found for factor in _FACTORS if (found := _within(problem, low * factor)) is not None), None)
+    if best is None:
+        return None
+    high = problem.makespan(best)
+    for _ in range(STEPS):
+        if high <= low * (1 + TOLERANCE):
+            break
+        middle = (low + high) / 2
+        found = _within(problem, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(middle, problem.makespan(found))
+    return best
+
+
+def _within(problem: Problem, most_s: float) -> Groups | None:
+    """Groups that all take at most `most_s`, or None if descending best fit finds none."""
+    free = problem.num_ranks
+    sizes: list[int] = []  # of each group: the index of its size
+    items: list[list[int]] = []
+    room: list[int] = []
+    time_s: list[float] = []
+    for item in sorted(range(len(problem.tokens)), key=lambda k: (-problem.tokens[k], k)):
+        tokens, seconds = problem.tokens[item], problem.seconds[item]
+        fits = [g for g, i in enumerate(sizes) if tokens <= room[g] and time_s[g] + seconds[i] <= most_s]
+        if fits:
+            group = max(fits, key=lambda g: (time_s[g] + seconds[sizes[g]], -g)) if most_s < inf else min(fits, key=time_s.__getitem__)
+        else:
+            size = next((i for i in problem.allowed(item, most_s) if problem.sizes[i] <= free), None)
+            if size is None:
+                return None
+            group = len(sizes)
+            sizes.append(size)
+            items.append([])
+            room.append(problem.sizes[size] * problem.capacity)
+            time_s.append(0.0)
+            free -= problem.sizes[size]
+        items[group].append(item)
+        room[group] -= tokens
+        time_s[group] += seconds[sizes[group]]
+    return tuple((problem.sizes[i], tuple(sorted(group))) for i, group in zip(sizes, items, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`num_buckets`: kinds of items told apart, at most; `nodes`: of the search; `variables`: of a program that is tried at all."""
+
+    num_buckets: int = 16
+    nodes: int = 50
+    variables: int = 3000
+
+
+def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
+    """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's) that HiGHS solves (in SciPy).
+
+    Items of about the same tokens form a bucket and count as its largest. Variables: for each possible group whether it is there, and
+    of each bucket how many items it takes.
+
+    Raises:
+        NoSolverError: SciPy is not installed.
+        NoAnswerError: `start` is best, the program is too large, or no better groups were found within the nodes.
+    """
+    best_s = problem.makespan(start)
+    if best_s * (1 - TOLERANCE) <= problem.least_makespan():
+        raise NoAnswerError("the start is the best there is")
+    if sum(min(problem.num_ranks // size, len(problem.tokens)) for size in problem.sizes) > limits.variables:
+        raise NoAnswerError(f"the groups alone would make more than {limits.variables} variables")
+    buckets = bucket(problem.tokens, limits.num_buckets)
+    program = _Program(problem, buckets, best_s * (1 - TOLERANCE))
+    if program.num_variables > limits.variables:
+        raise NoAnswerError(f"{program.num_variables} variables are more than {limits.variables}")
+    counts = program.solve(limits.nodes)
+    left = [list(items) for items in buckets]
+    groups: list[tuple[int, tuple[int, ...]]] = []
+    for size, taken in counts:
+        items = [left[q].pop(0) for q, count in taken for _ in range(count)]
+        groups.append((problem.sizes[size], tuple(sorted(items))))
+    assert not any(left), left
+    if problem.makespan(tuple(groups)) >= best_s:
+        raise NoAnswerError("the groups of the program are no better")
+    return tuple(groups)
+
+
+def bucket(tokens: Sequence[int], num_buckets: int) -> list[list[int]]:
+    """Items in descending order of tokens, cut into at most `num_buckets` runs with the least sum of (largest of its run - own) tokens.
+
+    The recurrence over the last run (FlexSP's), on distinct numbers of tokens.
+    """
+    order = sorted(range(len(tokens)), key=lambda k: (-tokens[k], k))
+    kinds = [list(items) for _, items in groupby(order, key=tokens.__getitem__)]
+    if len(kinds) <= num_buckets:
+        return kinds
+    count, total = [0], [0]  # prefix sums over kinds
+    for items in kinds:
+        count.append(count[-1] + len(items))
+        total.append(total[-1] + len(items) * tokens[items[0]])
+
+    def excess(a: int, b: int) -> int:
+        return tokens[kinds[a][0]] * (count[b] - count[a]) - (total[b] - total[a])
+
+    best = [excess(0, b) for b in range(len(kinds) + 1)]
+    cuts = [[0] * (len(kinds) + 1)]
+    for _ in range(1, num_buckets):
+        begins = [0] * (len(kinds) + 1)
+        sums = best.copy()
+        _best_begins(best, excess, begins, sums, (1, len(kinds), 0, len(kinds)))
+        best = sums
+        cuts.append(begins)
+    runs: list[list[int]] = []
+    end = len(kinds)
+    for row in reversed(cuts):
+        if end:
+            begin = row[end]
+            runs.append([item for items in kinds[begin:end] for item in items])
+            end = begin
+    return runs[::-1]
+
+
+def _best_begins(
+    before: Sequence[int], excess: Callable[[int, int], int], begins: list[int], sums: list[int], span: tuple[int, int, int, int]
+) -> None:
+    """For each end in [low, high] the begin of its last run in [first, last] with the least sum: begins ascend with ends, so halve."""
+    low, high, first, last = span
+    if low > high:
+        return
+    end = (low + high) // 2
+    sums[end], begins[end] = min((before[a] + excess(a, end), a) for a in range(first, min(last, end - 1) + 1))
+    _best_begins(before, excess, begins, sums, (low, end - 1, first, begins[end]))
+    _best_begins(before, excess, begins, sums, (end + 1, high, begins[end], last))
+
+
+class _Program:
+    """Minimise the makespan over how many items of each bucket each possible group takes."""
+
+    def __init__(self, problem: Problem, buckets: Sequence[Sequence[int]], most_s: float) -> None:
+        self.problem, self.buckets, self.most_s = problem, buckets, most_s
+        largest = [items[0] for items in buckets]
+        self.allowed = [set(problem.allowed(item, most_s)) for item in largest]
+        self.seconds = [problem.seconds[item] for item in largest]
+        self.tokens = [problem.tokens[item] for item in largest]
+        self.group_sizes = [i for i, size in enumerate(problem.sizes) for _ in range(self._most_groups(i, size))]
+        self.takes = [(q, p) for p, i in enumerate(self.group_sizes) for q in range(len(buckets)) if i in self.allowed[q]]
+        self.num_variables = 1 + len(self.group_sizes) + len(self.takes)
+
+    def _most_groups(self, index: int, size: int) -> int:
+        """Groups of one size that could have an item each."""
+        takers = sum(len(items) for items, allowed in zip(self.buckets, self.allowed, strict=True) if index in allowed)
+        return min(self.problem.num_ranks // size, takers)
+
+    def solve(self, nodes: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """For each group: the index of its size, and (bucket, items) it takes.
+
+        Raises:
+            NoSolverError: no SciPy.
+            NoAnswerError: no solution within the nodes.
+        """
+        try:
+            optimize = importlib.import_module("scipy.optimize")
+            sparse = importlib.import_module("scipy.sparse")
+        except ImportError:
+            raise NoSolverError("SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'") from None
+        rows = self._rows()
+        entries = [(i, column, value) for i, (_, _, row) in enumerate(rows) for column, value in row]
+        matrix = sparse.coo_matrix(
+            ([value for _, _, value in entries], ([i for i, _, _ in entries], [column for _, column, _ in entries])),
+            shape=(len(rows), self.num_variables),
+        )
+        most = [1.0] * (1 + len(self.group_sizes)) + [float(len(self.buckets[q])) for q, _ in self.takes]
+        found: Any = optimize.milp(
+            c=[1.0] + [0.0] * (self.num_variables - 1),
+            integrality=[0] + [1] * (self.num_variables - 1),
+            bounds=optimize.Bounds(0.0, most),
+            constraints=optimize.LinearConstraint(matrix.tocsr(), [low for low, _, _ in rows], [high for _, high, _ in rows]),
+            options={"node_limit": nodes, "mip_rel_gap": TOLERANCE},
+        )
+        if found.x is None:
+            raise NoAnswerError("nothing better was found within the nodes")
+        return self._read([round(value) for value in found.x])
+
+    def _rows(self) -> list[tuple[float, float, list[tuple[int, float]]]]:
+        """Constraints (low, high, entries). Variable 0: makespan over `most_s`; then the groups; then `takes`."""
+        problem, first = self.problem, 1 + len(self.group_sizes)
+        by_bucket: list[list[tuple[int, float]]] = [[] for _ in self.buckets]
+        time: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
+        room: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
+        for column, (q, p) in enumerate(self.takes, start=first):
+            size = problem.sizes[self.group_sizes[p]]
+            by_bucket[q].append((column, 1.0))
+            time[p].append((column, self.seconds[q][self.group_sizes[p]] / self.most_s))
+            room[p].append((column, self.tokens[q] / (size * problem.capacity)))
+        rows = [(float(len(items)), float(len(items)), row) for items, row in zip(self.buckets, by_bucket, strict=True)]
+        rows += [(-inf, 0.0, [*row, (0, -1.0)]) for row in time]
+        rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(room)]
+        # Groups of one size are alike: those with lower numbers are there first.
+        alike = (p for p in range(1, len(self.group_sizes)) if self.group_sizes[p - 1] == self.group_sizes[p])
+        rows += [(0.0, inf, [(p, 1.0), (1 + p, -1.0)]) for p in alike]
+        ranks = [(1 + p, float(problem.sizes[i])) for p, i in enumerate(self.group_sizes)]
+        return [*rows, (0.0, float(problem.num_ranks), ranks)]
+
+    def _read(self, values: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        taken: list[list[tuple[int, int]]] = [[] for _ in self.group_sizes]
+        for count, (q, p) in zip(values[1 + len(self.group_sizes) :], self.takes, strict=True):
+            if count:
+                taken[p].append((q, count))
+        return ((size, own) for size, own in zip(self.group_sizes, taken, strict=True) if own)

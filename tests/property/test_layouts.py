@@ -1,0 +1,36 @@
+"""All ranks' layouts at once against those of each rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from megatron_balance.schedules import attention_layout, layout
+from megatron_balance.schedules.layouts import RANK, SEQ, ZONE, away, fragments, layouts
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+
+
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+@given(case=cases())
+def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> None:
+    planned = plan(planner, case)
+    ranks = range(planned.num_ranks)
+    rows, held = layouts(planned), fragments(planned)
+    assert [rows[rows[:, RANK] == rank][:, SEQ:].tolist() for rank in ranks] == [layout(planned, rank).tolist() for rank in ranks]
+    assert [held[held[:, RANK] == r][:, SEQ:ZONE].tolist() for r in ranks] == [attention_layout(planned, r).tolist() for r in ranks]
+
+
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+@given(case=cases())
+def test_what_is_away_is_what_the_moves_say(planner: str, case: Case) -> None:
+    planned = plan(planner, case)
+    if not planned.moves:
+        return
+    held = fragments(planned)
+    found: dict[tuple[int, int], int] = {}
+    for fragment, begin, end, home, holder in away(planned, held).tolist():
+        rank, _, start, stop = held[fragment, :4].tolist()
+        assert rank == holder
+        assert start <= begin < end <= stop
+        found[holder, home] = found.get((holder, home), 0) + end - begin
+    assert found == {(src, dst): tokens for src, dst, tokens in planned.moves}
