@@ -1,58 +1,183 @@
-"""Costs from the figures of a data sheet: FLOPs over peak times efficiency, alpha-beta links."""
+"""Costs from data sheets and microbenchmarks: tiles of the attention kernel, FLOPs over rates, alpha-beta links.
+
+Where a constant comes from stands beside it here, in `kernel`, `contention` and in configs/cluster; docs/costs.md has the whole list.
+None is fitted to a result that the simulator is compared with.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, inf
 
+import numpy as np
+
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
-
-LINEAR_EFFICIENCY = 0.6
-"""Share of peak that large dense matrix products reach (about what training runs report)."""
-
-TILE_TOKENS = 128
-"""Side of the tiles that flash attention kernels work in."""
+from megatron_balance.cost import kernel
+from megatron_balance.cost.base import Floats, Ints, Link, routed_s
+from megatron_balance.cost.collectives import Group, all_gather_s
+from megatron_balance.cost.contention import Contention
+from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
+from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
 
 LAUNCH_S = 10e-6
-"""A kernel launch with what surrounds it: index arithmetic, the merge of its partial result."""
+"""A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its partial result.
 
-INTRA_NODE_ALPHA_S = 5e-6
-INTER_NODE_ALPHA_S = 15e-6
-"""Fixed cost of a message; the usual order of magnitude of point-to-point calls, not measured."""
+CUDA's own launch of an empty kernel takes 2 to 5 us in microbenchmarks; two of them.
+"""
+
+CALL_S = 8.4e-6
+"""A communication call: NCCL's tuning model, base latency of ring, Simple (2.14, graph/tuning.cc)."""
+
+OPTIMIZER_BYTES = 30
+"""Adam's update of a parameter: fp32 gradient, weight and two moments read, the last three written, and the bf16 weight."""
+
+PARTIAL_BYTES = 4
+"""Partial outputs and their LSE are accumulated in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticCost:
-    """One layer's forward pass on `cluster` for `model`; implements `cost.base.CostModel`."""
+    """Costs of `model` on `cluster`; implements `cost.base.MachineCost`.
+
+    With tensor parallelism a rank of `cluster` is a whole tensor-parallel group (`cost.parallel.wide_ranks`) of `tensor_parallel`
+    GPUs, which split heads and channels evenly; their own communication is part of `layer_s`.
+    """
 
     cluster: Cluster
     model: Model
+    tensor_parallel: int = 1
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`.
 
-        A kernel works in tiles: the last one of a run is padded, of the queries' and of the keys'.
+        A run's last tile is padded, and each run of keys costs its queries a thread block. The halves of tiles that the mask wastes are
+        left out: they are 64 pairs for each query wherever it is, so no placement changes them; `attend_s` counts them.
         """
-        padding = 1.0 if run_tokens == inf else (ceil(run_tokens / TILE_TOKENS) * TILE_TOKENS / run_tokens) ** 2
-        return padding * num_pairs * self.model.attention_flops_per_pair / (self.cluster.flops_per_s * self.cluster.attention_efficiency)
+        factor = 1.0
+        if run_tokens != inf:
+            padded = ceil(run_tokens / TILE_TOKENS) * TILE_TOKENS
+            # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs; without it the padded work would fall as l grows.
+            factor = padded**2 / (run_tokens * (run_tokens + 1)) * (1 + BLOCK_TILES * TILE_TOKENS / padded)
+        return factor * num_pairs * self._pair_s
+
+    @property
+    def _pair_s(self) -> float:
+        cluster, model = self.cluster, self.model
+        flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.head_dim)
+        return flops / (cluster.flops_per_s * cluster.attention_efficiency)
 
     def launch_s(self, num_launches: float) -> float:
         """Seconds of fixed cost for so many attention launches and their merges."""
         return num_launches * LAUNCH_S
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the projections and the MLP."""
-        return num_tokens * self.model.linear_flops_per_token / (self.cluster.flops_per_s * LINEAR_EFFICIENCY)
+        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP, norms. Proportional."""
+        modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in layer_modules(self.model))
+        return num_tokens * (modules_s + self.tensor_parallel_s(1.0) - self.tensor_parallel_s(0.0))
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
         """Seconds to receive bytes from a rank of the same node: alpha a message + bytes / bandwidth."""
-        return num_messages * INTRA_NODE_ALPHA_S + num_bytes / self.cluster.intra_bytes_per_s
+        return num_messages * self.cluster.intra_alpha_s + num_bytes / self.cluster.intra_bytes_per_s
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
         """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC shared by two)."""
-        return num_messages * INTER_NODE_ALPHA_S + num_bytes / (num_nics * self.cluster.nic_bytes_per_s)
+        return num_messages * self.cluster.inter_alpha_s + num_bytes / (num_nics * self.cluster.nic_bytes_per_s)
+
+    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes."""
+        return routed_s(self, num_bytes, num_messages, num_nics)
 
     def kv_bytes(self, num_tokens: float) -> float:
         """Bytes of the keys and values of tokens."""
         return num_tokens * self.model.kv_bytes_per_token
+
+    def query_bytes(self, num_tokens: float) -> float:
+        """Bytes of the queries of tokens, or of their outputs, which are as many."""
+        return num_tokens * self.model.num_heads * self.model.head_dim * self.model.bytes_per_element
+
+    def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
+
+        `pairs` [n, 9]: rows of `core.program.Attend`; `launch` [n]: the launch of each row. A launch takes its work over all SMs, or its
+        longest thread block on one of them, whichever is longer.
+        """
+        if not len(pairs):
+            return np.zeros(num_launches)
+        tiles, blocks, longest = kernel.tiles(pairs)
+        heads = pairs[:, 4] - pairs[:, 3]
+        work = np.bincount(launch, weights=heads * (tiles + BLOCK_TILES * blocks), minlength=num_launches)
+        widest = np.zeros(num_launches)
+        np.maximum.at(widest, launch, (longest + BLOCK_TILES) * (heads > 0))
+        seconds = np.maximum(work * self._tile_s, widest * self.block_s(1.0) if self.cluster.num_sms else 0.0)
+        return np.where(work > 0, LAUNCH_S + seconds * (kernel.backward_factor() if backward else 1.0), 0.0)
+
+    @property
+    def _tile_s(self) -> float:
+        """Seconds of one tile of one head on the whole rank."""
+        return kernel.tile_flops(self.model.head_dim) / (self.cluster.flops_per_s * self.cluster.attention_efficiency)
+
+    def block_s(self, num_tiles: float) -> float:
+        """Seconds that a thread block spends on so many tiles of keys, forward, on its SM."""
+        return num_tiles * self._tile_s * max(1, self.cluster.num_sms)
+
+    def merge_s(self, num_tokens: float) -> float:
+        """Seconds to merge the partial outputs of tokens, all heads: two are read and one is written, each with its LSE."""
+        elements = 3.0 * num_tokens * self.model.num_heads * (self.model.head_dim + 1)
+        return elements * PARTIAL_BYTES / self.cluster.memory_bytes_per_s
+
+    def pack_s(self, num_bytes: float) -> float:
+        """Seconds to gather bytes into a message, or to scatter them from one: read and written."""
+        return 2.0 * num_bytes / self.cluster.memory_bytes_per_s
+
+    def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """Seconds of one layer's modules outside attention, tensor-parallel communication included.
+
+        Matrix products take their FLOPs, or reading their weights when tokens are few.
+        """
+        modules_s = sum(self._module_s(module, num_tokens, module.weights, backward=backward) for module in layer_modules(self.model))
+        return modules_s + self.tensor_parallel_s(num_tokens)
+
+    def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """Seconds of embedding, logits and loss."""
+        return self._module_s(head_module(self.model), num_tokens, 0.0, backward=backward)
+
+    def _module_s(self, module: Module, num_tokens: float, weights: float, *, backward: bool) -> float:
+        cluster, model = self.cluster, self.model
+        products = BACKWARD_PRODUCTS if backward else 1.0
+        product_s = products * num_tokens * module.flops / (cluster.flops_per_s * cluster.linear_efficiency)
+        weights_s = products * weights * model.bytes_per_element / cluster.memory_bytes_per_s
+        elements = module.backward_elements if backward else module.elements
+        return max(product_s, weights_s) + num_tokens * elements * model.bytes_per_element / cluster.memory_bytes_per_s
+
+    def tensor_parallel_s(self, num_tokens: float) -> float:
+        """Seconds of a layer's tensor-parallel communication in one direction: with sequence parallelism, two all-gathers and two
+        reduce-scatters of the hidden states (Megatron-LM, arXiv 2205.05198, section 4.2.2), backward as forward.
+        """
+        ranks = self.tensor_parallel
+        if ranks == 1:
+            return 0.0
+        num_bytes = num_tokens * self.model.hidden_size * self.model.bytes_per_element / ranks
+        link = Link(self.cluster.intra_alpha_s, self.cluster.intra_bytes_per_s / ranks)
+        return 4 * (CALL_S + all_gather_s(num_bytes, Group(ranks, ranks, link, link)))
+
+    def optimizer_s(self, num_parameters: float) -> float:
+        """Seconds of Adam's update of the parameters that this rank keeps the state of: memory-bound."""
+        return num_parameters * OPTIMIZER_BYTES / self.cluster.memory_bytes_per_s
+
+    def link(self, *, inter_node: bool) -> Link:
+        """A rank's link inside the node, or one NIC; each direction on its own."""
+        if inter_node:
+            return Link(self.cluster.inter_alpha_s, self.cluster.nic_bytes_per_s)
+        return Link(self.cluster.intra_alpha_s, self.cluster.intra_bytes_per_s)
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of fixed cost of a communication call, beside the alphas of its messages."""
+        return CALL_S
+
+    @property
+    def contention(self) -> Contention:
+        """What NCCL's transfers take of a GPU's SMs."""
+        gpus = self.tensor_parallel
+        return Contention.of_links(self.cluster.num_sms // gpus, self.cluster.intra_bytes_per_s / gpus)

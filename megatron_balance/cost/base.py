@@ -1,9 +1,34 @@
-"""What a planner may ask of a cost model."""
+"""What a planner, and what the simulator, may ask of a cost model.
+
+A planner asks for one layer's forward pass in round terms (`CostModel`). The simulator asks for each launch, transfer and module,
+forward and backward (`MachineCost`). `analytic.AnalyticCost` and `measured.MeasuredCost` implement both.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.cost.contention import Contention
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a rank's link in its node, or of one NIC: a message takes alpha and its bytes at the rate."""
+
+    alpha_s: float
+    bytes_per_s: float
+
+    def time_s(self, num_bytes: float, num_messages: float = 1, share: float = 1.0) -> float:
+        """Seconds for bytes in so many messages, one after another, at a `share` of the rate."""
+        return num_messages * self.alpha_s + num_bytes / (share * self.bytes_per_s)
 
 
 class CostModel(Protocol):
@@ -18,7 +43,7 @@ class CostModel(Protocol):
         ...
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the projections and the MLP."""
+        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP, norms. Proportional."""
         ...
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
@@ -29,6 +54,69 @@ class CostModel(Protocol):
         """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC shared by two)."""
         ...
 
+    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes (Zeppelin, Eq. 1)."""
+        ...
+
     def kv_bytes(self, num_tokens: float) -> float:
         """Bytes of the keys and values of tokens."""
         ...
+
+    def query_bytes(self, num_tokens: float) -> float:
+        """Bytes of the queries of tokens, or of their outputs, which are as many."""
+        ...
+
+
+class MachineCost(CostModel, Protocol):
+    """Predicted seconds of everything a rank does in a step, one layer at a time."""
+
+    def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
+
+        `pairs` [n, 9]: rows of `core.program.Attend` (any order); `launch` [n]: the launch that each row belongs to.
+        """
+        ...
+
+    def merge_s(self, num_tokens: float) -> float:
+        """Seconds to merge the partial outputs of tokens, all heads, into those that are held."""
+        ...
+
+    def pack_s(self, num_bytes: float) -> float:
+        """Seconds to gather bytes into a message, or to scatter them from one."""
+        ...
+
+    def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """Seconds of one layer's modules outside attention, tensor-parallel communication included."""
+        ...
+
+    def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """Seconds of embedding, logits and loss, which the first and last pipeline stages have."""
+        ...
+
+    def optimizer_s(self, num_parameters: float) -> float:
+        """Seconds of the optimizer's update of the parameters that this rank keeps the state of."""
+        ...
+
+    def link(self, *, inter_node: bool) -> Link:
+        """A rank's link inside the node, or one NIC; each direction on its own."""
+        ...
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of fixed cost of a communication call, beside the alphas of its messages."""
+        ...
+
+    @property
+    def contention(self) -> Contention:
+        """What communication kernels take from the others."""
+        ...
+
+
+def routed_s(cost: CostModel, num_bytes: float, num_messages: float, num_nics: float) -> float:
+    """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes.
+
+    Zeppelin, Eq. 1: dispatch to the send proxies, transfer between the nodes, combine from the receive proxies, one after the
+    other; source and target are a proxy each and keep their own piece.
+    """
+    passed_on = num_bytes * (num_nics - 1) / num_nics
+    return 2 * cost.intra_node_s(passed_on, num_messages) + cost.inter_node_s(num_bytes, num_messages, num_nics)

@@ -1,16 +1,11 @@
-"""Lengths to plan for: the distributions of the papers, files, corpora; and histograms of them.
-
-`arxiv`, `github` and `prolong64k` are Table 2 of the Zeppelin paper (section 5): the share of documents per bin of length, k = 1024.
-The table gives shares only. We draw uniformly inside a bin, begin the first bin ("< 1k") at 129 tokens, and normalise
-each row: GitHub's printed shares sum to 0.945, the others to 1.
-`lognormal` has a median of 1,500 tokens and sigma 1.3: many short documents and a few that fill the context.
-"""
+"""Lengths to plan for: the distributions of the papers, data codes, corpora and other files; and histograms of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import cast
 
@@ -18,21 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.workloads import datacodes, datasets
+from megatron_balance.workloads.distributions import DISTRIBUTIONS
 from megatron_balance.workloads.documents import CutPolicy, open_stream
 
 Lengths = tuple[int, ...]
 """Lengths in tokens of the sequences of one batch."""
 
-# Bin i holds lengths BIN_EDGES[i] + 1 to BIN_EDGES[i + 1].
-BIN_EDGES = (128, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
-SHARES: dict[str, tuple[float, ...]] = {
-    "arxiv": (0.032, 0.03, 0.08, 0.219, 0.338, 0.224, 0.077, 0.0, 0.0),
-    "github": (0.0, 0.34, 0.095, 0.104, 0.107, 0.102, 0.088, 0.064, 0.045),
-    "prolong64k": (0.231, 0.042, 0.021, 0.012, 0.013, 0.008, 0.673, 0.0, 0.0),
-}
-LOGNORMAL_MEDIAN = 1500.0
-LOGNORMAL_SIGMA = 1.3
-DATASETS = (*SHARES, "lognormal")
+DATASETS = tuple(DISTRIBUTIONS)
+"""Names of the distributions (`workloads.distributions` has their sources); data codes and paths are taken too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,44 +34,59 @@ class Bar:
     tokens: int
 
 
-def draw(name: str, tokens: int, batches: int, seed: int | Sequence[int]) -> list[Lengths]:
+def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int]) -> list[Lengths]:
     """Batches of document lengths, each drawn until it holds `tokens` tokens; the last document of a batch is cut to fit.
 
     Args:
-        name: one of `DATASETS`.
-        tokens: tokens of a batch, at least 1.
+        name: one of `DATASETS`; KnapFormer's data codes, such as g8b4i256f1s0; or a path to a corpus (.idx), JSONL, Parquet or Arrow,
+            whose documents come in an order drawn from the seed, again and again.
+        tokens: tokens of a batch, at least 1; None: data codes say themselves how much a batch holds.
         batches: how many batches.
         seed: of the generator; the batches of one call are drawn one after another from it.
 
     Raises:
         ConfigError: an unknown name, or a number that cannot be.
+        DataError: a damaged file.
     """
-    if name not in DATASETS:
-        raise ConfigError(f"--dataset {name!r} is not known; choose one of {', '.join(DATASETS)}, or give --lengths-file")
-    if tokens < 1 or batches < 1:
+    if batches < 1 or (tokens is not None and tokens < 1):
         raise ConfigError(f"--tokens {tokens} --batches {batches}: both must be at least 1")
-    if min([seed] if isinstance(seed, int) else seed) < 0:
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    if min(seeds) < 0:
         raise ConfigError(f"--seed {seed}: must be at least 0")
-    generator = np.random.default_rng(seed)
-    return [_fill(name, tokens, generator) for _ in range(batches)]
+    if datacodes.is_data_code(name):
+        if tokens is not None:
+            raise ConfigError(f"--tokens {tokens}: the data codes of --dataset {name} say how many tokens a batch has; leave --tokens out")
+        return [tuple(length for gpu in batch for length in gpu) for batch in datacodes.draw_by_gpu(name, batches, seeds)]
+    if name not in DISTRIBUTIONS and not datasets.is_path(name):
+        raise ConfigError(
+            f"--dataset {name!r} is not known; choose one of {', '.join(DATASETS)}, data codes such as g8b4i256f1s0, "
+            f"a path to a corpus (.idx), JSONL, Parquet or Arrow, or give --lengths-file"
+        )
+    if tokens is None:
+        raise ConfigError(f"--dataset {name} needs --tokens N, the tokens of a batch")
+    if name not in DISTRIBUTIONS:
+        documents = _endless(datasets.document_lengths(name), seeds)
+    else:
+        distribution, generator = DISTRIBUTIONS[name], np.random.default_rng(seed)
+        documents = iter(lambda: distribution.document(generator), None)
+    return [_fill(documents, tokens) for _ in range(batches)]
 
 
-def _fill(name: str, tokens: int, generator: np.random.Generator) -> Lengths:
+def _endless(lengths: NDArray[np.int64], seeds: list[int]) -> Iterator[int]:
+    """The lengths in an order drawn from the seed, then in another one, without end."""
+    for epoch in count():
+        # The raw output of the bit generator is the same in all versions of NumPy; what `Generator.permutation` returns may change.
+        keys = np.random.PCG64(np.random.SeedSequence((*seeds, epoch))).random_raw(len(lengths))
+        yield from lengths[np.argsort(keys, kind="stable")].tolist()
+
+
+def _fill(documents: Iterator[int], tokens: int) -> Lengths:
     lengths: list[int] = []
     left = tokens
     while left:
-        lengths.append(min(_document(name, generator), left))
+        lengths.append(min(next(documents), left))
         left -= lengths[-1]
     return tuple(lengths)
-
-
-def _document(name: str, generator: np.random.Generator) -> int:
-    """Length of one document."""
-    if name == "lognormal":
-        return max(1, round(generator.lognormal(np.log(LOGNORMAL_MEDIAN), LOGNORMAL_SIGMA)))
-    shares = np.array(SHARES[name])
-    chosen = int(generator.choice(len(shares), p=shares / shares.sum()))
-    return int(generator.integers(BIN_EDGES[chosen] + 1, BIN_EDGES[chosen + 1], endpoint=True))
 
 
 def read_lengths(path: Path) -> list[Lengths]:

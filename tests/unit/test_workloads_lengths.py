@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.workloads.distributions import DISTRIBUTIONS, TABLE_2_EDGES, Bins, LogNormal
 from megatron_balance.workloads.documents import open_stream
 from megatron_balance.workloads.idx import CorpusWriter
-from megatron_balance.workloads.lengths import BIN_EDGES, DATASETS, SHARES, Bar, corpus_lengths, draw, histogram, quantiles, read_lengths
+from megatron_balance.workloads.lengths import DATASETS, Bar, corpus_lengths, draw, histogram, quantiles, read_lengths
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -35,30 +36,93 @@ def test_the_draws_are_those_that_published_planners_were_measured_on() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", SHARES)
+def documents_of(name: str, tokens: int = 1 << 24, batches: int = 4) -> np.ndarray:
+    """Documents that were cut to fill a batch are left out: a batch far larger than any document has one."""
+    return np.array([length for batch in draw(name, tokens, batches, seed=5) for length in batch[:-1]])
+
+
+@pytest.mark.parametrize("name", ["arxiv", "github", "prolong64k", "wlb", "pretrain"])
 def test_shares_of_the_bins_are_those_of_the_table(name: str) -> None:
-    # Documents that were cut to fill a batch are left out: a batch far larger than any document has one.
-    documents = [length for batch in draw(name, 1 << 24, 8, seed=5) for length in batch[:-1]]
-    found = np.histogram(documents, bins=[edge + 1 for edge in BIN_EDGES])[0] / len(documents)
-    expected = np.array(SHARES[name]) / sum(SHARES[name])
+    bins, documents = DISTRIBUTIONS[name], documents_of(name, batches=8)
+    assert isinstance(bins, Bins)
+    found = np.histogram(documents, bins=[edge + 1 for edge in bins.edges])[0] / len(documents)
+    expected = np.array(bins.shares) / sum(bins.shares)
     assert np.abs(found - expected).max() < 0.02
     assert found.sum() == pytest.approx(1)
 
 
+def test_githubs_row_is_divided_by_its_sum() -> None:
+    rows = {name: DISTRIBUTIONS[name] for name in ("arxiv", "github", "prolong64k")}
+    sums = {name: sum(row.shares) for name, row in rows.items() if isinstance(row, Bins) and row.edges == TABLE_2_EDGES}
+    assert sums == pytest.approx({"arxiv": 1.0, "github": 0.945, "prolong64k": 1.0})
+
+
 def test_the_lognormal_has_its_median() -> None:
-    documents = [length for batch in draw("lognormal", 1 << 22, 4, seed=5) for length in batch[:-1]]
-    assert np.median(documents) == pytest.approx(1500, rel=0.1)
+    assert np.median(documents_of("lognormal", 1 << 22)) == pytest.approx(1500, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "mean"), [("commoncrawl", 620), ("github-code", 2800)])
+def test_lognormals_have_the_mean_that_their_cards_give(name: str, mean: float) -> None:
+    distribution = DISTRIBUTIONS[name]
+    assert isinstance(distribution, LogNormal)
+    assert distribution.mean == pytest.approx(mean)
+    assert documents_of(name).mean() == pytest.approx(mean, rel=0.05)
+
+
+def test_commoncrawls_longest_page_in_1_6_million_tokens_is_hydraulis() -> None:
+    # Appendix A.1: 15K to 32K over 30 iterations, pages cut at 32K.
+    longest = [max(batch) for batch in draw("commoncrawl", 1_600_000, 30, seed=1)]
+    assert 15_000 < np.median(longest) < 32_000
+
+
+def test_wlbs_skew_is_the_papers() -> None:
+    # Section 2.2: documents below half the context window hold over 75 % of the tokens; the longest fill it.
+    documents = documents_of("wlb")
+    assert documents[documents < 65536].sum() / documents.sum() > 0.75
+    assert 120_000 < documents.max() <= 131072
+    assert np.median(documents) < 4096
+
+
+def test_pretrain_has_more_long_documents_than_wlb() -> None:
+    # Half of the short ones and four copies of the long: 0.53 % x 4 against 99.47 % / 2.
+    share = (documents_of("pretrain") > 65536).mean()
+    assert share == pytest.approx(0.0053 * 4 / (0.0053 * 4 + 0.9947 / 2), rel=0.2)
+
+
+def test_prolong_has_the_recipes_shares_of_tokens() -> None:
+    documents = documents_of("prolong")
+    shares = {length: (documents == length).sum() * length / documents.sum() for length in (65536, 524288)}
+    assert shares == pytest.approx({65536: 0.4, 524288: 0.2}, abs=0.12)
+
+
+def test_data_codes_say_themselves_how_much_a_batch_holds() -> None:
+    batches = draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=3)
+    assert [len(batch) for batch in batches] == [7, 7]
+    assert draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=3) == batches != draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=4)
+
+
+def test_documents_of_a_file_come_once_each_in_an_order_of_the_seed(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("\n".join(str(length) for length in range(1, 11)))
+    first, second = draw(str(path), 55, 2, seed=3)
+    assert sorted(first) == sorted(second) == list(range(1, 11))
+    assert first != second
+    assert draw(str(path), 55, 2, seed=3) == [first, second]
+    assert draw(str(path), 55, 1, seed=4) != [first]
+    assert [sum(batch) for batch in draw(str(path), 7, 20, seed=3)] == [7] * 20
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("wikipedia", 100, 1), "--dataset 'wikipedia' is not known; choose one of arxiv, github, prolong64k, lognormal"),
+        (("wikipedia", 100, 1), "--dataset 'wikipedia' is not known; choose one of arxiv, github, prolong64k, commoncrawl"),
+        (("arxiv", None, 1), "--dataset arxiv needs --tokens N"),
+        (("g1b1i256f1s0", 100, 1), "--tokens 100: the data codes of --dataset g1b1i256f1s0 say how many tokens a batch has"),
         (("arxiv", 0, 1), "--tokens 0 --batches 1: both must be at least 1"),
         (("arxiv", 10, 0), "--tokens 10 --batches 0"),
     ],
 )
-def test_draws_that_cannot_be_are_refused(arguments: tuple[str, int, int], sentence: str) -> None:
+def test_draws_that_cannot_be_are_refused(arguments: tuple[str, int | None, int], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         draw(*arguments, seed=1)
 

@@ -1,0 +1,149 @@
+"""`megatron-balance profile`: measure this machine's kernels and links into a cost table for planners and the simulator."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megatron_balance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_balance.core.model import Model
+    from megatron_balance.cost.table import CostTable
+    from megatron_balance.runtime.profile import ProfileOptions
+
+DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}
+AXES = ("q_tokens", "k_tokens", "before_tokens", "layer_tokens", "pack_bytes", "message_bytes")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `profile`."""
+    parser = subparsers.add_parser(
+        "profile", help="measure this machine's attention kernel and links into a cost table", description=__doc__
+    )
+    parser.add_argument("--device", choices=tuple(DEFAULT_MODELS), help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument(
+        "--model", metavar="NAME|FILE", help="whose heads, layers and element type (default: gpt-tiny on cpu, llama-7b on cuda)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cost table here")
+    parser.add_argument("--quick", action="store_true", help="a coarse grid and few samples: seconds")
+    parser.add_argument("--kernel", metavar="NAME", help="attention kernel (default: the fastest that serves the tensors)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="samples of a figure")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels (default: torch's)")
+    parser.add_argument("--q-tokens", metavar="128,512,...", help="grid of attention: queries of an entry")
+    parser.add_argument("--k-tokens", metavar="128,512,...", help="grid of attention: keys of an entry without a mask")
+    parser.add_argument("--before-tokens", metavar="0,512,...", help="grid of attention: keys before a causal entry's first query")
+    parser.add_argument("--layer-tokens", metavar="128,512,...", help="tokens of the layer's other modules and of merging")
+    parser.add_argument("--pack-bytes", metavar="16384,...", help="sizes of packing")
+    parser.add_argument("--message-bytes", metavar="1024,...", help="sizes of messages")
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="measure links too: the launched world's under torchrun, else gloo between two processes of this machine",
+    )
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write and show.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        BalanceError: a user's mistake, or no torch.
+    """
+    for option in ("repeats", "threads", "ranks_per_node"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: must be at least 1")
+    if args.ranks_per_node and not args.links:
+        raise ConfigError("--ranks-per-node goes with --links, which is not given")
+    if args.out and not args.out.parent.is_dir():
+        raise ConfigError(f"--out {args.out}: no folder {args.out.parent}")
+    try:
+        from megatron_balance.runtime import profile
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError("profile needs torch: pip install 'megatron-balance[train]', or see 'megatron-balance doctor'") from None
+    from megatron_balance.config import load_model
+    from megatron_balance.cost.table import save_table
+
+    device, options = args.device or profile.best_device(), _options(args)
+    model = load_model(args.model or DEFAULT_MODELS[device])
+    profile.prepare(device, args.threads)
+    links, first = profile.measure_links(device, options, args.ranks_per_node) if args.links else ((), True)
+    if not first:
+        return 0  # rank 0 measures the kernels and writes
+    table = profile.profile(model, device, options, _progress, links)
+    if args.out:
+        save_table(table, args.out)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(table)))
+    else:
+        _show(table, model, args.out)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> ProfileOptions:
+    from megatron_balance.runtime.profile import QUICK, ProfileOptions
+
+    given: dict[str, Any] = {axis: _sizes(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis) is not None}
+    if args.repeats:
+        given["repeats"] = args.repeats
+    if args.kernel:
+        given["kernel"] = args.kernel
+    return replace(QUICK if args.quick else ProfileOptions(), **given)
+
+
+def _sizes(axis: str, text: str) -> tuple[int, ...]:
+    option, lowest = f"--{axis.replace('_', '-')}", 0 if axis == "before_tokens" else 1
+    try:
+        sizes = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text}: expected whole numbers such as 128,512") from None
+    if len(sizes) < 2 or sizes[0] < lowest or list(sizes) != sorted(set(sizes)):
+        raise ConfigError(f"{option} {text}: expected at least 2 sizes from {lowest} on, in rising order")
+    return sizes
+
+
+def _progress(points: Iterable[Callable[[], None]], count: int, what: str) -> Iterator[Callable[[], None]]:
+    from tqdm import tqdm
+
+    return iter(cast("Iterable[Callable[[], None]]", tqdm(points, total=count, desc=what, unit=" points", file=sys.stderr, disable=None)))
+
+
+def _show(table: CostTable, model: Model, out: Path | None) -> None:
+    from megatron_balance.cost.fits import fit_link
+
+    source, attention = table.source, table.attention
+    print(f"{source.device} ({source.kind}), {source.threads} threads, {source.date}, torch {source.torch}; of {source.repeats} samples")
+    heads = f"{attention.num_heads} heads, {attention.num_kv_heads} of keys, head dim {attention.head_dim}"
+    print(f"attention kernel {attention.kernel}, {attention.dtype}, {heads}")
+    flops = model.attention_flops_per_pair * attention.q_tokens[-1]
+    for name, rows, keys in (
+        ("full", (attention.full_s, attention.full_backward_s), attention.k_tokens[-1]),
+        ("causal", (attention.causal_s, attention.causal_backward_s), attention.before_tokens[-1] + (attention.q_tokens[-1] + 1) / 2),
+    ):
+        forward, backward = (row[-1][-1] for row in rows)
+        print(
+            f"  {name}, largest: {flops * keys / forward / 1e9:,.1f} GFLOP/s forward; backward takes {backward / forward:.1f} times as long"
+        )
+    print(f"  a launch: {1e6 * attention.launch_s:.1f} us forward, {1e6 * attention.backward_launch_s:.1f} us backward")
+    print(f"merge: {table.merge.sizes[-1] / table.merge.seconds[-1] / 1e6:.2f} M tokens/s")
+    print(f"pack: {table.pack.sizes[-1] / table.pack.seconds[-1] / 1e9:.2f} GB/s")
+    layer = table.layer
+    print(f"layer, {layer.tokens[-1]} tokens: {1e3 * layer.forward_s[-1]:.2f} ms forward, {1e3 * layer.backward_s[-1]:.2f} ms backward")
+    for link in table.links:
+        fitted = fit_link(link.sizes, link.seconds)
+        print(f"{link.name} ({link.backend}): alpha {1e6 * fitted.alpha_s:.1f} us, {fitted.bytes_per_s / 1e9:.3f} GB/s")
+    print(f"written to {out}" if out else "not written; --out FILE keeps it")

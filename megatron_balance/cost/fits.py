@@ -1,0 +1,84 @@
+"""Least squares with coefficients that are not negative: links (alpha-beta), quadratic latencies, KnapFormer's gamma.
+
+Errors are weighed relatively: a profile spans microseconds to seconds, and unweighted squares would hear the longest times alone.
+A negative coefficient would let more work take less time, so the best fit without any is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from megatron_balance.cost.base import Link
+from megatron_balance.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Quadratic:
+    """Seconds a l^2 + b l + c of a sequence of l tokens under one parallel scheme (Hydraulis, arXiv 2412.07894, Appendix C.2)."""
+
+    a: float
+    b: float
+    c: float
+
+    def time_s(self, length: float) -> float:
+        """Seconds of one sequence."""
+        return (self.a * length + self.b) * length + self.c
+
+
+def fit_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadratic:
+    """The quadratic nearest to measured (length in tokens, seconds), no coefficient negative.
+
+    Raises:
+        ConfigError: fewer than three different lengths, or times that are not positive.
+    """
+    if len(set(lengths)) < 3:
+        raise ConfigError(f"a quadratic needs at least 3 different lengths, got {sorted(set(lengths))}")
+    a, b, c = least_squares([[length**2, length, 1.0] for length in lengths], seconds, what="quadratic")
+    return Quadratic(a, b, c)
+
+
+def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The alpha and rate nearest to measured (bytes, seconds) of messages.
+
+    Raises:
+        ConfigError: fewer than two sizes, or times that are not positive.
+    """
+    if len(set(num_bytes)) < 2:
+        raise ConfigError(f"a link needs at least 2 different message sizes, got {sorted(set(num_bytes))}")
+    beta, alpha = least_squares([[size, 1.0] for size in num_bytes], seconds, what="link", needed=(0,))
+    return Link(alpha, 1.0 / beta)
+
+
+def least_squares(
+    columns: Sequence[Sequence[float]], seconds: Sequence[float], *, what: str, needed: tuple[int, ...] = ()
+) -> tuple[float, ...]:
+    """Coefficients, none negative, that minimise the relative squared error of columns @ coefficients against seconds.
+
+    `columns` [n, c], positive, with few c: every subset of coefficients is tried that has those in `needed`. These come out positive also
+    where noise hides that the times rise.
+
+    Raises:
+        ConfigError: no times, or one that is not positive.
+    """
+    targets = np.asarray(seconds, dtype=np.float64)
+    if not len(targets) or not (targets > 0).all():
+        raise ConfigError(f"{what}: times to fit must be positive seconds, got {list(seconds)}")
+    rows = np.asarray(columns, dtype=np.float64) / targets[:, None]
+    scale = rows.max(axis=0)
+    width = rows.shape[1]
+    best, best_error = np.zeros(width), np.inf
+    for size in range(1, width + 1):
+        for chosen in combinations(range(width), size):
+            if not set(needed) <= set(chosen):
+                continue
+            at = list(chosen)
+            found = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(targets)), rcond=None)[0] / scale[at]
+            error = float(((rows[:, at] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and (found[[at.index(i) for i in needed]] > 0).all() and error < best_error * (1 - 1e-12):
+                best, best_error = np.zeros(width), error
+                best[at] = found
+    return tuple(best.tolist())

@@ -1,0 +1,280 @@
+"""Costs from a table that `megatron-balance profile` measured.
+
+Inside the grid times are interpolated linearly between the four points around (DistCA, section 4.2, does so too), along the queries
+in proportion to the (query, key) pairs. Linear and not logarithmic: a kernel's time is a constant plus something for each pair, which
+linear interpolation meets exactly and interpolating logarithms does not. Above the grid the time of its edge grows with the pairs,
+at the rate reached there; below it the smallest time is kept, since kernels work in whole tiles. Measured times that fall as the work
+grows are noise, and are raised to the largest one before them: no plan may look better for an extra token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.cost.analytic import OPTIMIZER_BYTES, AnalyticCost
+from megatron_balance.cost.base import Floats, Ints, Link, routed_s
+from megatron_balance.cost.contention import Contention
+from megatron_balance.cost.fits import fit_link, least_squares
+from megatron_balance.cost.modules import head_module, layer_flops
+from megatron_balance.cost.table import CostTable, Curve, Grid
+from megatron_balance.errors import ConfigError
+
+RUN_STEPS = 16
+"""Points a doubling at which the time of a square of one run is tabulated for planners."""
+
+
+class PairGrid:
+    """Times over a grid of queries and a second axis; `pairs(queries, second)` counts what the mask leaves."""
+
+    def __init__(
+        self, q_tokens: tuple[int, ...], second: tuple[int, ...], seconds: Grid, pairs: Callable[[Floats, Floats], Floats]
+    ) -> None:
+        self._q, self._x = np.array(q_tokens, dtype=np.float64), np.array(second, dtype=np.float64)
+        times = np.array(seconds)
+        self._times = np.maximum.accumulate(np.maximum.accumulate(times, axis=0), axis=1)
+        self._pairs = pairs
+
+    def time_s(self, num_q: Floats, second: Floats) -> Floats:
+        """Seconds of each (queries, second axis), elementwise."""
+        q, x = np.clip(num_q, self._q[0], self._q[-1]), np.clip(second, self._x[0], self._x[-1])
+        i = np.clip(np.searchsorted(self._q, q, side="right") - 1, 0, len(self._q) - 2)
+        j = np.clip(np.searchsorted(self._x, x, side="right") - 1, 0, len(self._x) - 2)
+        left, right = self._along_q(q, i, j), self._along_q(q, i, j + 1)
+        share = (x - self._x[j]) / (self._x[j + 1] - self._x[j])
+        inside = left + share * (right - left)
+        reached = self._pairs(np.maximum(num_q, self._q[0]), np.maximum(second, self._x[0]))
+        return inside * reached / self._pairs(q, x)
+
+    def _along_q(self, q: Floats, i: Ints, j: Ints) -> Floats:
+        low, high, here = (self._pairs(values, self._x[j]) for values in (self._q[i], self._q[i + 1], q))
+        return self._times[i, j] + (here - low) / (high - low) * (self._times[i + 1, j] - self._times[i, j])
+
+
+def _full_pairs(num_q: Floats, num_k: Floats) -> Floats:
+    return num_q * num_k
+
+
+def _causal_pairs(num_q: Floats, before: Floats) -> Floats:
+    return num_q * before + num_q * (num_q + 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds a + b x of a size x, neither negative."""
+
+    a: float
+    b: float
+
+    def time_s(self, size: float) -> float:
+        """Seconds for a size; nothing takes no time."""
+        return self.a + self.b * size if size else 0.0
+
+
+def fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> Line:
+    """The line nearest to measured times; it rises, however little."""
+    b, a = least_squares([[size, 1.0] for size in sizes], seconds, what=what, needed=(0,))
+    return Line(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCost:
+    """Costs of `model` on `cluster` by a measured table; implements `cost.base.MachineCost`.
+
+    Attention scales with the number of heads and the modules with their FLOPs, where the table's model has others. Links that the table
+    has not measured are the cluster's. With tensor parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`), which
+    splits all of it evenly; what it communicates within itself is the analytic model's.
+
+    Raises:
+        ConfigError: the table was measured for another head dim.
+    """
+
+    table: CostTable
+    cluster: Cluster
+    model: Model
+    tensor_parallel: int = 1
+    _grids: dict[tuple[bool, bool], PairGrid] = field(init=False, repr=False, compare=False)
+    _runs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
+    _lines: dict[str, Line] = field(init=False, repr=False, compare=False)
+    _links: dict[str, Link] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        attention = self.table.attention
+        if attention.head_dim != self.model.head_dim:
+            raise ConfigError(
+                f"the cost table of {self.table.source.device} was measured with head dim {attention.head_dim}, {self.model.name} has "
+                f"{self.model.head_dim}; measure one with 'megatron-balance profile --model {self.model.name}'"
+            )
+        axes = {False: attention.k_tokens, True: attention.before_tokens}
+        times = {
+            (False, False): attention.full_s,
+            (False, True): attention.full_backward_s,
+            (True, False): attention.causal_s,
+            (True, True): attention.causal_backward_s,
+        }
+        grids = {
+            (causal, backward): PairGrid(attention.q_tokens, axes[causal], grid, _causal_pairs if causal else _full_pairs)
+            for (causal, backward), grid in times.items()
+        }
+        object.__setattr__(self, "_grids", grids)
+        object.__setattr__(self, "_runs", self._tabulate_runs(grids[False, False]))
+        object.__setattr__(self, "_lines", self._fit_lines())
+        links = {link.name: fit_link(link.sizes, link.seconds) for link in self.table.links}
+        object.__setattr__(self, "_links", links)
+
+    def _tabulate_runs(self, grid: PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Lengths of runs and the seconds of a square of each, all the model's heads; planners ask for thousands, one by one."""
+        attention = self.table.attention
+        top = max(attention.q_tokens[-1], attention.k_tokens[-1])
+        doublings = np.log2(top)
+        runs = np.unique(np.round(2.0 ** (np.arange(int(doublings * RUN_STEPS) + 1) / RUN_STEPS)).astype(np.float64))
+        runs = np.append(runs[runs < top], top)
+        return tuple(runs.tolist()), tuple((grid.time_s(runs, runs) * self._head_ratio).tolist())
+
+    def _fit_lines(self) -> dict[str, Line]:
+        layer, curves = self.table.layer, {"merge": self.table.merge, "pack": self.table.pack}
+        curves |= {"forward": Curve(layer.tokens, layer.forward_s), "backward": Curve(layer.tokens, layer.backward_s)}
+        return {name: fit_line(curve.sizes, curve.seconds, name) for name, curve in curves.items()}
+
+    @property
+    def _head_ratio(self) -> float:
+        return self.model.num_heads / self.table.attention.num_heads / self.tensor_parallel
+
+    @property
+    def _flops_ratio(self) -> float:
+        """FLOPs of a token in the model's layer over those in the layer that was measured."""
+        layer, attention = self.table.layer, self.table.attention
+        measured = Model(
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            hidden_size=layer.hidden_size,
+            ffn_size=layer.ffn_size,
+            gated_ffn=layer.gated_ffn,
+        )
+        return layer_flops(self.model) / layer_flops(measured) / self.tensor_parallel
+
+    @property
+    def _analytic(self) -> AnalyticCost:
+        return AnalyticCost(self.cluster, self.model, self.tensor_parallel)
+
+    def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
+        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`."""
+        runs, seconds = self._runs
+        if run_tokens >= runs[-1]:
+            return num_pairs * seconds[-1] / (runs[-1] * (runs[-1] + 1))
+        at = bisect_right(runs, run_tokens)
+        if at == 0:
+            square_s = seconds[0]
+        else:
+            share = (run_tokens - runs[at - 1]) / (runs[at] - runs[at - 1])
+            square_s = seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs, and an extra token must not take less.
+        return num_pairs * square_s / (run_tokens * (run_tokens + 1))
+
+    def launch_s(self, num_launches: float) -> float:
+        """Seconds of fixed cost for so many attention launches and their merges."""
+        return num_launches * (self.table.attention.launch_s + self._lines["merge"].a)
+
+    def linear_s(self, num_tokens: float) -> float:
+        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP, norms. Proportional."""
+        shared_s = self._analytic.tensor_parallel_s(1.0) - self._analytic.tensor_parallel_s(0.0)
+        return num_tokens * (self._lines["forward"].b * self._flops_ratio + shared_s)
+
+    def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
+        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes / bandwidth."""
+        return self.link(inter_node=False).time_s(num_bytes, num_messages)
+
+    def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC shared by two)."""
+        return self.link(inter_node=True).time_s(num_bytes, num_messages, num_nics)
+
+    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes."""
+        return routed_s(self, num_bytes, num_messages, num_nics)
+
+    def kv_bytes(self, num_tokens: float) -> float:
+        """Bytes of the keys and values of tokens."""
+        return num_tokens * self.model.kv_bytes_per_token
+
+    def query_bytes(self, num_tokens: float) -> float:
+        """Bytes of the queries of tokens, or of their outputs, which are as many."""
+        return num_tokens * self.model.num_heads * self.model.head_dim * self.model.bytes_per_element
+
+    def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
+
+        `pairs` [n, 9]: rows of `core.program.Attend`; `launch` [n]: the launch of each row. A region that is neither full nor causal at
+        its bottom right is two entries of the kernel.
+        """
+        attention = self.table.attention
+        fixed = attention.backward_launch_s if backward else attention.launch_s
+        heads = (pairs[:, 4] - pairs[:, 3]) / (attention.num_heads * self.tensor_parallel)
+        seconds, entries = np.zeros(num_launches), np.zeros(num_launches, dtype=bool)
+        for causal, (num_q, second) in split_masks(pairs).items():
+            there = np.flatnonzero(num_q)
+            times = self._grids[causal, backward].time_s(num_q[there].astype(np.float64), second[there].astype(np.float64))
+            seconds += np.bincount(launch[there], weights=heads[there] * times, minlength=num_launches)
+            entries[launch[there]] = True
+        return np.where(entries, fixed + seconds, 0.0)
+
+    def merge_s(self, num_tokens: float) -> float:
+        """Seconds to merge the partial outputs of tokens, all heads, into those that are held."""
+        return self._lines["merge"].time_s(num_tokens * self._head_ratio)
+
+    def pack_s(self, num_bytes: float) -> float:
+        """Seconds to gather bytes into a message, or to scatter them from one."""
+        return self._lines["pack"].time_s(num_bytes / self.tensor_parallel)
+
+    def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """Seconds of one layer's modules outside attention, tensor-parallel communication included."""
+        line = self._lines["backward" if backward else "forward"]
+        own_s = line.a + line.b * num_tokens * self._flops_ratio if num_tokens else 0.0
+        return own_s + self._analytic.tensor_parallel_s(num_tokens)
+
+    def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """Seconds of embedding, logits and loss, at the rate of the layer's modules."""
+        line = self._lines["backward" if backward else "forward"]
+        return line.b * num_tokens * self._flops_ratio * head_module(self.model).flops / layer_flops(self.model)
+
+    def optimizer_s(self, num_parameters: float) -> float:
+        """Seconds of Adam's update, at the rate of packing: two bytes touched for each packed."""
+        return self._lines["pack"].b * num_parameters * OPTIMIZER_BYTES / 2 / self.tensor_parallel
+
+    def link(self, *, inter_node: bool) -> Link:
+        """A rank's link inside the node, or one NIC; each direction on its own."""
+        measured = self._links.get("inter_node" if inter_node else "intra_node")
+        if measured is None:
+            return self._analytic.link(inter_node=inter_node)
+        return Link(measured.alpha_s, measured.bytes_per_s * self.tensor_parallel)
+
+    @property
+    def call_s(self) -> float:
+        """Measured messages include the call."""
+        return 0.0 if self._links else self._analytic.call_s
+
+    @property
+    def contention(self) -> Contention:
+        """As the cluster's: the profile measures kernels and transfers one at a time."""
+        return self._analytic.contention
+
+
+def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
+    """Of each pair of regions [n, 9], the kernel entries it takes: full ones (queries, keys) and causal ones (queries, keys before).
+
+    Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full entry sees all its keys.
+    """
+    q_start, q_stop = np.maximum(pairs[:, 1], pairs[:, 5]), pairs[:, 2]
+    k_start, k_stop = pairs[:, 5], np.minimum(pairs[:, 6], pairs[:, 2])
+    # A single query over the keys up to its own is a triangle of one, so that a sequence's times come from one grid from its first token.
+    masked = (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
+    seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key
+    full = np.maximum(q_stop - seen_whole, 0)
+    triangle = np.where(masked, k_stop - q_start, 0)
+    return {False: (full, np.maximum(k_stop - k_start, 0)), True: (triangle, np.maximum(q_start - k_start, 0))}

@@ -1,0 +1,138 @@
+"""Bytes of a rank: parameters, gradients, optimizer, activations, and the keys and values received from others.
+
+Mixed precision as in Megatron-core: bf16 weights, fp32 gradients, fp32 master weights and two moments of Adam; the distributed
+optimizer shares out the last three (its document gives 6 + 12 / d bytes a parameter on d ranks, 18 without).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_balance.core.model import Model
+from megatron_balance.cost.modules import head_module, num_parameters
+
+WEIGHT_BYTES = 2
+GRADIENT_BYTES = 4
+OPTIMIZER_BYTES = 12
+STATE_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES
+
+LOGIT_BYTES = 8
+"""fp32 logits and their gradient, of a token and a vocabulary entry."""
+
+PARTIAL_BYTES = 4
+"""Partial outputs and their LSE are accumulated in fp32."""
+
+Policy = Literal["keep", "replay"]
+Recompute = Literal["none", "full"]
+
+
+def model_state_bytes(model: Model) -> float:
+    """Bytes of parameters, gradients and Adam's state of the whole model, 18 a parameter; norms are left out."""
+    return STATE_BYTES * (num_parameters(model) - _norms_and_router(model))
+
+
+def _norms_and_router(model: Model) -> float:
+    return model.num_layers * (2 * model.hidden_size + model.hidden_size * model.num_experts)
+
+
+def activation_bytes_per_token(model: Model) -> float:
+    """Bytes that one token's forward pass keeps for backward, no recomputation, attention by a flash kernel.
+
+    `layer_activation_bytes` of every layer, and fp32 logits with their gradient.
+    """
+    return model.num_layers * layer_activation_bytes(model) + LOGIT_BYTES * model.vocab_size
+
+
+def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float:
+    """Bytes that one token keeps in one layer for backward.
+
+    In elements: the inputs of both norms and of both blocks (4 hidden), query and attention output (2 H D), key and value (2 G D),
+    and the MLP's inner values (3 ffn when gated, else 2; once per expert a token visits). `full` recomputation keeps the layer's input.
+    """
+    if recompute == "full":
+        return float(model.bytes_per_element * model.hidden_size)
+    width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    inner = (3 if model.gated_ffn else 2) * model.ffn_size * max(1, model.experts_per_token)
+    return float(model.bytes_per_element * (4 * model.hidden_size + 2 * width + 2 * kv_width + inner))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the model's state and layers are spread: the degrees that one rank sees.
+
+    `optimizer`: ranks that share out the optimizer's state (1: none); `tensor` and `pipeline` as usual; `stage`: this rank's pipeline
+    stage; `experts`: ranks that share out the experts of a layer.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    stage: int = 0
+    optimizer: int = 1
+    experts: int = 1
+
+    def in_flight(self, num_microbatches: int) -> int:
+        """Microbatches whose activations this stage holds at once in the 1F1B schedule (Narayanan et al., 2021, section 2.2.1)."""
+        return min(self.pipeline - self.stage, num_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak bytes of one rank, by what holds them."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    received: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.received
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What is held for the backward: received keys and values by `policy`, activations by `recompute`; of so many microbatches in all."""
+
+    policy: Policy = "keep"
+    recompute: Recompute = "none"
+    num_microbatches: int = 1
+
+
+def rank_memory(
+    model: Model, num_tokens: float, received_tokens: float, sharding: Sharding = Sharding(), holding: Holding = Holding()
+) -> Memory:
+    """Peak bytes of a rank that holds `num_tokens` of each microbatch and receives keys and values of `received_tokens`.
+
+    Policy `keep` holds the received keys and values of every layer until its backward; with full recomputation, of one layer. Policy
+    `replay` holds those of one round of one layer twice (one in use, one arriving), so `received_tokens` is then the most that one round
+    brings. The fp32 partial outputs are of one layer at a time.
+    """
+    parameters = _parameters_of_rank(model, sharding)
+    layers = model.num_layers / sharding.pipeline * sharding.in_flight(holding.num_microbatches)
+    one_layer = PARTIAL_BYTES * model.num_heads * (model.head_dim + 1)
+    if holding.recompute == "full":
+        one_layer += layer_activation_bytes(model)
+    if sharding.stage == sharding.pipeline - 1:
+        one_layer = max(one_layer, LOGIT_BYTES * model.vocab_size)  # logits are there when no layer is at work
+    per_token = layers * layer_activation_bytes(model, holding.recompute) + one_layer
+    held = 2.0 if holding.policy == "replay" else 1.0 if holding.recompute == "full" else layers
+    return Memory(
+        weights=WEIGHT_BYTES * parameters,
+        gradients=GRADIENT_BYTES * parameters,
+        optimizer=OPTIMIZER_BYTES * parameters / sharding.optimizer,
+        activations=per_token * num_tokens / sharding.tensor,
+        received=held * received_tokens * model.kv_bytes_per_token / sharding.tensor,
+    )
+
+
+def _parameters_of_rank(model: Model, sharding: Sharding) -> float:
+    tables = head_module(model).weights
+    experts = 0.0
+    if model.num_experts:
+        experts = model.num_layers * (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size * float(model.num_experts)
+    layers = num_parameters(model) - tables - experts
+    # Embedding on the first stage, output matrix on the last; on one stage both.
+    ends = (sharding.stage == 0) + (sharding.stage == sharding.pipeline - 1)
+    return (layers + experts / sharding.experts) / sharding.pipeline / sharding.tensor + ends * tables / 2 / sharding.tensor

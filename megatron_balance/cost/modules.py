@@ -1,0 +1,79 @@
+"""What a token costs outside attention: FLOPs of matrix products and bytes of the element-wise parts between them.
+
+A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v, rotary embedding, attention, output
+projection, residual, norm, MLP (gated: SwiGLU), residual. `elements` count what is read and written between the products, each part
+a fused kernel of its own; products are counted in FLOPs alone, their operands being read beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_balance.core.model import Model
+
+BACKWARD_PRODUCTS = 2.0
+"""A product's backward is two of the same size: the gradient of the input and that of the weights."""
+
+LOGIT_BYTES = 4
+"""Logits and their gradient are kept in fp32 (Megatron-core's fused cross entropy)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One module of a layer, for one token on all ranks of its tensor-parallel group.
+
+    `flops`: of its forward products; `weights`: elements of them; `elements`, `backward_elements`: read and written besides.
+    """
+
+    name: str
+    flops: float
+    weights: float
+    elements: float
+    backward_elements: float
+
+
+def layer_modules(model: Model) -> tuple[Module, ...]:
+    """The modules of one layer, without attention, in order."""
+    hidden, width, kv_width = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    visits = max(1, model.experts_per_token)
+    products = 3 if model.gated_ffn else 2
+    inner = products - 1  # values that enter the activation: gate and up, or one
+    qkv, out, ffn = hidden * (width + 2 * kv_width), width * hidden, products * hidden * model.ffn_size
+    rope = 2 * (width + kv_width)  # q and k, read and written
+    modules = (
+        # A norm reads and writes; its backward reads input and gradient and writes the input's. A residual reads two and writes one.
+        Module("norms", 0.0, 2 * hidden, 2 * (2 + 3) * hidden, 2 * (3 + 3) * hidden),
+        Module("qkv", 2.0 * qkv, qkv, rope, rope),
+        Module("out", 2.0 * out, out, 0, 0),
+        Module(
+            "mlp",
+            2.0 * ffn * visits,
+            ffn * max(1, model.num_experts),
+            (inner + 1) * model.ffn_size * visits,
+            (2 * inner + 1) * model.ffn_size * visits,
+        ),
+    )
+    if not model.num_experts:
+        return modules
+    router = hidden * model.num_experts
+    # Tokens are copied to their experts and their results added up again.
+    moved = 4.0 * hidden * visits
+    return (*modules, Module("router", 2.0 * router, router, moved, moved))
+
+
+def head_module(model: Model) -> Module:
+    """Embedding, logits and loss of one token."""
+    table = model.hidden_size * model.vocab_size
+    logits = model.vocab_size * LOGIT_BYTES / model.bytes_per_element
+    # Logits are written, read for the loss, and overwritten by their gradient; the embedding reads and writes a row.
+    return Module("head", 2.0 * table, 2 * table, 3 * logits + 2 * model.hidden_size, logits + 2 * model.hidden_size)
+
+
+def num_parameters(model: Model) -> float:
+    """Parameters of the whole model: layers, embedding and output matrix (not tied)."""
+    return model.num_layers * sum(module.weights for module in layer_modules(model)) + head_module(model).weights
+
+
+def layer_flops(model: Model) -> float:
+    """Forward FLOPs of one token's products in one layer."""
+    return sum(module.flops for module in layer_modules(model))

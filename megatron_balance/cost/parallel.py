@@ -1,0 +1,67 @@
+"""Parallelism around a plan: ranks that are tensor-parallel groups, and what the dimensions beside context parallelism cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.cost.base import Link
+from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s, reduce_scatter_s
+from megatron_balance.errors import ConfigError
+
+GRADIENT_BYTES = 4
+"""Gradients are reduced in fp32 (Megatron-core's default with bf16 weights)."""
+
+WEIGHT_BYTES = 2
+"""The bf16 weights that the distributed optimizer gathers."""
+
+
+def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
+    """The cluster whose ranks are tensor-parallel groups of neighbours: `tensor_parallel` times the rates and memory each.
+
+    Heads, channels and the keys that travel are split evenly over a group's GPUs and links, so a group acts as one wide rank. NICs: a
+    group of two that share one has it to itself; of two with one each it has both.
+
+    Raises:
+        ConfigError: the group does not divide a node.
+    """
+    if tensor_parallel < 1 or cluster.node_size % tensor_parallel:
+        raise ConfigError(f"tensor parallelism {tensor_parallel} does not divide {cluster.name}'s nodes of {cluster.node_size} ranks")
+    shared = cluster.ranks_per_nic
+    if shared % tensor_parallel and tensor_parallel % shared:
+        raise ConfigError(f"tensor parallelism {tensor_parallel} and {shared} ranks per NIC ({cluster.name}): one must divide the other")
+    return replace(
+        cluster,
+        num_ranks=cluster.num_ranks // tensor_parallel,
+        ranks_per_node=cluster.ranks_per_node // tensor_parallel,
+        intra_bytes_per_s=cluster.intra_bytes_per_s * tensor_parallel,
+        nic_bytes_per_s=cluster.nic_bytes_per_s * max(1, tensor_parallel // shared),
+        ranks_per_nic=max(1, shared // tensor_parallel),
+        flops_per_s=cluster.flops_per_s * tensor_parallel,
+        memory_bytes=cluster.memory_bytes * tensor_parallel,
+        memory_bytes_per_s=cluster.memory_bytes_per_s * tensor_parallel,
+        num_sms=cluster.num_sms * tensor_parallel,
+    )
+
+
+def gradient_sync_s(num_parameters: float, group: Group, *, sharded: bool = True) -> float:
+    """Seconds of the data-parallel synchronisation of a step, nothing hidden: gradients summed, weights gathered.
+
+    `sharded`: the distributed optimizer's reduce-scatter in fp32 and all-gather in bf16; else one all-reduce in fp32, by ring.
+    """
+    each = num_parameters / group.num_ranks
+    gathered = WEIGHT_BYTES if sharded else GRADIENT_BYTES
+    return reduce_scatter_s(each * GRADIENT_BYTES, group) + all_gather_s(each * gathered, group)
+
+
+def expert_exchange_s(model: Model, num_tokens: float, group: Group) -> float:
+    """Seconds of a layer's two all-to-alls between the ranks that share its experts, forward: tokens to experts and back."""
+    if not model.num_experts:
+        return 0.0
+    return 2 * all_to_all_s(num_tokens * model.experts_per_token * model.hidden_size * model.bytes_per_element, group)
+
+
+def stage_transfer_s(model: Model, num_tokens: float, link: Link) -> float:
+    """Seconds to hand the hidden states of tokens to the next pipeline stage."""
+    return link.time_s(num_tokens * model.hidden_size * model.bytes_per_element)

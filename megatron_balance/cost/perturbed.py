@@ -1,0 +1,105 @@
+"""A machine that is not what it was taken for: another cost model with its parts scaled, for simulations of plans made under the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from megatron_balance.cost.base import Floats, Ints, Link, MachineCost, routed_s
+from megatron_balance.cost.contention import Contention
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Factors on times: of attention, of the other modules and memory-bound work, of transfers inside a node and between nodes."""
+
+    attention: float = 1.0
+    linear: float = 1.0
+    intra_node: float = 1.0
+    inter_node: float = 1.0
+
+    @staticmethod
+    def draw(spread: float, seed: int) -> Factors:
+        """Factors exp(N(0, spread)), each on its own: a spread of 0.1 is about 10 % up or down."""
+        return Factors(*np.exp(np.random.default_rng(seed).normal(0.0, spread, 4)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class PerturbedCost:
+    """`base` with its times multiplied; implements `cost.base.MachineCost`."""
+
+    base: MachineCost
+    factors: Factors
+
+    def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
+        """See `cost.base.CostModel`."""
+        return self.factors.attention * self.base.attention_s(num_pairs, run_tokens)
+
+    def launch_s(self, num_launches: float) -> float:
+        """See `cost.base.CostModel`; not scaled."""
+        return self.base.launch_s(num_launches)
+
+    def linear_s(self, num_tokens: float) -> float:
+        """See `cost.base.CostModel`."""
+        return self.factors.linear * self.base.linear_s(num_tokens)
+
+    def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
+        """See `cost.base.CostModel`."""
+        return self.factors.intra_node * self.base.intra_node_s(num_bytes, num_messages)
+
+    def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        """See `cost.base.CostModel`."""
+        return self.factors.inter_node * self.base.inter_node_s(num_bytes, num_messages, num_nics)
+
+    def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
+        """See `cost.base.CostModel`."""
+        return routed_s(self, num_bytes, num_messages, num_nics)
+
+    def query_bytes(self, num_tokens: float) -> float:
+        """See `cost.base.CostModel`; bytes are what they are."""
+        return self.base.query_bytes(num_tokens)
+
+    def kv_bytes(self, num_tokens: float) -> float:
+        """See `cost.base.CostModel`; bytes are what they are."""
+        return self.base.kv_bytes(num_tokens)
+
+    def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
+        """See `cost.base.MachineCost`."""
+        return self.factors.attention * self.base.attend_s(pairs, launch, num_launches, backward=backward)
+
+    def merge_s(self, num_tokens: float) -> float:
+        """See `cost.base.MachineCost`."""
+        return self.factors.linear * self.base.merge_s(num_tokens)
+
+    def pack_s(self, num_bytes: float) -> float:
+        """See `cost.base.MachineCost`."""
+        return self.factors.linear * self.base.pack_s(num_bytes)
+
+    def layer_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """See `cost.base.MachineCost`."""
+        return self.factors.linear * self.base.layer_s(num_tokens, backward=backward)
+
+    def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
+        """See `cost.base.MachineCost`."""
+        return self.factors.linear * self.base.head_s(num_tokens, backward=backward)
+
+    def optimizer_s(self, num_parameters: float) -> float:
+        """See `cost.base.MachineCost`."""
+        return self.factors.linear * self.base.optimizer_s(num_parameters)
+
+    def link(self, *, inter_node: bool) -> Link:
+        """See `cost.base.MachineCost`."""
+        link, factor = self.base.link(inter_node=inter_node), self.factors.inter_node if inter_node else self.factors.intra_node
+        return replace(link, alpha_s=factor * link.alpha_s, bytes_per_s=link.bytes_per_s / factor)
+
+    @property
+    def call_s(self) -> float:
+        """See `cost.base.MachineCost`; not scaled."""
+        return self.base.call_s
+
+    @property
+    def contention(self) -> Contention:
+        """See `cost.base.MachineCost`."""
+        return self.base.contention

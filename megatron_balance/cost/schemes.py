@@ -1,0 +1,83 @@
+"""How long one sequence takes under a parallel scheme, and the quadratic through it (Hydraulis, arXiv 2412.07894, Appendix C.2).
+
+Hydraulis profiles each scheme <TP, PP, CP> on its cluster and fits T(l) = a l^2 + b l + c. Here the times to fit come from a cost model
+of one rank, analytic or measured, with the scheme's communication on top; measured times of real schemes go through the same fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.fits import Quadratic, fit_quadratic
+from megatron_balance.cost.parallel import stage_transfer_s, wide_ranks
+
+RING_BACKWARD = 2
+"""A ring's backward moves keys and values again, and their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Degrees of tensor, pipeline and context parallelism of one pipeline of the model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context
+
+    def __str__(self) -> str:
+        return f"tp{self.tensor}-pp{self.pipeline}-cp{self.context}"
+
+
+CostOf = Callable[[Cluster, int], MachineCost]
+"""(cluster of wide ranks, tensor parallelism) -> its cost."""
+
+
+def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: CostOf, lengths: Sequence[int]) -> Quadratic:
+    """The quadratic through the predicted times of sequences of these lengths.
+
+    Raises:
+        ConfigError: fewer than three lengths, or a tensor parallelism that does not fit the cluster's nodes.
+    """
+    wide = wide_ranks(cluster, scheme.tensor)
+    cost = cost_of(wide, scheme.tensor)
+    return fit_quadratic(lengths, [sequence_s(scheme, model, wide, cost, length) for length in lengths])
+
+
+def sequence_s(scheme: Scheme, model: Model, wide: Cluster, cost: MachineCost, length: int) -> float:
+    """Seconds of the longest pipeline stage for one sequence as a microbatch, forward and backward.
+
+    The stage is the last one, which has the logits. Context parallelism is a zigzag ring over the ranks of `wide`, each round's transfer
+    hidden behind its attention or the other way round; it crosses nodes where it is larger than one.
+    """
+    tokens = length / scheme.context
+    rounds = scheme.context - 1
+    link = cost.link(inter_node=scheme.context > wide.node_size)
+    round_s = cost.call_s + link.time_s(cost.kv_bytes(tokens))
+    layer_s = 0.0
+    for backward in (False, True):
+        ring_s = rounds * round_s * (RING_BACKWARD if backward else 1)
+        attention_s = _attention_s(scheme, model, cost, length, backward=backward)
+        layer_s += max(attention_s, ring_s) + cost.layer_s(tokens, backward=backward)
+    handed_on_s = 2 * stage_transfer_s(model, tokens, link) if scheme.pipeline > 1 else 0.0
+    head_s = cost.head_s(tokens) + cost.head_s(tokens, backward=True)
+    return model.num_layers / scheme.pipeline * layer_s + head_s + handed_on_s
+
+
+def _attention_s(scheme: Scheme, model: Model, cost: MachineCost, length: int, *, backward: bool) -> float:
+    """One layer's attention on one rank: the first and the last of 2 CP chunks, a launch a round."""
+    heads = [0, model.num_heads], [0, model.num_kv_heads]
+    chunk = ceil(length / (2 * scheme.context))
+    queries = [(0, length)] if scheme.context == 1 else [(0, chunk), (length - chunk, length)]
+    pairs = np.array([[0, *query, *heads[0], 0, query[1], *heads[1]] for query in queries if query[0] >= 0], dtype=np.int64)
+    launches_s = (scheme.context - 1) * cost.launch_s(1)
+    return float(cost.attend_s(pairs, np.zeros(len(pairs), dtype=np.int64), 1, backward=backward)[0]) + launches_s

@@ -1,0 +1,198 @@
+"""Lengths of documents on disk: a Megatron corpus, JSONL, and Hugging Face data sets (Parquet, Arrow).
+
+A path may end in `#COLUMN`. Without it the first of these columns that is there counts: a number of tokens, a list of token ids, or text.
+Text is not tokenised here: its tokens are estimated from its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from math import ceil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.workloads.idx import read_index
+
+log = logging.getLogger(__name__)
+
+Lengths = NDArray[np.int64]
+
+COLUMNS = ("length", "num_tokens", "token_count", "n_tokens", "input_ids", "tokens", "text", "content", "code")
+"""Columns looked for, in this order."""
+
+BYTES_PER_TOKEN = 4.0
+"""Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is about four characters)."""
+
+ARROW = (".arrow", ".parquet")
+
+
+def is_path(name: str) -> bool:
+    """Whether a data set's name is meant as a path."""
+    base = name.rpartition("#")[0] or name
+    return "/" in base or base.endswith((".idx", ".bin", ".jsonl", ".json", *ARROW)) or Path(base).exists()
+
+
+def document_lengths(name: str) -> Lengths:
+    """[documents] lengths in tokens, in the file's order; empty documents are left out.
+
+    Raises:
+        ConfigError: no such path, no column to count, or pyarrow is missing for Parquet and Arrow.
+        DataError: a damaged file, or one without a document.
+    """
+    base, _, column = name.partition("#")
+    path = Path(base)
+    if base.endswith((".idx", ".bin")):
+        lengths = read_index(base).document_lengths
+    elif path.is_dir() or base.endswith(ARROW):
+        lengths = _of_arrow(path, column)
+    elif path.is_file():
+        lengths = _of_jsonl(path, column)
+    elif path.with_name(path.name + ".idx").is_file():
+        lengths = read_index(base).document_lengths
+    else:
+        raise ConfigError(f"--dataset {name}: no such file or folder; a corpus (.idx), JSONL, or a folder or file of .parquet or .arrow")
+    lengths = lengths[lengths > 0]
+    if not len(lengths):
+        raise DataError(f"{base}: holds no document with tokens")
+    return lengths
+
+
+def _of_jsonl(path: Path, column: str) -> Lengths:
+    """One object, number or list of numbers a line."""
+    found: list[int] = []
+    count: Callable[[Any], int] | None = None
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            value: object = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not JSON ({error})") from error
+        if isinstance(value, list):  # a JSON file of lengths, as --lengths-file takes them
+            found += [_checked(int, length, f"{path}:{number}: length {place}") for place, length in enumerate(cast("list[object]", value))]
+            continue
+        row = cast("dict[str, Any]", value if isinstance(value, dict) else {"length": value})
+        if count is None:
+            column = _choose(list(row), column, str(path))
+            count = _counter(row.get(column), column, str(path))
+        if column not in row:
+            raise DataError(f"{path}:{number}: no key {column!r}, which the first line has")
+        found.append(_checked(count, row[column], f"{path}:{number}: {column}"))
+    return np.array(found, dtype=np.int64)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            yield from (line for line in stream if line.strip())
+    except OSError as error:
+        raise ConfigError(f"--dataset {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text, so not JSONL ({error.reason} at byte {error.start})") from error
+
+
+def _choose(columns: list[str], wanted: str, where: str) -> str:
+    if wanted:
+        if wanted not in columns:
+            raise ConfigError(f"{where}: no column {wanted!r}; columns: {', '.join(columns)}")
+        return wanted
+    for name in COLUMNS:
+        if name in columns:
+            return name
+    raise ConfigError(f"{where}: no column to count tokens by; columns: {', '.join(columns)}. Name one: PATH#COLUMN")
+
+
+def _counter(example: object, column: str, where: str) -> Callable[[Any], int]:
+    """How many tokens a value of the column is."""
+    match example:
+        case str():
+            _warn_of_text(where, column)
+            return _text_tokens
+        case int() if not isinstance(example, bool):
+            return int
+        case list():
+            return len
+        case _:
+            raise ConfigError(f"{where}: column {column!r} holds {type(example).__name__}; expected whole numbers, token ids or text")
+
+
+def _text_tokens(text: str) -> int:
+    return ceil(len(text.encode("utf-8")) / BYTES_PER_TOKEN)
+
+
+def _checked(count: Callable[[Any], int], value: object, where: str) -> int:
+    kind = {int: int, len: list, _text_tokens: str}[count]
+    if type(value) is not kind or (kind is int and cast(int, value) < 0):
+        raise DataError(f"{where}: expected {'a whole number of tokens' if kind is int else kind.__name__}, got {json.dumps(value)[:60]}")
+    return count(value)
+
+
+def _of_arrow(path: Path, column: str) -> Lengths:
+    """Parquet and Arrow files, those of a folder in the order of their names."""
+    files = sorted(file for file in path.rglob("*") if file.suffix in ARROW) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"--dataset {path}: the folder holds no .parquet or .arrow file")
+    if not path.exists():
+        raise ConfigError(f"--dataset {path}: no such file")
+    parts: list[Lengths] = []
+    for file in files:
+        for batch in _record_batches(file, column):
+            parts.append(batch)
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _record_batches(file: Path, column: str) -> Iterator[Lengths]:
+    pa = _pyarrow("pyarrow", file)
+    try:
+        if file.suffix == ".parquet":
+            opened = _pyarrow("pyarrow.parquet", file).ParquetFile(file)
+            chosen = _choose(list(opened.schema_arrow.names), column, str(file))
+            batches = opened.iter_batches(columns=[chosen])
+        else:
+            batches, chosen = _arrow_batches(pa, file, column)
+        for batch in batches:
+            yield _of_array(pa, batch.column(chosen), chosen, file)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file}: not a {file.suffix} file that pyarrow reads ({error})") from error
+
+
+def _pyarrow(module: str, file: Path) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ConfigError(f"--dataset {file}: reading Parquet and Arrow needs pyarrow: pip install pyarrow") from None
+
+
+def _arrow_batches(pa: Any, file: Path, column: str) -> tuple[Iterable[Any], str]:
+    """Record batches of an Arrow file, a stream (as `datasets` writes) or with a footer."""
+    ipc, source = _pyarrow("pyarrow.ipc", file), pa.memory_map(str(file))
+    try:
+        reader = ipc.open_stream(source)
+        batches: Iterable[Any] = reader
+    except pa.ArrowInvalid:
+        reader = ipc.open_file(source)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    return batches, _choose(list(reader.schema.names), column, str(file))
+
+
+def _of_array(pa: Any, array: Any, column: str, file: Path) -> Lengths:
+    compute, kind = _pyarrow("pyarrow.compute", file), array.type
+    if pa.types.is_integer(kind):
+        counted = array
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        counted = compute.list_value_length(array)
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        _warn_of_text(str(file), column)
+        counted = compute.ceil(compute.divide(compute.cast(compute.binary_length(array), pa.float64()), BYTES_PER_TOKEN))
+    else:
+        raise ConfigError(f"{file}: column {column!r} holds {kind}; expected whole numbers, token ids or text")
+    return np.asarray(counted.fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
+
+
+def _warn_of_text(where: str, column: str) -> None:
+    log.warning("%s: %s is text; its tokens are estimated at %g bytes each", where, column, BYTES_PER_TOKEN)

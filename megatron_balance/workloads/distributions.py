@@ -1,0 +1,118 @@
+"""Distributions of document lengths, each with its source. k = 1024 tokens.
+
+`arxiv`, `github`, `prolong64k`: Zeppelin (arXiv 2509.21841), Table 2: the share of documents in each bin of length. Only shares are
+printed: we draw uniformly inside a bin, begin the first ("< 1k") at 129 tokens, and divide each row by its sum, which is 1 but for
+GitHub's 0.945. (ProLong64k's 67 % of 32k to 64k is what that mix has of *tokens*; the table is taken as printed.)
+
+`wlb`: WLB-LLM (OSDI 2025, section 2.2, Figure 3) shows a 128k job's documents without printing numbers: most are short, the longest fill
+the window, and those below half of it hold over 75 % of the tokens. The bins are our count of the 99,519 lengths that DistCA publishes
+for it (its repository, distca/simulator/data/dist_wlbllm.json): even up to 6k, then a thin tail; 87 % of the tokens are below 64k.
+
+`pretrain`: DistCA (section 6.1): "upsample long documents in a pretrain data distribution by randomly filtering out documents shorter
+than a threshold". With its script's settings (pretrain_llama.sh): of `wlb`, every second document below 64k, and those above four times.
+
+`prolong`: ProLong (Gao et al., arXiv 2410.02660), which DistCA evaluates on, in its 512K stage: tokens by the proportions of its script
+(train_512K.sh). Code and books are cut to one document a sample: 40 % of the tokens in documents of 65,536 and 20 % of 524,288. The rest is
+web text and the like, whose lengths the paper does not give: `commoncrawl` is assumed.
+
+`commoncrawl`: Hydraulis (arXiv 2412.07894, section 8.1) trains on falcon-refinedweb; its Figure 1 is a picture. A lognormal from
+printed facts: 600 billion tokens (arXiv 2306.01116, abstract) in 968 million pages (the data set's viewer), 620 a page; and among 1.6
+million tokens the longest page has 15K to 32K (Hydraulis, Appendix A.1), 22K taken in the middle, so sigma = 1.32.
+
+`github-code`: Hydraulis' other data set, codeparrot/github-code: 115 million files, 1 TB (its card), at the 3.1 bytes a token of
+StarCoder's code (783 GB, 250 billion tokens; arXiv 2305.06161), 2,800 a file. The spread is not printed; `commoncrawl`'s is assumed.
+
+`lognormal`: a median of 1,500 tokens and sigma 1.3: many short documents and a few that fill the context. Ours, no source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, log
+from typing import Protocol
+
+import numpy as np
+
+K = 1024
+
+
+class Distribution(Protocol):
+    """Where lengths come from, one document at a time."""
+
+    def document(self, generator: np.random.Generator) -> int:
+        """Length of one document in tokens, at least 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Bin i holds lengths edges[i] + 1 to edges[i + 1], evenly; `shares` of documents, divided by their sum."""
+
+    edges: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    def document(self, generator: np.random.Generator) -> int:
+        """Length of one document in tokens."""
+        shares = np.array(self.shares)
+        chosen = int(generator.choice(len(shares), p=shares / shares.sum()))
+        return int(generator.integers(self.edges[chosen] + 1, self.edges[chosen + 1], endpoint=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """exp of a normal distribution around log(median)."""
+
+    median: float
+    sigma: float
+
+    @staticmethod
+    def of_mean(mean: float, sigma: float) -> LogNormal:
+        """The lognormal with this mean: its median is mean / exp(sigma^2 / 2)."""
+        return LogNormal(mean / exp(sigma**2 / 2), sigma)
+
+    @property
+    def mean(self) -> float:
+        return self.median * exp(self.sigma**2 / 2)
+
+    def document(self, generator: np.random.Generator) -> int:
+        """Length of one document in tokens."""
+        return max(1, round(generator.lognormal(log(self.median), self.sigma)))
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of the *tokens* in documents of fixed lengths; the rest of the tokens is `others`'."""
+
+    fixed: tuple[tuple[int, float], ...]
+    others: LogNormal
+
+    def document(self, generator: np.random.Generator) -> int:
+        """Length of one document in tokens."""
+        rest = 1 - sum(share for _, share in self.fixed)
+        documents = np.array([share / length for length, share in self.fixed] + [rest / self.others.mean])
+        chosen = int(generator.choice(len(documents), p=documents / documents.sum()))
+        return self.fixed[chosen][0] if chosen < len(self.fixed) else self.others.document(generator)
+
+
+TABLE_2_EDGES = (128, K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K, 256 * K)
+WLB_EDGES = (0, 6 * K, 8 * K, 16 * K, 32 * K, 64 * K, 96 * K, 128 * K)
+WLB_DOCUMENTS = (95101, 2057, 1031, 449, 353, 318, 210)
+PRETRAIN_KEPT, PRETRAIN_COPIES = 0.5, 4
+COMMONCRAWL = LogNormal.of_mean(620, 1.32)
+
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "arxiv": Bins(TABLE_2_EDGES, (0.032, 0.03, 0.08, 0.219, 0.338, 0.224, 0.077, 0.0, 0.0)),
+    "github": Bins(TABLE_2_EDGES, (0.0, 0.34, 0.095, 0.104, 0.107, 0.102, 0.088, 0.064, 0.045)),
+    "prolong64k": Bins(TABLE_2_EDGES, (0.231, 0.042, 0.021, 0.012, 0.013, 0.008, 0.673, 0.0, 0.0)),
+    "commoncrawl": COMMONCRAWL,
+    "github-code": LogNormal.of_mean(2800, 1.32),
+    "wlb": Bins(WLB_EDGES, tuple(float(count) for count in WLB_DOCUMENTS)),
+    "pretrain": Bins(
+        WLB_EDGES,
+        tuple(
+            count * (PRETRAIN_COPIES if low >= 64 * K else PRETRAIN_KEPT) for low, count in zip(WLB_EDGES[:-1], WLB_DOCUMENTS, strict=True)
+        ),
+    ),
+    "prolong": Mix(((64 * K, 0.4), (512 * K, 0.2)), COMMONCRAWL),
+    "lognormal": LogNormal(1500.0, 1.3),
+}

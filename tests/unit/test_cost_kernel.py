@@ -1,0 +1,39 @@
+"""Tiles of the attention kernel, counted by closed forms, against counting them one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_balance.cost.kernel import padded_head_dim, tiles, visible_pairs
+
+
+def counted(pair: list[int]) -> tuple[int, int, int, int]:
+    """Tiles, thread blocks, tiles of the longest one, visible pairs; the slow way."""
+    _, q_start, q_stop, _, _, k_start, k_stop, _, _ = pair
+    blocks: list[int] = []
+    for first in range(q_start, q_stop, 128):
+        last = min(first + 128, q_stop) - 1
+        blocks.append(-(-max(0, min(last + 1, k_stop) - k_start) // 128))
+    visible = sum(max(0, min(q + 1, k_stop) - k_start) for q in range(q_start, q_stop))
+    return sum(blocks), len(blocks), max(blocks), visible
+
+
+def test_tiles_are_those_that_one_by_one_counting_finds() -> None:
+    generator = np.random.default_rng(7)
+    rows: list[list[int]] = []
+    for _ in range(400):
+        q, k = sorted(generator.integers(0, 700, 2).tolist()), sorted(generator.integers(0, 700, 2).tolist())
+        rows.append([0, q[0], q[1] + 1, 0, 4, k[0], k[1] + 1, 0, 1])
+    pairs = np.array(rows)
+    found = np.stack([*tiles(pairs), visible_pairs(pairs)], axis=1)
+    assert found.tolist() == [list(counted(row)) for row in rows]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 1), (128, 1), (129, 3), (256, 3), (1024, 36)])
+def test_a_causal_square_computes_the_lower_triangle_of_tiles_and_its_diagonal(length: int, expected: int) -> None:
+    assert tiles(np.array([[0, 0, length, 0, 1, 0, length, 0, 1]]))[0].tolist() == [expected]
+
+
+def test_head_dims_are_padded_to_the_next_kernel() -> None:
+    assert [padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
