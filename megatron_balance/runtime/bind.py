@@ -20,6 +20,7 @@ from megatron_balance.runtime.kernels import Kernel, choose_kernel
 from megatron_balance.runtime.lowered import Phase
 from megatron_balance.runtime.lowering import Lowering
 from megatron_balance.runtime.shape import AttentionShape
+from megatron_balance.runtime.trace import Trace
 from megatron_balance.schedules import project
 
 __all__ = ["AttentionShape", "Bound", "Counters", "bind"]
@@ -30,7 +31,7 @@ class Bound:
     """A plan, looked up for one rank. Immutable but for `counters`; one serves all layers of its microbatch.
 
     `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows,
-    heads) of every buffer, by number. `counters`: what ran so far.
+    heads) of every buffer, by number. `counters`: what ran so far. `trace`: filled by every call, if there is one.
     """
 
     plan: MicrobatchPlan
@@ -46,9 +47,10 @@ class Bound:
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
     counters: Counters = field(default_factory=Counters)
+    trace: Trace | None = None
 
 
-def bind(  # noqa: PLR0913  what the tensors are is five keyword-only facts, each with a default
+def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each with a default
     plan: MicrobatchPlan,
     rank: int,
     shape: AttentionShape,
@@ -58,8 +60,9 @@ def bind(  # noqa: PLR0913  what the tensors are is five keyword-only facts, eac
     dtype: torch.dtype = torch.float32,
     policy: Policy = "keep",
     kernel: str = "auto",
+    trace: Trace | None = None,
 ) -> Bound:
-    """Everything `rank` needs to run `plan`: steps, rows, messages, kernel.
+    """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `trace`: a list to record in, by wall clock (CPU).
 
     Raises ConfigError: the plan was made for other heads or another number of ranks. InvalidProgramError: a broken plan.
     """
@@ -73,7 +76,7 @@ def bind(  # noqa: PLR0913  what the tensors are is five keyword-only facts, eac
     # Merges are left out: launches and receives add to what is already there.
     program = transpose(project(plan, rank), policy, merges=False)
     chosen = choose_kernel(kernel, torch.device(device), dtype, shape.head_dim)
-    lowering = Lowering(program, shape, torch.device(device), policy, chosen)
+    lowering = Lowering(program, shape, torch.device(device), policy, chosen, plan.ranks_per_node)
     home = as_array(program.home)
     return Bound(
         plan=plan,
@@ -88,4 +91,5 @@ def bind(  # noqa: PLR0913  what the tensors are is five keyword-only facts, eac
         kernel=chosen,
         query_rows=lowering.sizes[Kind.Q],
         key_rows=lowering.sizes[Kind.KV],
+        trace=trace,
     )

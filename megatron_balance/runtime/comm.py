@@ -1,4 +1,4 @@
-"""One exchange as one batched communication call: point-to-point, all-to-all or all-gather.
+"""The calls that carry exchanges: tagged sends and receives on gloo, and collectives.
 
 A collective carries bytes: messages of several kinds and types to one peer are packed one after the other, each aligned, so
 that queries and keys of different head counts, or outputs and their fp32 LSE, go in a single call.
@@ -6,69 +6,110 @@ that queries and keys of different head counts, or outputs and their fp32 LSE, g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.runtime.groups import Groups
-
-_ALIGN = 16  # bytes; every element type starts at a multiple of its size
-
-
-@dataclass(slots=True)
-class Pending:
-    """A call under way. `keep` holds the tensors that the backend still reads."""
-
-    works: list[dist.Work]
-    keep: list[Tensor]
-    unpack: list[tuple[Tensor, Tensor]]
-
-    def wait(self) -> None:
-        """Block the stream (or, on gloo, the thread) until everything arrived. Call once."""
-        for work in self.works:
-            work.wait()
-        for target, raw in self.unpack:
-            target.copy_(raw.view(target.dtype).view(target.shape))
-        self.works, self.keep, self.unpack = [], [], []
-
+from megatron_balance.runtime.lowered import Hop, Piece, Swap
+from megatron_balance.runtime.parcels import as_bytes, cut, pack, padded
 
 Parcel = tuple[int, Tensor]
 """(pool rank of the peer, contiguous tensor)."""
 
-
-def start(sends: Sequence[Parcel], receives: Sequence[Parcel], pattern: str, group: tuple[int, ...], groups: Groups) -> Pending:
-    """Begin the exchange. The tensors of `receives` are filled when `wait` returns."""
-    collective = groups.of(group) if pattern != "p2p" else None
-    if collective is None:
-        return _point_to_point(sends, receives, groups)
-    if pattern == "all_gather":
-        return _all_gather(sends, receives, group, groups, collective)
-    return _all_to_all(sends, receives, group, collective)
+_POISON_TAG = 2**31 - 1
 
 
-def _point_to_point(sends: Sequence[Parcel], receives: Sequence[Parcel], groups: Groups) -> Pending:
-    ops = [dist.P2POp(dist.isend, x, groups.ranks[peer], groups.pool) for peer, x in sends if x.numel()]
-    ops += [dist.P2POp(dist.irecv, x, groups.ranks[peer], groups.pool) for peer, x in receives if x.numel()]
-    return Pending(dist.batch_isend_irecv(ops) if ops else [], [x for _, x in sends], [])
+@dataclass(slots=True)
+class Collective:
+    """A collective call, packed and not yet issued. `memory`: what it reads and writes; `unpack`: where received bytes belong."""
+
+    issue: Callable[[], list[dist.Work]]
+    memory: list[Tensor]
+    unpack: list[tuple[Tensor, Tensor]]
+
+    def place(self) -> None:
+        """Received bytes to the tensors they are of."""
+        for target, raw in self.unpack:
+            target.copy_(raw.view(target.dtype).view(target.shape))
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
+def send(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
+    """Begin to send a contiguous tensor to pool rank `peer`."""
+    work = dist.isend(x, groups.ranks[peer], groups.pool, tag)
+    assert work is not None, "this rank is not in its own pool"
+    return work
+
+
+def receive(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
+    """Begin to receive into a contiguous tensor."""
+    work = dist.irecv(x, groups.ranks[peer], groups.pool, tag)
+    assert work is not None, "this rank is not in its own pool"
+    return work
+
+
+def break_off(groups: Groups) -> None:
+    """Make every transfer of the pool that this rank has under way, and what its peers wait for, fail at once (gloo).
+
+    A receive that times out closes the connections to all peers. It is the only way to wake another thread of this rank.
+    """
+    if groups.pool is None or dist.get_backend(groups.pool) != "gloo":
+        return
+    for peer in range(groups.size):
+        if peer != groups.rank:
+            with suppress(RuntimeError):
+                receive(torch.empty(1), peer, _POISON_TAG, groups).wait(timedelta(milliseconds=1))
+
+
+def by_way(sends: Sequence[Parcel], swap: Swap) -> tuple[list[Parcel], dict[int, Tensor]]:
+    """What goes directly, and by peer the bytes of all that goes in pieces."""
+    direct: list[Parcel] = []
+    routed: dict[int, list[Tensor]] = {}
+    for peer, x in sends:
+        if peer in swap.routed_sends:
+            routed.setdefault(peer, []).append(x)
+        elif x.numel():
+            direct.append((peer, x))
+    return direct, {peer: pack(tensors) for peer, tensors in routed.items()}
+
+
+def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, Tensor]]:
+    """Those pieces of a parcel's bytes that hold any, and where each goes."""
+    bounds = cut(raw.numel(), routed[0].count)
+    for piece in routed:
+        begin, end = bounds[piece.index]
+        if begin < end:
+            yield piece, piece.hop, raw[begin:end]
+
+
+def is_collective(swap: Swap, groups: Groups) -> bool:
+    """Whether an exchange is one collective call: it could be one, and its ranks have a process group."""
+    return swap.pattern != "p2p" and groups.of(swap.group) is not None
+
+
+def collective(sends: Sequence[Parcel], receives: Sequence[Parcel], swap: Swap, groups: Groups) -> Collective:
+    """An exchange as one collective call."""
+    group = groups.of(swap.group)
+    assert group is not None, "ranks without a process group"
+    if swap.pattern == "all_gather":
+        return _all_gather(sends, receives, swap.group, groups, group)
+    return _all_to_all(sends, receives, swap.group, group)
 
 
 def _size(parcels: Sequence[Parcel], peer: int) -> int:
-    return sum(_padded(x.numel() * x.element_size()) for p, x in parcels if p == peer)
+    return sum(padded(x.nbytes) for p, x in parcels if p == peer)
 
 
-def _pack(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
+def _place(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
     at = begin
     for _, x in parcels:
-        num_bytes = x.numel() * x.element_size()
-        raw[at : at + num_bytes].copy_(x.reshape(-1).view(torch.uint8))
-        at += _padded(num_bytes)
+        raw[at : at + x.nbytes].copy_(as_bytes(x))
+        at += padded(x.nbytes)
 
 
 def _slots(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> list[tuple[Tensor, Tensor]]:
@@ -76,7 +117,7 @@ def _slots(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> list[tuple[Ten
     for _, x in parcels:
         num_bytes = x.numel() * x.element_size()
         slots.append((x, raw[at : at + num_bytes]))
-        at += _padded(num_bytes)
+        at += padded(num_bytes)
     return slots
 
 
@@ -84,7 +125,9 @@ def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.devi
     return next((x.device for _, x in (*parcels, *fallback)), torch.device("cpu"))
 
 
-def _all_to_all(sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], process_group: dist.ProcessGroup) -> Pending:
+def _all_to_all(
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], process_group: dist.ProcessGroup
+) -> Collective:
     device = _device(sends, receives)
     out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
     packed = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
@@ -92,26 +135,34 @@ def _all_to_all(sends: Sequence[Parcel], receives: Sequence[Parcel], group: tupl
     unpack: list[tuple[Tensor, Tensor]] = []
     send_at = receive_at = 0
     for peer, num_in, num_out in zip(group, in_sizes, out_sizes, strict=True):
-        _pack([p for p in sends if p[0] == peer], packed, send_at)
+        _place([p for p in sends if p[0] == peer], packed, send_at)
         unpack += _slots([p for p in receives if p[0] == peer], raw, receive_at)
         send_at, receive_at = send_at + num_in, receive_at + num_out
-    work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)
-    return Pending([work] if work is not None else [], [packed, raw], unpack)
+
+    def issue() -> list[dist.Work]:
+        work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)
+        return [work] if work is not None else []
+
+    return Collective(issue, [packed, raw], unpack)
 
 
 def _all_gather(
     sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
-) -> Pending:
+) -> Collective:
     device = _device(sends, receives)
     others = [peer for peer in group if peer != groups.rank]
     mine = [p for p in sends if p[0] == others[0]]
     width = max([_size(sends, others[0]), *(_size(receives, peer) for peer in others)])
     packed = torch.empty(width, dtype=torch.uint8, device=device)
     raw = torch.empty(width * len(group), dtype=torch.uint8, device=device)
-    _pack(mine, packed, 0)
-    work = dist.all_gather_into_tensor(raw, packed, group=process_group, async_op=True)
+    _place(mine, packed, 0)
+
+    def issue() -> list[dist.Work]:
+        work = dist.all_gather_into_tensor(raw, packed, group=process_group, async_op=True)
+        return [work] if work is not None else []
+
     unpack: list[tuple[Tensor, Tensor]] = []
     for index, peer in enumerate(group):
         if peer != groups.rank:
             unpack += _slots([p for p in receives if p[0] == peer], raw, index * width)
-    return Pending([work] if work is not None else [], [packed, raw], unpack)
+    return Collective(issue, [packed, raw], unpack)

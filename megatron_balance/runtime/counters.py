@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from megatron_balance.core.program import Kind
 from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Start, Step, Work
 
@@ -19,8 +17,11 @@ _TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT:
 class Counters:
     """Sums over the calls of one bound plan on this rank, forward and backward together unless said otherwise.
 
-    `kernel_calls_*`: by zone name ("other": any other name); `exchanges_*`: by pattern; tokens received: forward only;
-    `bytes_received`: of all tensors that arrived.
+    `kernel_calls_*`: by zone name ("other": any other name); `exchanges_*`: by pattern; tokens received: forward only, and apart
+    those that a remap hands over, whose query, key and value come and whose output goes back (`remap_tokens_received`);
+    `bytes_received`: of all tensors that arrived for this rank. `routed_transfers`: peers to which an exchange went in pieces.
+    `relayed_bytes`: passed on for others as a proxy; `inter_node_bytes`: between this rank and ranks of other nodes, what it passes on
+    included.
     """
 
     forward_calls: int = 0
@@ -38,23 +39,39 @@ class Counters:
     partial_tokens_received: int = 0
     bytes_received_forward: int = 0
     bytes_received_backward: int = 0
+    remap_tokens_received: int = 0
+    routed_transfers: int = 0
+    relayed_bytes_forward: int = 0
+    relayed_bytes_backward: int = 0
+    inter_node_bytes_sent_forward: int = 0
+    inter_node_bytes_sent_backward: int = 0
+    inter_node_bytes_received_forward: int = 0
+    inter_node_bytes_received_backward: int = 0
 
     def ran(self, work: Work) -> None:
         """Add one finished run of a phase."""
         for name, count in work.counts:
             setattr(self, name, getattr(self, name) + count)
 
-    def arrived(self, tensors: list[Tensor], *, forward: bool) -> None:
-        """Add the bytes of one received message."""
-        num_bytes = sum(x.numel() * x.element_size() for x in tensors)
-        if forward:
-            self.bytes_received_forward += num_bytes
-        else:
-            self.bytes_received_backward += num_bytes
+    def carried(self, traffic: Traffic, *, forward: bool) -> None:
+        """Add what one run of a phase moved."""
+        phase = "forward" if forward else "backward"
+        for name in ("bytes_received", "relayed_bytes", "inter_node_bytes_sent", "inter_node_bytes_received"):
+            setattr(self, f"{name}_{phase}", getattr(self, f"{name}_{phase}") + getattr(traffic, name))
 
 
-def counts(steps: Sequence[Step], *, forward: bool) -> tuple[tuple[str, int], ...]:
-    """What one run of these steps adds to `Counters`, as (name, count)."""
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of one run of a phase, as in `Counters`."""
+
+    bytes_received: int = 0
+    relayed_bytes: int = 0
+    inter_node_bytes_sent: int = 0
+    inter_node_bytes_received: int = 0
+
+
+def counts(steps: Sequence[Step], *, forward: bool, closing: int | None = None) -> tuple[tuple[str, int], ...]:
+    """What one run of these steps adds to `Counters`, as (name, count). `closing`: the exchange that takes a remap's outputs home."""
     found: Counter[str] = Counter()
     found["forward_calls" if forward else "backward_calls"] = 1
     for step in steps:
@@ -62,11 +79,17 @@ def counts(steps: Sequence[Step], *, forward: bool) -> tuple[tuple[str, int], ..
             case Launch() | GradLaunch():
                 found["kernel_calls"] += step.calls
                 found[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
-            case Start():
-                found[f"exchanges_{step.swap.pattern}"] += 1
-                for message in step.swap.receives:
-                    if forward and message.kind in _TOKENS:
+            case Start(swap):
+                found[f"exchanges_{swap.pattern}"] += bool(swap.sends or swap.receives or swap.group)
+                found["routed_transfers"] += len(swap.routed_sends)
+                if forward and swap.id != closing:
+                    for message in swap.receives:
                         found[_TOKENS[message.kind]] += message.packed.num_rows
+                elif forward:  # the outputs of all that was handed over to this rank, with query, key and value
+                    handed_over = sum(message.packed.num_rows for message in swap.sends)
+                    found["remap_tokens_received"] += handed_over
+                    found["q_tokens_received"] -= handed_over
+                    found["kv_tokens_received"] -= handed_over
             case Finish():
                 pass
     return tuple(found.items())

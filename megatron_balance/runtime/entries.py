@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.passes.tables import Bools, Ints
+from megatron_balance.passes.tables import Bools, Ints, run_bounds
 
 
 def simple_pairs(pairs: Ints, launch: Ints) -> tuple[Ints, Ints]:
@@ -58,16 +58,16 @@ def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
     linked &= (pairs[1:, 0] == pairs[:-1, 0]) & (launch[1:] == launch[:-1])
-    first = np.flatnonzero(np.append(True, ~linked)) if len(pairs) else np.empty(0, dtype=np.int64)
-    last = np.append(first[1:], len(pairs)) - 1 if len(first) else first
+    bounds = run_bounds(~linked, len(pairs))
+    first, last = bounds[:-1], bounds[1:] - 1
     a, b, c, d, e = q_row[first], q_stop[first], k_row[first], k_stop[last], causal[last]
     # One below the other, queries of the same keys: all full over the same keys, or a staircase that is causal as a whole.
     below = b[:-1] == a[1:]
     full = ~e[1:] & ~e[:-1] & (c[1:] == c[:-1]) & (d[1:] == d[:-1])
     stairs = e[1:] & e[:-1] & (c[1:] == c[:-1]) & (d[1:] - d[:-1] == b[1:] - b[:-1])
     linked = below & (full | stairs) & (launch[first[1:]] == launch[first[:-1]])
-    top = np.flatnonzero(np.append(True, ~linked)) if len(first) else first
-    bottom = np.append(top[1:], len(first)) - 1 if len(top) else top
+    bounds = run_bounds(~linked, len(first))
+    top, bottom = bounds[:-1], bounds[1:] - 1
     lengths = last[bottom] - first[bottom] + 1
     offsets = np.cumsum(lengths) - lengths
     k_pairs = np.repeat(first[bottom] - offsets, lengths) + np.arange(int(lengths.sum()))

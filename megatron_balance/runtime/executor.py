@@ -8,17 +8,22 @@ gradients travel in that type, everything else in the input's.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from megatron_balance.core.program import Kind
-from megatron_balance.runtime import comm
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.kernels import merge
 from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap, describe
+from megatron_balance.runtime.parcels import Form, parcel_bytes, shapes, unpacked
+from megatron_balance.runtime.trace import Traced
+from megatron_balance.runtime.transport import open_transport
 
 log = logging.getLogger(__name__)
 
@@ -78,29 +83,68 @@ class _Phase:
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
         self.dim = q.shape[2]
-        self.under_way: dict[int, tuple[comm.Pending, list[list[Tensor]]]] = {}
+        self.form = Form(self.dim, self.dtype, self.wide)
+        self.upcoming = (step.swap for step in phase.steps if isinstance(step, Start))
+        self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: the tensors of each message received
+        self.transport = open_transport(bound, phase, self.form)
+
+    @property
+    def forward(self) -> bool:
+        return self.phase is self.bound.forward
 
     def take_steps(self) -> None:
-        """All steps in order. An error is logged with the step that met it before it goes on."""
+        """All steps in order, and what the rank passes on for others. An error is logged with the step that met it before it goes on.
+
+        Raises RuntimeError: a transfer failed, here or in what is passed on.
+        """
         index = 0
         try:
+            for _ in range(self.transport.ahead):
+                self.expect()
             for index, step in enumerate(self.phase.steps):
-                match step:
-                    case Start():
-                        self.start(step.swap)
-                    case Finish():
-                        self.finish(step.swap)
-                    case Launch() | GradLaunch():
-                        self.launch(step)
+                if self.bound.trace is None:
+                    self.take(step)
+                else:
+                    self.take_traced(step)
                 self.free(index)
+            self.transport.end()
         except Exception:
-            bound, steps = self.bound, self.phase.steps
-            log.error(
-                "rank %d of %d, %s step %d of %d of the plan %s: %s",
-                *(bound.rank, bound.groups.size, "forward" if self.phase is bound.forward else "backward", index, len(steps)),
-                *(bound.plan.fingerprint(), describe(steps[index])),
-            )
+            self.log_failure(index)
+            self.transport.fail()
             raise
+        self.bound.counters.ran(self.phase.work)
+        self.bound.counters.carried(self.transport.traffic, forward=self.forward)
+
+    def take(self, step: Step) -> None:
+        match step:
+            case Start():
+                self.start(step.swap)
+            case Finish():
+                self.finish(step.swap)
+            case Launch() | GradLaunch():
+                self.launch(step)
+
+    def take_traced(self, step: Step) -> None:
+        begin = time.perf_counter()
+        self.take(step)
+        places = [("compute", "run")]
+        match step:
+            case Start(swap):
+                op, places = swap.op, swap.places()
+            case Finish(swap):
+                op, places = swap.op, [("", "finish")]
+            case Launch() | GradLaunch():
+                op = step.op
+        assert self.bound.trace is not None
+        self.bound.trace.extend(Traced(stream, op, leg, "own", begin, time.perf_counter()) for stream, leg in places)
+
+    def log_failure(self, index: int) -> None:
+        bound, steps = self.bound, self.phase.steps
+        log.error(
+            "rank %d of %d, %s step %d of %d of the plan %s: %s",
+            *(bound.rank, bound.groups.size, "forward" if self.forward else "backward", index, len(steps)),
+            *(bound.plan.fingerprint(), describe(steps[index]) if steps else "passing on"),
+        )
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -140,20 +184,24 @@ class _Phase:
 
     # Exchanges
 
+    def expect(self) -> None:
+        """Make ready for the next exchange that is not yet expected, if there is one."""
+        for swap in self.upcoming:
+            arriving, slots = self.slots(swap)
+            receives = [(m.peer, x) for m, tensors in zip(swap.receives, slots, strict=True) if m.peer not in arriving for x in tensors]
+            self.transport.expect(swap, receives, arriving)
+            self.under_way[swap.id] = slots
+            return
+
     def start(self, swap: Swap) -> None:
-        sends = [(m.peer, x) for m in swap.sends for x in self.parcel(m)]
-        slots = [self.slots(m) for m in swap.receives]
-        receives = [(m.peer, x) for m, tensors in zip(swap.receives, slots, strict=True) for x in tensors]
-        pending = comm.start(sends, receives, swap.pattern, swap.group, self.bound.groups)
-        self.under_way[swap.id] = (pending, slots)
+        self.expect()
+        self.transport.start(swap, [(m.peer, x) for m in swap.sends for x in self.parcel(m)])
 
     def finish(self, swap: Swap) -> None:
-        pending, slots = self.under_way.pop(swap.id)
-        pending.wait()
-        forward = self.phase is self.bound.forward
-        for message, tensors in zip(swap.receives, slots, strict=True):
+        self.transport.arrived(swap)
+        for message, tensors in zip(swap.receives, self.under_way.pop(swap.id), strict=True):
             self.arrive(message, tensors)
-            self.bound.counters.arrived(tensors, forward=forward)
+            self.transport.traffic.bytes_received += sum(x.nbytes for x in tensors)
 
     def parcel(self, message: Message) -> list[Tensor]:
         """The contiguous tensors that carry a message."""
@@ -169,22 +217,23 @@ class _Phase:
             case _:
                 return self.other_parcel(message)
 
-    def slots(self, message: Message) -> list[Tensor]:
-        """Empty contiguous tensors for a message, shaped as the sender's `parcel`."""
-        rows, heads = message.packed.num_rows, message.packed.num_heads
-        match message.kind:
-            case Kind.Q:
-                return [self.empty(rows, heads, self.dim)]
-            case Kind.KV:
-                return [self.empty(2, rows, heads, self.dim)]
-            case Kind.OUT:
-                return [self.empty(rows, heads, self.dim), self.empty(rows, heads, dtype=self.wide)]
-            case Kind.OUT_GRAD:
-                return [self.empty(2, rows, heads, self.dim), self.empty(rows, heads, dtype=self.wide)]
-            case Kind.Q_GRAD:
-                return [self.empty(rows, heads, self.dim, dtype=self.wide)]
-            case Kind.KV_GRAD:
-                return [self.empty(2, rows, heads, self.dim, dtype=self.wide)]
+    def slots(self, swap: Swap) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
+        """Empty contiguous tensors for each message received, shaped as the sender's `parcel`.
+
+        With them, by peer whose messages are routed, the memory that holds all of the peer's.
+        """
+        if not swap.routed_receives:
+            return {}, [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in swap.receives]
+        arriving: dict[int, Tensor] = {}
+        slots: list[list[Tensor]] = []
+        for peer, messages in groupby(swap.receives, attrgetter("peer")):
+            carried = [m.carried for m in messages]
+            if peer in swap.routed_receives:
+                arriving[peer] = self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8)
+                slots += unpacked(arriving[peer], carried, self.form)
+            else:
+                slots += [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(c, self.form)] for c in carried]
+        return arriving, slots
 
     def arrive(self, message: Message, tensors: list[Tensor]) -> None:
         match message.kind:
@@ -226,7 +275,6 @@ class _Forward(_Phase):
     def run(self) -> tuple[Tensor, Tensor, Received]:
         self.space(0)
         self.take_steps()
-        self.bound.counters.ran(self.phase.work)
         received = Received()
         if self.bound.policy == "keep":
             received = Received({b: x for b, x in self.q.items() if b}, {b: x for b, x in self.kv.items() if b})
@@ -283,7 +331,6 @@ class _Backward(_Phase):
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         self.take_steps()
-        self.bound.counters.ran(self.phase.work)
         return self.dq[0].to(self.dtype), self.dkv[0][0].to(self.dtype), self.dkv[0][1].to(self.dtype)
 
     def query_grad(self, buffer: int) -> Tensor:

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.cuda import CudaStreams, Streams
+from megatron_balance.runtime.workers import Workers
+
+_MOVED = ("", " moved")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +21,8 @@ class Groups:
     """One rank's view of its pool.
 
     `rank`, `size`: in the pool, as plans count. `ranks`: global rank of each. `by_ranks`: process groups by pool ranks; the
-    executor runs a collective among exactly such a set, and point-to-point transfers otherwise.
+    executor runs a collective among exactly such a set, and point-to-point transfers otherwise. `workers`: the threads that pass on
+    what is routed by this rank (gloo). `streams`: those that carry its exchanges (NCCL).
     """
 
     rank: int
@@ -24,6 +30,8 @@ class Groups:
     ranks: tuple[int, ...]
     pool: dist.ProcessGroup | None
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    workers: Workers = field(default_factory=Workers)
+    streams: Streams | None = None
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these pool ranks, or None."""
@@ -41,7 +49,8 @@ def make_groups(
     """Groups of the pool that this process belongs to. Every process calls it with the same `pools` (global ranks).
 
     Beside the pool, each of its nodes of `ranks_per_node` gets a group where there are several (0: none), so that zones
-    on whole nodes can use collectives. All groups are created by all processes in one order, as NCCL and gloo require.
+    on whole nodes can use collectives. All groups are created by all processes in one order, as NCCL and gloo require. On NCCL
+    each communication stream has a communicator of all ranks of the pool, made here and now.
 
     Raises ConfigError: this process is in no pool or in two.
     """
@@ -56,7 +65,38 @@ def make_groups(
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine[0] and pool.index(me) in members:
                 found[members] = group
     pool = mine[0]
-    return Groups(pool.index(me), len(pool), pool, found.get(tuple(range(len(pool)))), found)
+    whole = found.get(tuple(range(len(pool))))
+    streams = None
+    if whole is not None and dist.get_backend(whole) == "nccl":
+        streams = _make_streams(pools, pool, ranks_per_node, timeout)
+    return Groups(pool.index(me), len(pool), pool, whole, found, streams=streams)
+
+
+def _make_streams(pools: Sequence[Sequence[int]], mine: tuple[int, ...], ranks_per_node: int, timeout: timedelta | None) -> CudaStreams:
+    """Streams with a communicator each. Every one is used once, by all its ranks: NCCL's first call may not be point-to-point."""
+    groups: dict[str, dist.ProcessGroup] = {}
+    for pool in pools:
+        for name in stream_names(len(pool), ranks_per_node):
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=name.startswith("inter_node"))
+            group = dist.new_group(list(pool), timeout=timeout, backend="nccl", pg_options=options)
+            if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine:
+                groups[name] = group
+    for group in groups.values():
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return CudaStreams(groups, mine)
+
+
+def stream_names(size: int, ranks_per_node: int) -> list[str]:
+    """The communication streams (`passes.order.streams`) that a pool can need; `ranks_per_node` 0: not known."""
+    if size < 2:
+        return []
+    if 0 < size <= ranks_per_node:
+        links = ["intra_node"]
+    elif ranks_per_node == 1:
+        links = ["inter_node"]
+    else:
+        links = ["inter_node", "intra_node", "dispatch", "combine"]
+    return [link + moved for link in links for moved in _MOVED]
 
 
 def _wanted(size: int, ranks_per_node: int) -> list[tuple[int, ...]]:

@@ -8,11 +8,13 @@ gradients one beside each key buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from megatron_balance.core.program import Kind
+from megatron_balance.passes.order import Leg, Role
+from megatron_balance.runtime.parcels import Carried
 from megatron_balance.runtime.regions import Run
 
 
@@ -46,11 +48,12 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One forward kernel call. `entries`: what the kernel prepared; `calls`: how many launches it takes.
+    """One forward kernel call. `entries`: what the kernel prepared; `calls`: how many launches it takes; `op`: its place in the program.
 
     `out`: packed output rows -> query buffers; `merges[i]`: run i adds to what is there.
     """
 
+    op: int
     zone: str
     q: Operand
     k: Operand
@@ -65,6 +68,7 @@ class Launch:
 class GradLaunch:
     """One backward kernel call. `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors."""
 
+    op: int
     zone: str
     q: Operand
     k: Operand
@@ -81,7 +85,7 @@ class Message:
     """Rows of one kind and one head span between this rank and `peer`.
 
     Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to `packed`.
-    `merges` as in `Launch`, for received outputs.
+    `merges` as in `Launch`, for received outputs. `stream` as in `passes.order.streams`.
     """
 
     peer: int
@@ -89,18 +93,89 @@ class Message:
     packed: Packed
     buffer: int = -1
     merges: tuple[bool, ...] = ()
+    stream: str = ""
+
+    @property
+    def carried(self) -> Carried:
+        return self.kind, self.packed.num_rows, self.packed.num_heads
+
+
+class Hop(NamedTuple):
+    """One transfer of a piece, as the rank at one of its ends sees it: to or from `peer`. `stream` as in `passes.order.streams`.
+
+    `tag` is added to the exchange's. `crosses`: the ends are on different nodes.
+    """
+
+    peer: int
+    leg: Leg
+    tag: int
+    stream: str
+    crosses: bool
+
+
+class Piece(NamedTuple):
+    """Piece `index` of `count` of all that goes from one rank to another in a routed exchange, at its source or at its target."""
+
+    index: int
+    count: int
+    hop: Hop
+
+
+class Way(NamedTuple):
+    """A piece of others, as the proxy `role` sees it."""
+
+    role: Role
+    src: int
+    dst: int
+    index: int
+    count: int
+    arrives: Hop
+    leaves: Hop
+
+
+class Duty(NamedTuple):
+    """What a proxy passes on in one exchange: one piece of `carried`, all that goes from one rank to another.
+
+    `op`: the exchange's place in the program; `tag`: its first.
+    """
+
+    op: int
+    exchange: int
+    tag: int
+    carried: tuple[Carried, ...]
+    way: Way
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """One exchange of this rank. `pattern` and `group` as in `core.program.Exchange`."""
+    """One exchange of this rank. `pattern` and `group` as in `core.program.Exchange`; `op`: its place in the program.
 
+    Messages with one peer stand together. `routed_sends`, `routed_receives`: by peer, the pieces that all messages with it travel as.
+    `far`: peers on other nodes. `tag`: of its direct messages. `stream`: of a collective.
+    """
+
+    op: int
     id: int
     zone: str
     pattern: str
     group: tuple[int, ...]
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
+    tag: int = 0
+    routed_sends: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
+    routed_receives: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
+    far: frozenset[int] = frozenset()
+    stream: str = ""
+
+    def places(self) -> list[tuple[str, str]]:
+        """(stream, leg) of all that this rank sends and receives for itself in it, each once, in order."""
+        if self.stream:
+            return [(self.stream, "direct")]
+        found = {(m.stream, "direct") for m in self.sends if m.peer not in self.routed_sends}
+        found |= {(m.stream, "direct") for m in self.receives if m.peer not in self.routed_receives}
+        for routed in (self.routed_sends, self.routed_receives):
+            found |= {(piece.hop.stream, piece.hop.leg) for pieces in routed.values() for piece in pieces}
+        return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +200,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i reads."""
+    """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i reads.
+
+    `duties`: what the rank passes on for others, in groups that wait for nothing in one another.
+    """
 
     steps: tuple[Step, ...]
     frees: tuple[tuple[tuple[Kind, int], ...], ...]
     blank_outputs: tuple[int, ...] = ()  # query buffers whose output must start empty
     work: Work = field(default_factory=Work)
+    duties: tuple[tuple[Duty, ...], ...] = ()
 
 
 def describe(step: Step) -> str:

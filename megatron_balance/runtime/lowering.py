@@ -5,31 +5,36 @@ A ring over 64 ranks has 64 launches and 126 messages a phase; looked up one by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from megatron_balance.core.program import PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
-from megatron_balance.passes.tables import Ints, as_array, concat
-from megatron_balance.passes.transpose import Policy
+from megatron_balance.core.program import MOVED, PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
+from megatron_balance.passes import order
+from megatron_balance.passes.order import collective_stream, stream_name
+from megatron_balance.passes.tables import Ints, as_array, concat, run_bounds
+from megatron_balance.passes.transpose import Policy, forward_id
 from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
+from megatron_balance.runtime.frees import INPUTS, frees
 from megatron_balance.runtime.kernels import Entries, Kernel
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Step, Swap, Work
-from megatron_balance.runtime.order import INPUTS, Steps, frees
-from megatron_balance.runtime.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap, Work
+from megatron_balance.runtime.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs, without
+from megatron_balance.runtime.routes import Routed, lower_routes, tag_base
 from megatron_balance.runtime.shape import AttentionShape
 
 _SHIFT = 40
+_BOTH = (False, True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
     """One side (sent or received) of all exchanges of a phase. `rows` sorted by message; message i is rows[begin[i]:begin[i+1]].
 
-    `op`: index of the exchange among the phase's ops; `buffer`: of received inputs, else -1.
+    `op`: index of the exchange among the phase's ops; `buffer`: of received inputs, else -1; `at_home`: the rows are those of the
+    linear layout (see `Lowering`).
     """
 
     rows: Ints
@@ -38,13 +43,22 @@ class _Messages:
     peer: list[int]
     kind: list[Kind]
     buffer: list[int]
+    at_home: list[bool]
 
 
 class Lowering:
-    """Both phases of one rank. `space`: where outputs and gradients lie; `values`: where a phase finds q, k and v."""
+    """Both phases of one rank. `space`: where outputs and gradients lie; `values`: where a phase finds q, k and v; `home`: all rows
+    that the caller hands over.
 
-    def __init__(self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel) -> None:
+    Where a remap hands regions of the home to other ranks, the other two tables are without them: attention may bring such keys again,
+    and what is computed with those belongs to the buffer they came in.
+    """
+
+    def __init__(
+        self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, ranks_per_node: int
+    ) -> None:
         self.program = program
+        self.ranks_per_node = ranks_per_node
         self.device = device
         self.kernel = kernel
         home = as_array(program.home)
@@ -56,26 +70,30 @@ class Lowering:
             kind: np.column_stack([home, np.tile([0, heads[kind], 0], (len(home), 1)), np.cumsum(sizes) - sizes]).astype(np.int64)
             for kind in INPUTS
         }
-        sent, received, instances = self.exchange_sides(program.forward)
-        self.space = {kind: Table(np.concatenate([own[kind], *instances[kind]])) for kind in INPUTS}
+        self.home = {kind: Table(own[kind]) for kind in INPUTS}
+        kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
+        sent, received, instances = self.exchange_sides(program.forward, forward=True)
+        self.space = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
         self.values = self.space
-        self.forward = self.phase(program.forward, (sent, received), _forward_zones(program), forward=True, free=policy == "replay")
-        sent, received, instances = self.exchange_sides(program.backward)
+        queues, names = _forward_queues(program)
+        self.forward = self.phase(program.forward, (sent, received), (queues, names), forward=True, free=policy == "replay")
+        sent, received, instances = self.exchange_sides(program.backward, forward=False)
         if policy == "replay":
-            self.values = {kind: Table(np.concatenate([own[kind], *instances[kind]])) for kind in INPUTS}
-        self.backward = self.phase(program.backward, (sent, received), _backward_zones(program), forward=False, free=True)
+            self.values = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
+        self.backward = self.phase(program.backward, (sent, received), _backward_queues(program), forward=False, free=True)
 
     # Messages
 
-    def exchange_sides(self, ops: Sequence[Op]) -> tuple[_Messages, _Messages, dict[Kind, list[Ints]]]:
+    def exchange_sides(self, ops: Sequence[Op], *, forward: bool) -> tuple[_Messages, _Messages, dict[Kind, list[Ints]]]:
         """Messages sent and received, and the received inputs as instances of new buffers."""
+        home = [self.home_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops]
         tables = [op.transfers if isinstance(op, Exchange) else None for op in ops]
         rows = concat([t for t in tables if t is not None], TRANSFER_WIDTH)
         op_index = np.repeat([i for i, t in enumerate(tables) if t is not None], [len(t) for t in tables if t is not None]).astype(np.int64)
         mine = rows[:, 6] == self.program.rank
-        sent = self.messages(rows[mine], op_index[mine], 7)
+        sent = self.messages(rows[mine], op_index[mine], 7, [sends for sends, _ in home])
         mine = rows[:, 7] == self.program.rank
-        received = self.messages(rows[mine], op_index[mine], 6)
+        received = self.messages(rows[mine], op_index[mine], 6, [receives for _, receives in home])
         instances: dict[Kind, list[Ints]] = {kind: [] for kind in INPUTS}
         for i, kind in enumerate(received.kind):
             if kind not in INPUTS:
@@ -92,28 +110,57 @@ class Lowering:
             self.sizes[kind][buffer] = (int(sizes.sum()), int(part[0, 5] - part[0, 4]))
         return sent, received, instances
 
-    def messages(self, rows: Ints, op_index: Ints, peers: int) -> _Messages:
+    def home_sides(self, exchange_id: int, *, forward: bool) -> tuple[bool, bool]:
+        """Whether what an exchange sends, and what it receives, lies in the linear layout: at the ends of a remapped call."""
+        if not self.program.opening:
+            return False, False
+        if forward:
+            return exchange_id < self.program.opening, exchange_id == self.program.num_exchanges - 1
+        of = forward_id(exchange_id, self.program)
+        reverses = exchange_id >= self.program.opening and (exchange_id - self.program.opening) % 2 == 1
+        return (of == self.program.num_exchanges - 1, of < self.program.opening) if reverses else (of < self.program.opening, False)
+
+    def messages(self, rows: Ints, op_index: Ints, peers: int, at_home: Sequence[bool]) -> _Messages:
         """A message is what one exchange moves of one kind and head span to or from one peer; both sides cut alike."""
         order = np.lexsort((rows[:, 5], rows[:, 4], rows[:, 0], rows[:, peers], op_index))
         rows, op_index = rows[order], op_index[order]
         keys = np.column_stack([op_index, rows[:, peers], rows[:, 0], rows[:, 4], rows[:, 5]])
-        begin = np.flatnonzero(np.append(True, (keys[1:] != keys[:-1]).any(axis=1))) if len(rows) else np.empty(0, dtype=np.int64)
+        bounds = run_bounds((keys[1:] != keys[:-1]).any(axis=1), len(rows))
+        begin = bounds[:-1]
         kinds = [Kind(k) for k in rows[begin, 0].tolist()]
         peer = rows[begin, peers].tolist()
-        return _Messages(rows, np.append(begin, len(rows)), op_index[begin].tolist(), peer, kinds, [-1] * len(begin))
+        ops = op_index[begin].tolist()
+        return _Messages(rows, bounds, ops, peer, kinds, [-1] * len(begin), [at_home[op] for op in ops])
 
-    def swaps(self, ops: Sequence[Op], sent: _Messages, received: _Messages, zones: Sequence[str]) -> dict[int, Swap]:
+    def swaps(
+        self, ops: Sequence[Op], sides: tuple[_Messages, _Messages], zones: Sequence[str], routed: dict[int, Routed], *, forward: bool
+    ) -> dict[int, Swap]:
         """The exchanges of a phase by op index."""
         sends: dict[int, list[Message]] = {i: [] for i, op in enumerate(ops) if isinstance(op, Exchange)}
         receives: dict[int, list[Message]] = {i: [] for i in sends}
-        for side, lists in ((sent, sends), (received, receives)):
-            for op, peer, kind, buffer, packed in zip(side.op, side.peer, side.kind, side.buffer, self.packed_messages(side), strict=True):
-                lists[op].append(Message(peer, kind, packed, buffer))
+        for side, lists in zip(sides, (sends, receives), strict=True):
+            for message in self.side_messages(side):
+                lists[message[0]].append(message[1])
         found: dict[int, Swap] = {}
+        node = self.program.rank // self.ranks_per_node
         for i, op in enumerate(ops):
             if isinstance(op, Exchange):
-                found[i] = Swap(op.id, zones[i], op.pattern, op.group, tuple(sends[i]), tuple(receives[i]))
+                part = routed.get(i, _NOT_ROUTED)
+                far = frozenset(m.peer for m in (*sends[i], *receives[i]) if m.peer // self.ranks_per_node != node)
+                stream = collective_stream(op.group, self.ranks_per_node) if op.pattern != "p2p" else ""
+                swap = Swap(
+                    *(i, op.id, zones[i], op.pattern, op.group, tuple(sends[i]), tuple(receives[i])),
+                    *(tag_base(op.id, forward=forward), part.sends, part.receives, far, stream),
+                )
+                found[i] = swap
         return found
+
+    def side_messages(self, side: _Messages) -> Iterator[tuple[int, Message]]:
+        """(op index, message) of one side of all exchanges."""
+        node = self.program.rank // self.ranks_per_node
+        moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
+        for op, peer, kind, buffer, packed in zip(side.op, side.peer, side.kind, side.buffer, self.packed_messages(side), strict=True):
+            yield op, Message(peer, kind, packed, buffer, (), _DIRECT[peer // self.ranks_per_node != node, (op, peer) in moved])
 
     def packed_messages(self, side: _Messages) -> list[Packed]:
         """Rows of every message; received inputs have none, they become buffers."""
@@ -122,26 +169,26 @@ class Lowering:
         num_rows = np.add.reduceat(sizes, side.begin[:-1]).tolist() if len(side.kind) else []
         num_heads = (side.rows[side.begin[:-1], 5] - side.rows[side.begin[:-1], 4]).tolist()
         owner = np.repeat(np.arange(len(side.kind)), np.diff(side.begin))
-        for table, kinds in (
-            (self.values[Kind.Q], (Kind.Q,)),
-            (self.values[Kind.KV], (Kind.KV,)),
-            (self.space[Kind.Q], (Kind.OUT, Kind.OUT_GRAD, Kind.Q_GRAD)),
-            (self.space[Kind.KV], (Kind.KV_GRAD,)),
-        ):
-            which = [i for i, kind in enumerate(side.kind) if kind in kinds and side.buffer[i] < 0]
-            if not which:
-                continue
-            chosen = np.isin(owner, which)
+        tables = {"values": self.values, "space": self.space, "home": self.home}
+        places = zip(side.kind, side.at_home, side.buffer, strict=True)
+        table_of = [_NO_TABLE if buffer >= 0 else _TABLE_OF[at_home][kind] for kind, at_home, buffer in places]
+        for name in sorted(set(table_of) - {_NO_TABLE}):
+            which = [i for i, table in enumerate(table_of) if table == name]
+            mine = np.zeros(len(table_of), dtype=bool)
+            mine[which] = True
+            chosen = mine[owner]
             regions = side.rows[chosen, 1:6]
-            renumbered = np.searchsorted(which, owner[chosen])
+            renumbered = (np.cumsum(mine) - 1)[owner[chosen]]
+            table = tables[name[0]][name[1]]
             for i, runs in zip(which, grouped_runs(regions, table.resolve(regions), renumbered, len(which)), strict=True):
                 found[i] = self.packed(runs, num_rows[i], num_heads[i])
         return [p if p is not None else Packed((), num_rows[i], num_heads[i]) for i, p in enumerate(found)]
 
     def packed(self, runs: tuple[Run, ...], num_rows: int, num_heads: int) -> Packed:
+        if len(runs) == 1 and runs[0].index is None:
+            return Packed(runs, num_rows, num_heads, _CONSECUTIVE, runs[0].num_heads == num_heads)
         indices = tuple(None if r.index is None else torch.from_numpy(r.index).to(self.device) for r in runs)
-        direct = len(runs) == 1 and runs[0].index is None and runs[0].num_heads == num_heads
-        return Packed(runs, num_rows, num_heads, indices, direct)
+        return Packed(runs, num_rows, num_heads, indices, direct=False)
 
     # Launches
 
@@ -195,10 +242,9 @@ class Lowering:
         for i, op in enumerate(op_of):
             prepared, calls, reads = self.kernel.prepare(entries[i], self.device), self.kernel.launches(entries[i]), _reads(q[i], k[i])
             if forward:
-                step = Launch(zones[op], q[i], k[i], prepared, out[i], (), reads, calls)
+                step = Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads, calls)
             else:
-                reads |= {(Kind.OUT_GRAD, -1)}
-                step = GradLaunch(zones[op], q[i], k[i], _final_rows(out[i]), prepared, out[i], dk[i], reads, calls)
+                step = GradLaunch(op, zones[op], q[i], k[i], _final_rows(out[i]), prepared, out[i], dk[i], reads, calls)
             found.setdefault(op, []).append(step)
         return found
 
@@ -213,21 +259,37 @@ class Lowering:
 
     # Phases
 
-    def phase(self, ops: Sequence[Op], sides: tuple[_Messages, _Messages], zones: Sequence[str], *, forward: bool, free: bool) -> Phase:
-        """Steps of one phase. `sides`: messages sent and received; `free`: drop received inputs once nothing reads them."""
-        swaps = self.swaps(ops, *sides, zones)
+    def phase(
+        self,
+        ops: Sequence[Op],
+        sides: tuple[_Messages, _Messages],
+        places: tuple[Sequence[int], Sequence[str]],
+        *,
+        forward: bool,
+        free: bool,
+    ) -> Phase:
+        """Steps of one phase. `sides`: messages sent and received; `places`: queue and zone name of each op; `free`: drop received
+        inputs once nothing reads them.
+        """
+        queues, zones = places
+        routed, duties = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward)
+        swaps = self.swaps(ops, sides, zones, routed, forward=forward)
         launches = self.launches(ops, zones, forward=forward)
-        order = Steps()
-        for i in range(len(ops)):
-            if i in swaps:
-                order.swap(swaps[i])
-            for launch in launches.get(i, ()):
-                order.launch(launch)
-        steps = order.end()
+        steps: list[Step] = []
+        for step in order.order(ops, self.program.rank):
+            match step:
+                case order.Start(op):
+                    steps.append(Start(swaps[op]))
+                case order.Finish(op):
+                    steps.append(Finish(swaps[op]))
+                case order.Run(op):
+                    steps += launches[op]
         blank: tuple[int, ...] = ()
         if forward:
             steps, blank = self.mark_merges(steps)
-        return Phase(tuple(steps), frees(steps) if free else ((),) * len(steps), blank, Work(counts(steps, forward=forward)))
+        closing = self.program.num_exchanges - 1 if self.program.opening else None
+        work = Work(counts(steps, forward=forward, closing=closing))
+        return Phase(tuple(steps), frees(steps) if free else ((),) * len(steps), blank, work, duties)
 
     def mark_merges(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
         """Say of every output run whether it is the first there; buffers where that differs row by row start blank."""
@@ -263,27 +325,48 @@ class Lowering:
         return marked, tuple(sorted(blank))
 
 
+_DIRECT = {(crosses, moved): stream_name("direct", crosses, "moved" if moved else "copied") for crosses in _BOTH for moved in _BOTH}
+"""The stream of a direct message, by whether it crosses nodes and whether its lane is "moved"."""
 _NOTHING = Packed((), 0, 0)
+_CONSECUTIVE = (None,)
+_NO_TABLE = ("", Kind.Q)
+_AWAY = {
+    **{kind: ("values", kind) for kind in INPUTS},
+    **dict.fromkeys((Kind.OUT, Kind.OUT_GRAD, Kind.Q_GRAD), ("space", Kind.Q)),
+    Kind.KV_GRAD: ("space", Kind.KV),
+}
+_TABLE_OF = (_AWAY, {kind: ("home", side) for kind, (_, side) in _AWAY.items()})
+"""Where the rows of a message are looked up, by whether they are at home, and kind: a table of `Lowering`, and of queries or keys."""
+_NOT_ROUTED = Routed({}, {})
 
 
-def _forward_zones(program: RankProgram) -> list[str]:
+def _kept(program: RankProgram, own: Ints) -> Ints:
+    """The rows of the home that a remap leaves there."""
+    tables = [op.transfers for op in program.forward if isinstance(op, Exchange) and op.id < program.opening]
+    given = concat(tables, TRANSFER_WIDTH)
+    return without(own, given[(given[:, 6] == program.rank) & (given[:, 0] == Kind.KV), 1:4])
+
+
+def _forward_queues(program: RankProgram) -> tuple[list[int], list[str]]:
+    """The queue of each forward op and its zone's name."""
+    queues = [queue for queue, (_, count) in enumerate(program.queues) for _ in range(count)]
     names = [name for name, count in program.queues for _ in range(count)]
-    return names or [""] * len(program.forward)
+    return (queues, names) if names else ([0] * len(program.forward), [""] * len(program.forward))
 
 
-def _backward_zones(program: RankProgram) -> list[str]:
+def _backward_queues(program: RankProgram) -> tuple[list[int], list[str]]:
     """Backward launches are the forward ones in reverse; exchanges belong to the forward exchange they come from."""
-    forward = _forward_zones(program)
-    launches = [zone for op, zone in zip(program.forward, forward, strict=True) if isinstance(op, Attend)][::-1]
-    exchanges = {op.id: zone for op, zone in zip(program.forward, forward, strict=True) if isinstance(op, Exchange)}
-    names: list[str] = []
+    forward = list(zip(*_forward_queues(program), strict=True))
+    launches = [place for op, place in zip(program.forward, forward, strict=True) if isinstance(op, Attend)][::-1]
+    exchanges = {op.id: place for op, place in zip(program.forward, forward, strict=True) if isinstance(op, Exchange)}
+    places: list[tuple[int, str]] = []
     remaining = iter(launches)
-    zone = launches[0] if launches else ""
+    place = launches[0] if launches else (0, "")
     for op in program.backward:
         if isinstance(op, AttendGrad):
-            zone = next(remaining)
-        names.append(exchanges.get(program.num_exchanges - 1 - op.id // 2, zone) if isinstance(op, Exchange) else zone)
-    return names
+            place = next(remaining)
+        places.append(exchanges.get(forward_id(op.id, program), place) if isinstance(op, Exchange) else place)
+    return [queue for queue, _ in places], [name for _, name in places]
 
 
 def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
@@ -294,8 +377,8 @@ def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
         order = np.lexsort(keys.T[::-1])
         pairs, keys = pairs[order], keys[order]
         changes = (keys[1:] != keys[:-1]).any(axis=1)
-    launch = np.append(0, np.cumsum(changes))
-    return pairs, launch, keys[np.flatnonzero(np.append(True, changes)), 0].tolist()
+    bounds = run_bounds(changes, len(pairs))
+    return pairs, np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), keys[bounds[:-1], 0].tolist()
 
 
 def _entries(fused: Fused, count: int, out: list[Packed]) -> list[Entries]:
@@ -330,8 +413,8 @@ def _union(regions: Ints) -> Ints:
     order = np.argsort(begin, kind="stable")
     begin, end = begin[order], end[order]
     reach = np.maximum.accumulate(end)
-    first = np.flatnonzero(np.append(True, begin[1:] > reach[:-1]))
-    last = np.append(first[1:], len(begin)) - 1
+    bounds = run_bounds(begin[1:] > reach[:-1], len(begin))
+    first, last = bounds[:-1], bounds[1:] - 1
     union = np.tile(regions[0], (len(first), 1))
     union[:, 0], union[:, 1] = begin[first] >> _SHIFT, begin[first] & ((1 << _SHIFT) - 1)
     union[:, 2] = reach[last] & ((1 << _SHIFT) - 1)

@@ -22,6 +22,7 @@ from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
 from megatron_balance.core.plan import MicrobatchPlan, from_json
 from megatron_balance.errors import BalanceError
+from megatron_balance.layers import Layers
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class PlanSpec:
     name: str
     cluster: Cluster
     model: Model
+    layers: Layers
     options: Mapping[str, Any]
 
     def to_json(self) -> str:
@@ -40,6 +42,7 @@ class PlanSpec:
             "name": self.name,
             "cluster": dataclasses.asdict(self.cluster),
             "model": dataclasses.asdict(self.model),
+            "layers": dataclasses.asdict(self.layers),
             "options": dict(self.options),
         }
         return json.dumps(body)
@@ -132,7 +135,8 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     from megatron_balance import make_planner
 
     body = json.loads(requests.readline())
-    planner = make_planner(body["name"], Cluster(**body["cluster"]), Model(**body["model"]), **body["options"])
+    cluster, model, layers = Cluster(**body["cluster"]), Model(**body["model"]), Layers(**body["layers"])
+    planner = make_planner(body["name"], cluster, model, layers, **body["options"])
     for line in requests:
         start = time.perf_counter()
         try:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.atoms import ranges
-from megatron_balance.passes.tables import Ints
+from megatron_balance.passes.tables import Ints, run_bounds
 
 _SHIFT = 40
 REGION, ROW, COUNT, HEAD, NUM_HEADS, BUFFER, BUFFER_ROW, BUFFER_HEAD = range(8)
@@ -81,6 +81,25 @@ class Table:
         return table[np.lexsort((table[:, HEAD], table[:, ROW], table[:, REGION]))]
 
 
+def without(instances: Ints, regions: Ints) -> Ints:
+    """Instances (see `Table`) without overlap, less the tokens of `regions` [m, 3], rows (seq, start, stop)."""
+    if not len(regions):
+        return instances
+    order = np.argsort((regions[:, 0] << _SHIFT) | regions[:, 1])
+    begin, end = ((regions[order, 0] << _SHIFT) | regions[order, column] for column in (1, 2))
+    end = np.maximum.accumulate(end)
+    begin[1:] = np.maximum(begin[1:], end[:-1])
+    start, stop = ((instances[:, 0] << _SHIFT) | instances[:, column] for column in (1, 2))
+    gap_start, gap_stop = np.append(-1, end), np.append(begin, np.iinfo(np.int64).max)  # between the regions
+    row, gap = ranges(np.searchsorted(gap_stop, start, side="right"), np.searchsorted(gap_start, stop, side="left"))
+    low, high = np.maximum(start[row], gap_start[gap]), np.minimum(stop[row], gap_stop[gap])
+    left = instances[row]
+    left[:, 1] += low - start[row]
+    left[:, 2] -= stop[row] - high
+    left[:, 6] += low - start[row]
+    return left[low < high]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`.
@@ -118,9 +137,10 @@ def grouped_runs(regions: Ints, pieces: Ints, owner: Ints, num_owners: int, *, d
     same = (whose[1:] == whose[:-1]) & (row[1:] == row[:-1] + pieces[:-1, COUNT])
     for column in (BUFFER, HEAD, NUM_HEADS, BUFFER_HEAD):
         same &= pieces[1:, column] == pieces[:-1, column]
-    begins = np.flatnonzero(np.append(True, ~same))
-    ends = np.append(begins[1:], len(pieces))
-    gaps = np.append(0, np.cumsum(~behind))
+    bounds = run_bounds(~same, len(pieces))
+    begins, ends = bounds[:-1], bounds[1:]
+    gaps = np.zeros(len(pieces), dtype=np.int64)
+    np.cumsum(~behind, out=gaps[1:])
     consecutive = (gaps[ends - 1] == gaps[begins]).tolist()
     counts = np.add.reduceat(pieces[:, COUNT], begins).tolist()
     columns = pieces[begins][:, [BUFFER, BUFFER_ROW, HEAD, NUM_HEADS, BUFFER_HEAD]].tolist()

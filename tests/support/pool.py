@@ -81,7 +81,8 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # The last is what torch imports in a first backward: each rank would do so for itself.
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"])
         self.starts += 1
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()

@@ -1,0 +1,122 @@
+"""CUDA's streams, as much of them as exchanges need, behind two protocols that a CPU can stand in for.
+
+Making a stream's calls wait in the stream, and never in the host, is all that happens here; what waits for what is `runtime.streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Transfer(NamedTuple):
+    """One message of a batch, with pool rank `peer`. Both ends sort by (src, dst, index)."""
+
+    src: int
+    dst: int
+    index: int
+    sends: bool
+    peer: int
+    tensor: Tensor
+
+
+class Stream(Protocol):
+    """Runs what it is given in order, beside the host and the other streams."""
+
+    def wait(self, event: Any) -> None:
+        """What is issued later waits for `event`."""
+        ...
+
+    def batch(self, transfers: Sequence[Transfer]) -> None:
+        """Issue sends and receives as one call, which ends when all have ended."""
+        ...
+
+    def call(self, issue: Callable[[], Sequence[dist.Work]]) -> None:
+        """Issue communication calls, and wait for them in the stream."""
+        ...
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Memory that belongs to the stream, uint8."""
+        ...
+
+    def uses(self, x: Tensor) -> None:
+        """Memory, maybe of another stream, that this one reads or writes: it is given to no one else before that is done."""
+        ...
+
+    def record(self) -> Any:
+        """An event: all that was issued so far is done."""
+        ...
+
+
+class Streams(Protocol):
+    """The streams of one rank."""
+
+    def of(self, name: str) -> Stream:
+        """A communication stream, named as in `passes.order.streams`."""
+        ...
+
+    def now(self) -> Any:
+        """An event: all that was issued to the compute stream so far is done."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """The compute stream waits for `event`."""
+        ...
+
+
+class CudaStreams:
+    """Streams of the current device. `groups`: the communicator of each stream that carries point-to-point transfers."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
+        self._groups, self._ranks = groups, ranks
+        self._streams: dict[str, CudaStream] = {}
+
+    def of(self, name: str) -> CudaStream:
+        if name not in self._streams:
+            self._streams[name] = CudaStream(self._groups.get(name), self._ranks, high=name.startswith("inter_node"))
+        return self._streams[name]
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+class CudaStream:
+    """A stream and its communicator. `ranks`: global rank of each pool rank."""
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], *, high: bool) -> None:
+        self._group, self._ranks = group, ranks
+        self._stream = torch.cuda.Stream(priority=-1 if high else 0)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self._stream.wait_event(event)
+
+    def batch(self, transfers: Sequence[Transfer]) -> None:
+        assert self._group is not None, "a stream for collectives was given a transfer"
+        ops = [dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self._ranks[t.peer], self._group) for t in transfers]
+        self.call(lambda: dist.batch_isend_irecv(ops))
+
+    def call(self, issue: Callable[[], Sequence[dist.Work]]) -> None:
+        with torch.cuda.stream(self._stream):
+            for work in issue():
+                work.wait()  # the stream waits, not the host
+
+    def empty(self, num_bytes: int) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def uses(self, x: Tensor) -> None:
+        x.record_stream(self._stream)
+
+    def record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event

@@ -1,0 +1,116 @@
+"""Exchanges on gloo: asynchronous sends and receives, and threads for what is passed on.
+
+Every point-to-point message has a tag, so that transfers of several exchanges under way between the same two ranks, and those that a
+proxy passes on beside its own, are never taken for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance.runtime.comm import Collective, Parcel, break_off, by_way, collective, is_collective, pieces, receive, send
+from megatron_balance.runtime.counters import Traffic
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lowered import Phase, Swap
+from megatron_balance.runtime.parcels import Form
+from megatron_balance.runtime.relay import Relay
+from megatron_balance.runtime.trace import Trace
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """An exchange's calls. `keep` holds the tensors that are still read; `packed`: what a collective brings, in its own order."""
+
+    receiving: list[dist.Work]
+    sending: list[dist.Work] = field(default_factory=list)
+    keep: list[Tensor] = field(default_factory=list)
+    packed: Collective | None = None
+
+    def arrived(self) -> None:
+        """Block the thread until everything is here, and in its place. Call once: gloo waits for ever for what has come before."""
+        for work in self.receiving:
+            work.wait()
+        self.receiving = []
+        if self.packed is not None:
+            self.packed.place()
+            self.packed = None
+
+    def left(self) -> None:
+        """Block the thread until everything is on its way, so that what was sent may change. Call once."""
+        for work in self.sending:
+            work.wait()
+        self.sending, self.keep = [], []
+
+
+class Gloo:
+    """See `runtime.transport.Transport`.
+
+    gloo sends a message once its receiver has said that it is ready, and says so on the connection on which other messages travel. Where
+    two ranks send each other pieces at once, as proxies of a ring do, the word for the next round would wait behind a whole piece of
+    this one. So receives are posted two exchanges ahead.
+    """
+
+    ahead = 2
+
+    def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> None:
+        self.groups = groups
+        self.traffic = Traffic()
+        self.expected: dict[int, Sequence[Parcel]] = {}  # by exchange: what a collective that was not yet issued brings
+        self.under_way: dict[int, _UnderWay] = {}
+        self.leaving: dict[int, _UnderWay] = {}  # by exchange: those whose sends may still be under way
+        self.relay = Relay(phase.duties, form, groups, trace) if phase.duties else None
+
+    def expect(self, swap: Swap, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+        if swap.far:
+            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in swap.far)
+        if is_collective(swap, self.groups):
+            self.expected[swap.id] = receives
+            return
+        receiving = [receive(x, peer, swap.tag, self.groups) for peer, x in receives if x.numel()]
+        for peer, raw in arriving.items():
+            for _, hop, x in pieces(raw, swap.routed_receives[peer]):
+                receiving.append(receive(x, hop.peer, swap.tag + hop.tag, self.groups))
+                self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
+        self.under_way[swap.id] = _UnderWay(receiving)
+
+    def start(self, swap: Swap, sends: Sequence[Parcel]) -> None:
+        if swap.far:
+            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in swap.far and p not in swap.routed_sends)
+        if swap.id in self.expected:
+            packed = collective(sends, self.expected.pop(swap.id), swap, self.groups)
+            self.under_way[swap.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
+            return
+        under_way = self.leaving[swap.id] = self.under_way[swap.id]
+        under_way.keep = [x for _, x in sends]
+        direct, routed = by_way(sends, swap)
+        under_way.sending = [send(x, peer, swap.tag, self.groups) for peer, x in direct]
+        for peer, raw in routed.items():
+            for _, hop, x in pieces(raw, swap.routed_sends[peer]):
+                under_way.sending.append(send(x, hop.peer, swap.tag + hop.tag, self.groups))
+                under_way.keep.append(x)
+                self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
+
+    def arrived(self, swap: Swap) -> None:
+        self.under_way.pop(swap.id).arrived()
+        self.let_go([at for at in self.leaving if at < swap.id])
+
+    def let_go(self, exchanges: Sequence[int]) -> None:
+        """Wait for the sends of exchanges. Where the rank has ended a later one, the peers have begun these: no one waits in a circle."""
+        for at in exchanges:
+            self.leaving.pop(at).left()
+
+    def end(self) -> None:
+        self.let_go(list(self.leaving))
+        if self.relay is not None:
+            self.relay.finish(self.traffic)
+
+    def fail(self) -> None:
+        if self.relay is not None:
+            self.relay.raise_error()
+        break_off(self.groups)
+        if self.relay is not None:
+            self.relay.abandon()

@@ -1,0 +1,103 @@
+"""What a message looks like on the way: its tensors, their bytes, and the pieces that a routed pair of ranks is cut into.
+
+Source, target and proxies compute the same sizes with the functions here, from rows, heads and element types alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron_balance.core.program import Kind
+
+ALIGN = 16  # bytes; every element type starts at a multiple of its size
+
+Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+Carried: TypeAlias = tuple[Kind, int, int]
+"""(kind, rows, heads) of one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Element types and head dim of one attention call. `wide`: of partials and gradients."""
+
+    dim: int
+    dtype: torch.dtype
+    wide: torch.dtype
+
+
+def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
+    """The tensors that carry a message: keys with values, outputs with their LSE, their gradient with both."""
+    kind, rows, heads = message
+    match kind:
+        case Kind.Q:
+            return (((rows, heads, form.dim), form.dtype),)
+        case Kind.KV:
+            return (((2, rows, heads, form.dim), form.dtype),)
+        case Kind.OUT:
+            return ((rows, heads, form.dim), form.dtype), ((rows, heads), form.wide)
+        case Kind.OUT_GRAD:
+            return ((2, rows, heads, form.dim), form.dtype), ((rows, heads), form.wide)
+        case Kind.Q_GRAD:
+            return (((rows, heads, form.dim), form.wide),)
+        case Kind.KV_GRAD:
+            return (((2, rows, heads, form.dim), form.wide),)
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def parcel_bytes(messages: Sequence[Carried], form: Form) -> int:
+    """Bytes of all messages from one rank to another in one exchange, packed one after the other, each tensor aligned."""
+    at = total = 0
+    for message in messages:
+        for shape, dtype in shapes(message, form):
+            total = at + prod(shape) * dtype.itemsize
+            at = padded(total)
+    return total
+
+
+def cut(num_bytes: int, count: int) -> list[tuple[int, int]]:
+    """[start, stop) of `count` near-equal pieces, cut at multiples of ALIGN; empty ones where there are too few bytes."""
+    blocks = -(-num_bytes // ALIGN)
+    bounds = [min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor's memory, uint8 [bytes]: a view."""
+    return x.view(-1).view(torch.uint8)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Contiguous tensors as one run of bytes: a view of the only one, else a copy."""
+    if len(tensors) == 1:
+        return as_bytes(tensors[0])
+    starts, at = [], 0
+    for x in tensors:
+        starts.append(at)
+        at = padded(at + x.nbytes)
+    raw = torch.empty(starts[-1] + tensors[-1].nbytes, dtype=torch.uint8, device=tensors[0].device)
+    for start, x in zip(starts, tensors, strict=True):
+        raw[start : start + x.nbytes].copy_(as_bytes(x))
+    return raw
+
+
+def unpacked(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Tensor]]:
+    """The tensors of each message, as views of the bytes that `pack` made of them."""
+    found: list[list[Tensor]] = []
+    at = 0
+    for message in messages:
+        tensors: list[Tensor] = []
+        for shape, dtype in shapes(message, form):
+            stop = at + prod(shape) * dtype.itemsize
+            tensors.append(raw[at:stop].view(dtype).view(shape))
+            at = padded(stop)
+        found.append(tensors)
+    return found

@@ -1,0 +1,129 @@
+"""What a rank passes on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
+
+gloo needs someone to wait for a piece before it can be sent on, so threads do it; torch lets go of the interpreter while they wait.
+All duties of a phase are known when it starts and are handed over then. Duties of one group come one after the other (rounds of a
+ring, say); groups wait for nothing in one another, so each has a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance.runtime import comm
+from megatron_balance.runtime.counters import Traffic
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lowered import Duty
+from megatron_balance.runtime.parcels import Form, cut, parcel_bytes
+from megatron_balance.runtime.trace import Trace, Traced
+from megatron_balance.runtime.workers import Job
+
+_AHEAD = 16  # receives posted before the first of them is waited for
+_BEHIND = 32  # sends under way before the first of them is waited for
+_PATIENCE_S = 5.0
+
+
+class Relay:
+    """What a rank passes on in one run of a phase."""
+
+    def __init__(self, groups_of_duties: Sequence[Sequence[Duty]], form: Form, groups: Groups, trace: Trace | None) -> None:
+        self.threads = [_Thread(duties, form, groups, trace) for duties in groups_of_duties]
+        self.jobs: list[Job] = groups.workers.run([thread.pass_on for thread in self.threads])
+
+    def raise_error(self) -> None:
+        """Raise what a duty met, if any did."""
+        for thread in self.threads:
+            if thread.error is not None:
+                raise thread.error
+
+    def abandon(self) -> None:
+        """After an error: the threads end, since all connections are closed; one that does not is left behind."""
+        for job in self.jobs:
+            job.wait(_PATIENCE_S)
+
+    def finish(self, traffic: Traffic) -> None:
+        """Wait until everything is passed on, and count it."""
+        for job in self.jobs:
+            job.wait()
+        self.raise_error()
+        for thread in self.threads:
+            traffic.relayed_bytes += thread.num_bytes
+            traffic.inter_node_bytes_received += thread.crossed_in
+            traffic.inter_node_bytes_sent += thread.crossed_out
+
+
+class _Thread:
+    """One group of duties, in order. `num_bytes` were passed on; `crossed_in`, `crossed_out`: of those, from and to other nodes."""
+
+    def __init__(self, duties: Sequence[Duty], form: Form, groups: Groups, trace: Trace | None) -> None:
+        self.duties, self.form, self.groups, self.trace = duties, form, groups, trace
+        self.num_bytes = self.crossed_in = self.crossed_out = 0
+        self.error: RuntimeError | None = None
+
+    def pass_on(self) -> None:
+        """Receive and send on every piece. Where one does not come or cannot be sent, `error` says so, and all other transfers of the
+        rank are broken off.
+        """
+        posted: deque[tuple[Duty, Tensor, dist.Work, float]] = deque()
+        behind: deque[tuple[Duty, Tensor, dist.Work]] = deque()
+        upcoming = iter(self.sized())
+        duty, what = self.duties[0], "arrive"
+        try:
+            for _ in range(_AHEAD):
+                self.post(upcoming, posted)
+            while posted:
+                duty, x, arriving, begin = posted.popleft()
+                what = "arrive"
+                arriving.wait()
+                what = "leave"
+                behind.append((duty, x, self.send(duty, x, begin)))
+                self.post(upcoming, posted)
+                if len(behind) > _BEHIND:
+                    duty, _, leaving = behind.popleft()
+                    leaving.wait()
+            what = "leave"
+            while behind:
+                duty, _, leaving = behind.popleft()
+                leaving.wait()
+        except Exception as error:
+            self.error = RuntimeError(f"{_described(duty, self.groups.rank)}: it did not {what}: {error}")
+            comm.break_off(self.groups)
+
+    def sized(self) -> Iterator[tuple[Duty, int]]:
+        """Duties with the bytes of their pieces, without empty pieces."""
+        for duty in self.duties:
+            begin, end = cut(parcel_bytes(duty.carried, self.form), duty.way.count)[duty.way.index]
+            if begin < end:
+                yield duty, end - begin
+
+    def post(self, upcoming: Iterator[tuple[Duty, int]], posted: deque[tuple[Duty, Tensor, dist.Work, float]]) -> None:
+        """Begin to receive the next piece, if there is one."""
+        for duty, num_bytes in upcoming:
+            x = torch.empty(num_bytes, dtype=torch.uint8)
+            begin = time.perf_counter()
+            posted.append((duty, x, comm.receive(x, duty.way.arrives.peer, duty.tag + duty.way.arrives.tag, self.groups), begin))
+            return
+
+    def send(self, duty: Duty, x: Tensor, begin: float) -> dist.Work:
+        """Begin to send a piece on, and count it. `begin`: when it was first waited for."""
+        now = time.perf_counter()
+        work = comm.send(x, duty.way.leaves.peer, duty.tag + duty.way.leaves.tag, self.groups)
+        self.num_bytes += x.nbytes
+        self.crossed_in += x.nbytes * duty.way.arrives.crosses
+        self.crossed_out += x.nbytes * duty.way.leaves.crosses
+        if self.trace is not None:
+            for hop in (duty.way.arrives, duty.way.leaves):
+                self.trace.append(Traced(hop.stream, duty.op, hop.leg, duty.way.role, begin, now))
+        return work
+
+
+def _described(duty: Duty, rank: int) -> str:
+    way = duty.way
+    path = f"rank {way.arrives.peer} -> rank {rank} -> rank {way.leaves.peer}"
+    piece = f"piece {way.index} of {way.count} from rank {way.src} to rank {way.dst}"
+    return f"exchange {duty.exchange}, {piece}, as {way.role.replace('_', ' ')}, {path}"

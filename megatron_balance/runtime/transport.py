@@ -1,0 +1,58 @@
+"""What carries the exchanges of one run of a phase: threads on gloo, streams on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.comm import Parcel
+from megatron_balance.runtime.counters import Traffic
+from megatron_balance.runtime.gloo import Gloo
+from megatron_balance.runtime.lowered import Phase, Swap
+from megatron_balance.runtime.parcels import Form
+from megatron_balance.runtime.streams import Streamed
+
+
+class Transport(Protocol):
+    """One run of a phase. `traffic`: what it moved so far; `ahead`: how many exchanges are expected before they are due."""
+
+    traffic: Traffic
+    ahead: int
+
+    def expect(self, swap: Swap, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+        """Where the tensors of an exchange that begins later go. `arriving`: by peer whose messages are routed, the memory for all that
+        comes from it; these peers are not in `receives`.
+        """
+        ...
+
+    def start(self, swap: Swap, sends: Sequence[Parcel]) -> None:
+        """Begin an exchange that was expected."""
+        ...
+
+    def arrived(self, swap: Swap) -> None:
+        """What the exchange brings is there, for whatever is issued next."""
+        ...
+
+    def end(self) -> None:
+        """Every exchange has ended; what this rank passes on for others too, where that takes its threads.
+
+        Raises RuntimeError: something could not be passed on.
+        """
+        ...
+
+    def fail(self) -> None:
+        """Let no one wait for this rank after an error.
+
+        Raises RuntimeError: the error behind it, if that was met in passing something on.
+        """
+        ...
+
+
+def open_transport(bound: Bound, phase: Phase, form: Form) -> Transport:
+    """The transport of the pool, with everything begun that this rank passes on."""
+    if bound.groups.streams is not None:
+        return Streamed(phase, form, bound.groups, bound.trace)
+    return Gloo(phase, form, bound.groups, bound.trace)

@@ -1,0 +1,47 @@
+"""Threads that stay and wait for the next job: starting one for every attention call would cost more than the call's own Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+
+
+class Job:
+    """One call in a thread."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = Event()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        finally:
+            self._done.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the call has ended, or for so long."""
+        self._done.wait(timeout_s)
+
+
+class Workers:
+    """Threads, as many as were ever needed at once, none before that. They end with the process."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Job] = SimpleQueue()
+        self._num_threads = 0
+
+    def run(self, calls: Sequence[Callable[[], None]]) -> list[Job]:
+        """Begin all calls at once. Earlier jobs must have ended."""
+        jobs = [Job(call) for call in calls]
+        while self._num_threads < len(jobs):
+            Thread(target=self._work, name="proxy", daemon=True).start()
+            self._num_threads += 1
+        for job in jobs:
+            self._queue.put(job)
+        return jobs
+
+    def _work(self) -> None:
+        while True:
+            self._queue.get().run()

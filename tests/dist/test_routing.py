@@ -1,0 +1,157 @@
+"""Routed exchanges on real gloo ranks: same bits, other links; proxies that do not wait for themselves; errors that reach everyone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import REMAP, MicrobatchPlan, Routing, Zone
+from megatron_balance.passes.transpose import POLICIES, Policy
+from tests.support import jobs, routed
+from tests.support.jobs import Run
+from tests.support.pool import Pool, RankError
+from tests.support.routed import PhaseTrace
+from tests.support.strategies import Case, bare_plan, plan, random_moves
+
+pytestmark = pytest.mark.dist
+
+CASE = Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, seed=5)
+PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_tiling", "random_zones"]
+"""One of each movement; tests/dist/test_executor.py runs all planners, remapped and routed, against the reference."""
+# Ranks 0 and 2 share a sequence across two nodes of two; ranks 1 and 3 attend their own and pass on the others'.
+TWO_NODES = MicrobatchPlan(
+    *("by_hand", (256, 40, 40), 4, 2, 4, 2),
+    (Zone("inter_node", "ring", (0, 2), (0,)), Zone("local", "ring", (1,), (1,)), Zone("local", "ring", (3,), (2,))),
+    routing=Routing(1, (0,)),
+)
+
+
+def everything_routed(planned: MicrobatchPlan, ranks_per_nic: int = 1) -> MicrobatchPlan:
+    return replace(planned, routing=Routing(ranks_per_nic, (REMAP, *range(len(planned.zones))), pieces=2))
+
+
+@pytest.mark.parametrize("remapped", [False, True])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_routing_changes_the_links_and_not_a_bit(pool: Pool, planner: str, remapped: bool) -> None:
+    direct = bare_plan(planner, CASE)
+    if remapped:
+        direct = replace(direct, moves=random_moves(direct, CASE.seed))
+    ways = [Run(policy, dtype) for policy in POLICIES for dtype in ("float32", "bfloat16")]
+    # A collective sums in another order than its point-to-point transfers; a program that is routed in part has none.
+    by_node = replace(direct, routing=Routing(4, (REMAP, *range(len(direct.zones)))))
+    ours, theirs = (pool.run(jobs.attend, 8, p, 8, ways) for p in (everything_routed(direct), by_node))
+    for rank, (routed_runs, direct_runs) in enumerate(zip(ours, theirs, strict=True)):
+        for one, other in zip(routed_runs, direct_runs, strict=True):
+            for name in ("out", "q_grad", "k_grad", "v_grad"):
+                assert np.array_equal(getattr(one, name), getattr(other, name)), (rank, name)
+    counters = [runs[0].counters for runs in ours]
+    plain = [runs[0].counters for runs in theirs]
+    assert not any(c["routed_transfers"] or c["relayed_bytes_forward"] or c["relayed_bytes_backward"] for c in plain)
+    for phase in ("forward", "backward"):
+        sent, received = ([c[f"inter_node_bytes_{way}_{phase}"] for c in counters] for way in ("sent", "received"))
+        before = [c[f"inter_node_bytes_sent_{phase}"] for c in plain]
+        assert sum(sent) == sum(received) == sum(before)
+        assert max(sent) <= max(before)
+        assert sum(c[f"relayed_bytes_{phase}"] for c in counters) >= sum(before) > 0 or not any(before)
+    assert (sum(c["routed_transfers"] for c in counters) > 0) == (sum(c["inter_node_bytes_sent_forward"] for c in plain) > 0)
+    assert (sum(c["remap_tokens_received"] for c in counters) > 0) == remapped
+
+
+def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
+    """What NCCL will carry, with threads for streams: messages match by their order, and nothing waits in a circle."""
+    ways = [Run(policy, "float32") for policy in POLICIES]
+    plans = []
+    for name in PLANNERS:
+        for remapped in (False, True):
+            planned = plan(name, replace(CASE, remapped=remapped))
+            plans += [planned, everything_routed(planned)]
+    ours = pool.run(routed.streamed, 8, plans, 8, ways)
+    for at, planned in enumerate(plans):
+        theirs = pool.run(jobs.attend, 8, planned, 8, ways)
+        for rank, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+            for one, other in zip(here[at], there, strict=True):
+                for value in ("out", "q_grad", "k_grad", "v_grad"):
+                    assert np.array_equal(getattr(one, value), getattr(other, value)), (planned.planner, rank, value)
+                assert one.counters == other.counters
+
+
+def test_a_ring_between_nodes_uses_every_nic_in_both_directions(pool: Pool) -> None:
+    planned = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(1, (0,)))
+    counters = [runs[0].counters for runs in pool.run(jobs.attend, 8, planned, 8, (Run("keep", "float32"),))]
+    for name in ("inter_node_bytes_sent_forward", "inter_node_bytes_received_forward", "inter_node_bytes_sent_backward"):
+        for node in (counters[:4], counters[4:]):
+            assert len({c[name] for c in node}) == 1, name
+            assert node[0][name] > 0, name
+
+
+def test_ranks_that_share_a_nic_are_one_proxy(pool: Pool) -> None:
+    planned = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(2, (0,)))
+    counters = [runs[0].counters for runs in pool.run(jobs.attend, 8, planned, 8, (Run("keep", "float32"),))]
+    by_nic = [sum(counters[rank]["inter_node_bytes_sent_forward"] for rank in (a, a + 1)) for a in range(0, 8, 2)]
+    assert by_nic[0] == by_nic[1] > 0
+    assert by_nic[2] == by_nic[3] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("planner", [*PLANNERS, "remapped zeppelin", "remapped te_ring"])
+def test_streams_do_in_order_what_was_foreseen(pool: Pool, planner: str, policy: Policy) -> None:
+    """The recorded order of each stream is that of `passes.order.streams`, which the simulator prices."""
+    name = planner.removeprefix("remapped ")
+    for planned in (plan(name, CASE), everything_routed(plan(name, replace(CASE, remapped=planner != name)))):
+        for rank, phases in enumerate(pool.run(routed.traced, 8, planned, policy)):
+            for phase in phases:
+                assert_as_foreseen(rank, phase)
+
+
+def assert_as_foreseen(rank: int, phase: PhaseTrace) -> None:
+    own = [e for e in phase.recorded if e.role == "own" and e.leg != "finish"]
+    for stream, issues in phase.expected.items():
+        foreseen = [(i.op, i.leg) for i in issues if i.leg == "run" or "own" in i.roles]
+        assert _distinct([(e.op, e.leg) for e in own if e.stream == stream]) == foreseen, (rank, stream)
+        for role in ("send_proxy", "receive_proxy"):
+            passed_on = [e for e in phase.recorded if (e.stream, e.role) == (stream, role)]
+            assert {(e.op, e.leg) for e in passed_on} == {(i.op, i.leg) for i in issues if role in i.roles}, (rank, stream, role)
+            for group in phase.groups:
+                foreseen = [(i.op, i.leg) for i in issues if role in i.roles and i.op in group]
+                assert _distinct([(e.op, e.leg) for e in passed_on if e.op in group]) == foreseen, (rank, stream, role)
+    assert {e.stream for e in own} <= set(phase.expected)
+    assert 0.0 <= phase.hidden <= 1.0
+
+
+def _distinct(items: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    return [item for at, item in enumerate(items) if not at or items[at - 1] != item]
+
+
+def test_a_proxy_passes_on_while_it_computes(pool: Pool) -> None:
+    slow = 1.0
+    seconds = pool.run(routed.forward_seconds, 4, TWO_NODES, (1, 3), slow)
+    assert min(seconds[1], seconds[3]) >= slow
+    assert max(seconds[0], seconds[2]) < slow / 2, "the ring waited for what its proxies compute"
+
+
+def test_a_rank_that_dies_ends_the_call_everywhere(pool: Pool) -> None:
+    """Also where a rank only waits for a proxy, and where it only passes on."""
+    ring = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(1, (0,)))
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run(routed.die_in_attention, 8, ring, 5)
+    assert time.monotonic() - start < 30.0
+    said = str(caught.value)
+    assert "rank 5 of 8 failed:\nthe process died" in said
+    assert "did not answer in time" not in said
+    for rank in (0, 1, 2, 3, 4, 6, 7):
+        assert f"rank {rank} of 8 failed:\nTraceback" in said
+
+
+def test_a_step_that_fails_ends_the_call_everywhere(pool: Pool) -> None:
+    ring = MicrobatchPlan("by_hand", (256,), 4, 2, 4, 2, (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)),), routing=Routing(1, (0,)))
+    said = pool.run(routed.fail_in_attention, 4, ring, 0)
+    assert said[0] == "the kernel was asked to fail"
+    assert all(said)
+    pool.close()  # connections are closed; the next job gets new ranks

@@ -1,0 +1,131 @@
+"""Jobs of the pool's ranks that look at how exchanges ran, not only at what came out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.passes.order import Issue, streams
+from megatron_balance.passes.transpose import Policy, transpose
+from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.kernels import Kernel
+from megatron_balance.runtime.lowered import Phase
+from megatron_balance.runtime.trace import Trace, Traced, hidden_share
+from megatron_balance.schedules import project
+from tests.support import jobs
+from tests.support.jobs import Ran, Run
+from tests.support.pool import World
+from tests.support.stream_threads import with_streams
+
+HEAD_DIM = 8
+
+
+@dataclass(frozen=True)
+class PhaseTrace:
+    """What one phase recorded, what its streams should have done, and the ops of each group of duties."""
+
+    recorded: list[Traced]
+    expected: dict[str, tuple[Issue, ...]]
+    groups: list[set[int]]
+    hidden: float
+
+
+def streamed(world: World, plans: Sequence[MicrobatchPlan], head_dim: int, runs: Sequence[Run]) -> list[list[Ran]]:
+    """`jobs.attend` of each plan, over streams."""
+    groups = with_streams(world.groups, plans[0].ranks_per_node)
+    return [jobs.attend(replace(world, groups=groups), plan, head_dim, runs) for plan in plans]
+
+
+def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrace]:
+    """Forward and backward of `plan`, as they were recorded."""
+    trace: Trace = []
+    bound = bind(plan, world.rank, _shape(plan), groups=world.groups, policy=policy, trace=trace)
+    inputs = _inputs(bound)
+    out = balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+    forward = list(trace)
+    out.sum().backward()
+    program = transpose(project(plan, world.rank), policy, merges=False)
+    return [
+        _phase_trace(forward, streams(program.forward, world.rank, plan.ranks_per_node), bound.forward),
+        _phase_trace(trace[len(forward) :], streams(program.backward, world.rank, plan.ranks_per_node), bound.backward),
+    ]
+
+
+def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:
+    """Rank `rank` is gone at its first launch, without a word."""
+    bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
+    if world.rank == rank:
+        bound = replace(bound, kernel=_Fatal())
+    inputs = _inputs(bound)
+    balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+
+
+def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
+    """What each rank hears when the kernel of `rank` fails and the rank lives on."""
+    bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
+    if world.rank == rank:
+        bound = replace(bound, kernel=_Failing())
+    inputs = _inputs(bound)
+    try:
+        balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], seconds: float) -> float:
+    """How long the forward took on this rank, where each launch of the ranks `slow` takes `seconds`."""
+    bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
+    if world.rank in slow:
+        bound = replace(bound, kernel=_Slow(bound.kernel, seconds))
+    inputs = _inputs(bound)
+    dist.barrier(group=world.groups.pool)
+    start = time.perf_counter()
+    balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+    return time.perf_counter() - start
+
+
+def _phase_trace(trace: Trace, expected: dict[str, tuple[Issue, ...]], phase: Phase) -> PhaseTrace:
+    return PhaseTrace(trace, expected, [{duty.op for duty in group} for group in phase.duties], hidden_share(trace))
+
+
+def _shape(plan: MicrobatchPlan) -> AttentionShape:
+    return AttentionShape(plan.num_heads, plan.num_kv_heads, HEAD_DIM)
+
+
+def _inputs(bound: Bound) -> list[torch.Tensor]:
+    torch.manual_seed(bound.rank)
+    heads = (bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.num_kv_heads)
+    return [torch.randn(bound.num_tokens, h, HEAD_DIM, requires_grad=True) for h in heads]
+
+
+class _Fatal:
+    name = "fatal"
+
+    def forward(self, *_: object) -> None:
+        os._exit(1)
+
+
+class _Failing:
+    name = "failing"
+
+    def forward(self, *_: object) -> None:
+        raise RuntimeError("the kernel was asked to fail")
+
+
+class _Slow:
+    name = "slow"
+
+    def __init__(self, kernel: Kernel, seconds: float) -> None:
+        self.kernel, self.seconds = kernel, seconds
+
+    def forward(self, *args: object) -> object:
+        time.sleep(self.seconds)
+        return self.kernel.forward(*args)  # pyright: ignore[reportArgumentType]
