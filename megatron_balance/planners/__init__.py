@@ -12,25 +12,37 @@ from typing import Any
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.cost.base import CostModel
-from megatron_balance.planners import llama_all_gather, te_ring, ulysses, zeppelin
+from megatron_balance.layers import Layers
+from megatron_balance.planners import flexsp, hybrid_dp, llama_all_gather, megatron_dynamic, packing, te_ring, ulysses, zeppelin
+from megatron_balance.solvers.placed import Members
+
+NO_LAYERS = Layers()
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
     """`plan(batch, cluster, model, cost, options)`, and the frozen dataclass that `options` is an instance of.
 
-    Options are plain fields with defaults, always with `tokens_per_rank: int | None = None`, the capacity of a rank.
+    Options are plain fields with defaults, always with `tokens_per_rank: int | None = None`, the capacity of a rank. `layers`: the
+    remapping and routing that the system comes with; options `remapped` and `routed`, where a planner has them, follow what a run uses.
     """
 
     plan: Callable[[Batch, Cluster, Model, CostModel, Any], MicrobatchPlan]
     options: type[Any]
+    layers: Layers = NO_LAYERS
+    plan_batch: Callable[[Batch, Cluster, Model, CostModel, Any], tuple[BatchPlan, Members]] | None = None
+    """A system that makes microbatches of its own, from a batch that may be larger than the pool: their plans and their sequences."""
 
 
 PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions),
     "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions),
     "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions),
-    "zeppelin": Planner(zeppelin.plan, zeppelin.ZeppelinOptions),
+    "packing": Planner(packing.plan, packing.PackingOptions),
+    "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch),
+    "flexsp": Planner(flexsp.plan, flexsp.FlexSpOptions, plan_batch=flexsp.plan_batch),
+    "megatron_dynamic": Planner(megatron_dynamic.plan, megatron_dynamic.MegatronDynamicOptions, plan_batch=megatron_dynamic.plan_batch),
+    "zeppelin": Planner(zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays")),
 }

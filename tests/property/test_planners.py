@@ -15,13 +15,14 @@ from megatron_balance.core.plan import Zone, from_json, to_json
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planners.zeppelin import costed, printed
+from megatron_balance.planners.zeppelin import printed
 from megatron_balance.planners.zeppelin.placement import Placement
+from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.schedules import layout
 from megatron_balance.schedules.figures import figures
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
-VARIANTS |= {"zeppelin paper": ("zeppelin", {"rule": "paper"}), "zeppelin free tokens": ("zeppelin", {"weight_tokens": 0.0})}
+VARIANTS |= {"zeppelin paper": ("zeppelin", {"rule": "paper"}), "zeppelin unremapped": ("zeppelin", {"remapped": False, "routed": False})}
 
 lengths_of = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 90), st.integers(1, 2000)), max_size=10)
 clusters = st.builds(lambda nodes, per_node: Cluster(nodes * per_node, per_node), st.integers(1, 3), st.integers(1, 3))
@@ -83,16 +84,16 @@ def placement_of(plan: MicrobatchPlan) -> Placement:
     return [found[seq] for seq in range(len(plan.lengths))]
 
 
-@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks, scale=st.sampled_from([1, 50]), free=st.booleans())
+@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks, scale=st.sampled_from([1, 50]), layers=st.booleans())
 def test_zeppelin_never_has_a_higher_price_than_all_sequences_over_all_ranks(
-    lengths: list[int], cluster: Cluster, model: Model, slack: float, scale: int, free: bool
+    lengths: list[int], cluster: Cluster, model: Model, slack: float, scale: int, layers: bool
 ) -> None:
     lengths = [n * scale for n in lengths]
-    pricing = costed.Pricing(0.0 if free else 1.0, 0.05, float(cluster.node_size))
-    problem = costed.Problem(lengths, cluster, AnalyticCost(cluster, model), pricing)
-    plan = plan_of("zeppelin free tokens" if free else "zeppelin", lengths, cluster, model, slack)
+    pricing = Pricing(float(not layers), 0.05, routed=layers, remapped=layers)
+    prices = Prices(lengths, cluster, AnalyticCost(cluster, model), pricing)
+    plan = plan_of("zeppelin" if layers else "zeppelin unremapped", lengths, cluster, model, slack)
     trivial = [tuple(range(cluster.num_ranks))] * len(lengths)
-    assert problem.price_s(placement_of(plan)) <= problem.price_s(trivial)
+    assert prices.price_s(placement_of(plan)) <= prices.price_s(trivial)
 
 
 @given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks, seed=st.integers(0, 9))
@@ -101,10 +102,10 @@ def test_relabelling_the_ranks_of_a_node_does_not_change_the_price(
 ) -> None:
     rng = random.Random(seed)
     new_name = [rank for node in range(cluster.num_nodes) for rank in rng.sample(cluster.ranks_of(node), cluster.node_size)]
-    problem = costed.Problem(lengths, cluster, AnalyticCost(cluster, model), costed.Pricing(1.0, 0.05, 1.0))
+    prices = Prices(lengths, cluster, AnalyticCost(cluster, model), Pricing(1.0, 0.05))
     placement = placement_of(plan_of("zeppelin", lengths, cluster, model, slack))
     relabelled = [tuple(sorted(new_name[rank] for rank in ranks)) for ranks in placement]
-    assert problem.price_s(relabelled) == pytest.approx(problem.price_s(placement))
+    assert prices.price_s(relabelled) == pytest.approx(prices.price_s(placement))
 
 
 @given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks)

@@ -1,9 +1,14 @@
-"""How well each planner balances and how little it moves, on a file of batches.
+"""How well each planner balances, how little it moves and what that is predicted to take, on a file of batches.
 
-python tools/bench/planners.py BATCHES.json [--slack 1.0 1.1 1.25 1.5 2.0] [--cluster h200] [--model llama-7b] [--json]
+python tools/bench/planners.py BATCHES.json [--slack 1.0 1.25 1.5 2.0] [--cluster h200] [--model llama-7b] [--links 1] [--json]
 
 BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ranks}, "batches": {"NAME/CONTEXT": [[length, ...], ...]}}.
-Slack is the capacity of a rank over `tokens_per_gpu`. Times are CPU time of planning alone, on whatever machine this runs on.
+Slack is the capacity of a rank over `tokens_per_gpu`. Plan times are CPU time of planning alone, on whatever machine this runs on.
+
+Predicted is one layer's forward pass as zeppelin prices it (`planners.zeppelin.price`), for plans that are rings: the slowest rank's
+attention and transfers, what a remap moves, and the linear parts, of the mean tokens with a remap and else of the rank that has most.
+Each planner has the layers that its system comes with (te_ring: no routing, no remap); planning time includes them. `--links 1000`
+makes all links a thousand times as fast, which shows what balance alone a planner finds.
 """
 
 from __future__ import annotations
@@ -12,26 +17,44 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron_balance import MicrobatchPlan, Model, make_planner
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.config import load_cluster, load_model
+from megatron_balance.core.plan import Zone
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.layers import Layers
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.zeppelin import ZeppelinOptions, pricing
+from megatron_balance.planners.zeppelin.price import Prices
 from megatron_balance.schedules.figures import figures
 
 ZONES = ("inter_node", "intra_node", "local")
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A planner with options and layers (None: those its own system comes with)."""
+
+    label: str
+    planner: str
+    slack: float | None
+    options: dict[str, Any]
+    layers: Layers | None = None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one row per planner, slack and set of batches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", type=Path)
-    parser.add_argument("--slack", type=float, nargs="+", default=[1.0, 1.1, 1.25, 1.5, 2.0])
+    parser.add_argument("--slack", type=float, nargs="+", default=[1.0, 1.25, 1.5, 2.0])
     parser.add_argument("--cluster", default="h200")
     parser.add_argument("--model", default="llama-7b")
+    parser.add_argument("--links", type=float, default=1.0, help="all links are so many times as fast")
     parser.add_argument("--repeats", type=int, default=3, help="plans of each batch that are timed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
@@ -43,24 +66,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _variants(slacks: Sequence[float]) -> Iterator[tuple[str, float | None, dict[str, Any]]]:
+def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
     for name in PLANNERS:
         if name != "zeppelin":
-            yield name, None, {}  # the capacity only decides whether they refuse
+            yield Variant(name, name, None, {})  # the capacity only decides whether they refuse
     for slack in slacks:
-        for rule in ("paper", "cost"):
-            yield f"zeppelin {rule}", slack, {"rule": rule}
-        yield "zeppelin cost, unrouted", slack, {"rule": "cost", "routed": False}
+        yield Variant("zeppelin paper", "zeppelin", slack, {"rule": "paper"})
+        yield Variant("zeppelin", "zeppelin", slack, {})
+        yield Variant("zeppelin unrouted", "zeppelin", slack, {}, Layers(remap=True))
+        yield Variant("zeppelin unremapped", "zeppelin", slack, {}, Layers(routing="pays"))
 
 
 def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     model = load_model(options.model)
-    for label, slack, given in _variants(options.slack):
+    for variant in _variants(options.slack):
         for key, batches in document["batches"].items():
             num_ranks = document["gpus"][key.split("/")[1]]
-            cluster = load_cluster(options.cluster).build(num_ranks=num_ranks, ranks_per_node=document["gpus_per_node"])
-            capacity = None if slack is None else int(slack * document["tokens_per_gpu"])
-            plan = make_planner(label.split()[0], cluster, model, tokens_per_rank=capacity, **given)
+            preset = load_cluster(options.cluster).build(num_ranks=num_ranks, ranks_per_node=document["gpus_per_node"])
+            cluster = replace(
+                preset,
+                intra_bytes_per_s=options.links * preset.intra_bytes_per_s,
+                nic_bytes_per_s=options.links * preset.nic_bytes_per_s,
+            )
+            capacity = None if variant.slack is None else int(variant.slack * document["tokens_per_gpu"])
+            plan = make_planner(variant.planner, cluster, model, variant.layers, tokens_per_rank=capacity, **variant.options)
             plans, times = [], []
             for batch in batches:
                 for _ in range(options.repeats):
@@ -68,18 +97,36 @@ def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row
                     made = plan(batch)
                     times.append(1e3 * (time.process_time() - start))
                 plans.append(made)
-            yield {"planner": label, "slack": slack, "batches": key, **_means(plans, model), "plan_ms": _spread(times)}
+            means = _means(plans, model) | {"predicted_ms": _predicted_ms(plans, cluster, model, variant)}
+            yield {"planner": variant.label, "slack": variant.slack, "batches": key, **means, "plan_ms": _spread(times)}
 
 
 def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
     reports = [figures(plan, model) for plan in plans]
     return {
         "attention": fmean(r["imbalance"]["attention"] for r in reports),
-        "tokens": fmean(r["imbalance"]["tokens"] for r in reports),
+        "tokens": fmean(max(held) * len(held) / sum(held) for held in (r["attention_tokens_per_rank"] for r in reports)),
         "kv_tokens": fmean(fmean(r["kv_tokens_received_per_rank"]) for r in reports),
         "kv_tokens_inter_node": fmean(fmean(r["kv_tokens_received_inter_node_per_rank"]) for r in reports),
+        "remapped": fmean(r["remap"]["tokens_moved"] / r["num_tokens"] for r in reports),
         "zones": {name: fmean(sum(zone.name == name for zone in plan.zones) for plan in plans) for name in (*ZONES, "pool")},
     }
+
+
+def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model, variant: Variant) -> float | None:
+    """Milliseconds of a layer; None for plans that are not rings."""
+    if any(not isinstance(zone, Zone) or zone.movement != "ring" for plan in plans for zone in plan.zones):
+        return None
+    cost = AnalyticCost(cluster, model)
+    layers = variant.layers or PLANNERS[variant.planner].layers
+    judge = pricing(ZeppelinOptions(routed=layers.routing != "never", remapped=layers.remap))
+    layers_s: list[float] = []
+    for plan in plans:
+        ranks_of = {seq: zone.ranks for zone in plan.zones if isinstance(zone, Zone) for seq in zone.seqs}
+        found = Prices(plan.lengths, cluster, cost, judge).predict([ranks_of[seq] for seq in range(len(plan.lengths))])
+        linear_s = cost.linear_s(fmean(found.tokens) if layers.remap else max(found.tokens))
+        layers_s.append(found.attention_s + found.remap_s + linear_s)
+    return 1e3 * fmean(layers_s)
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -89,27 +136,31 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def _show(rows: Sequence[Row]) -> None:
     print(
-        "means over batches: attention and tokens max/mean over ranks; KV tokens a rank receives (layer, forward); zones inter/intra/local"
+        "means over batches: attention and tokens in its layout, max/mean over ranks; KV tokens a rank receives (layer, forward); tokens"
+        "\nthat a remap moves, of all; predicted time of a layer, forward; zones inter/intra/local"
     )
-    print(
-        f"{'planner':17}{'slack':>6}  {'batches':16}{'attention':>10}{'tokens':>8}{'KV':>9}{'KV inter':>10}{'zones':>16}   plan ms (p5-p95)"
-    )
+    columns = f"{'attention':>10}{'tokens':>8}{'KV':>9}{'KV inter':>10}{'remap':>8}{'ms':>9}"
+    print(f"{'planner':19}{'slack':>6}  {'batches':16}{columns}{'zones':>16}   plan ms (p5-p95)")
     for row in rows:
         zones = "1 pool" if row["zones"]["pool"] else "/".join(f"{row['zones'][name]:.1f}" for name in ZONES)
-        slack = "" if row["slack"] is None else f"{row['slack']:g}"
         cost = row["plan_ms"]
-        print(
-            f"{row['planner']:17}{slack:>6}  {row['batches']:16}{row['attention']:10.3f}{row['tokens']:8.3f}{row['kv_tokens']:9.0f}"
-            f"{row['kv_tokens_inter_node']:10.0f}{zones:>16}   {cost['median']:.2f} ({cost['p5']:.2f}-{cost['p95']:.2f})"
-        )
+        print(f"{_line(row, row['batches'])}{zones:>16}   {cost['median']:.2f} ({cost['p5']:.2f}-{cost['p95']:.2f})")
     print()
     for label, slack in dict.fromkeys((row["planner"], row["slack"]) for row in rows):
         same = [row for row in rows if (row["planner"], row["slack"]) == (label, slack)]
-        means = {key: fmean(row[key] for row in same) for key in ("attention", "tokens", "kv_tokens", "kv_tokens_inter_node")}
-        print(
-            f"{label:17}{'' if slack is None else f'{slack:g}':>6}  {'all':16}{means['attention']:10.3f}{means['tokens']:8.3f}"
-            f"{means['kv_tokens']:9.0f}{means['kv_tokens_inter_node']:10.0f}"
-        )
+        keys = ("attention", "tokens", "kv_tokens", "kv_tokens_inter_node", "remapped", "predicted_ms")
+        means = {key: None if same[0][key] is None else fmean(row[key] for row in same) for key in keys}
+        print(_line({"planner": label, "slack": slack, **means}, "all"))
+
+
+def _line(row: Row, batches: str) -> str:
+    slack = "" if row["slack"] is None else f"{row['slack']:g}"
+    remap = f"{100 * row['remapped']:.1f} %"
+    predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
+    return (
+        f"{row['planner']:19}{slack:>6}  {batches:16}{row['attention']:10.3f}{row['tokens']:8.3f}{row['kv_tokens']:9.0f}"
+        f"{row['kv_tokens_inter_node']:10.0f}{remap:>8}{predicted:>9}"
+    )
 
 
 if __name__ == "__main__":

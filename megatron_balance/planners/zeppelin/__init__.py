@@ -8,7 +8,8 @@ queues of section 3.2); sequences on the same ranks share one ring; zigzag insid
 thresholds s1 and s0 start at a node's and a rank's capacity and fall until everything shorter fits. `rule: cost`, the default, asks
 for each sequence what the paper asks for a threshold: does a wider zone pay.
 
-What we leave out: routing (section 3.3) and remapping (section 3.4), which are passes over any plan and not this planner's business.
+What we leave out: the routing layer (section 3.3) and the remapping layer (section 3.4), which work on any plan and are not this
+planner's business; it only prices what they do (`price`).
 
 Trouble with the printed algorithm, measured on 180 batches (tools/bench/planners.py): with a capacity equal to the average (no slack)
 hardly anything fits below a threshold, and every sequence ends up inter-node, as with te_ring. With slack, nodes are balanced by
@@ -21,10 +22,13 @@ goes over all nodes (of Algorithm 2: over all ranks of the node), and if that do
 exactly the threshold count as above it, or the loop would not end.
 
 Where we differ and why (`rule: cost`): a target time, found by bisection, replaces the two thresholds, because a threshold on length
-cannot see that a rank with little to hold may have much to compute. The price of a placement is the longest time of a rank in attention
-or in its rings' communication, plus the longest linear time (`weight_tokens`), which a remap takes away; what moves adds a little even
-where it is hidden (`weight_communication`). With `routed` a ring between nodes is priced as if it used all NICs of a node, which is what
-Zeppelin's routing layer makes of it and what makes long rings pay; without a routing pass that is optimistic.
+cannot see that a rank with little to hold may have much to compute. The price of a placement is the longest time of a rank in its
+zones, each the longer of its attention and its transfers. With `remapped`, attention's balance needs no balance of tokens, and the
+price counts what the remap moves instead: little is better, but even is not required. Without, it counts the longest linear time
+(`weight_tokens`). Where moving takes more than half of what even tokens save, the best placement without a remap is looked for as
+well, and the one of the lower time is taken; whether there is a remap at all is then up to the layer, by the same estimate. What
+moves adds a little even where it is hidden (`weight_communication`). With `routed` a ring between nodes takes what the routing layer
+needs for it (Eq. 1): all NICs of a node, but the way to the proxies and back too; without, one NIC.
 
 Capacity: a rank of a ring over G ranks is counted as holding 2 ceil(|s| / 2G) tokens of a sequence, the most that zigzag gives it, and
 `rule: cost` keeps the sum within the capacity. Where nothing else fits, all sequences go over all ranks: that is legal whenever the
@@ -34,7 +38,8 @@ batch fits the pool, but near-equal chunks are not equal, and a rank may then ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -46,7 +51,11 @@ from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners.zeppelin import costed, printed
 from megatron_balance.planners.zeppelin.placement import Placement, zones
+from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
+
+_WORTH_IT = 0.5
+"""Share of what even tokens save that a remap may take before the search without one is made too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +68,10 @@ class ZeppelinOptions:
     """`cost` balances predicted time; `paper` is Algorithms 1 and 2 as printed."""
     slack: float = 1.5
     """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
-    weight_tokens: float = 1.0
-    """Rule `cost`: weight of the longest linear time beside the longest attention time; 0 where a remap evens tokens out."""
+    remapped: bool = True
+    """Rule `cost`: a remap makes tokens even outside attention, and what it moves is priced; false: tokens stay where they attend."""
+    weight_tokens: float | None = None
+    """Rule `cost`: weight of the longest linear time beside the longest attention time; not given: 0 if `remapped`, else 1."""
     weight_communication: float = 0.05
     """Rule `cost`: what share of the time it counts to move as much as all sequences over all ranks would, even if it is hidden."""
     routed: bool = True
@@ -81,18 +92,41 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     if batch.lengths and options.rule == "paper":
         placement = printed.place(batch.lengths, cluster, capacity)
     elif batch.lengths:
-        num_nics = max(1.0, cluster.node_size / cluster.ranks_per_nic) if options.routed else 1.0
-        placement = costed.place(
-            batch.lengths, cluster, cost, capacity, costed.Pricing(options.weight_tokens, options.weight_communication, num_nics)
-        )
+        placement = _cheapest(batch.lengths, cluster, cost, capacity, options)
     return MicrobatchPlan(
         "zeppelin", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones(placement, cluster)
     )
+
+
+def _cheapest(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacity: int, options: ZeppelinOptions) -> Placement:
+    """The best placement with a remap or, where that hardly pays, without one."""
+    found = costed.place(lengths, cluster, cost, capacity, pricing(options))
+    if not options.remapped or options.weight_tokens is not None:
+        return found
+    prices = Prices(lengths, cluster, cost, pricing(options))
+    even_s = cost.linear_s(sum(lengths) / cluster.num_ranks)
+    expected = prices.predict(found)
+    if expected.remap_s <= _WORTH_IT * (cost.linear_s(max(expected.tokens)) - even_s):
+        return found
+
+    def time_s(placement: Placement) -> float:
+        """Of a layer, forward: tokens are evened out where that pays."""
+        predicted = prices.predict(placement)
+        return predicted.attention_s + min(predicted.remap_s + even_s, cost.linear_s(max(predicted.tokens)))
+
+    plain = costed.place(lengths, cluster, cost, capacity, pricing(replace(options, remapped=False)))
+    return min((found, plain), key=time_s)
+
+
+def pricing(options: ZeppelinOptions) -> Pricing:
+    """What the options say about prices."""
+    weight_tokens = options.weight_tokens if options.weight_tokens is not None else float(not options.remapped)
+    return Pricing(weight_tokens, options.weight_communication, options.routed, options.remapped)
 
 
 def _check(options: ZeppelinOptions) -> None:
     if options.slack < 1:
         raise ConfigError(f"zeppelin: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
     for name in ("weight_tokens", "weight_communication"):
-        if getattr(options, name) < 0:
+        if (getattr(options, name) or 0) < 0:
             raise ConfigError(f"zeppelin: {name} {getattr(options, name)}: must be at least 0")

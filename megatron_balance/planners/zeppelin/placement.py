@@ -14,12 +14,13 @@ Placement: TypeAlias = Sequence[tuple[int, ...]]
 INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
 
 
-def members(placement: Placement) -> dict[tuple[int, ...], list[int]]:
-    """The sequences that share a set of ranks, ascending."""
+def members(placement: Placement, fewest: int = 1) -> dict[tuple[int, ...], list[int]]:
+    """The sequences, ascending, that share a set of `fewest` ranks or more."""
     # By identity first: hashing a thousand ranks for each of a thousand sequences would take longer than all the rest.
     alike: dict[int, list[int]] = {}
     for seq, ranks in enumerate(placement):
-        alike.setdefault(id(ranks), []).append(seq)
+        if len(ranks) >= fewest:
+            alike.setdefault(id(ranks), []).append(seq)
     groups: dict[tuple[int, ...], list[int]] = {}
     for seqs in alike.values():
         groups.setdefault(placement[seqs[0]], []).extend(seqs)

@@ -1,0 +1,186 @@
+"""flexsp: sequence-parallel groups of different sizes, chosen by an integer program (FlexSP).
+
+Paper: FlexSP: Accelerating Large Language Model Training via Flexible Sequence Parallelism (Wang et al., arXiv 2412.01523), its
+parallelism planner, sequence bucketing and sequence blaster; the baseline "FlexSP+" of DistCA, section 6.1.
+
+What we implement: disjoint groups of one to all ranks (powers of two, and all), tokens contiguous in a group and heads exchanged around
+attention (Ulysses). A group's time is its attention, linear modules and all-to-all; no group holds more than its ranks' capacity; the
+program chooses groups and sequences so that the longest group is as short as possible. Sequences are told apart by bucket, at most 16,
+cut by the paper's recurrence. HiGHS (in SciPy) solves it within a number of nodes, so that a plan does not depend on a clock. It has to
+beat a greedy answer, which stands where it does not, where SciPy is missing (one warning), and where the program would be too large
+(`most_variables`: some hundred ranks). The first plan of a process also pays for importing SciPy. `plan_batch` is the sequence
+blaster: sequences sorted by length and cut into microbatches of about equal tokens, for the least number that fits and the next ones,
+of which the fastest is taken.
+
+What we leave out: model states in the memory constraint (the capacity in tokens is what is left after them), ZeRO's communication,
+and solving ahead on other machines (the training adapter plans ahead for every planner).
+
+Where we differ and why: ranks may stay idle, where the published code, which has no groups of one rank, uses all. Seconds come from our
+cost model instead of its fitted constants; a group of more ranks than heads has ranks without attention, and its time says so. Where
+nothing holds the batch, all sequences go over all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Literal
+
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.cost.base import CostModel
+from megatron_balance.errors import ConfigError
+from megatron_balance.solvers.capacity import check_each, check_pool
+from megatron_balance.solvers.groups import arrange, sizes
+from megatron_balance.solvers.placed import Frame, Members
+from megatron_balance.solvers.sized_groups import Groups, Limits, NoAnswerError, NoSolverError, Problem, greedy, improve
+
+log = logging.getLogger(__name__)
+
+BLASTS = 3
+"""Numbers of microbatches that `plan_batch` tries, from the least that fits on."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlexSpOptions:
+    """Options of flexsp."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
+    slack: float = 1.5
+    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
+    solver: Literal["highs", "greedy"] = "highs"
+    """`highs` improves the greedy answer by the integer program; `greedy` does without SciPy."""
+    node_limit: int = 50
+    """Nodes of the program's search."""
+    num_buckets: int = 16
+    """Lengths that the program tells apart."""
+    most_variables: int = 3000
+    """A program of more variables is not tried; the greedy answer stands."""
+
+
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> MicrobatchPlan:
+    """One microbatch: a zone per group.
+
+    Raises:
+        InfeasibleError: a sequence or the batch is larger than what the ranks hold.
+        ConfigError: an option out of range.
+    """
+    capacity = _capacity(batch, cluster, options)
+    check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    groups = _Pricing(cluster, model, cost).groups(batch.lengths, capacity, options)
+    return _frame(cluster, model).microbatch(batch.lengths, _placement(groups, len(batch.lengths), cluster))
+
+
+def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> tuple[BatchPlan, Members]:
+    """The microbatches of the sequence blaster; the batch may be larger than the pool.
+
+    Raises:
+        InfeasibleError: a sequence is larger than what the ranks hold.
+        ConfigError: as `plan`.
+    """
+    capacity = _capacity(batch, cluster, options)
+    check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    pricing = _Pricing(cluster, model, cost)
+    room = capacity * cluster.num_ranks
+    fewest = max(1, -(-batch.num_tokens // room))
+    tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
+    fitting = [cut for cut in tried if all(sum(batch.lengths[seq] for seq in seqs) <= room for seqs in cut)][:BLASTS]
+    best_s, best = None, None
+    for cut in fitting:
+        found = [pricing.groups([batch.lengths[seq] for seq in seqs], capacity, options) for seqs in cut]
+        total_s = sum(pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g) for seqs, g in zip(cut, found, strict=True))
+        if best_s is None or total_s < best_s:
+            best_s, best = total_s, (cut, found)
+    placement: list[tuple[int, ...]] = [()] * len(batch.lengths)
+    microbatch_of = [0] * len(batch.lengths)
+    for index, (seqs, groups) in enumerate(zip(*best, strict=True) if best is not None else ()):
+        for seq, ranks in zip(seqs, _placement(groups, len(seqs), cluster), strict=True):
+            placement[seq], microbatch_of[seq] = ranks, index
+    return _frame(cluster, model).batch(batch.lengths, placement, microbatch_of)
+
+
+def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Sequences sorted by length and cut into at most `count` consecutive microbatches of about equal tokens."""
+    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    total = sum(lengths)
+    cut: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for seq in order:
+        cut[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)  # where its middle lies
+        before += lengths[seq]
+    return [seqs for seqs in cut if seqs]
+
+
+def _frame(cluster: Cluster, model: Model) -> Frame:
+    return Frame("flexsp", cluster, model, "head_exchange")
+
+
+def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
+    if options.slack < 1:
+        raise ConfigError(f"flexsp: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
+    for name in ("node_limit", "num_buckets", "most_variables"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"flexsp: {name} {getattr(options, name)}: must be at least 1")
+    return options.tokens_per_rank or max(1, ceil(options.slack * batch.num_tokens / cluster.num_ranks))
+
+
+def _placement(groups: Groups, num_seqs: int, cluster: Cluster) -> list[tuple[int, ...]]:
+    placement: list[tuple[int, ...]] = [()] * num_seqs
+    for (_, seqs), ranks in zip(groups, arrange([size for size, _ in groups], cluster.num_ranks, cluster.node_size), strict=True):
+        for seq in seqs:
+            placement[seq] = ranks
+    return placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Pricing:
+    """Seconds of a sequence in a group of some size: one layer, forward."""
+
+    cluster: Cluster
+    model: Model
+    cost: CostModel
+
+    def groups(self, lengths: Sequence[int], capacity: int, options: FlexSpOptions) -> Groups:
+        """The groups of one microbatch; all ranks together where nothing else holds it."""
+        if not lengths:
+            return ()
+        problem = self.problem(lengths, capacity)
+        found = greedy(problem)
+        together: Groups = ((self.cluster.num_ranks, tuple(range(len(lengths)))),)
+        if found is None or problem.makespan(together) <= problem.makespan(found):
+            found = together
+        if options.solver == "highs":
+            try:
+                return improve(problem, found, Limits(options.num_buckets, options.node_limit, options.most_variables))
+            except NoSolverError as error:
+                _warn_once(str(error))
+            except NoAnswerError as error:
+                log.debug("flexsp: the greedy answer stands: %s", error)
+        return found
+
+    def problem(self, lengths: Sequence[int], capacity: int) -> Problem:
+        allowed = sizes(self.cluster.num_ranks)
+        seconds = {n: [self._seconds(n, size) for size in allowed] for n in set(lengths)}
+        return Problem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
+
+    def _seconds(self, length: int, size: int) -> float:
+        """Attention with the most heads that a rank has, linear modules on its tokens, and the exchanges of q, k, v and outputs."""
+        heads = ceil(self.model.num_heads / size) / self.model.num_heads
+        busy_s = heads * self.cost.attention_s(length * (length + 1) / 2) + self.cost.linear_s(length / size)
+        inside, outside = min(size, self.cluster.node_size) - 1, max(0, size - self.cluster.node_size)
+        part = length / size / size  # tokens of which a rank sends another one all heads, or all tokens of as many heads
+        per_peer = self.cost.kv_bytes(part) + 2 * self.cost.query_bytes(part)
+        inside_s = self.cost.intra_node_s(inside * per_peer, 0) if inside else 0.0
+        outside_s = self.cost.inter_node_s(outside * per_peer, 0, 1 / self.cluster.ranks_per_nic) if outside else 0.0
+        return busy_s + max(inside_s, outside_s)
+
+
+@lru_cache(maxsize=1)
+def _warn_once(reason: str) -> None:
+    log.warning("flexsp: %s; the greedy answer stands", reason)

@@ -1,0 +1,148 @@
+"""The price of a placement: what the costed rule compares placements by, in predicted seconds of one layer's forward pass.
+
+A rank works through its zones in issue order. While it attends to the keys of one round those of the next one travel, and nothing
+is attended out of turn, so a zone takes the longer of its attention and of its transfers with the attention of the round that comes
+last; a rank takes the sum of its zones. A ring's rounds all wait for its slowest link: the one between nodes, if there is one.
+
+Between nodes a message goes by one NIC, or where transfers are routed by all NICs of both nodes if that is faster (Eq. 1). Routed rings
+that cross the same node share its NICs.
+
+Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what `weight_tokens` weighs. With a
+remap these are even whatever the placement, and what counts is what the remap moves (section 3.4): a rank's tokens above or below
+the mean travel as queries, keys and values before attention and as outputs after it, inside a node over the rank's link, and where a
+node as a whole is above or below its share, over the node's NICs. Filling these in the best way (Eq. 2, `solvers.remap`) is the
+remap's business; the price takes an estimate of it (`layers.remap_s`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import ceil
+from typing import TypeAlias
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.cost.base import CostModel
+from megatron_balance.layers import remap_s
+from megatron_balance.planners.zeppelin.placement import Placement, members, share
+
+Share: TypeAlias = tuple[float, int]
+"""What a sequence costs each rank of its ring: seconds, tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """How a placement is judged, beside the cost model.
+
+    `weight_tokens`: of the longest linear time, beside the longest attention time. `weight_communication`: what share of the time it
+    counts, hidden or not, to move as much as the trivial plan, all sequences over all ranks, does. `routed`: rings between nodes may
+    use all NICs. `remapped`: what the remap moves is paid for.
+    """
+
+    weight_tokens: float
+    weight_communication: float
+    routed: bool = True
+    remapped: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a placement is predicted to take. `attention_s`: of the slowest rank; `hops_s`: sum over ranks of the time on their links."""
+
+    attention_s: float
+    remap_s: float
+    hops_s: float
+    tokens: Sequence[float]
+
+    @property
+    def moved_tokens(self) -> float:
+        """Tokens that a remap brings from one rank to another."""
+        mean = sum(self.tokens) / len(self.tokens)
+        return sum(max(0.0, held - mean) for held in self.tokens)
+
+
+class Prices:
+    """What the sequences of a batch cost on any number of ranks; holds no decisions."""
+
+    def __init__(self, lengths: Sequence[int], cluster: Cluster, cost: CostModel, pricing: Pricing) -> None:
+        self.lengths, self.cluster, self.cost, self.pricing = lengths, cluster, cost, pricing
+        self.num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
+        self.token_s = cost.linear_s(1.0) * pricing.weight_tokens
+        self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
+        self._attention: dict[tuple[int, int], float] = {}
+        self._shares: dict[tuple[int, int, bool], Share] = {}
+        self.work_s = [self.attention_s(length, 1) for length in lengths]
+
+    def hops_s(self, num_tokens: float, num_ranks: int, inter_node: bool, rings: int = 1) -> float:
+        """Seconds that a ring's links are busy, where so many `rings` use the NICs of a node at once."""
+        if num_ranks == 1:
+            return 0.0
+        num_bytes, rounds = self.cost.kv_bytes(num_tokens * (num_ranks - 1) / num_ranks), num_ranks - 1
+        if not inter_node:
+            return self.cost.intra_node_s(num_bytes, rounds)
+        direct_s = self.cost.inter_node_s(num_bytes, rounds)
+        if not self.pricing.routed:
+            return direct_s
+        others_s = (rings - 1) * self.cost.inter_node_s(num_bytes, 0, self.num_nics)
+        return min(direct_s, self.cost.routed_s(num_bytes, rounds, self.num_nics) + others_s)
+
+    def attention_s(self, length: int, num_ranks: int) -> float:
+        """Seconds of attention of each rank of a ring for a sequence, of which it holds two chunks."""
+        key = (length, num_ranks)
+        if key not in self._attention:
+            run = length / (2 * num_ranks) if num_ranks > 1 else length
+            self._attention[key] = self.cost.attention_s(length * (length + 1) / (2 * num_ranks), run)
+        return self._attention[key]
+
+    def share(self, length: int, num_ranks: int, inter_node: bool = False) -> Share:
+        """The share of each rank in a ring that is the sequence's own."""
+        key = (length, num_ranks, inter_node)
+        if key not in self._shares:
+            zone_s = self._zone_s(self.attention_s(length, num_ranks), self.hops_s(length, num_ranks, inter_node), num_ranks)
+            self._shares[key] = (zone_s, share(length, num_ranks))
+        return self._shares[key]
+
+    def _zone_s(self, attention_s: float, hops_s: float, num_ranks: int) -> float:
+        """Seconds of a zone: its transfers hide behind its attention, but for that of the last round."""
+        busy_s = attention_s + self.cost.launch_s(num_ranks)
+        return max(busy_s, hops_s + busy_s / num_ranks)
+
+    def predict(self, placement: Placement) -> Prediction:
+        """Time and tokens. Sequences with the same ranks share a ring and its rounds."""
+        times, hops, tokens = ([0.0] * self.cluster.num_ranks for _ in range(3))
+        alone: set[int] = set()
+        for seq, ranks in enumerate(placement):
+            if len(ranks) == 1:
+                times[ranks[0]] += self.work_s[seq]
+                tokens[ranks[0]] += self.lengths[seq]
+                alone.add(ranks[0])
+        for rank in alone:
+            times[rank] += self.cost.launch_s(1)
+        for ranks, zone_s, hops_s, held in self._rings(placement):
+            for rank in ranks:
+                times[rank] += zone_s
+                hops[rank] += hops_s
+                tokens[rank] += held
+        return Prediction(max(times), remap_s(tokens, self.cluster, self.cost) if self.pricing.remapped else 0.0, sum(hops), tokens)
+
+    def _rings(self, placement: Placement) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
+        """Of each ring: its ranks, and what each of them has of it: seconds in all, seconds of its links, tokens."""
+        rings = members(placement, 2)
+        size = self.cluster.node_size
+        crossed = {ranks: {rank // size for rank in ranks} for ranks in rings if ranks[0] // size != ranks[-1] // size}
+        crossings = Counter(chain.from_iterable(crossed.values()))
+        for ranks, seqs in rings.items():
+            num_tokens = sum(self.lengths[seq] for seq in seqs)
+            sharing = max((crossings[node] for node in crossed.get(ranks, ())), default=1)
+            hops_s = self.hops_s(num_tokens, len(ranks), ranks in crossed, sharing)
+            attention_s = sum(self.attention_s(self.lengths[seq], len(ranks)) for seq in seqs)
+            yield ranks, self._zone_s(attention_s, hops_s, len(ranks)), hops_s, num_tokens / len(ranks)
+
+    def price_s(self, placement: Placement) -> float:
+        """Predicted time with the weighted longest linear time, and a share for what moves."""
+        found = self.predict(placement)
+        time_s = found.attention_s + found.remap_s + self.token_s * max(found.tokens)
+        moved = found.hops_s / self.trivial_hops_s if self.trivial_hops_s else 0.0
+        return time_s * (1 + self.pricing.weight_communication * moved)

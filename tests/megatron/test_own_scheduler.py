@@ -1,0 +1,53 @@
+"""Our rules `hybrid` against the scheduler of the installed megatron-core, group by group."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_balance import Batch, Cluster, Model, make_planner
+from megatron_balance.megatron import own_scheduler as own
+from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, hybrid, plan_with
+
+pytestmark = pytest.mark.megatron
+
+
+def batches(count: int) -> list[tuple[list[int], int, int]]:
+    """Lengths with a long tail, tokens of a rank, ranks; every sequence fits the ranks together."""
+    rng = random.Random(3)
+    made = []
+    for _ in range(count):
+        num_ranks, tokens = 2 ** rng.randrange(6), rng.choice([64, 1000, 4096])
+        lengths = [max(1, min(num_ranks * tokens, int(rng.lognormvariate(5, 1.5) * tokens / 150))) for _ in range(rng.randint(1, 60))]
+        made.append((lengths, tokens, num_ranks))
+    return made
+
+
+def test_hybrid_makes_the_groups_that_megatron_makes() -> None:
+    scheduler = own.own_scheduler()
+    assert scheduler is not None
+    for lengths, tokens, num_ranks in batches(300):
+        assert hybrid.schedule(lengths, tokens, num_ranks) == scheduler(lengths, tokens, num_ranks)
+
+
+def test_a_plan_made_by_megatron_itself_is_the_plan_of_our_rules() -> None:
+    scheduler = own.own_scheduler()
+    assert scheduler is not None
+    cluster, model, lengths = Cluster(8, 4), Model(8, 2, 16), (300, 140, 40, 20, 7, 1, 90, 90, 65)
+    ours = make_planner("megatron_dynamic", cluster, model, rules="hybrid")(lengths)
+    assert plan_with(scheduler, Batch(lengths), cluster, model, MegatronDynamicOptions()) == ours
+
+
+def test_a_scheduler_that_fails_is_left_alone_and_said_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> list[object]:
+        raise AssertionError("no group")
+
+    monkeypatch.setattr(own, "_schedule", broken)
+    with caplog.at_level(logging.WARNING):
+        assert own.own_scheduler() is None
+    assert "has no scheduler of context-parallel groups that works (AssertionError: no group); use our rules" in caplog.text
