@@ -16,36 +16,42 @@ from megatron_balance.core.plan import MicrobatchPlan
 
 if TYPE_CHECKING:
     from megatron_balance.config import load_config
+    from megatron_balance.layers import Layers
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "load_config", "make_planner", "verify"]
+__all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "load_config", "make_planner", "simulate", "verify"]
 
-_LAZY = {"load_config": "megatron_balance.config"}
+_LAZY = {"load_config": "megatron_balance.config", "simulate": "megatron_balance.simulator"}
+
+simulate: Callable[..., dict[str, Any]]
+"""See `megatron_balance.simulator.simulate`."""
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need a configuration library, imported when first asked for (PEP 562)."""
+    """The names that need a configuration library or the simulator, imported when first asked for (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
 
 
-def make_planner(name: str, cluster: Cluster, model: Model, **options: Any) -> Callable[[Batch | Sequence[int]], MicrobatchPlan]:
+def make_planner(
+    name: str, cluster: Cluster, model: Model, layers: Layers | None = None, **options: Any
+) -> Callable[[Batch | Sequence[int]], MicrobatchPlan]:
     """The planner `name` for a cluster and a model: a function from a batch, or from lengths in tokens, to a plan.
+
+    `layers`: remapping and routing (`megatron_balance.layers.Layers`); not given: what the planner's own system does.
 
     Raises:
         ConfigError: no such planner or option, or an option of the wrong type.
     """
     from megatron_balance.config import choose_planner
     from megatron_balance.cost.analytic import AnalyticCost
-    from megatron_balance.planners import PLANNERS
 
-    choice = choose_planner(name, options, "make_planner")
-    planner, cost = PLANNERS[name], AnalyticCost(cluster, model)
+    choice = choose_planner(name, options, "make_planner", layers)
+    cost = AnalyticCost(cluster, model)
 
     def plan(batch: Batch | Sequence[int]) -> MicrobatchPlan:
-        lengths = batch if isinstance(batch, Batch) else Batch(tuple(batch))
-        return planner.plan(lengths, cluster, model, cost, choice.options)
+        return choice.plan(batch if isinstance(batch, Batch) else Batch(tuple(batch)), cluster, model, cost)
 
     return plan
 

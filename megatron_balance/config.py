@@ -20,11 +20,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
+from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.errors import ConfigError
+from megatron_balance.layers import Layers, RemapWhen, When, with_layers
 from megatron_balance.passes.transpose import Policy
 from megatron_balance.planners import PLANNERS
+from megatron_balance.solvers.remap import Objective, Sides, Solver
 
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULT_CLUSTER = "h200"
@@ -37,10 +43,41 @@ STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannerChoice:
-    """A planner by name, with its options as that planner's own frozen dataclass."""
+    """A planner by name, its options as that planner's own frozen dataclass, and the layers around it.
+
+    `given`: the options that somebody set; the others are defaults, or follow from the layers.
+    """
 
     name: str
     options: Any
+    given: Mapping[str, Any]
+    layers: Layers
+
+    def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: CostModel) -> MicrobatchPlan:
+        """The plan of a batch, layers included.
+
+        Raises:
+            InfeasibleError: a batch that the ranks cannot hold.
+        """
+        return with_layers(PLANNERS[self.name].plan(batch, cluster, model, cost, self.options), cluster, cost, self.layers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoutingChoice:
+    """How transfers between nodes go over all NICs; see `layers.Layers`."""
+
+    when: When = "pays"
+    pieces: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemapChoice:
+    """How to balance tokens outside attention; see `layers.Layers` and `solvers.remap.solve`."""
+
+    when: RemapWhen = "always"
+    solver: Solver = "exact"
+    objective: Objective = "bottleneck"
+    sides: Sides = "both"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,14 +100,14 @@ class ClusterChoice:
 
 
 class DatasetConfig(BaseModel):
-    """Batches of lengths drawn from a known distribution."""
+    """Batches of lengths drawn from a known distribution, or from files."""
 
     model_config = STRICT
 
     name: str
-    """Data set of lengths, such as arxiv or github."""
-    tokens: int = Field(gt=0)
-    """Tokens of a batch."""
+    """Data set of lengths, such as arxiv or github; data codes; or a path to a corpus, JSONL, Parquet or Arrow."""
+    tokens: int | None = Field(default=None, gt=0)
+    """Tokens of a batch; data codes set their own."""
     batches: int = Field(default=1, gt=0)
     """Number of batches."""
     seed: int = 0
@@ -96,6 +133,12 @@ class RunConfig(BaseModel):
     """JSON file of lengths, relative to this file."""
     dataset: DatasetConfig | None = None
     """Or lengths drawn from a distribution."""
+    routing: When | RoutingChoice | None = None
+    """When transfers between nodes go over all NICs of both: always, pays (where Eq. 1 says so), never; or keys when, pieces (of a
+    transfer on each NIC). Default: the planner's own."""
+    remap: bool | RemapChoice | None = None
+    """Whether to balance tokens outside attention: true, false, or keys when (always, pays), solver, objective, sides. Default: the
+    planner's own."""
     backward: Policy = "keep"
     """`keep` holds received KV until backward; `replay` communicates it again and needs less memory."""
     agreement_every: int = Field(default=100, ge=1)
@@ -123,6 +166,12 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(f"{path}: source: {_unknown('source', _file_keys())}")
     if keys.get("planner") is not None:
         keys["planner"] = _planner_section(keys["planner"], path)
+    if keys.get("remap") is not None:
+        keys["remap"] = _remap_section(keys["remap"], path)
+    if isinstance(keys.get("routing"), dict):
+        keys["routing"] = RoutingChoice(**_given(RoutingChoice, cast("dict[str, Any]", keys["routing"]), str(path), "routing"))
+        if keys["routing"].pieces < 1:
+            raise ConfigError(f"{path}: routing.pieces: expected at least 1, got {keys['routing'].pieces}")
     if keys.get("cluster") is not None:
         keys["cluster"] = ClusterChoice(MappingProxyType(_section("cluster", keys["cluster"], path, "cluster")))
     if keys.get("model") is not None:
@@ -130,16 +179,25 @@ def load_config(path: str | Path) -> RunConfig:
     if isinstance(keys.get("lengths_file"), str):
         keys["lengths_file"] = path.parent / keys["lengths_file"]
     keys["source"] = str(path)
-    return cast("RunConfig", _validate(RunConfig, keys, str(path), "", known=_file_keys()))
+    config = cast("RunConfig", _validate(RunConfig, keys, str(path), "", known=_file_keys()))
+    if config.planner is None:
+        return config
+    layers = choose_layers(config.planner.name, config.routing, config.remap)
+    return config.model_copy(update={"planner": under_layers(config.planner, layers)})
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
     """Everything the run was told and every default it took, as plain data; written beside every result."""
     planner, cluster, model = config.planner, config.cluster, config.model
-    body = config.model_dump(exclude={"source", "planner", "cluster", "model"}, exclude_none=True, mode="json")
+    told = {"routing", "remap"} if planner is not None else set[str]()  # then the planner's layers say so
+    body = config.model_dump(exclude={"source", "planner", "cluster", "model"} | told, exclude_none=True, mode="json")
     sections: dict[str, Any] = {}
     if planner is not None:
         sections["planner"] = {"name": planner.name, **dataclasses.asdict(planner.options)}
+        layers = planner.layers
+        how = RemapChoice(layers.remap_when, layers.solver, layers.objective, layers.sides)
+        sections["routing"] = dataclasses.asdict(RoutingChoice(layers.routing, layers.pieces))
+        sections["remap"] = dataclasses.asdict(how) if layers.remap else False
     if cluster is not None:
         sections["cluster"] = dict(cluster.given)
     if model is not None:
@@ -152,8 +210,8 @@ def to_yaml(config: RunConfig) -> str:
     return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(resolved(config), sort_keys=False)
 
 
-def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner") -> PlannerChoice:
-    """The planner `name` with options checked against that planner's own dataclass.
+def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner", layers: Layers | None = None) -> PlannerChoice:
+    """The planner `name` with options checked against that planner's own dataclass, and with `layers` or the planner's own.
 
     Raises:
         ConfigError: no such planner or option, or a wrong type; `where` says in which file or option.
@@ -164,7 +222,31 @@ def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner") 
     keys = _given(options, given, where, "")
     if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
         raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
-    return PlannerChoice(name, options(**keys))
+    chosen = PlannerChoice(name, options(**keys), MappingProxyType(keys), PLANNERS[name].layers)
+    return under_layers(chosen, layers if layers is not None else chosen.layers)
+
+
+def choose_layers(name: str, routing: When | RoutingChoice | None = None, remapping: bool | RemapChoice | None = None) -> Layers:
+    """The layers around planner `name`: its own, but for what is given. A remap that is asked for is made whether it pays or not."""
+    layers = PLANNERS[name].layers
+    if isinstance(routing, RoutingChoice):
+        layers = dataclasses.replace(layers, routing=routing.when, pieces=routing.pieces)
+    elif routing is not None:
+        layers = dataclasses.replace(layers, routing=routing)
+    if remapping is None:
+        return layers
+    if not remapping:
+        return dataclasses.replace(layers, remap=False, remap_when="always")
+    how = remapping if isinstance(remapping, RemapChoice) else RemapChoice()
+    return dataclasses.replace(layers, remap=True, remap_when=how.when, solver=how.solver, objective=how.objective, sides=how.sides)
+
+
+def under_layers(choice: PlannerChoice, layers: Layers) -> PlannerChoice:
+    """`choice` with other layers, on which a planner's options `routed` and `remapped` count unless somebody set them."""
+    follow = {"routed": layers.routing != "never", "remapped": layers.remap}
+    names = {field.name for field in dataclasses.fields(choice.options)} - set(choice.given)
+    options = dataclasses.replace(choice.options, **{name: value for name, value in follow.items() if name in names})
+    return dataclasses.replace(choice, options=options, layers=layers)
 
 
 def load_cluster(name_or_path: str) -> ClusterChoice:
@@ -180,31 +262,6 @@ def load_model(name_or_path: str) -> Model:
 def names(section: Section) -> list[str]:
     """Names of the files shipped for a section."""
     return sorted(file.stem for file in (CONFIGS / section).glob("*.yaml"))
-
-
-def model_state_bytes(model: Model) -> float:
-    """Bytes of parameters, gradients and Adam's state of the whole model.
-
-    18 bytes a parameter in mixed precision: bf16 weight (2), fp32 gradient (4), fp32 master weight (4), two moments (8).
-    """
-    width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (2 * width + 2 * kv_width)
-    mlp = (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size * max(1, model.num_experts)
-    return 18.0 * (model.num_layers * (attention + mlp) + 2 * model.vocab_size * model.hidden_size)
-
-
-def activation_bytes_per_token(model: Model) -> float:
-    """Bytes that one token's forward pass keeps for backward, no recomputation, attention by a flash kernel.
-
-    Per layer, in elements: the inputs of both norms and of both blocks (4 hidden), query and attention output (2 H D), key and
-    value (2 G D), and the MLP's inner values (3 ffn when gated, else 2; once per expert a token visits). Plus fp32 logits and
-    their gradient.
-    """
-    width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    inner = (3 if model.gated_ffn else 2) * model.ffn_size * max(1, model.experts_per_token)
-    return float(
-        model.bytes_per_element * model.num_layers * (4 * model.hidden_size + 2 * width + 2 * kv_width + inner) + 8 * model.vocab_size
-    )
 
 
 def capacity(cluster: Cluster, model: Model) -> int:
@@ -266,6 +323,15 @@ def _planner_section(value: Any, file: Path) -> PlannerChoice:
         )
     checked = _given(PLANNERS[name].options, keys, str(file), where, ("name",))
     return choose_planner(name, checked, f"{file}: {where or 'planner'}")
+
+
+def _remap_section(value: Any, file: Path) -> bool | RemapChoice:
+    if isinstance(value, bool):
+        return value
+    known = ", ".join(field.name for field in dataclasses.fields(RemapChoice))
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: remap: expected true, false or keys such as {known}, got {_shown(value)}")
+    return RemapChoice(**_given(RemapChoice, cast("dict[str, Any]", value), str(file), "remap"))
 
 
 def _model(keys: Mapping[str, Any]) -> Model:

@@ -124,8 +124,8 @@ def _optional() -> list[Check]:
         _package("apex", "apex", "optional", "use the NGC PyTorch image, which has it, or build https://github.com/NVIDIA/apex"),
         _package("flash-attn", "flash-attn", "optional", "pip install --no-build-isolation flash-attn"),
         _package("gurobi", "gurobipy", "optional", "pip install 'megatron-balance[gurobi]'"),
-        _package("highs", "highspy", "optional", "pip install highspy"),
-        _package("or-tools", "ortools", "optional", "pip install ortools"),
+        _package("highs", "scipy", "optional", "pip install 'megatron-balance[highs]'"),
+        _package("or-tools", "ortools", "optional", "pip install 'megatron-balance[ortools]'"),
         _namespaces(),
     ]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_balance.config import (
     DEFAULT_CLUSTER,
@@ -14,22 +15,29 @@ from megatron_balance.config import (
     ClusterChoice,
     DatasetConfig,
     PlannerChoice,
+    RemapChoice,
+    RoutingChoice,
     RunConfig,
     capacity,
+    choose_layers,
     choose_planner,
     load_cluster,
     load_config,
     load_model,
     names,
     parse_yaml,
+    under_layers,
 )
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.layers import Layers, When
 from megatron_balance.planners import PLANNERS
 from megatron_balance.solvers.capacity import check_pool
+from megatron_balance.solvers.remap import Solver
 
+REMAP_SOLVERS = get_args(Solver)
 LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
 
 
@@ -58,6 +66,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="planner option; PLANNER.KEY=VALUE reaches one of several",
     )
     parser.add_argument(
+        "--routing",
+        choices=get_args(When),
+        help="send transfers between nodes over all NICs of both: always, where Eq. 1 of Zeppelin says it pays, or never "
+        f"(default: {_own(lambda layers: layers.routing)})",
+    )
+    parser.add_argument(
+        "--remap",
+        action=argparse.BooleanOptionalAction,
+        help="balance tokens outside attention, whatever attention needs "
+        f"(default: {_own(lambda layers: ('where it pays' if layers.remap_when == 'pays' else 'remap') if layers.remap else 'no remap')})",
+    )
+    parser.add_argument(
+        "--remap-solver",
+        choices=REMAP_SOLVERS,
+        help=f"what finds the remap's moves; all find equally good ones (default {Layers().solver})",
+    )
+    parser.add_argument(
         "--cluster", metavar="NAME|FILE", help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})"
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
@@ -65,7 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME|FILE", help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})")
     parser.add_argument("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens")
     parser.add_argument("--lengths-file", type=Path, metavar="FILE", help="JSON: [lengths] or [[lengths], ...], one list per batch")
-    parser.add_argument("--dataset", metavar="NAME", help="draw lengths from a known distribution")
+    parser.add_argument(
+        "--dataset", metavar="NAME|PATH", help="draw lengths from a known distribution, data codes, or the documents of a file or folder"
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="with --dataset: tokens of a batch")
     parser.add_argument("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
     parser.add_argument("--seed", type=int, metavar="S", help="with --dataset: seed (default 0)")
@@ -73,6 +100,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-rank", type=int, metavar="L", help="tokens a rank can hold (default: what the model leaves of its memory)"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win")
+
+
+def _own(what: Callable[[Layers], str]) -> str:
+    """What each planner does of its own: 'never; zeppelin: pays'."""
+    usual = what(Layers())
+    return "; ".join([usual, *(f"{name}: {what(p.layers)}" for name, p in PLANNERS.items() if what(p.layers) != usual)])
 
 
 def read(args: argparse.Namespace) -> Inputs:
@@ -153,8 +186,6 @@ def _dataset(args: argparse.Namespace, given: DatasetConfig | None) -> DatasetCo
             keys[key] = getattr(args, option)
     _positive("--tokens", keys.get("tokens"))
     _positive("--batches", keys.get("batches"))
-    if "tokens" not in keys:
-        raise ConfigError(f"--dataset {keys['name']} needs --tokens N, the tokens of a batch")
     return DatasetConfig(**keys)
 
 
@@ -181,11 +212,25 @@ def _planners(args: argparse.Namespace, config: RunConfig) -> list[PlannerChoice
     for name in wanted:
         keys: dict[str, Any] = {}
         if configured is not None and configured.name == name:
-            keys.update({f: getattr(configured.options, f) for f in PLANNERS[name].options.__dataclass_fields__})
+            keys.update(configured.given)
         if args.tokens_per_rank is not None:
             keys["tokens_per_rank"] = args.tokens_per_rank
-        chosen.append(choose_planner(name, keys | options[name], f"--planner {name}"))
+        choice = choose_planner(name, keys | options[name], f"--planner {name}")
+        chosen.append(under_layers(choice, _layers(args, config, name)))
+    if args.remap_solver is not None and not any(choice.layers.remap for choice in chosen):
+        raise ConfigError(f"--remap-solver {args.remap_solver} goes with a remap, which {', '.join(wanted)} leaves out; add --remap")
     return chosen
+
+
+def _layers(args: argparse.Namespace, config: RunConfig, name: str) -> Layers:
+    """The layers around a planner: its own, but for the configuration, but for the command line."""
+    routing, remap = config.routing, config.remap
+    if args.routing is not None:
+        routing = dataclasses.replace(routing, when=args.routing) if isinstance(routing, RoutingChoice) else args.routing
+    if args.remap is not None and not (args.remap and isinstance(remap, RemapChoice)):  # --remap keeps how the configuration does it
+        remap = args.remap
+    layers = choose_layers(name, routing, remap)
+    return layers if args.remap_solver is None else dataclasses.replace(layers, solver=args.remap_solver)
 
 
 def _options(given: Sequence[str], wanted: Sequence[str]) -> Mapping[str, dict[str, Any]]:
@@ -206,8 +251,7 @@ def _options(given: Sequence[str], wanted: Sequence[str]) -> Mapping[str, dict[s
 def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
     if choice.options.tokens_per_rank is not None:
         return choice
-    keys = {f: getattr(choice.options, f) for f in choice.options.__dataclass_fields__}
-    return PlannerChoice(choice.name, type(choice.options)(**{**keys, "tokens_per_rank": default}))
+    return dataclasses.replace(choice, options=dataclasses.replace(choice.options, tokens_per_rank=default))
 
 
 def _check_room(batches: Sequence[Batch], cluster: Cluster, tokens_per_rank: int, *, assumed: bool) -> None:

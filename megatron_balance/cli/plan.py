@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,11 +23,13 @@ T = TypeVar("T")
 
 PER_RANK = (
     ("tokens", "tokens_per_rank"),
+    ("  in attention", "attention_tokens_per_rank"),
     ("attention pairs", "attention_pairs_per_rank"),
     ("KV tokens received", "kv_tokens_received_per_rank"),
     ("  of these, inter-node", "kv_tokens_received_inter_node_per_rank"),
     ("query tokens received", "query_tokens_received_per_rank"),
     ("partial outputs received", "partial_tokens_received_per_rank"),
+    ("remapped tokens received", "remap_tokens_received_per_rank"),
 )
 
 
@@ -59,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
     runs = [_run_planner(choice, given, verify=args.verify) for choice in given.planners]
     if args.out:
         planfile.write(args.out, [plan for plan, _ in runs[0]], given.config.backward)
-    reports = {
-        choice.name: _report(choice.name, given, [r for _, r in results]) for choice, results in zip(given.planners, runs, strict=True)
-    }
+    reports = {choice.name: _report(choice, given, [r for _, r in results]) for choice, results in zip(given.planners, runs, strict=True)}
     if args.json:
         document = next(iter(reports.values())) if len(reports) == 1 else {"num_ranks": given.cluster.num_ranks, "planners": reports}
         print(json.dumps(document))
@@ -72,18 +73,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_planner(choice: PlannerChoice, given: inputs.Inputs, *, verify: bool) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
     from megatron_balance.cost.analytic import AnalyticCost
-    from megatron_balance.planners import PLANNERS
     from megatron_balance.schedules.figures import figures
 
-    planner, cost = PLANNERS[choice.name], AnalyticCost(given.cluster, given.model)
+    cost = AnalyticCost(given.cluster, given.model)
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []
     for batch in _progress(given.batches, choice.name):
         start = time.perf_counter()
-        plan = planner.plan(batch, given.cluster, given.model, cost, choice.options)
+        plan = choice.plan(batch, given.cluster, given.model, cost)
         plan_ms = 1e3 * (time.perf_counter() - start)
         verified = _verified(plan, given, len(results)) if verify else None
         result: dict[str, Any] = {
-            **figures(plan, given.model),
+            **figures(plan, given.model, given.cluster.ranks_per_nic),
             "plan_ms": plan_ms,
             "verified": verified,
             "fingerprint": plan.fingerprint(),
@@ -101,9 +101,11 @@ def _verified(plan: MicrobatchPlan, given: inputs.Inputs, batch: int) -> bool:
     return True
 
 
-def _report(planner: str, given: inputs.Inputs, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _report(choice: PlannerChoice, given: inputs.Inputs, results: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "planner": planner,
+        "planner": choice.name,
+        "routing": choice.layers.routing,
+        "remapping": choice.layers.remap,
         "num_ranks": given.cluster.num_ranks,
         "ranks_per_node": given.cluster.node_size,
         "cluster": given.cluster.name,
@@ -160,13 +162,29 @@ def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
             table.add_column(column, justify="left" if not column else "right")
         results = report["results"]
         for label, key in PER_RANK:
-            _add_row(table, label, [result[key] for result in results])
+            if key != "attention_tokens_per_rank" or any(result[key] != result["tokens_per_rank"] for result in results):
+                _add_row(table, label, [result[key] for result in results])
         for label, key in (("MB received", "total"), ("  of these, inter-node", "inter_node")):
-            _add_row(
-                table, label, [[num_bytes / 1e6 for num_bytes in result["bytes_received_per_rank"][key]] for result in results], decimals=1
-            )
+            _add_row(table, label, [_megabytes(result["bytes_received_per_rank"][key]) for result in results], decimals=1)
+        _add_row(table, "MB sent by each NIC", [_megabytes(list(chain(*result["bytes_sent_per_nic"]))) for result in results], decimals=1)
         console.print(table)
+        for line in _layer_lines(report, results):
+            console.print(line)
         console.print(f"planned in {report['summary']['plan_ms']:.2f} ms; {_verdict([result['verified'] for result in results])}")
+
+
+def _layer_lines(report: dict[str, Any], results: list[dict[str, Any]]) -> Iterable[str]:
+    """What the remap and the routing do, where they do anything."""
+    moved, routed = (fmean(values) for values in ([r["remap"]["tokens_moved"] for r in results], [r["routed_transfers"] for r in results]))
+    if moved:
+        inter_node = fmean(r["remap"]["tokens_moved_inter_node"] for r in results)
+        yield f"remap: {_plain(moved)} tokens have another rank for attention, {_plain(inter_node)} of them on another node"
+    if routed:
+        yield f"routing {report['routing']}: {_plain(routed)} transfers between nodes go over all NICs"
+
+
+def _megabytes(num_bytes: Sequence[int]) -> list[float]:
+    return [value / 1e6 for value in num_bytes]
 
 
 def _add_row(table: Any, label: str, batches: list[list[float]], decimals: int = 0) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.core.plan import FORMAT, MicrobatchPlan, from_json, to_json
-from megatron_balance.core.program import Program
+from megatron_balance.core.program import Exchange, Program
 from megatron_balance.core.text import parse, text
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.passes.transpose import Policy
@@ -127,7 +127,23 @@ def prove_entry(entry: Entry, policy: Policy) -> int:
         from megatron_balance.passes.verify import verify
 
         verify(program)
+        _check_routes(plan, program)
     return num_ops
+
+
+def _check_routes(plan: MicrobatchPlan, program: Program) -> None:
+    """The program written takes the plan's routes; it would compute the same by any others, or by none."""
+    from megatron_balance.schedules import expand
+
+    planned = expand(plan, cast("Policy | None", program.policy))
+    for phase in ("forward", "backward"):
+        theirs, ours = ([op for op in getattr(p, phase) if isinstance(op, Exchange)] for p in (program, planned))
+        for wrote, meant in zip(theirs, ours, strict=False):
+            if wrote.routes != meant.routes:
+                raise InvalidProgramError(
+                    f"the program written is not the plan's: {phase} exchange {wrote.id} is routed {wrote.routes!r:.80}, "
+                    f"planned {meant.routes!r:.80}"
+                )
 
 
 def _check_same(plan: MicrobatchPlan, program: Program) -> None:

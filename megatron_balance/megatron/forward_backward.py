@@ -56,7 +56,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         rows = exchange(mine, shared, planned.plans, pool, tensor_parallel)
         if not forward_only:
             _count_flops(shared, pool.readers[pool.replicas[pool.rank]])
-        microbatches = _Microbatches(job, planned.plans, rows, tensor_parallel.size)
+        microbatches = _Microbatches(job, planned.plans, rows)
         result = inner(
             forward_step_func=forward_step,
             data_iterator=microbatches,
@@ -75,10 +75,9 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
 class _Microbatches(Iterator[PlannedMicrobatch]):
     """The step's microbatches, each bound when the schedule asks for it."""
 
-    def __init__(self, job: session.Session, plans: Sequence[MicrobatchPlan], rows: Sequence[torch.Tensor], multiple: int) -> None:
+    def __init__(self, job: session.Session, plans: Sequence[MicrobatchPlan], rows: Sequence[torch.Tensor]) -> None:
         self._job = job
         self._left = iter(list(zip(plans, rows, strict=True)))
-        self._multiple = multiple
         self.bounds: list[Bound] = []
 
     def __next__(self) -> PlannedMicrobatch:
@@ -95,7 +94,7 @@ class _Microbatches(Iterator[PlannedMicrobatch]):
             kernel=job.config.kernel,
         )
         self.bounds.append(bound)
-        return assemble(rows, bound, self._multiple)
+        return assemble(rows, bound, job.row_multiple)
 
 
 def assemble(rows: torch.Tensor, bound: Bound, multiple: int) -> PlannedMicrobatch:

@@ -58,7 +58,7 @@ class StepLog:
         self._file: IO[str] | None = None
         self._begun: float | None = None
         self._ran: Ran | None = None
-        self._setup: tuple[Pool, Model, AnalyticCost] | None = None
+        self._setup: tuple[Pool, Model, AnalyticCost] | None = None  # the cost model's cluster is the pool's
         self._writes = args.rank == 0
         if args.balance_log and self._writes:
             folder = Path(args.balance_log)
@@ -125,7 +125,7 @@ class StepLog:
     def _figures(self, ran: Ran) -> Json:
         assert self._setup is not None
         pool, model, cost = self._setup
-        each = [figures(plan, model) for plan in ran.planned.plans]
+        each = [figures(plan, model, cost.cluster.ranks_per_nic) for plan in ran.planned.plans]
         tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
         pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
         seconds = [
@@ -141,6 +141,11 @@ class StepLog:
             "kv_tokens_received": float(sum(np.mean(f["kv_tokens_received_per_rank"]) for f in each)),
             "kv_tokens_received_inter_node": float(sum(np.mean(f["kv_tokens_received_inter_node_per_rank"]) for f in each)),
             "zones": _zones(ran.planned),
+            "remapped_tokens": sum(f["remap"]["tokens_moved"] for f in each),
+            "remapped_tokens_inter_node": sum(f["remap"]["tokens_moved_inter_node"] for f in each),
+            "routed_transfers": sum(f["routed_transfers"] for f in each),
+            "bytes_sent_per_nic": np.sum([f["bytes_sent_per_nic"] for f in each], axis=0).tolist(),
+            "bytes_received_per_nic": np.sum([f["bytes_received_per_nic"] for f in each], axis=0).tolist(),
             # Compute only: neither transfers nor what surrounds the layers.
             "predicted_ms": 1e3 * FORWARD_AND_BACKWARD * model.num_layers * sum(seconds),
         }
@@ -212,15 +217,18 @@ def _number(value: float | torch.Tensor | None) -> float | None:
 
 def _scalars(record: Json) -> list[tuple[str, float]]:
     flat = [(f"{name}/{part}", value) for name in ("imbalance_before", "imbalance_after") for part, value in record[name].items()]
-    names = ("kv_tokens_received", "kernel_calls", "plan_ms", "plan_wait_ms", "step_ms", "predicted_ms", "num_sequences", "num_tokens")
+    names = (
+        *("kv_tokens_received", "remapped_tokens", "routed_transfers", "kernel_calls", "num_sequences", "num_tokens"),
+        *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),
+    )
     return [(f"balance/{name}", float(value)) for name, value in [*flat, *((n, record[n]) for n in names)]]
 
 
 def _log_line(record: Json) -> None:
     before_, after = record["imbalance_before"], record["imbalance_after"]
     log.info(
-        "step %d: %s, %d sequences, %d tokens, imbalance tokens %.3f -> %.3f, attention %.3f -> %.3f, "
-        "plan %.1f ms (waited %.1f), step %.0f ms (predicted compute %.2f)",
+        "step %d: %s, %d sequences, %d tokens, imbalance tokens %.3f -> %.3f, attention %.3f -> %.3f, %d tokens remapped, "
+        "%d transfers routed, plan %.1f ms (waited %.1f), step %.0f ms (predicted compute %.2f)",
         record["step"],
         record["planner"],
         record["num_sequences"],
@@ -229,6 +237,8 @@ def _log_line(record: Json) -> None:
         after["tokens"],
         before_["attention"],
         after["attention"],
+        record["remapped_tokens"],
+        record["routed_transfers"],
         record["plan_ms"],
         record["plan_wait_ms"],
         record["step_ms"],

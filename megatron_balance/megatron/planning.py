@@ -55,10 +55,10 @@ class StepPlanner:
             full = tokens_per_rank(job.args.seq_length, job.args.micro_batch_size, job.args.context_parallel_size)
             # A planner that may place tokens unevenly says by how much: what a rank must have memory for, whatever the batch.
             self._options["tokens_per_rank"] = int(full * self._options.get("slack", 1.0))
-        self._plan = make_planner(self._name, job.cluster(), job.model(), **self._options)
-        self._ahead = (
-            PlanAhead(PlanSpec(self._name, job.cluster(), job.model(), self._options)) if ahead and job.train_data is not None else None
-        )
+        layers = dataclasses.replace(job.config.planner.layers, align=job.row_multiple)
+        spec = PlanSpec(self._name, job.cluster(), job.model(), layers, self._options)
+        self._plan = make_planner(spec.name, spec.cluster, spec.model, spec.layers, **spec.options)
+        self._ahead = PlanAhead(spec) if ahead and job.train_data is not None else None
         self._submitted: set[tuple[int, int]] = set()
         self._last: tuple[tuple[tuple[int, ...], ...], PlannedStep] | None = None
         self._steps = 0

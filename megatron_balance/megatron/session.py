@@ -7,6 +7,7 @@ state of ours; plans are not in it, they travel with their microbatch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,12 +75,19 @@ class Session:
         """Of queries, keys and values."""
         return self.args.params_dtype
 
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a rank are a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
+        return self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
+
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
         choice = self.config.cluster
-        if choice is not None:
-            return choice.build(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node)
-        return Cluster(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node, name="job")
+        if choice is None:
+            return Cluster(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node, name="job")
+        return of_pool(
+            choice.build(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node), self.args.tensor_model_parallel_size
+        )
 
     def model(self) -> Model:
         """The model as planners see it: one tensor-parallel rank's share of heads and MLP, since that is what a rank computes."""
@@ -124,6 +132,14 @@ class Session:
         for planner in self._planners.values():
             planner.close()
         self.steps.close()
+
+
+def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
+    """`cluster`, whose links are those of GPUs, for a pool of which every node holds one rank of each `tensor_parallel` neighbours."""
+    peers = min(tensor_parallel, cluster.ranks_per_nic)
+    return dataclasses.replace(
+        cluster, ranks_per_nic=max(1, cluster.ranks_per_nic // tensor_parallel), nic_bytes_per_s=cluster.nic_bytes_per_s / peers
+    )
 
 
 _current: list[Session] = []

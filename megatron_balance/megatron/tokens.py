@@ -21,6 +21,7 @@ from megatron_balance.megatron.groups import Pool
 from megatron_balance.passes.atoms import ranges
 from megatron_balance.passes.tables import Ints
 from megatron_balance.schedules import layout
+from megatron_balance.schedules.layouts import RANK, SEQ, START, STOP, layouts
 
 COLUMNS = 3
 """token, label, and the loss mask's bits."""
@@ -168,15 +169,17 @@ def _sends(mine: Sequence[Sequences], shared: PoolLengths, plans: Sequence[Micro
     if not mine:
         return [0] * pool.size, np.empty(0, dtype=np.int64)
     starts = _starts(shared, pool.rank)
-    counts, index = [0] * pool.size, [np.empty(0, dtype=np.int64)]
-    for destination in range(pool.size):
-        for plan, owners, start in zip(plans, shared.owners, starts, strict=True):
-            rows = layout(plan, destination)
-            rows = rows[owners[rows[:, 0]] == pool.rank]
-            _, tokens = ranges(start[rows[:, 0]] + rows[:, 1], start[rows[:, 0]] + rows[:, 2])
-            counts[destination] += len(tokens)
-            index.append(tokens)
-    return counts, np.concatenate(index)
+    counts = np.zeros(pool.size, dtype=np.int64)
+    parts, destinations = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for plan, owners, start in zip(plans, shared.owners, starts, strict=True):
+        rows = layouts(plan)
+        rows = rows[owners[rows[:, SEQ]] == pool.rank]
+        row, tokens = ranges(start[rows[:, SEQ]] + rows[:, START], start[rows[:, SEQ]] + rows[:, STOP])
+        parts.append(tokens)
+        destinations.append(rows[row, RANK])
+        counts += np.bincount(destinations[-1], minlength=pool.size)
+    order = np.argsort(np.concatenate(destinations), kind="stable")
+    return counts.tolist(), np.concatenate(parts)[order]
 
 
 def _starts(shared: PoolLengths, rank: int) -> list[Ints]:

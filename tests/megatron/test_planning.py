@@ -16,7 +16,7 @@ pytest.importorskip("megatron.training")
 import torch
 from megatron.core import num_microbatches_calculator
 
-from megatron_balance.config import PlannerChoice
+from megatron_balance.config import choose_planner
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
 from megatron_balance.cost.analytic import AnalyticCost
@@ -24,11 +24,12 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.megatron import log, planning
 from megatron_balance.megatron.groups import Pool, node_size
 from megatron_balance.megatron.log import before, together
+from megatron_balance.megatron.session import of_pool
 from megatron_balance.megatron.tokens import PoolLengths, mask_of
 from megatron_balance.passes.atoms import ranges
-from megatron_balance.planners import PLANNERS
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
+from megatron_balance.schedules.layouts import layouts
 
 pytestmark = pytest.mark.megatron
 
@@ -49,10 +50,11 @@ class Data:
 
 
 def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
-    config = SimpleNamespace(planner=PlannerChoice(planner, PLANNERS[planner].options()), agreement_every=100)
+    config = SimpleNamespace(planner=choose_planner(planner, {}), agreement_every=100)
     usual = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 1, "consumed_train_samples": 0}
     return SimpleNamespace(
         config=config,
+        row_multiple=1,
         args=argparse.Namespace(**{**usual, **args}),
         train_data=data,
         pool=SimpleNamespace(groups=single(), num_replicas=1),
@@ -116,6 +118,24 @@ def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
     assert planner.plan(((24, 24),)).plans[0].num_tokens == 48  # zeppelin's slack of 1.5 over 16 x 2 tokens
     with pytest.raises(InfeasibleError, match="49 tokens"):
         planner.plan(((24, 25),))
+
+
+def test_under_sequence_parallelism_ranks_hold_multiples_of_its_size() -> None:
+    work = job(None, seq_length=512)
+    work.cluster = lambda: Cluster(num_ranks=4, ranks_per_node=2)
+    work.row_multiple = 2
+    (plan,) = planning.StepPlanner(work, ahead=False).plan(((300, 140, 20, 7),)).plans
+    rows = layouts(plan)
+    counts = np.bincount(rows[:, 0], rows[:, 3] - rows[:, 2], 4)
+    assert sorted(counts % 2) == [0, 0, 0, 1]  # 467 tokens: one rank has the odd one
+    assert counts.max() - counts.min() <= 2
+
+
+def test_a_pool_shares_its_nics_with_tensor_parallel_peers() -> None:
+    gpus = Cluster(num_ranks=16, ranks_per_node=8, ranks_per_nic=4, nic_bytes_per_s=40e9)
+    seen = {size: of_pool(gpus, size) for size in (1, 2, 4, 8)}
+    assert {size: cluster.ranks_per_nic for size, cluster in seen.items()} == {1: 4, 2: 2, 4: 1, 8: 1}
+    assert {size: cluster.nic_bytes_per_s for size, cluster in seen.items()} == {1: 40e9, 2: 20e9, 4: 10e9, 8: 10e9}
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,21 @@ def validation_losses(log: str) -> list[float]:
 
 def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tmp_path: Path) -> None:
     steps, saved, killed = 9, 4, 6
-    whole = train(2, "zeppelin", {"train-iters": steps}, config=TWO_NODES)
+    planner = {"name": "zeppelin", "slack": 1.0}
+    config = {**TWO_NODES, "routing": {"when": "always", "pieces": 2}, "remap": True}
+    whole = train(4, planner, {"train-iters": steps}, config=config)
+    assert min(sum(whole.column("remapped_tokens")), sum(whole.column("routed_transfers"))) > 0
     saving = {"train-iters": steps, "ckpt-format": "torch_dist", "save": tmp_path, "load": tmp_path, "save-interval": saved}
 
     def ended_by_kill(result: Result) -> None:
         assert set(result.codes) == {SIGKILL}, result.tail(result.failed or 0)
 
-    first = train(2, "zeppelin", saving, config=TWO_NODES, kill_after=killed, expect=ended_by_kill)
+    first = train(4, planner, saving, config=config, kill_after=killed, expect=ended_by_kill)
     assert killed <= len(first.steps) < steps
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
         assert first.column(name) == whole.column(name)[: len(first.steps)], f"{name} before the kill"
-    elsewhere = train(4, "te_ring", {**saving, "save": None}, config=TWO_NODES)
-    resumed = train(2, "zeppelin", saving, config=TWO_NODES)
+    elsewhere = train(2, "te_ring", {**saving, "save": None}, config=TWO_NODES)
+    resumed = train(4, planner, saving, config=config)
     for run in (elsewhere, resumed):
         assert run.column("step") == list(range(saved + 1, steps + 1))
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
@@ -54,8 +57,10 @@ def test_evaluation_is_planned_too(train: Train) -> None:
 
 def test_plans_made_ahead_are_the_plans_made_on_the_spot(train: Train) -> None:
     flags = {"train-iters": 8}
-    on_the_spot = train(2, "zeppelin", flags, config=TWO_NODES)
-    ahead = train(2, "zeppelin", flags, config={**TWO_NODES, "plan_ahead": True})
+    config = {"cluster": {"ranks_per_node": 1}, "remap": {"objective": "total", "sides": "send"}}
+    on_the_spot = train(2, "zeppelin", flags, config=config)
+    ahead = train(2, "zeppelin", flags, config={**config, "plan_ahead": True})
+    assert sum(ahead.column("remapped_tokens")) > 0
     for name in ("loss", "grad_norm", "fingerprint"):
         assert ahead.column(name) == on_the_spot.column(name)
     assert on_the_spot.column("plan_wait_ms") == on_the_spot.column("plan_ms")
@@ -145,6 +150,7 @@ def test_steps_are_logged_with_their_keys(train: Train) -> None:
     run = train(2, "zeppelin", {"train-iters": 2}, config=TWO_NODES)
     expected = {
         *("step", "loss", "grad_norm", "planner", "num_sequences", "num_tokens", "imbalance_before", "imbalance_after"),
+        *("remapped_tokens", "routed_transfers", "bytes_sent_per_nic", "bytes_received_per_nic"),
         *("kv_tokens_received", "kernel_calls", "plan_ms", "plan_wait_ms", "step_ms", "predicted_ms", "fingerprint"),
     }
     for step in run.steps:

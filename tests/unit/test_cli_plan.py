@@ -23,6 +23,12 @@ RESULT_KEYS = {
     "query_tokens_received_per_rank",
     "partial_tokens_received_per_rank",
     "bytes_received_per_rank",
+    "attention_tokens_per_rank",
+    "remap_tokens_received_per_rank",
+    "bytes_sent_per_nic",
+    "bytes_received_per_nic",
+    "routed_transfers",
+    "remap",
     "imbalance",
     "num_microbatches",
     "plan_ms",
@@ -137,6 +143,50 @@ def test_option_of_one_of_several_planners(run):
     assert code == 0
 
 
+def layers_of(run, options: str) -> tuple[str, bool, int, int]:
+    """Routing, remapping, and what comes of them."""
+    code, out, err = run(f"plan --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --json --verify {options}")
+    assert code == 0, err
+    report = json.loads(out)
+    (result,) = report["results"]
+    return report["routing"], report["remapping"], result["routed_transfers"], result["remap"]["tokens_moved"]
+
+
+def test_layers_are_the_planners_own_or_as_told(run, tmp_path):
+    assert layers_of(run, "--planner te_ring") == ("never", False, 0, 0)
+    assert layers_of(run, "--planner zeppelin")[:2] == ("pays", True)
+    assert layers_of(run, "--planner zeppelin --remap")[3] > 0
+    assert layers_of(run, "--planner zeppelin --routing never --no-remap") == ("never", False, 0, 0)
+    routing, remapping, routed, moved = layers_of(run, "--planner te_ring --routing always --remap --remap-solver exact")
+    assert (routing, remapping) == ("always", True)
+    assert routed > 0
+    assert moved > 0
+    path = tmp_path / "run.yaml"
+    path.write_text("planner: te_ring\nrouting: always\nremap: {sides: send}\n")
+    assert layers_of(run, f"--config {path}")[:2] == ("always", True)
+    assert layers_of(run, f"--config {path} --routing never --no-remap")[:2] == ("never", False)
+
+
+def test_remapped_tokens_are_even_and_routed_bytes_take_every_nic(run):
+    command = (
+        f"plan --planner zeppelin --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --tokens-per-rank 1024 --routing always --remap --json"
+    )
+    (result,) = json.loads(run(command)[1])["results"]
+    assert max(result["tokens_per_rank"]) - min(result["tokens_per_rank"]) <= 1
+    assert result["imbalance"]["tokens"] < 1.01 < max(result["attention_tokens_per_rank"]) / (5046 / 8)
+    assert all(0 < min(node) >= 0.99 * max(node) for node in result["bytes_sent_per_nic"])
+
+
+def test_table_says_what_the_layers_do(run):
+    inputs = f"--ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS}"
+    _, out, _ = run(f"plan --planner zeppelin {inputs} --routing always --remap")
+    for words in ("in attention", "remapped tokens received", "MB sent by each NIC", "have another rank for attention", "routing always:"):
+        assert words in out
+    _, out, _ = run(f"plan --planner te_ring --ranks 8 --ranks-per-node 4 --lengths {LENGTHS}")
+    assert "in attention" not in out
+    assert "routing" not in out
+
+
 def test_capacity_equal_to_the_average_is_legal(run):
     code, out, _ = run("plan --planner zeppelin --ranks 4 --tokens-per-rank 1024 --lengths 2048,1024,1024 --json --verify")
     assert code == 0
@@ -172,6 +222,19 @@ def test_capacity_equal_to_the_average_is_legal(run):
             "--planner zeppelin --lengths 4 -o te_ring.tokens_per_rank=4",
             "planner 'te_ring' is not among the planners of this run: zeppelin",
         ),
+        (
+            "--planner te_ring --lengths 4 --remap-solver highs",
+            "--remap-solver highs goes with a remap, which te_ring leaves out; add --remap",
+        ),
+        (
+            "--planner te_ring --lengths 4 --remap-solver gurob",
+            "argument --remap-solver: invalid choice: 'gurob' (choose from 'exact', 'gurobi'",
+        ),
+        (
+            "--planner te_ring --lengths 4 --routing sometimes",
+            "argument --routing: invalid choice: 'sometimes' (choose from 'always', 'pays', 'never')",
+        ),
+        ("--planner te_ring --lengths 4 --remp", "plan: unknown option '--remp'; did you mean '--remap'?"),
         ("--planner te_ring --planner te_ring --lengths 4", "--planner te_ring is given twice"),
         ("--planner te_ring --planner zeppelin --lengths 4 --out p.json", "--out p.json holds the plans of one planner"),
         ("--planner te_ring --lengths 4 --out nowhere/p.json", "--out nowhere/p.json: cannot be written: No such file or directory"),

@@ -59,7 +59,7 @@ def test_dropping_any_line_of_the_program_is_found(plan_file, capsys):
     for dropped in (number for number, line in enumerate(lines) if line != "forward"):  # a heading that reading does without
         change(plan_file, program=lines[:dropped] + lines[dropped + 1 :])
         code, out, err = verify(plan_file, capsys)
-        # A missing op or transfer is a program that computes something else (1); a missing header cannot be read (2).
+        # A missing op, transfer or route is a program that is not the planned one (1); a missing header cannot be read (2).
         assert code in (1, 2), lines[dropped]
         assert err
         assert out == ""
@@ -131,9 +131,9 @@ def test_long_program_is_left_out_and_the_plan_still_proved(tmp_path, capsys, mo
         ("{", "not JSON"),
         ("[1]", "not a plan"),
         ("{}", "not a plan of this version"),
-        ('{"format": "megatron-balance plan 1"}', "damaged plan"),
+        ('{"format": "megatron-balance plan 2"}', "damaged plan"),
         ('{"format": "megatron-balance plans 1", "plans": []}', "holds no plans"),
-        ('{"format": "megatron-balance plan 1", "program": 3}', "program: expected a list of lines or null"),
+        ('{"format": "megatron-balance plan 2", "program": 3}', "program: expected a list of lines or null"),
     ],
 )
 def test_unreadable_file_is_one_line_and_exit_code_2(tmp_path, capsys, content, expected):

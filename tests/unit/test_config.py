@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
 
 from megatron_balance.config import (
     CONFIGS,
+    RemapChoice,
     RunConfig,
-    activation_bytes_per_token,
     capacity,
     choose_planner,
     load_cluster,
     load_config,
     load_model,
-    model_state_bytes,
     names,
     resolved,
     to_yaml,
 )
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
+from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.errors import ConfigError
+from megatron_balance.layers import Layers
 
 CLUSTERS = ["a800", "a800-ib", "emulated", "h100", "h200", "h800"]
 MODELS = [
@@ -128,6 +129,53 @@ def test_a_planner_is_a_name_or_a_section_with_a_name(write):
     assert type(short.options) is type(long.options)
 
 
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("planner: zeppelin", Layers(routing="pays", remap=True, remap_when="pays")),
+        ("planner: zeppelin\nremap: true\nrouting: {when: always, pieces: 2}", Layers(routing="always", remap=True, pieces=2)),
+        ("planner: te_ring\nremap: {when: pays}", Layers(remap=True, remap_when="pays")),
+        ("planner: te_ring", Layers()),
+        ("planner: te_ring\nrouting: always\nremap: true", Layers(routing="always", remap=True)),
+        ("planner: zeppelin\nrouting: never\nremap: false", Layers()),
+        ("planner: te_ring\nremap: {solver: highs, sides: send}", Layers(remap=True, solver="highs", sides="send")),
+        ("planner: zeppelin\nremap: {objective: total}", Layers(routing="pays", remap=True, objective="total")),
+    ],
+)
+def test_layers_are_the_planners_own_unless_given_and_are_written_out(write, text, layers):
+    config = load_config(write(text))
+    assert config.planner is not None
+    assert config.planner.layers == layers
+    again = load_config(write(to_yaml(config), "again.yaml"))
+    assert resolved(again) == resolved(config)
+    assert again.planner is not None
+    assert again.planner.layers == layers
+    written = resolved(config)
+    assert written["routing"] == {"when": layers.routing, "pieces": layers.pieces}
+    how = {"when": layers.remap_when, "solver": layers.solver, "objective": layers.objective, "sides": layers.sides}
+    assert written["remap"] == (how if layers.remap else False)
+
+
+def test_a_planner_prices_the_layers_that_a_run_has_unless_told_otherwise(write):
+    def options(text):
+        config = load_config(write(text))
+        assert config.planner is not None
+        return config.planner.options
+
+    assert (options("planner: zeppelin").routed, options("planner: zeppelin").remapped) == (True, True)
+    bare = options("planner: zeppelin\nrouting: never\nremap: false")
+    assert (bare.routed, bare.remapped) == (False, False)
+    told = options("planner: {name: zeppelin, routed: true}\nrouting: never\nremap: false")
+    assert (told.routed, told.remapped) == (True, False)
+
+
+def test_keys_of_a_remap_are_those_of_its_layer():
+    own, layer = RemapChoice(), Layers()
+    for name in ("solver", "objective", "sides"):
+        assert getattr(own, name) == getattr(layer, name)
+        assert get_type_hints(RemapChoice)[name] == get_type_hints(Layers)[name]
+
+
 def test_a_section_in_another_file_is_found_relative_to_the_file_that_names_it(write, tmp_path):
     (tmp_path / "parts").mkdir()
     write("base: a800\nnum_ranks: 16\n", "parts/mine.yaml")
@@ -188,9 +236,17 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("cluster: {base: 3}", "DIR/run.yaml: cluster.base: expected a name or a path to a YAML, got 3"),
         ("backward: kep", "DIR/run.yaml: backward: expected 'keep' or 'replay', got 'kep'"),
         ("plan_ahead: yes", "DIR/run.yaml: plan_ahead: expected true or false, got 'yes'"),
+        ("routing: sometimes", "DIR/run.yaml: routing: expected 'always', 'pays' or 'never', got 'sometimes'"),
+        ("routings: always", "DIR/run.yaml: routings: unknown key, did you mean 'routing'?"),
+        ("planner: te_ring\nrouting: {pieces: 0}", "DIR/run.yaml: routing.pieces: expected at least 1, got 0"),
+        ("planner: te_ring\nrouting: {piece: 2}", "DIR/run.yaml: routing.piece: unknown key, did you mean 'pieces'?"),
+        ("remap: yes", "DIR/run.yaml: remap: expected true, false or keys such as when, solver, objective, sides, got 'yes'"),
+        ("remap: {solvr: exact}", "DIR/run.yaml: remap.solvr: unknown key, did you mean 'solver'?"),
+        ("remap: {solver: gurob}", "DIR/run.yaml: remap.solver: expected 'exact', 'gurobi', 'highs' or 'ortools', got 'gurob'"),
+        ("remap: {sides: receive}", "DIR/run.yaml: remap.sides: expected 'send' or 'both', got 'receive'"),
         ("agreement_every: 0", "DIR/run.yaml: agreement_every: expected at least 1, got 0"),
-        ("dataset: {name: arxiv}", "DIR/run.yaml: dataset.tokens: missing"),
-        ("dataset: {name: arxiv, token: 4}", "DIR/run.yaml: dataset.tokens: missing"),
+        ("dataset: {tokens: 4}", "DIR/run.yaml: dataset.name: missing"),
+        ("dataset: {name: arxiv, token: 4}", "DIR/run.yaml: dataset.token: unknown key, did you mean 'tokens'?"),
         ("dataset: {name: arxiv, tokens: 4, sed: 1}", "DIR/run.yaml: dataset.sed: unknown key, did you mean 'seed'?"),
         ("lengths: [1, a]", "DIR/run.yaml: lengths.1: expected a whole number, got 'a'"),
         ("planner: te_ring\nplanner: zeppelin", "DIR/run.yaml:2: not valid YAML: key 'planner' is given twice"),

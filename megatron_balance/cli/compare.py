@@ -1,0 +1,105 @@
+"""`megatron-balance compare`: planners side by side on the same batches: step time, speedup, balance, memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from megatron_balance.cli import inputs, laboratory
+from megatron_balance.errors import ConfigError
+from megatron_balance.planners import PLANNERS
+
+BASELINE = "te_ring"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `compare`."""
+    parser = subparsers.add_parser("compare", help="planners side by side: step time, speedup, balance, memory", description=__doc__)
+    inputs.add_options(parser)
+    laboratory.add_options(parser)
+    parser.add_argument("--baseline", metavar="NAME", help=f"speedups are over this planner (default {BASELINE}, else the first)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and simulate every batch by every planner: all there are, unless some are named.
+
+    Raises:
+        BalanceError: a user's mistake, or a batch that does not fit.
+    """
+    if not args.planner:
+        args.planner = list(PLANNERS)
+    given = inputs.read(args)
+    baseline = args.baseline or (BASELINE if BASELINE in args.planner else args.planner[0])
+    if baseline not in args.planner:
+        raise ConfigError(f"--baseline {baseline} is not among the planners of this run: {', '.join(args.planner)}")
+    bench = laboratory.bench(args, given)
+    rows, left_out = _rows(bench, given, explicit=len(args.planner) < len(PLANNERS))
+    base = next((row for row in rows if row["planner"] == baseline), None)
+    if base is None:
+        raise ConfigError(f"--baseline {baseline} cannot plan this batch: {left_out[baseline]}")
+    for row in rows:
+        row["speedup"] = base["step_s"] / row["step_s"]
+    if args.json:
+        print(json.dumps({"rows": rows, "baseline": baseline, "left_out": left_out, "kind": "simulated", **bench.described()}))
+    else:
+        _show(rows, left_out, baseline, bench)
+    return 0
+
+
+def _rows(bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """A row for each planner; of planners that nobody named, one that cannot place the batch is left out, with its reason."""
+    from megatron_balance.errors import InfeasibleError
+
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for choice in given.planners:
+        try:
+            planned = bench.plan(choice)
+        except InfeasibleError as error:
+            if explicit:
+                raise
+            left_out[choice.name] = str(error)
+            continue
+        report = bench.simulate(planned)
+        rows.append(
+            {
+                "planner": choice.name,
+                "step_s": report["step_s"]["median"],
+                "tokens_per_s": report["tokens_per_s"],
+                "speedup": 1.0,
+                "imbalance": bench.imbalance(planned),
+                "plan_ms": planned.plan_ms,
+                "peak_bytes": max(report["peak_bytes_per_rank"]),
+                "fits": max(report["peak_bytes_per_rank"]) <= given.cluster.memory_bytes,
+            }
+        )
+    return rows, left_out
+
+
+def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: laboratory.Bench) -> None:
+    from rich.table import Table
+
+    console = laboratory.console()
+    console.print(bench.headline())
+    table = Table(title=f"simulated; speedup over {baseline}", title_justify="left")
+    for column in ("planner", "step s", "tokens/s", "speedup", "imbalance: tokens", "attention", "plan ms", "peak GB"):
+        table.add_column(column, justify="left" if column == "planner" else "right")
+    for row in sorted(rows, key=lambda row: row["step_s"]):
+        balance = row["imbalance"]
+        cells = (f"{row['step_s']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x")
+        more = (
+            f"{balance['tokens']:.3f}",
+            f"{balance['attention']:.3f}",
+            f"{row['plan_ms']:.1f}",
+            f"{row['peak_bytes'] / 1e9:.1f}{'' if row['fits'] else ' !'}",
+        )
+        table.add_row(row["planner"], *cells, *more)
+    console.print(table)
+    if not all(row["fits"] for row in rows):
+        memory = f"{bench.given.cluster.memory_bytes / 1e9:.0f} GB"
+        console.print(f"! more than the {memory} of a rank: fewer tokens, --policy replay or --recompute full")
+    for name, reason in left_out.items():
+        console.print(f"{name} left out: {reason}")

@@ -1,0 +1,78 @@
+"""`megatron-balance simulate`: how long a step takes on a cluster, where the time goes, and what the ranks hold, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_balance.cli import inputs, laboratory
+from megatron_balance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_balance.cli.laboratory import Planned
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `simulate`."""
+    parser = subparsers.add_parser("simulate", help="step time, phases, memory and utilisation on a cluster", description=__doc__)
+    inputs.add_options(parser)
+    laboratory.add_options(parser)
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a Chrome/Perfetto trace of one layer of the first batch, all ranks"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and simulate every batch by every planner.
+
+    Raises:
+        BalanceError: a user's mistake, or a batch that does not fit.
+    """
+    given = inputs.read(args)
+    bench = laboratory.bench(args, given)
+    if args.trace and len(given.planners) > 1:
+        raise ConfigError(f"--trace {args.trace} is of one planner, and {len(given.planners)} are asked for; run simulate once for each")
+    if args.trace and args.transport == "sockets":
+        raise ConfigError("--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams")
+    planned = [bench.plan(choice) for choice in given.planners]
+    reports = {each.name: {"planner": each.name, **bench.simulate(each), **bench.described()} for each in planned}
+    if args.trace:
+        _write_trace(args.trace, bench, planned[0])
+    if args.json:
+        print(json.dumps(next(iter(reports.values())) if len(reports) == 1 else {"planners": reports}))
+    else:
+        _show(reports, bench)
+    return 0
+
+
+def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
+    from megatron_balance.simulator.timeline import timeline
+
+    document = timeline(planned.steps[0].microbatches[0], bench.machine, bench.setup.policy)
+    try:
+        path.write_text(json.dumps(document), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: cannot be written: {error.strerror}") from None
+
+
+def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench) -> None:
+    from rich.table import Table
+
+    console = laboratory.console()
+    console.print(bench.headline())
+    for name, report in reports.items():
+        step, peak = report["step_s"], report["peak_bytes_per_rank"]
+        spread = f" ({step['p5']:.3f} to {step['p95']:.3f})" if step["p5"] != step["p95"] else ""
+        console.print(f"{name}: {step['median']:.3f} s a step{spread}, {report['tokens_per_s']:,.0f} tokens/s, simulated")
+        table = Table("phase", "s", "share", title="where the slowest rank's time goes", title_justify="left")
+        total = sum(report["phases_s"].values())
+        for phase, seconds in report["phases_s"].items():
+            if seconds:
+                table.add_row(phase.replace("_", " "), f"{seconds:.4f}", f"{seconds / total:.1%}")
+        console.print(table)
+        used = ", ".join(f"{part} {share:.1%}" for part, share in report["utilisation"].items())
+        console.print(f"busy on average: {used}; memory at most {max(peak) / 1e9:.1f} GB, at least {min(peak) / 1e9:.1f} GB")

@@ -1,0 +1,34 @@
+"""The simulator: the same programs on clocks instead of tensors (docs/simulator.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.cost.base import MachineCost
+
+
+def simulate(
+    plan: MicrobatchPlan | BatchPlan | Sequence[MicrobatchPlan | BatchPlan],
+    cluster: Cluster,
+    model: Model,
+    cost: MachineCost | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Steps of these plans, one each, on the clocks of `cluster`: step_s, tokens_per_s, phases_s, peak_bytes_per_rank, utilisation.
+
+    `cost`: what things take; not given: `cost.analytic.AnalyticCost`. `options`: those of `simulator.step.Setup`.
+
+    Raises:
+        ConfigError: no such option; a plan for other ranks than the cluster's.
+    """
+    from megatron_balance.cost.analytic import AnalyticCost
+    from megatron_balance.simulator.machine import Machine
+    from megatron_balance.simulator.report import Perturbation, setup_of, simulate_plans, summary
+
+    plans = [plan] if isinstance(plan, MicrobatchPlan | BatchPlan) else list(plan)
+    machine = Machine(cluster, model, cost if cost is not None else AnalyticCost(cluster, model))
+    return summary(simulate_plans(plans, machine, setup_of(options), Perturbation()))

@@ -1,0 +1,109 @@
+"""One attention call of a plan, forward and backward, on the clocks of either engine."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from megatron_balance.core.plan import MicrobatchPlan, Tiling
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.memory import Policy
+from megatron_balance.errors import ConfigError
+from megatron_balance.passes.tables import as_array
+from megatron_balance.passes.transpose import transpose
+from megatron_balance.schedules import dispatch, project
+from megatron_balance.schedules.figures import tokens_per_rank
+from megatron_balance.simulator import engine, rounds
+from megatron_balance.simulator.engine import Outcome, Transport
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import phase_of
+
+EngineName: TypeAlias = Literal["auto", "events", "rounds"]
+ENGINES: tuple[EngineName, ...] = ("auto", "events", "rounds")
+
+SMALL = 16
+"""Up to so many ranks "auto" takes the event engine: it builds every rank's ops, which for thousands of rounds takes seconds a rank."""
+
+
+class Call(NamedTuple):
+    """Both phases of one attention call, one layer."""
+
+    forward: Outcome
+    backward: Outcome
+
+
+def attention_call(
+    plan: MicrobatchPlan,
+    machine: Machine,
+    policy: Policy = "keep",
+    enter_s: tuple[Floats, Floats] | None = None,
+    name: EngineName = "auto",
+    transport: Transport = "streams",
+) -> Call:
+    """Run a plan; `enter_s`: when each rank [num_ranks] enters the forward and the backward, not given: all at once.
+
+    Raises:
+        ConfigError: the round engine is asked for sockets, which it does not know.
+    """
+    if name == "rounds" and transport == "sockets":
+        raise ConfigError("the engine 'rounds' knows the transport 'streams' only; use the engine 'events' for 'sockets'")
+    forward_s, backward_s = (np.zeros(machine.num_ranks),) * 2 if enter_s is None else enter_s
+    if name == "rounds" or (name == "auto" and machine.num_ranks > SMALL and transport == "streams"):
+        return Call(*rounds.play(plan, machine, policy, (forward_s, backward_s)))
+    return events(plan, machine, policy, (forward_s, backward_s), transport)
+
+
+def events(
+    plan: MicrobatchPlan,
+    machine: Machine,
+    policy: Policy,
+    enter_s: tuple[Floats, Floats],
+    transport: Transport = "streams",
+    *,
+    trace: bool = False,
+) -> Call:
+    """The same on the event engine; `trace`: with what every stream did."""
+    programs = [transpose(project(plan, rank), policy, merges=False) for rank in range(plan.num_ranks)]
+    return Call(
+        *(
+            engine.play(phase_of(programs, machine, backward=backward), machine, enter_s[backward], transport, trace=trace)
+            for backward in (False, True)
+        )
+    )
+
+
+def linear_tokens(plan: MicrobatchPlan) -> Ints:
+    """Tokens of each rank outside attention [num_ranks]."""
+    tokens = tokens_per_rank(plan)
+    holder, home, moved = as_array(plan.moves).T
+    for ranks, sign in ((home, 1), (holder, -1)):
+        np.add.at(tokens, ranks, sign * moved)
+    return tokens
+
+
+def coupled(plan: MicrobatchPlan) -> Ints:
+    """For each rank the first of those that it exchanges anything with, directly or through others: these enter a layer together."""
+    first = list(range(plan.num_ranks))
+
+    def find(rank: int) -> int:
+        while first[rank] != rank:
+            first[rank] = first[first[rank]]
+            rank = first[rank]
+        return rank
+
+    def join(a: int, b: int) -> None:
+        low, high = sorted((find(a), find(b)))
+        first[high] = low
+
+    for zone in plan.zones:
+        if isinstance(zone, Tiling):
+            there, _ = dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads)
+            for src, dst in np.unique(as_array(there)[:, 6:8], axis=0).tolist():
+                join(src, dst)
+        elif zone.seqs:
+            for rank in zone.ranks[1:]:
+                join(zone.ranks[0], rank)
+    for holder, home, _ in plan.moves:
+        join(holder, home)
+    return np.array([find(rank) for rank in range(plan.num_ranks)], dtype=np.int64)

@@ -1,0 +1,168 @@
+"""The clocks of all ranks in a phase, and the transfers and collectives that any zone may ask for (`simulator.rounds`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.core.program import Kind
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.memory import Policy
+from megatron_balance.schedules.payload import DST, KIND, is_collective
+from megatron_balance.simulator import collective
+from megatron_balance.simulator.machine import Bools, fair_ends
+from megatron_balance.simulator.tables import Table, Tables
+from megatron_balance.simulator.work import ADD, ADDED, STORED
+
+COPIED, MOVED = range(2)
+"""Lanes (`passes.order`)."""
+
+INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
+"""Streams of a lane; the last one is that of collectives."""
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Point-to-point transfers of one exchange, [n] each; which of them are `routed`."""
+
+    src: Ints
+    dst: Ints
+    num_bytes: Floats
+    routed: Bools
+
+
+class Clocks:
+    """The clocks of all ranks. All arrays are [num_ranks] unless said.
+
+    `done`: when the compute stream has done all it was given; `ready`: when it had come to the last start of what is copied;
+    `free` [lane, link, num_ranks]: when a stream is free; `opened`: when what a rank attends to is all there; `late`, `late_s`: when the
+    last of what no launch waits for comes, and how long it takes to put away. `share` [2, num_nics]: the part of each NIC, out and in, that
+    is free for what comes next; `nic_bytes`: what has gone over it since that was set.
+    """
+
+    def __init__(self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> None:
+        self.machine, self.plan, self.policy, self.backward = tables.machine, tables.plan, policy, backward
+        self.call_s, self.cost, ranks = self.machine.cost.call_s, self.machine.cost, self.machine.num_ranks
+        self.slow = self.machine.slow()
+        self.entered, self.done, self.ready = enter_s, enter_s.copy(), enter_s.copy()
+        self.opened, self.late, self.late_s, self.busy = np.zeros((4, ranks))
+        self.free = np.zeros((2, 5, ranks))
+        self.capacity = self.machine.capacity()
+        self.bytes_moved = np.zeros(len(self.capacity))
+        self.share, self.nic_bytes = np.ones((2, self.machine.num_nics)), np.zeros((2, self.machine.num_nics))
+
+    def open(self, ranks: Ints, waits: Bools, *, sends: bool = False) -> None:
+        """Wait for what the remap brings, where it is needed; `sends`: to be sent on, too."""
+        at = ranks[waits]
+        self.done[at] = np.maximum(self.done[at], self.opened[at])
+        if sends:
+            self.ready[at] = np.maximum(self.ready[at], self.done[at])
+
+    def settle(self, ranks: Ints) -> None:
+        """Wait for all that is still to come, and put it away."""
+        self.done[ranks] = np.maximum(self.done[ranks], self.late[ranks]) + self.late_s[ranks]
+        self.busy[ranks] += self.late_s[ranks]
+        self.late_s[ranks] = 0.0
+
+    def pack_s(self, num_bytes: Floats) -> Floats:
+        """Seconds of packing, elementwise; nothing takes none."""
+        return np.array([self.cost.pack_s(size) if size else 0.0 for size in num_bytes.tolist()])
+
+    def carry(self, transfers: Transfers, posted: Floats, lane: int) -> Floats:
+        """Run the transfers of an exchange, each when both ends are `posted` and their streams free; when each rank has all it receives."""
+        machine = self.machine
+        arrived = np.zeros(machine.num_ranks)
+        src, dst, num_bytes, routed = transfers.src, transfers.dst, transfers.num_bytes, transfers.routed
+        if not len(src):
+            return arrived
+        free = self.free[lane]
+        across = machine.crosses(src, dst)
+        link = np.where(across, INTER, INTRA)
+        begin = [np.maximum(posted[end], free[link, end]) for end in (src, dst)]
+        begin_s = np.maximum(*begin) + self.call_s
+        rates = self.capacity.copy()
+        rates[2 * machine.num_ranks :] *= self.share.ravel()
+        stop = np.zeros(len(src))
+        direct = ~routed
+        uses = machine.resources(src, dst)
+        ready = (begin_s + machine.alpha_s(src, dst))[direct]
+        stop[direct] = self._end(uses[direct], np.repeat(num_bytes[direct, None], 2, axis=1), np.repeat(ready[:, None], 2, axis=1), rates)
+        if routed.any():
+            stop[routed] = self._by_proxies(src[routed], dst[routed], num_bytes[routed], begin_s[routed], rates)
+        for end in (src, dst):
+            np.maximum.at(free, (link, end), stop)
+        np.maximum.at(arrived, dst, free[link, dst])
+        return arrived
+
+    def _end(self, uses: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
+        """When transfers [n] end that take the resources `uses` [n, k], each with so many bytes from then on."""
+        if not uses.size:
+            return np.zeros(len(uses))
+        load = np.bincount(uses.ravel(), weights=num_bytes.ravel(), minlength=len(self.capacity))
+        self.bytes_moved += load
+        self.nic_bytes += load[2 * self.machine.num_ranks :].reshape(2, -1)
+        return fair_ends(uses.ravel(), num_bytes.ravel(), begin_s.ravel(), rates).reshape(uses.shape).max(axis=1)
+
+    def _by_proxies(self, src: Ints, dst: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
+        """When routed transfers end: to the proxies of the source, between the nodes, from those of the target."""
+        machine = self.machine
+        per_node, first, here = machine.nics.per_node, 2 * machine.num_ranks, np.arange(machine.nics.per_node)
+        passed_on = (num_bytes * (per_node - 1) / per_node)[:, None]
+        at = begin_s[:, None] + machine.intra.alpha_s
+        at = self._end(src[:, None], passed_on, at, rates)[:, None] + self.call_s + machine.inter.alpha_s
+        out, into = (machine.nics.node(end)[:, None] * per_node + here for end in (src, dst))
+        nics = np.concatenate([first + out, first + machine.num_nics + into], axis=1)
+        piece = np.repeat(num_bytes[:, None] / per_node, 2 * per_node, axis=1)
+        at = self._end(nics, piece, np.repeat(at, 2 * per_node, axis=1), rates)[:, None] + self.call_s + machine.intra.alpha_s
+        return self._end((machine.num_ranks + dst)[:, None], passed_on, at, rates)
+
+    def routed(self, index: int, tokens: Ints | Floats) -> Bools:
+        """Which transfers of a zone, or of the remap, go over all NICs."""
+        routing = self.plan.routing
+        if routing is None or index not in routing.zones or self.machine.nics.per_node == 1:
+            return np.zeros(len(tokens), dtype=bool)
+        return tokens >= routing.min_tokens
+
+    def row_bytes(self, kind: Kind) -> int:
+        """Bytes of a token, all heads."""
+        payload = self.machine.payload
+        heads = self.plan.num_kv_heads if kind in (Kind.KV, Kind.KV_GRAD) else self.plan.num_heads
+        return heads * (payload.row_bytes[kind] + (payload.lse_bytes if kind in (Kind.OUT, Kind.OUT_GRAD) else 0))
+
+    def exchange(self, messages: Ints, index: int, lane: int) -> tuple[Floats, Floats, Floats]:
+        """One exchange of `messages`: when each rank began, when it has what it receives, and how long putting that away takes."""
+        parcels = self.machine.payload.parcels(messages)
+        routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
+        sent = Transfers(parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed)
+        ranks = np.arange(self.machine.num_ranks)
+        out = np.bincount(parcels.src, weights=parcels.direct, minlength=len(ranks))
+        packed = self.pack_s(out) * self.slow
+        self.done += packed
+        self.busy += packed
+        # Results are sent when they are there; who sends none, and who sends inputs, began before.
+        posted = np.where(out > 0, self.done, self.entered) if lane == MOVED else self.ready + packed
+        arrived = self.carry(sent, posted, lane)
+        values, lse = self.machine.payload.tensors(messages)
+        stored, added = (
+            self.pack_s(np.bincount(messages[:, DST], weights=(values + lse) * np.isin(messages[:, KIND], kinds), minlength=len(ranks)))
+            for kinds in (STORED, ADDED)
+        )
+        placed = (stored + ADD * added) * self.slow
+        return posted, arrived, placed
+
+    def all_together(self, table: Table, posted: Floats, num_bytes: Floats, lane: int, *, gather: bool) -> Floats:
+        """When each rank of the zone has what a collective brings it; without a communicator, or routed, it is many transfers."""
+        ranks, machine = table.ranks, self.machine
+        routing = self.plan.routing
+        routed = routing is not None and table.index in routing.zones and machine.nics.per_node > 1
+        if routed or not is_collective(tuple(ranks.tolist()), machine.num_ranks, machine.cluster.node_size):
+            src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
+            src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
+            return self.carry(Transfers(src, dst, sizes, routed & machine.crosses(src, dst)), posted, lane)[ranks]
+        taken = collective.gather(ranks, float(num_bytes.max()), machine) if gather else collective.exchange(ranks, num_bytes, machine)
+        self.bytes_moved += taken.load
+        self.nic_bytes += taken.load[2 * machine.num_ranks :].reshape(2, -1)
+        stop = np.maximum(posted[ranks], self.free[lane, TOGETHER, ranks]).max() + self.call_s + taken.seconds
+        self.free[lane, TOGETHER, ranks] = stop
+        return np.full(len(ranks), stop)

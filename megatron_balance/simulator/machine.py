@@ -1,0 +1,147 @@
+"""The machine that a program runs on: which link and which NIC a transfer takes, how fast they are, which ranks are slow."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.schedules.payload import NicOf, Payload
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`cluster` running `model` at the prices of `cost`, which need not be those that the plan was made with.
+
+    `slowdown`: by how much each rank computes slower than the others; empty: not at all. A transfer inside a node takes the sender's
+    link out and the receiver's link in; one between nodes takes a NIC out and a NIC in. Every one of them is shared fairly.
+    """
+
+    cluster: Cluster
+    model: Model
+    cost: MachineCost
+    slowdown: tuple[float, ...] = ()
+    nics: NicOf = field(init=False)
+    payload: Payload = field(init=False)
+    intra: Link = field(init=False)
+    inter: Link = field(init=False)
+
+    def __post_init__(self) -> None:
+        cluster = self.cluster
+        if self.slowdown and len(self.slowdown) != cluster.num_ranks:
+            raise ConfigError(f"slowdown names {len(self.slowdown)} ranks, {cluster.name} has {cluster.num_ranks}: give one factor a rank")
+        object.__setattr__(self, "nics", NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic))
+        object.__setattr__(self, "payload", Payload.of(self.model))
+        object.__setattr__(self, "intra", self.cost.link(inter_node=False))
+        object.__setattr__(self, "inter", self.cost.link(inter_node=True))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.cluster.num_ranks
+
+    def check(self, plan: MicrobatchPlan) -> None:
+        """See that a plan is for these ranks.
+
+        Raises:
+            ConfigError: it is for others.
+        """
+        cluster = self.cluster
+        if (plan.num_ranks, min(plan.ranks_per_node, plan.num_ranks)) != (cluster.num_ranks, cluster.node_size):
+            raise ConfigError(
+                f"a plan for {plan.num_ranks} ranks, {plan.ranks_per_node} a node, on {cluster.name} with {cluster.num_ranks} ranks, "
+                f"{cluster.node_size} a node: plan for the cluster that is simulated"
+            )
+
+    def slow(self) -> Floats:
+        """Factor on the time of each rank's computations [num_ranks]."""
+        return np.array(self.slowdown, dtype=np.float64) if self.slowdown else np.ones(self.num_ranks)
+
+    # Resources: links out, links in, NICs out, NICs in
+
+    @property
+    def num_nics(self) -> int:
+        return self.nics.num_nodes * self.nics.per_node
+
+    def capacity(self) -> Floats:
+        """Bytes per second of every resource."""
+        return np.repeat([self.intra.bytes_per_s, self.inter.bytes_per_s], [2 * self.num_ranks, 2 * self.num_nics]).astype(np.float64)
+
+    def crosses(self, src: Ints, dst: Ints) -> Bools:
+        """Whether a transfer goes from node to node."""
+        return self.nics.node(src) != self.nics.node(dst)
+
+    def resources(self, src: Ints, dst: Ints) -> Ints:
+        """The two resources [n, 2] that each transfer takes."""
+        across = self.crosses(src, dst)
+        first = 2 * self.num_ranks
+        return np.column_stack(
+            [
+                np.where(across, first + self.nics.nic(src), src),
+                np.where(across, first + self.num_nics + self.nics.nic(dst), self.num_ranks + dst),
+            ]
+        )
+
+    def alpha_s(self, src: Ints, dst: Ints) -> Floats:
+        """Seconds that pass before the first byte of each transfer."""
+        return np.where(self.crosses(src, dst), self.inter.alpha_s, self.intra.alpha_s)
+
+
+def fair_rates(uses: Ints, capacity: Floats) -> Floats:
+    """Max-min fair rates [n] of flows that use the resources `uses` [n, k]: nobody's can grow but at the cost of a slower one's."""
+    rates, free, left = np.zeros(len(uses)), np.ones(len(uses), dtype=bool), capacity.copy()
+    while free.any():
+        count = np.bincount(uses[free].ravel(), minlength=len(left))
+        share = np.divide(left, count, out=np.full(len(left), np.inf), where=count > 0)
+        bound = share[uses].min(axis=1)
+        level = bound[free].min()
+        settled = free & (bound <= level * (1 + 1e-12))
+        rates[settled] = level
+        left = np.maximum(0.0, left - level * np.bincount(uses[settled].ravel(), minlength=len(left)))
+        free &= ~settled
+    return rates
+
+
+def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, capacity: Floats) -> Floats:
+    """When each transfer [n] ends on its resource if that were its only one: those under way share it evenly.
+
+    As much of every one is moved at any time, so they end in the order of what had been moved when they began plus what they have to move.
+    """
+    order = np.lexsort((begin_s, resource))
+    ends = np.empty(len(order))
+    bounds = np.flatnonzero(np.diff(resource[order], prepend=-1, append=-1))
+    for first, last in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
+        rows = order[first:last]
+        ends[rows] = _even_ends(begin_s[rows].tolist(), num_bytes[rows].tolist(), float(capacity[resource[rows[0]]]))
+    return ends
+
+
+def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
+    """The same on one resource; `begin_s` rises."""
+    ends = [0.0] * len(begin_s)
+    under_way: list[tuple[float, int]] = []  # (bytes that each of them will have moved when this one ends, which)
+    now = moved = 0.0
+    coming = 0
+    while under_way or coming < len(begin_s):
+        next_s = begin_s[coming] if coming < len(begin_s) else np.inf
+        if not under_way:
+            now = max(now, next_s)
+        else:
+            done_s = now + (under_way[0][0] - moved) * len(under_way) / rate
+            if done_s <= next_s:
+                now, moved = done_s, under_way[0][0]
+                ends[heapq.heappop(under_way)[1]] = now
+                continue
+            moved += max(0.0, next_s - now) * rate / len(under_way)
+            now = max(now, next_s)
+        heapq.heappush(under_way, (moved + num_bytes[coming], coming))
+        coming += 1
+    return ends

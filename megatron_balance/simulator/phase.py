@@ -1,0 +1,194 @@
+"""One phase (forward or backward) of all ranks' programs as tasks for the clocks: steps, flows and collectives, with their costs.
+
+Steps and streams are those of `passes.order`, which the executor follows; bytes are those of `schedules.payload`, which it packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from megatron_balance.core.program import PAIR_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, RankProgram
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.passes.order import Finish, Leg, Run, Start, Step, collective_stream, hops, lane, order, stream_name
+from megatron_balance.passes.tables import as_array, concat
+from megatron_balance.schedules.payload import KIND, Parcels, cut, is_collective, of_transfers
+from megatron_balance.simulator import collective
+from megatron_balance.simulator.collective import Taken
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.work import launches, unpack_s
+
+Place: TypeAlias = tuple[int, int, Leg, str]
+"""A leg of an exchange on a rank: (rank, exchange id, leg, stream)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """One hop of what an exchange moves from `src` to `dst`, or of one piece of it: from rank `a` to rank `b`."""
+
+    exchange: int
+    leg: Leg
+    stream: str
+    a: int
+    b: int
+    src: int
+    dst: int
+    num_bytes: int
+    piece: int = 0
+
+    @property
+    def places(self) -> tuple[Place, Place]:
+        return (self.a, self.exchange, self.leg, self.stream), (self.b, self.exchange, self.leg, self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """An exchange that its ranks do together."""
+
+    exchange: int
+    ranks: tuple[int, ...]
+    stream: str
+    taken: Taken
+
+
+@dataclass(slots=True)
+class Phase:
+    """By rank: `steps`, seconds of each step beside waiting (same order), the exchange of each step (-1: a launch)."""
+
+    steps: list[tuple[Step, ...]]
+    seconds: list[list[float]]
+    exchanges: list[list[int]]
+    flows: list[Flow] = field(default_factory=list[Flow])
+    collectives: list[Collective] = field(default_factory=list[Collective])
+
+
+def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool) -> Phase:
+    """The tasks of a phase of all ranks."""
+    ops = [program.backward if backward else program.forward for program in programs]
+    run_s = _launch_seconds(ops, machine, backward=backward)
+    phase = Phase([], [], [])
+    groups: dict[int, Exchange] = {}
+    sent: dict[int, list[Ints]] = {}
+    for program, own, launch_s in zip(programs, ops, run_s, strict=True):
+        steps = order(own, program.rank)
+        pack, unpack = _handling(own, program.rank, machine)
+        seconds = {Run: launch_s, Start: pack, Finish: unpack}
+        phase.steps.append(steps)
+        phase.seconds.append([seconds[type(step)][step.op] for step in steps])
+        phase.exchanges.append([_id_of(own[step.op]) for step in steps])
+        for op in own:
+            if not isinstance(op, Exchange):
+                continue
+            if op.pattern != "p2p" and is_collective(op.group, machine.num_ranks, machine.cluster.node_size):
+                groups[op.id] = op
+                rows = as_array(op.transfers)
+                sent.setdefault(op.id, []).append(rows[rows[:, 6] == program.rank])
+            else:
+                phase.flows += _flows(op, program.rank, machine)
+    for at, op in groups.items():
+        phase.collectives.append(_collective(op, np.concatenate(sent[at]), machine))
+    return phase
+
+
+def _id_of(op: Op) -> int:
+    return op.id if isinstance(op, Exchange) else -1
+
+
+def _launch_seconds(ops: Sequence[Sequence[Op]], machine: Machine, *, backward: bool) -> list[dict[int, float]]:
+    """By rank and op: seconds of its launch and of the merging that belongs to it."""
+    found = [(rank, index, op) for rank, own in enumerate(ops) for index, op in enumerate(own) if isinstance(op, Attend | AttendGrad)]
+    pairs = concat([op.pairs for _, _, op in found], PAIR_WIDTH)
+    launch = np.repeat(np.arange(len(found)), [len(op.pairs) for _, _, op in found])
+    merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in found], dtype=np.float64)
+    costs = launches(pairs, launch, merging, machine, backward=backward)
+    slow = machine.slow()
+    seconds: list[dict[int, float]] = [{} for _ in ops]
+    for (rank, index, _), each in zip(found, costs.seconds.tolist(), strict=True):
+        seconds[rank][index] = each * float(slow[rank])
+    return seconds
+
+
+def _merges_after(ops: Sequence[Op], index: int) -> bool:
+    return index + 1 < len(ops) and isinstance(ops[index + 1], Merge)
+
+
+def _handling(ops: Sequence[Op], rank: int, machine: Machine) -> tuple[dict[int, float], dict[int, float]]:
+    """By op: seconds of packing what an exchange sends, and of putting what it brings in its place."""
+    slow = float(machine.slow()[rank])
+    pack: dict[int, float] = {}
+    unpack: dict[int, float] = {}
+    arrived: set[tuple[int, int, int]] = set()
+    for index, op in enumerate(ops):
+        if not isinstance(op, Exchange):
+            continue
+        rows = as_array(op.transfers)
+        own, brought = rows[rows[:, 6] == rank], rows[rows[:, 7] == rank]
+        if op.pattern == "all_gather" and len(own):
+            own = own[own[:, 7] == own[0, 7]]  # one block for all
+        passed_on = [kind in (Kind.KV, Kind.KV_GRAD) and (kind, seq, at) in arrived for kind, seq, at in own[:, :3].tolist()]
+        num_bytes = float(_values(own[~np.array(passed_on, dtype=bool)], machine)[0].sum())
+        pack[index] = slow * machine.cost.pack_s(num_bytes) if num_bytes else 0.0
+        unpack[index] = slow * unpack_s(*_values(brought, machine), machine)
+        arrived.update((kind, seq, at) for kind, seq, at in brought[:, :3].tolist())
+    return pack, unpack
+
+
+def _values(rows: Ints, machine: Machine) -> tuple[Ints, Ints]:
+    """Bytes of each transfer with its LSE, and its kind."""
+    messages = of_transfers(0, rows)
+    values, lse = machine.payload.tensors(messages)
+    return values + lse, messages[:, KIND]
+
+
+def _flows(op: Exchange, rank: int, machine: Machine) -> list[Flow]:
+    """All hops of what `rank` sends in an exchange."""
+    rows = as_array(op.transfers)
+    rows = rows[rows[:, 6] == rank]
+    parcels = machine.payload.parcels(of_transfers(op.id, rows))
+    kinds: dict[int, list[int]] = {}
+    for kind, dst in rows[:, [0, 7]].tolist():
+        kinds.setdefault(dst, []).append(kind)
+    ways: dict[int, list[tuple[int, ...]]] = {}
+    for row in op.routes:
+        if row[0] == rank:
+            ways.setdefault(row[1], []).append(row)
+    return [flow for parcel in _parcels(parcels) for flow in _hops_of(op.id, parcel, ways, kinds, machine)]
+
+
+def _parcels(parcels: Parcels) -> list[tuple[int, int, int, int]]:
+    """(src, dst, bytes as they are, bytes packed)."""
+    return list(zip(*(column.tolist() for column in (parcels.src, parcels.dst, parcels.direct, parcels.packed)), strict=True))
+
+
+def _hops_of(
+    exchange: int, parcel: tuple[int, int, int, int], ways: dict[int, list[tuple[int, ...]]], kinds: dict[int, list[int]], machine: Machine
+) -> list[Flow]:
+    src, dst, direct, packed = parcel
+    of = lane(kinds[dst])
+    if dst not in ways:
+        crosses = bool(machine.crosses(np.array(src), np.array(dst)))
+        return [Flow(exchange, "direct", stream_name("direct", crosses, of), src, dst, src, dst, direct)]
+    sizes = cut(np.array([packed]), len(ways[dst]))[:, 0].tolist()
+    return [
+        Flow(exchange, leg, stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
+        for _, _, piece, send_proxy, receive_proxy in ways[dst]
+        for leg, a, b in hops((src, send_proxy, receive_proxy, dst))
+        if sizes[piece]
+    ]
+
+
+def _collective(op: Exchange, rows: Ints, machine: Machine) -> Collective:
+    group = np.array(op.group)
+    parcels = machine.payload.parcels(of_transfers(op.id, rows))
+    if op.pattern == "all_gather":
+        taken = collective.gather(group, float(parcels.padded.max(initial=0)), machine)
+    else:
+        place = np.zeros(machine.num_ranks, dtype=np.int64)
+        place[group] = np.arange(len(group))
+        num_bytes: Floats = np.zeros((len(group), len(group)))
+        num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
+        taken = collective.exchange(group, num_bytes, machine)
+    return Collective(op.id, op.group, collective_stream(op.group, machine.cluster.node_size), taken)

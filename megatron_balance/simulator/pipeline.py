@@ -1,0 +1,109 @@
+"""Pipeline schedules as data: in which order each stage runs its forwards and backwards, and a clock that follows them.
+
+One forward, one backward (1F1B) and its interleaved form, several model chunks a stage (Narayanan et al., 2021, section 2.2), as in
+Megatron-core's schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.cost.base import Floats
+from megatron_balance.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward or backward of one microbatch through one model chunk of a stage."""
+
+    backward: bool
+    microbatch: int
+    chunk: int = 0
+
+
+def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 1) -> list[Pass]:
+    """What a stage runs, in turn.
+
+    Raises:
+        ConfigError: an interleaved schedule of microbatches that do not come in whole groups of `num_stages`.
+    """
+    if num_chunks > 1 and num_microbatches % num_stages:
+        raise ConfigError(
+            f"interleave {num_chunks}: {num_microbatches} microbatches are not a multiple of {num_stages} pipeline stages; "
+            f"use a multiple, or interleave 1"
+        )
+    total = num_microbatches * num_chunks
+    if num_chunks == 1:
+        ahead = min(num_stages - stage - 1, total)
+    else:
+        ahead = min((num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages, total)
+        if num_microbatches == num_stages:
+            ahead = total
+    forwards = [_pass(index, num_stages, num_chunks, backward=False) for index in range(total)]
+    backwards = [_pass(index, num_stages, num_chunks, backward=True) for index in range(total)]
+    steady = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
+    return [*forwards[:ahead], *steady, *backwards[total - ahead :]]
+
+
+def _pass(index: int, num_stages: int, num_chunks: int, *, backward: bool) -> Pass:
+    """The n-th forward, or backward, of a stage: groups of `num_stages` microbatches go through all chunks, backwards last chunk first."""
+    if num_chunks == 1:
+        return Pass(backward, index)
+    group, place = divmod(index, num_stages * num_chunks)
+    chunk, member = divmod(place, num_stages)
+    return Pass(backward, group * num_stages + member, num_chunks - 1 - chunk if backward else chunk)
+
+
+Run = Callable[[int, Pass, Floats], Floats]
+"""(stage, pass, when its input is there and the stage free [num_ranks]) -> when it is done."""
+
+
+def run(
+    num_stages: int, num_microbatches: int, num_chunks: int, num_ranks: int, each: Run, transfer: Callable[[int], Floats]
+) -> list[Floats]:
+    """When each stage's ranks are done with all passes; `transfer(microbatch)`: seconds [num_ranks] from stage to stage."""
+    orders = [order(num_stages, stage, num_microbatches, num_chunks) for stage in range(num_stages)]
+    clock = [np.zeros(num_ranks) for _ in range(num_stages)]
+    done: dict[tuple[bool, int, int], Floats] = {}
+    at = [0] * num_stages
+    last = num_stages * num_chunks - 1
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(num_stages):
+            while at[stage] < len(orders[stage]):
+                step = orders[stage][at[stage]]
+                ready = _ready(
+                    step, step.chunk * num_stages + stage, last, done, transfer(step.microbatch) if num_stages > 1 else clock[stage] * 0
+                )
+                if ready is None:
+                    break
+                clock[stage] = each(stage, step, np.maximum(clock[stage], ready))
+                done[step.backward, step.chunk * num_stages + stage, step.microbatch] = clock[stage]
+                at[stage] += 1
+                moved = True
+    assert all(place == len(own) for place, own in zip(at, orders, strict=True)), "a pipeline schedule that waits for itself"
+    return clock
+
+
+def _ready(step: Pass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats) -> Floats | float | None:
+    """When the input of a pass is there; None: not known yet. `place`: of its chunk among all chunks of the model."""
+    if not step.backward and place == 0:
+        return 0.0
+    if step.backward and place == last:
+        return done.get((False, last, step.microbatch))
+    before = done.get((step.backward, place + 1 if step.backward else place - 1, step.microbatch))
+    return None if before is None else before + transfer_s
+
+
+def bubble_share(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
+    """Idle time of a stage over its work, when all passes are alike: (p - 1) / (v m) (Narayanan et al., section 2.2)."""
+    return (num_stages - 1) / (num_chunks * num_microbatches)
+
+
+def total_s(stages: Sequence[Floats]) -> float:
+    """When the last rank of the last stage is done."""
+    return float(max(clock.max() for clock in stages))

@@ -1,0 +1,79 @@
+"""Several simulated steps as the figures that `megatron-balance simulate` prints. All are simulated: none was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.cost.perturbed import Factors, PerturbedCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.step import Setup, Step, simulate_step
+
+
+@dataclass(frozen=True, slots=True)
+class Perturbation:
+    """Machines that differ from the one that was planned for: `draws` of them, times off by factors exp(N(0, `spread`))."""
+
+    spread: float = 0.0
+    draws: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.spread < 0:
+            raise ConfigError(f"spread {self.spread}: must not be negative; 0.1 is about 10 %")
+        if self.draws < 1:
+            raise ConfigError(f"draws {self.draws}: must be at least 1")
+
+    def machines(self, machine: Machine) -> Iterator[Machine]:
+        """The machine itself, or `draws` others."""
+        if not self.spread:
+            yield machine
+            return
+        for draw in range(self.draws):
+            cost = PerturbedCost(machine.cost, Factors.draw(self.spread, self.seed + draw))
+            yield Machine(machine.cluster, machine.model, cost, machine.slowdown)
+
+
+def setup_of(options: Mapping[str, Any]) -> Setup:
+    """The setup with these options.
+
+    Raises:
+        ConfigError: no such option.
+    """
+    known = [field.name for field in fields(Setup)]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else f". Options: {', '.join(known)}"
+            raise ConfigError(f"simulate: unknown option {name!r}{hint}")
+    return Setup(**options)
+
+
+def simulate_plans(plans: Sequence[BatchPlan | MicrobatchPlan], machine: Machine, setup: Setup, perturbation: Perturbation) -> list[Step]:
+    """Every plan, each a step, on every machine."""
+    machines = list(perturbation.machines(machine))
+    return [simulate_step(_microbatches(plan), each, setup) for plan in plans for each in machines]
+
+
+def _microbatches(plan: BatchPlan | MicrobatchPlan) -> tuple[MicrobatchPlan, ...]:
+    return plan.microbatches if isinstance(plan, BatchPlan) else (plan,)
+
+
+def summary(steps: Sequence[Step]) -> dict[str, Any]:
+    """The keys of `simulate`: seconds of a step over all of them; means of phases and utilisation; each rank's largest peak."""
+    seconds = np.array([step.step_s for step in steps])
+    median, low, high = (float(np.percentile(seconds, at)) for at in (50, 5, 95))
+    return {
+        "step_s": {"median": median, "p5": low, "p95": high},
+        "tokens_per_s": sum(step.num_tokens for step in steps) / float(seconds.sum()),
+        "phases_s": {name: float(np.mean([step.phases_s[name] for step in steps])) for name in steps[0].phases_s},
+        "peak_bytes_per_rank": np.max([step.peak_bytes for step in steps], axis=0).tolist(),
+        "utilisation": {name: float(np.mean([step.utilisation[name] for step in steps])) for name in steps[0].utilisation},
+        "kind": "simulated",
+    }

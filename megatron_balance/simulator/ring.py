@@ -1,0 +1,249 @@
+"""A ring on the clocks of all its ranks at once, round by round (`simulator.rounds`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_balance.core.program import Kind
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
+from megatron_balance.simulator.machine import Bools
+from megatron_balance.simulator.tables import Table
+from megatron_balance.simulator.work import ADD
+
+
+@dataclass(slots=True)
+class Turn:
+    """Transfers round the ring one way, by the group index that sends: seconds [rounds, G] of each hop (nan: none), and its link [G].
+
+    `legs`: of routed hops (nan: not routed), seconds to the proxies, between nodes, and from the proxies, calls included. `inside`,
+    `between`: how long each rank's transfers of a round keep it busy inside the node, and between nodes.
+    """
+
+    seconds: Floats
+    step: int
+    link: Ints
+    legs: tuple[Floats, Floats, Floats] | None
+    inside: Floats = field(init=False)
+    between: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        seconds, far = np.nan_to_num(self.seconds), self.link == INTER
+        out, between = np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)
+        into = out
+        if self.legs is not None:
+            cut_up = ~np.isnan(self.legs[0])
+            out, into = np.where(cut_up, self.legs[0], out), np.where(cut_up, self.legs[2], out)
+            between = np.where(cut_up, self.legs[1], between)
+        self.inside = np.maximum(out, np.roll(into, self.step, axis=1))
+        self.between = np.maximum(between, np.roll(between, self.step, axis=1))
+
+
+class Ring:
+    """One ring on the clocks (`schedules.ring`): per round a transfer to the next rank, which waits for the one before, and a launch."""
+
+    def __init__(self, clocks: Clocks, table: Table) -> None:
+        self.clocks, self.table, self.machine = clocks, table, clocks.machine
+        self.ranks, self.size = table.ranks, len(table.ranks)
+        self.done, self.ready = clocks.done[self.ranks], clocks.ready[self.ranks]
+        self.free = clocks.free[:, :, self.ranks]
+        self.slow = clocks.slow[self.ranks]
+        self.busy = np.zeros(self.size)
+        contention = self.machine.cost.contention
+        self.drag = contention.slowdown(intra=True, inter=False) - 1.0, contention.slowdown(intra=False, inter=True) - 1.0
+
+    def run(self) -> None:
+        if self.clocks.backward:
+            self._backward()
+        else:
+            self._forward()
+        clocks, ranks = self.clocks, self.ranks
+        clocks.done[ranks], clocks.ready[ranks] = self.done, self.ready
+        clocks.free[:, :, ranks] = self.free
+        clocks.busy[ranks] += self.busy
+
+    def _turn(self, tokens: Floats, kind: Kind, step: int) -> tuple[Turn, Floats]:
+        """Transfers of all rounds, and their bytes [rounds, G].
+
+        `tokens` [rounds, G]: what each group index sends to the one `step` further.
+        """
+        clocks = self.clocks
+        target = np.roll(self.ranks, -step)
+        num_bytes = tokens * float(clocks.row_bytes(kind))
+        seconds = np.full(num_bytes.shape, np.nan)
+        cross = self.machine.crosses(self.ranks, target)
+        alpha = self.machine.alpha_s(self.ranks, target)
+        uses = self.machine.resources(self.ranks, target)
+        rates = clocks.capacity.copy()
+        rates[2 * self.machine.num_ranks :] *= clocks.share.ravel()
+        routed = (
+            np.array([clocks.routed(self.table.index, row) & cross for row in tokens])
+            if tokens.size
+            else np.zeros(tokens.shape, dtype=bool)
+        )
+        moving = num_bytes > 0
+        # Edges of one ring that share a NIC have it in turn or together: on average each its part.
+        together = np.bincount(uses.ravel(), minlength=len(rates))[uses]
+        direct = alpha + num_bytes * (together / rates[uses]).max(axis=1)
+        per_node = self.machine.nics.per_node
+        first = 2 * self.machine.num_ranks
+        node_out, node_in = (self.machine.nics.node(end) for end in (self.ranks, target))
+        edges_out = np.bincount(node_out[cross], minlength=self.machine.nics.num_nodes)[node_out]
+        edges_in = np.bincount(node_in[cross], minlength=self.machine.nics.num_nodes)[node_in]
+        nic = rates[first:].reshape(2, -1, per_node).min(axis=2)
+        seconds[moving] = direct[moving]
+        legs = None
+        if routed.any():
+            passed_on = np.where(routed, num_bytes, np.nan) * (per_node - 1) / per_node / self.machine.intra.bytes_per_s
+            between = num_bytes * np.maximum(edges_out / nic[0, node_out], edges_in / nic[1, node_in]) / per_node
+            inside = self.machine.intra.alpha_s + clocks.call_s + passed_on
+            legs = inside, alpha + clocks.call_s + between, inside.copy()
+        self._count(num_bytes, routed, uses, (node_out, node_in), step)
+        turn = Turn(seconds, step, cross.astype(np.int64), legs)
+        if legs is not None:
+            self._relay(turn, legs, node_out, node_in)
+        return turn, num_bytes
+
+    def _relay(self, turn: Turn, legs: tuple[Floats, Floats, Floats], node_out: Ints, node_in: Ints) -> None:
+        """The ranks of both nodes pass on what is routed, and are kept busy by it too."""
+        dispatch, across, combine = (np.nan_to_num(leg) for leg in legs)
+        for row in range(len(dispatch)):
+            inside, between = np.zeros((2, self.machine.nics.num_nodes))
+            for node, near in ((node_out, dispatch[row]), (node_in, combine[row])):
+                np.maximum.at(inside, node, near)
+                np.maximum.at(between, node, across[row])
+            turn.inside[row] = np.maximum(turn.inside[row], inside[node_out])
+            turn.between[row] = np.maximum(turn.between[row], between[node_out])
+
+    def _count(self, num_bytes: Floats, routed: Bools, uses: Ints, nodes: tuple[Ints, Ints], step: int) -> None:
+        clocks, machine = self.clocks, self.machine
+        load = np.zeros(len(clocks.capacity))
+        passed_on = np.where(routed, num_bytes, 0.0).sum(axis=0) * (machine.nics.per_node - 1) / machine.nics.per_node
+        np.add.at(load, self.ranks, passed_on)
+        np.add.at(load, machine.num_ranks + np.roll(self.ranks, -step), passed_on)
+        np.add.at(load, uses.ravel(), np.repeat(np.where(routed, 0.0, num_bytes).sum(axis=0), 2))
+        cut_up = np.where(routed, num_bytes, 0.0).sum(axis=0)
+        per_node, first = machine.nics.per_node, 2 * machine.num_ranks
+        for part, node in enumerate(nodes):
+            places = first + part * machine.num_nics + node[:, None] * per_node + np.arange(per_node)
+            np.add.at(load, places.ravel(), np.repeat(cut_up / per_node, per_node))
+        clocks.bytes_moved += load
+        clocks.nic_bytes += load[first:].reshape(2, -1)
+
+    def _carry(self, turn: Turn, at: int, posted: Floats, lane: int) -> Floats:
+        """Run the transfers of a round; when each rank has what it receives (-inf: it receives nothing)."""
+        seconds, free = turn.seconds[at], self.free[lane]
+        moving = ~np.isnan(seconds)
+        place = np.arange(self.size)
+        there = (place + turn.step) % self.size
+        begin = np.maximum(np.maximum(posted, free[turn.link, place]), np.maximum(posted[there], free[turn.link, there]))
+        arrived = np.full(self.size, -np.inf)
+        if turn.legs is not None:
+            moving &= np.isnan(turn.legs[0][at])
+            self._by_proxies(turn, at, posted, free, arrived)
+        stop = np.where(moving, begin + self.clocks.call_s + seconds, -np.inf)
+        for end in (place, there):
+            free[turn.link, end] = np.maximum(free[turn.link, end], stop)
+        arrived[there[moving]] = free[turn.link[moving], there[moving]]
+        return arrived
+
+    def _by_proxies(self, turn: Turn, at: int, posted: Floats, free: Floats, arrived: Floats) -> None:
+        """Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside the next one of the round before."""
+        assert turn.legs is not None
+        hop = np.flatnonzero(~np.isnan(turn.legs[0][at]) & ~np.isnan(turn.seconds[at]))
+        there = (hop + turn.step) % self.size
+        first = np.maximum(posted[hop], free[DISPATCH, hop]) + turn.legs[0][at, hop]
+        between = np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there])) + turn.legs[1][at, hop]
+        last = np.maximum(between, free[COMBINE, there]) + turn.legs[2][at, hop]
+        free[DISPATCH, hop], free[COMBINE, there] = first, last
+        free[INTER, hop], free[INTER, there] = between, between
+        arrived[there] = last
+
+    def _launch(self, seconds: Floats, *beside: tuple[Turn, int]) -> None:
+        """Run launches, slowed by the transfers of the turns and rounds `beside` them."""
+        took = seconds
+        there = [(turn, at) for turn, at in beside if 0 <= at < len(turn.seconds)]
+        for inside, drag in zip((True, False), self.drag, strict=True):
+            lasting = np.zeros(self.size)
+            for turn, at in there:
+                lasting += (turn.inside if inside else turn.between)[at]
+            took = took + drag * np.minimum(seconds, lasting)
+        self.done = self.done + took
+        self.busy += took
+
+    def _pack(self, num_bytes: Floats) -> None:
+        seconds = self.clocks.pack_s(num_bytes) * self.slow
+        self.done, self.ready = self.done + seconds, self.ready + seconds
+        self.busy += seconds
+
+    def _blocks(self, tokens: Floats, step: int) -> Floats:
+        """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later ones."""
+        place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
+        return tokens[(place - step * (rounds - 1)) % self.size, rounds]
+
+    def _forward(self) -> None:
+        turn, num_bytes = self._turn(self._blocks(self.table.hops, 1), Kind.KV, 1)
+        run_s, opened = self.table.forward_s, self.clocks.opened[self.ranks]
+        self._pack(num_bytes[0])
+        posted = self.ready
+        arrived = self._carry(turn, 0, posted, COPIED)
+        self.done = np.maximum(self.done, np.where(self.table.waits, opened, 0.0))
+        self._launch(run_s[:, 0], (turn, 0))
+        for at in range(1, self.size):
+            self.done = np.maximum(self.done, arrived)
+            if at == 1:
+                self.done = np.maximum(self.done, np.where(self.table.waits_next, opened, 0.0))
+            if at < self.size - 1:
+                posted = self.done
+                arrived = self._carry(turn, at, posted, COPIED)
+            self._launch(run_s[:, at], (turn, at))
+        self.ready = posted
+
+    def _backward(self) -> None:
+        """Rounds the other way: the gradients of a block walk its way back; `replay` brings the blocks again, furthest first."""
+        size, run_s, replay = self.size, self.table.backward_s, self.clocks.policy == "replay"
+        back, num_bytes = self._turn(self._returning(), Kind.KV_GRAD, -1)
+        added_s = np.array([ADD * self.clocks.pack_s(row) for row in np.roll(num_bytes, -1, axis=1)]) * self.slow
+        self.done = np.maximum(self.done, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
+        arrived, returned = np.full(size, -np.inf), np.full(size, -np.inf)
+        again: Turn | None = None
+        posted = self.ready
+        if replay:
+            again, copied = self._turn(self._blocks(self.table.back, -1), Kind.KV, -1)
+            self._share_lanes(again, copied, back, num_bytes)
+            self.ready = np.maximum(self.ready, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
+            self._pack(copied[0])
+            posted = self.ready
+            arrived = self._carry(again, 0, posted, COPIED)
+        owed = np.zeros(size)
+        for at in range(size - 1, 0, -1):
+            self.done = np.maximum(self.done, arrived)
+            if again is not None and at > 1:
+                posted = self.done
+                arrived = self._carry(again, size - at, posted, COPIED)
+            self._launch(run_s[:, at], (back, at), *([] if again is None else [(again, size - at)]))
+            came = returned > -np.inf
+            self.done = np.maximum(self.done, returned) + np.where(came, owed, 0.0)
+            self.busy += np.where(came, owed, 0.0)
+            returned, owed = self._carry(back, at - 1, self.done, MOVED), added_s[at - 1]
+        self._launch(run_s[:, 0], (back, 0))
+        self.ready = posted
+        self.clocks.late[self.ranks] = np.maximum(self.clocks.late[self.ranks], returned)
+        self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
+
+    def _returning(self) -> Floats:
+        """Tokens [rounds, G] whose gradients each group index sends back: of the block that had come to it in that round."""
+        place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
+        return self.table.hops[(place - rounds) % self.size, rounds]
+
+    def _share_lanes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
+        """Keys and gradients leave by the same link at the same time: each has half of it while the other needs it."""
+        # The second block comes while the first gradients leave, and so on; the first comes alone, the last gradients leave alone.
+        beside = moved[:0:-1]
+        both = np.minimum(copied[1:], beside)
+        for turn, rows, own in ((again, slice(1, None), copied[1:]), (back, slice(None, 0, -1), beside)):
+            factor = 1 + both / np.maximum(own, 1.0)
+            for seconds in (turn.seconds, *(turn.legs or ())):
+                seconds[rows] *= factor

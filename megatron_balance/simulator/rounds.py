@@ -1,0 +1,233 @@
+"""The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all ranks of a zone at once.
+
+For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order, `passes.order`); what is simpler: the
+transfers of one exchange share links and NICs as if they all began together, and zones on other ranks take from a NIC what they need of
+it on average while both are at work (found by a run without them). What a home sends on for a holder (`passes.remap.resourced`) the
+holder sends. Tests hold it against the event engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.core.plan import REMAP, MicrobatchPlan, Tiling
+from megatron_balance.core.program import Kind
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.memory import Policy
+from megatron_balance.passes.tables import as_array
+from megatron_balance.schedules.payload import KIND, SRC
+from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
+from megatron_balance.simulator.engine import Outcome
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.ring import Ring
+from megatron_balance.simulator.tables import Table, Tables
+from megatron_balance.simulator.work import ADD
+
+_GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
+
+
+def play(plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]) -> tuple[Outcome, Outcome]:
+    """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks] enters them."""
+    tables = Tables(plan, machine)
+    return _phase(tables, policy, enter_s[0], backward=False), _phase(tables, policy, enter_s[1], backward=True)
+
+
+def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> Outcome:
+    alone = _Run(tables, policy, enter_s, backward=backward)
+    outcome = alone.run()
+    if sum(use.crosses for use in alone.uses) < 2:
+        return outcome
+    return _Run(tables, policy, enter_s, backward=backward, taken=_taken(alone.uses, tables.machine)).run()
+
+
+@dataclass(slots=True)
+class _Use:
+    """From when to when a zone is at work, and the bytes that it moves over each NIC, out and in [2, num_nics]."""
+
+    begin_s: float
+    end_s: float
+    nic_bytes: Floats
+
+    @property
+    def crosses(self) -> bool:
+        return bool(self.nic_bytes.any())
+
+
+def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
+    """By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at the same time."""
+    begin, end = np.array([use.begin_s for use in uses]), np.array([use.end_s for use in uses])
+    rates = np.stack([use.nic_bytes / max(use.end_s - use.begin_s, 1e-12) for use in uses]) / machine.inter.bytes_per_s
+    found: list[Floats] = []
+    for index, use in enumerate(uses):
+        overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None) / max(use.end_s - use.begin_s, 1e-12)
+        overlap[index] = 0.0
+        others = np.tensordot(overlap, rates, 1)
+        fair = rates[index] / np.maximum(rates[index] + others, 1e-12)
+        found.append(np.maximum(1 - others, np.where(rates[index] > 0, fair, 1.0)).clip(0.05, 1.0))
+    return found
+
+
+class _Run:
+    """One phase, zone by zone. `taken`: the part of each NIC that each zone has beside the others."""
+
+    def __init__(self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool, taken: list[Floats] | None = None) -> None:
+        self.tables, self.taken = tables, taken
+        self.clocks = Clocks(tables, policy, enter_s, backward=backward)
+        self.uses: list[_Use] = []
+
+    def run(self) -> Outcome:
+        zones = self.tables.zones
+        if self.clocks.backward:
+            if self.clocks.plan.moves and self.clocks.policy == "replay":
+                self._remap((Kind.Q, Kind.KV), opening=True)
+            if self.clocks.plan.moves:
+                self._remap((Kind.OUT_GRAD,), opening=True)
+            for table in reversed(zones):
+                self._enter(table)
+        else:
+            if self.clocks.plan.moves:
+                self._remap((Kind.Q, Kind.KV), opening=True, hops=True)
+            for table in zones:
+                self._enter(table)
+        if self.clocks.plan.moves:
+            self._remap((Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,), opening=False, hops=self.clocks.backward)
+        end = np.maximum(
+            np.maximum(self.clocks.done, self.clocks.late) + self.clocks.late_s,
+            np.maximum(self.clocks.free.max(axis=(0, 1)), self.clocks.opened),
+        )
+        return Outcome(end, self.clocks.busy + self.clocks.late_s, self.clocks.bytes_moved)
+
+    def _enter(self, table: Table) -> None:
+        """Run one zone, and note what it takes of the NICs."""
+        ranks, size = table.ranks, len(table.ranks)
+        if self.taken is not None:
+            self.clocks.share = self.taken[len(self.uses)]
+        self.clocks.nic_bytes = np.zeros((2, self.clocks.machine.num_nics))
+        begin = float(self.clocks.done[ranks].min())
+        if isinstance(table.zone, Tiling):
+            self._tiling(table)
+        elif size == 1:
+            self._compute(table)
+        elif table.zone.movement == "ring":
+            Ring(self.clocks, table).run()
+        else:
+            self._collective(table)
+        self.uses.append(_Use(begin, float(self.clocks.done[ranks].max()), self.clocks.nic_bytes))
+
+    def _compute(self, table: Table) -> None:
+        """The one launch of each rank of a zone."""
+        self.clocks.open(table.ranks, table.waits)
+        seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
+        self.clocks.done[table.ranks] += seconds
+        self.clocks.busy[table.ranks] += seconds
+
+    def _remap(self, kinds: tuple[Kind, ...], *, opening: bool, hops: bool = False) -> None:
+        """One exchange of the remap; `hops`: with the first hops that homes make for holders."""
+        messages = self._moved(kinds, opening=opening)
+        if hops:
+            first = np.concatenate(self.tables.opened)
+            messages = np.concatenate([messages, first if opening else _turned(first)])
+        self.clocks.share = np.ones_like(self.clocks.share)
+        if not opening:
+            self.clocks.settle(np.unique(messages[:, SRC]))
+        posted, arrived, placed = self.clocks.exchange(messages, REMAP, COPIED if opening else MOVED)
+        if opening:
+            self.clocks.ready = posted
+            self.clocks.opened = np.maximum(self.clocks.opened, arrived + placed)
+        else:
+            self.clocks.late = np.maximum(self.clocks.late, arrived)
+            self.clocks.late_s += placed
+
+    def _moved(self, kinds: tuple[Kind, ...], *, opening: bool) -> Ints:
+        """Messages of the moves."""
+        holder, home, tokens = as_array(self.clocks.plan.moves).T
+        src, dst = (home, holder) if opening else (holder, home)
+        found: list[Ints] = []
+        for kind in kinds:
+            heads = self.clocks.plan.num_kv_heads if kind in (Kind.KV, Kind.KV_GRAD) else self.clocks.plan.num_heads
+            zero = np.zeros(len(tokens), dtype=np.int64)
+            found.append(np.column_stack([zero, src, dst, zero + int(kind), zero, zero + heads, tokens]))
+        return np.concatenate(found)
+
+    def _collective(self, table: Table) -> None:
+        gather = table.zone.movement == "all_gather"
+        if not self.clocks.backward:
+            self._together(table, table.there, COPIED, gather=gather)
+            self._compute(table)
+            self._together(table, table.home, MOVED, stored=True)
+            return
+        self._together(table, table.out_grads, COPIED, stored=True)
+        if self.clocks.policy == "replay":
+            self._together(table, table.there, COPIED, gather=gather)
+        self._compute(table)
+        self._together(table, table.grads, MOVED, added=True)
+
+    def _together(
+        self, table: Table, num_bytes: Floats, lane: int, *, gather: bool = False, stored: bool = False, added: bool = False
+    ) -> None:
+        """One collective of all ranks of a zone; what is moved follows the launch, what is copied comes before it."""
+        if not num_bytes.size:
+            return
+        ranks = table.ranks
+        others = num_bytes.copy()
+        np.fill_diagonal(others, 0.0)
+        if not others.any():
+            return
+        sent = others.max(axis=1) if gather else others.sum(axis=1)
+        packed = self.clocks.pack_s(sent) * self.clocks.slow[ranks]
+        self.clocks.done[ranks] += packed
+        self.clocks.busy[ranks] += packed
+        if lane == COPIED:
+            self.clocks.open(ranks, table.waits, sends=True)
+        posted = self.clocks.done.copy() if lane == MOVED else self.clocks.ready.copy()
+        if lane == COPIED:
+            posted[ranks] += packed
+            self.clocks.ready[ranks] = posted[ranks]
+        arrived = self.clocks.all_together(table, posted, num_bytes if gather else others, lane, gather=gather)
+        received = others.sum(axis=0) if stored or added else np.zeros(len(ranks))
+        placed = self.clocks.pack_s(received) * (ADD if added else 1.0) * self.clocks.slow[ranks]
+        if lane == MOVED:
+            self.clocks.late[ranks] = np.maximum(self.clocks.late[ranks], arrived)
+            self.clocks.late_s[ranks] += placed
+        else:
+            self.clocks.done[ranks] = np.maximum(self.clocks.done[ranks], arrived) + placed
+            self.clocks.busy[ranks] += placed
+
+    def _tiling(self, table: Table) -> None:
+        assert table.tiles is not None
+        there, back = table.tiles
+        if not self.clocks.backward:
+            self._messages(table, there, COPIED)
+            self._compute(table)
+            self._messages(table, back, MOVED)
+            return
+        self.clocks.open(table.ranks, table.waits, sends=True)
+        self._messages(table, _turned(back), COPIED)
+        if self.clocks.policy == "replay":
+            self._messages(table, there, COPIED)
+        self._compute(table)
+        self._messages(table, _turned(there), MOVED)
+
+    def _messages(self, table: Table, messages: Ints, lane: int) -> None:
+        """One exchange of a tiling."""
+        posted, arrived, placed = self.clocks.exchange(messages, table.index, lane)
+        if lane == MOVED:
+            self.clocks.late = np.maximum(self.clocks.late, arrived)
+            self.clocks.late_s += placed
+        else:
+            self.clocks.ready = posted
+            self.clocks.done = np.maximum(self.clocks.done, arrived) + placed
+            self.clocks.busy += placed
+
+
+def _turned(messages: Ints) -> Ints:
+    """The gradients of messages, the other way."""
+    turned = messages.copy()
+    turned[:, [1, 2]] = messages[:, [2, 1]]
+    grads = np.zeros(len(Kind), dtype=np.int64)
+    for kind, grad in _GRAD_OF.items():
+        grads[kind] = grad
+    turned[:, KIND] = grads[messages[:, KIND]]
+    return turned

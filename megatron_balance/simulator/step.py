@@ -1,0 +1,263 @@
+"""A whole training step: layers around attention calls, the pipeline, gradient synchronisation and the optimizer.
+
+All layers are alike, so one is simulated and counted as often as there are; so are microbatches with the same plan. Ranks that exchange
+anything in a layer go through the layers in step: their clock is that of the slowest. Ranks that do not, drift apart until the
+gradients are synchronised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.cost import memory, parallel
+from megatron_balance.cost.base import Floats, Ints, Link
+from megatron_balance.cost.collectives import Group, group_of
+from megatron_balance.cost.memory import Holding, Policy, Recompute, Sharding
+from megatron_balance.errors import ConfigError
+from megatron_balance.schedules.figures import figures
+from megatron_balance.simulator import pipeline
+from megatron_balance.simulator.attention import Call, EngineName, attention_call, coupled, linear_tokens
+from megatron_balance.simulator.engine import Outcome, Transport
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.pipeline import Pass
+from megatron_balance.simulator.received import most_in_a_round
+
+PHASES = ("forward_linear", "forward_attention", "backward_linear", "backward_attention", "head", "waiting", "gradient_sync", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a step is run around its plans.
+
+    `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many ranks as the plan; `interleave`: model
+    chunks of a stage. `tensor`: GPUs of a rank, among which its bytes are split. `experts`: ranks that share a layer's experts.
+    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `transport`: as in `simulator.engine`.
+    """
+
+    policy: Policy = "keep"
+    recompute: Recompute = "none"
+    pipeline: int = 1
+    interleave: int = 1
+    tensor: int = 1
+    experts: int = 1
+    overlap_sync: bool = True
+    engine: EngineName = "auto"
+    transport: Transport = "streams"
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "interleave", "tensor", "experts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.interleave > 1 and self.pipeline == 1:
+            raise ConfigError(f"interleave {self.interleave} goes with a pipeline of several stages; pipeline is 1")
+
+
+@dataclass(slots=True)
+class Step:
+    """One simulated step. `phases_s` add up to `step_s`: those of the rank that is done last; by rank `peak_bytes`, stage by stage."""
+
+    step_s: float
+    num_tokens: int
+    phases_s: dict[str, float]
+    peak_bytes: Floats
+    utilisation: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer of one microbatch, [num_ranks] each: seconds of the modules outside attention, and of the layer in all."""
+
+    tokens: Ints
+    forward_linear_s: Floats
+    backward_linear_s: Floats
+    forward_s: Floats
+    backward_s: Floats
+    head_s: tuple[Floats, Floats]
+    group: Ints
+    call: Call
+
+
+def simulate_step(plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup = Setup()) -> Step:
+    """The step whose microbatches have these plans, in order.
+
+    Raises:
+        ConfigError: no microbatches, or one planned for other ranks; layers or microbatches that the pipeline cannot be given evenly.
+    """
+    if not plans:
+        raise ConfigError("a step needs at least one microbatch")
+    return _Run(plans, machine, setup).step()
+
+
+class _Run:
+    def __init__(self, plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup) -> None:
+        self.plans, self.machine, self.setup = plans, machine, setup
+        self.chunks = setup.pipeline * setup.interleave
+        self.layers_per_chunk, rest = divmod(machine.model.num_layers, self.chunks)
+        if rest:
+            raise ConfigError(f"{machine.model.num_layers} layers of {machine.model.name} cannot be cut into {self.chunks} pipeline chunks")
+        known: dict[str, _Layer] = {}
+        self.layers: list[_Layer] = []
+        for plan in plans:
+            machine.check(plan)
+            name = plan.fingerprint()
+            if name not in known:
+                known[name] = self._layer(plan)
+            self.layers.append(known[name])
+
+    def _layer(self, plan: MicrobatchPlan) -> _Layer:
+        machine, setup, cost = self.machine, self.setup, self.machine.cost
+        tokens, slow = linear_tokens(plan), machine.slow()
+        counts, place = np.unique(tokens, return_inverse=True)
+        experts_s = self._expert_s(float(tokens.max()))
+
+        def of_tokens(seconds: list[float]) -> Floats:
+            return np.array(seconds)[place] * slow
+
+        forward = of_tokens([cost.layer_s(n) for n in counts.tolist()]) + experts_s
+        backward = of_tokens([cost.layer_s(n, backward=True) for n in counts.tolist()]) + experts_s
+        heads = tuple(of_tokens([cost.head_s(n, backward=b) for n in counts.tolist()]) for b in (False, True))
+        call = attention_call(plan, machine, setup.policy, (forward, backward), setup.engine, setup.transport)
+        group = coupled(plan)
+        forward_s, backward_s = (_together(outcome.end_s, group) for outcome in call)
+        if setup.recompute == "full":
+            backward_s = backward_s + forward_s
+        return _Layer(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
+
+    def _expert_s(self, num_tokens: float) -> float:
+        """Seconds of a layer's exchange of tokens between experts, one way through the layer."""
+        cluster, ranks = self.machine.cluster, self.setup.experts
+        if ranks == 1 or not self.machine.model.num_experts:
+            return 0.0
+        here = min(ranks, cluster.node_size)
+        return parallel.expert_exchange_s(self.machine.model, num_tokens, group_of(cluster, ranks, here, busy_nics=True))
+
+    def step(self) -> Step:
+        stages = self._stages()
+        last = max(range(len(stages)), key=lambda stage: float(stages[stage].max()))
+        rank = int(stages[last].argmax())
+        phases = self._phases(last, rank)
+        phases["waiting"] = max(0.0, float(stages[last][rank]) - sum(phases.values()))
+        phases["gradient_sync"], phases["optimizer"] = self._sync_s(), self._optimizer_s()
+        step_s = sum(phases.values())
+        return Step(step_s, sum(plan.num_tokens for plan in self.plans), phases, self._peak_bytes(), self._utilisation(step_s))
+
+    def _stages(self) -> list[Floats]:
+        setup, model = self.setup, self.machine.model
+        last_stage, last_chunk = setup.pipeline - 1, setup.interleave - 1
+
+        def each(stage: int, step: Pass, ready: Floats) -> Floats:
+            layer = self.layers[step.microbatch]
+            seconds = self.layers_per_chunk * (layer.backward_s if step.backward else layer.forward_s)
+            if (stage, step.chunk) == (last_stage, last_chunk):
+                seconds = seconds + layer.head_s[step.backward]
+            return _together(ready, layer.group) + seconds
+
+        def transfer(microbatch: int) -> Floats:
+            link = self.machine.inter if self.machine.cluster.num_nodes > 1 or setup.pipeline > 1 else self.machine.intra
+            return np.array([parallel.stage_transfer_s(model, n, link) for n in self.layers[microbatch].tokens.tolist()])
+
+        return pipeline.run(setup.pipeline, len(self.plans), setup.interleave, self.machine.num_ranks, each, transfer)
+
+    def _phases(self, stage: int, rank: int) -> dict[str, float]:
+        """What one rank's time goes to, without waiting."""
+        times, again = self.layers_per_chunk * self.setup.interleave, self.setup.recompute == "full"
+        phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        for layer in self.layers:
+            linear, backward_linear = float(layer.forward_linear_s[rank]), float(layer.backward_linear_s[rank])
+            phases["forward_linear"] += times * linear
+            phases["forward_attention"] += times * (float(layer.forward_s[rank]) - linear)
+            phases["backward_linear"] += times * (backward_linear + again * linear)
+            phases["backward_attention"] += times * (float(layer.backward_s[rank]) - backward_linear - again * linear)
+            if stage == self.setup.pipeline - 1:
+                phases["head"] += float(layer.head_s[0][rank] + layer.head_s[1][rank])
+        return phases
+
+    # Around the layers
+
+    def _num_parameters(self) -> float:
+        """Of the stage with the most."""
+        return max(memory.rank_memory(self.machine.model, 0, 0, self._sharding(s)).weights for s in self._ends()) * (
+            self.setup.tensor / memory.WEIGHT_BYTES
+        )
+
+    def _ends(self) -> tuple[int, int]:
+        return 0, self.setup.pipeline - 1
+
+    def _sharding(self, stage: int) -> Sharding:
+        setup = self.setup
+        return Sharding(setup.tensor, setup.pipeline, stage, self.machine.num_ranks, setup.experts)
+
+    def _sync_s(self) -> float:
+        cluster = self.machine.cluster
+        if cluster.num_ranks == 1:
+            return 0.0
+        seconds = parallel.gradient_sync_s(self._num_parameters(), self._group())
+        if not self.setup.overlap_sync:
+            return seconds
+        # The first layer's gradients come last and have nothing left to hide behind.
+        num_layers = self.layers_per_chunk * self.setup.interleave
+        hidden = (num_layers - 1) * float(self.layers[-1].backward_s.max())
+        return max(seconds / num_layers, seconds - hidden)
+
+    def _group(self) -> Group:
+        machine = self.machine
+        group = group_of(machine.cluster, machine.num_ranks, machine.cluster.node_size, busy_nics=True)
+        nics = machine.cluster.node_size / machine.cluster.ranks_per_nic
+        inter = Link(machine.inter.alpha_s, machine.inter.bytes_per_s * max(1.0, nics))
+        return Group(group.num_ranks, group.ranks_per_node, machine.intra, inter)
+
+    def _optimizer_s(self) -> float:
+        return self.machine.cost.optimizer_s(self._num_parameters() / self.machine.num_ranks) * float(self.machine.slow().max())
+
+    def _peak_bytes(self) -> Floats:
+        """By rank, the largest over microbatches; stage by stage."""
+        model, setup = self.machine.model, self.setup
+        holding = Holding(setup.policy, setup.recompute, len(self.plans))
+        peak: list[Floats] = []
+        for stage in range(setup.pipeline):
+            found = np.zeros(self.machine.num_ranks)
+            for plan, layer in {id(layer): (plan, layer) for plan, layer in zip(self.plans, self.layers, strict=True)}.values():
+                pairs = np.stack([layer.tokens, self._received(plan)], 1)
+                kinds, place = np.unique(pairs, axis=0, return_inverse=True)
+                sizes = [memory.rank_memory(model, held, got, self._sharding(stage), holding).total for held, got in kinds.tolist()]
+                found = np.maximum(found, np.array(sizes)[place.reshape(-1)])
+            peak.append(found)
+        return np.concatenate(peak)
+
+    def _received(self, plan: MicrobatchPlan) -> Ints:
+        if self.setup.policy == "replay":
+            return most_in_a_round(plan)
+        counted = figures(plan, self.machine.model, self.machine.cluster.ranks_per_nic)
+        return np.array(counted["kv_tokens_received_per_rank"]) + np.array(counted["remap_tokens_received_per_rank"])
+
+    def _utilisation(self, step_s: float) -> dict[str, float]:
+        """Share of the step that ranks compute, and that links and NICs are full, on average; synchronisation left out."""
+        machine = self.machine
+        ranks, times = machine.num_ranks, self.machine.model.num_layers / self.setup.pipeline
+        busy, full = np.zeros(ranks), np.zeros(len(machine.capacity()))
+        for layer in self.layers:
+            again = 2 if self.setup.recompute == "full" else 1
+            parts: list[tuple[Outcome, Floats, int]] = [
+                (layer.call.forward, layer.forward_linear_s, again),
+                (layer.call.backward, layer.backward_linear_s, 1),
+            ]
+            for outcome, linear, repeats in parts:
+                busy += repeats * times * (outcome.compute_s + linear)
+                full += repeats * times * outcome.bytes_moved / machine.capacity()
+            busy += (layer.head_s[0] + layer.head_s[1]) / self.setup.pipeline
+        return {
+            "compute": float(busy.mean() / step_s),
+            "link": float(full[: 2 * ranks].mean() / step_s),
+            "nic": float(full[2 * ranks :].mean() / step_s),
+        }
+
+
+def _together(seconds: Floats, group: Ints) -> Floats:
+    """The largest of each group's seconds, on all its ranks."""
+    most = np.zeros(len(seconds))
+    np.maximum.at(most, group, seconds)
+    return most[group]

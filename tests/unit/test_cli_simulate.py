@@ -1,0 +1,152 @@
+"""`megatron-balance simulate` and `compare`: the keys of their JSON, their trace, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_balance.cli import main
+from megatron_balance.planners import PLANNERS
+
+INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000"
+
+
+@pytest.fixture
+def run(capsys):
+    def run(command: str) -> tuple[int, str, str]:
+        code = main(command.split())
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def error(run, command: str) -> str:
+    code, out, err = run(command)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err[len("error: ") :].rstrip("\n")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_simulate_has_the_documented_keys_for_every_planner(run, planner):
+    code, out, _ = run(f"simulate --planner {planner} {INPUTS} --json")
+    assert code == 0
+    found = json.loads(out)
+    assert set(found["step_s"]) == {"median", "p5", "p95"}
+    assert found["tokens_per_s"] == pytest.approx(11046 / found["step_s"]["median"])
+    assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"]["median"])
+    assert len(found["peak_bytes_per_rank"]) == 8
+    assert set(found["utilisation"]) == {"compute", "link", "nic"}
+    assert all(0 <= share <= 1 for share in found["utilisation"].values())
+    assert found["kind"] == "simulated"
+    assert found["assumed"] == "llama-7b on h200 assumed"
+
+
+def test_simulate_prints_phases_for_people(run):
+    code, out, _ = run(f"simulate --planner te_ring {INPUTS} --spread 0.1 --draws 3")
+    assert code == 0
+    for words in (
+        "8 ranks (2 x 4), llama-7b on h200",
+        "s a step (",
+        "tokens/s, simulated",
+        "forward attention",
+        "busy on average: compute",
+    ):
+        assert words in out
+
+
+def test_batches_make_steps_and_microbatches_make_one(run):
+    data = "--planner te_ring --dataset github --tokens 20000 --batches 4 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000 --json"
+    four = json.loads(run(f"simulate {data}")[1])
+    one = json.loads(run(f"simulate {data} --microbatches 4")[1])
+    assert four["step_s"]["p5"] < four["step_s"]["median"] < four["step_s"]["p95"]
+    assert one["step_s"]["p5"] == one["step_s"]["p95"] > 3 * four["step_s"]["median"]
+    piped = json.loads(run(f"simulate {data} --microbatches 4 --pipeline 2")[1])
+    assert len(piped["peak_bytes_per_rank"]) == 16
+    assert piped["phases_s"]["waiting"] > 0
+
+
+def test_a_straggler_and_a_replay_change_what_they_should(run):
+    usual, slow, replayed = (
+        json.loads(run(f"simulate --planner te_ring {INPUTS} --json {more}")[1]) for more in ("", "--slow 3=4", "--policy replay")
+    )
+    assert slow["step_s"]["median"] > usual["step_s"]["median"]
+    assert replayed["step_s"]["median"] > usual["step_s"]["median"]
+    assert max(replayed["peak_bytes_per_rank"]) < max(usual["peak_bytes_per_rank"])
+
+
+def test_trace_is_a_chrome_trace_of_every_rank(run, tmp_path):
+    path = tmp_path / "trace.json"
+    assert run(f"simulate --planner zeppelin {INPUTS} --trace {path}")[0] == 0
+    document = json.loads(path.read_text())
+    assert {event["pid"] for event in document["traceEvents"]} == set(range(8))
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in document["traceEvents"] if event["ph"] == "X")
+
+
+def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run):
+    code, out, _ = run(f"compare {INPUTS} --json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["baseline"] == "te_ring"
+    rows = {row["planner"]: row for row in found["rows"]}
+    assert set(rows) | set(found["left_out"]) == set(PLANNERS)
+    for row in rows.values():
+        assert {"planner", "step_s", "tokens_per_s", "speedup", "imbalance", "plan_ms", "peak_bytes"} <= set(row)
+        assert row["speedup"] == pytest.approx(rows["te_ring"]["step_s"] / row["step_s"])
+        assert set(row["imbalance"]) == {"tokens", "attention"}
+    assert rows["te_ring"]["speedup"] == 1
+
+
+def test_compare_takes_named_planners_and_another_baseline(run):
+    code, out, _ = run(f"compare --planner ulysses --planner zeppelin {INPUTS} --baseline zeppelin")
+    assert code == 0
+    assert "speedup over zeppelin" in out
+    assert "te_ring" not in out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (f"compare --planner ulysses {INPUTS} --baseline te_ring", "--baseline te_ring is not among the planners of this run: ulysses"),
+        (f"simulate --planner te_ring {INPUTS} --slow 9=2", "--slow 9=2: expected RANK=FACTOR with a rank from 0 to 7, such as 3=1.5"),
+        (f"simulate --planner te_ring {INPUTS} --slow 1=x", "--slow 1=x: expected RANK=FACTOR, such as 3=1.5"),
+        (f"simulate --planner te_ring {INPUTS} --slow 1=0", "--slow 1=0: the factor must be more than 0"),
+        (f"simulate --planner te_ring {INPUTS} --spread -1", "spread -1.0: must not be negative; 0.1 is about 10 %"),
+        (f"simulate --planner te_ring {INPUTS} --draws 3", "--draws 3 goes with --spread S, such as 0.1"),
+        (f"simulate --planner te_ring {INPUTS} --pipeline 0", "pipeline 0: must be at least 1"),
+        (
+            f"simulate --planner te_ring {INPUTS} --microbatches 2",
+            "--microbatches 2: 1 batches do not make whole steps of so many; give a divisor",
+        ),
+        (
+            f"simulate --planner te_ring --planner ulysses {INPUTS} --trace x.json",
+            "--trace x.json is of one planner, and 2 are asked for; run simulate once for each",
+        ),
+        (
+            f"simulate --planner te_ring {INPUTS} --trace x.json --transport sockets",
+            "--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams",
+        ),
+        (
+            "simulate --planner te_ring --lengths 900 --ranks 256 --ranks-per-node 8 --tokens-per-rank 4000 --trace x.json",
+            "a trace of 256 ranks is too large to open; trace at most 128, with --ranks",
+        ),
+        (f"simulate --planner te_ring {INPUTS} --costs nowhere.json", None),
+    ],
+)
+def test_mistakes_are_one_sentence(run, command, message):
+    found = error(run, command)
+    assert message is None or found == message
+
+
+def test_plan_does_not_import_the_simulator():
+    code = (
+        "import sys; from megatron_balance.cli import main; "
+        "main(['plan', '--planner', 'te_ring', '--lengths', '900,80', '--ranks', '4', '--json']); "
+        "assert not [name for name in sys.modules if name.startswith(('megatron_balance.simulator', 'torch', 'rich'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
