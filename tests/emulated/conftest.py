@@ -1,0 +1,62 @@
+"""The emulated cluster's tests run where namespaces are permitted, and skip with the reason where not."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_balance.errors import BalanceError
+from tools.emulated_cluster import Result, Target, Topology, check, run
+
+Job = Callable[..., Any]
+Emulate = Callable[..., Result]
+
+
+@functools.cache
+def _reason() -> str | None:
+    return check()
+
+
+@pytest.fixture(scope="session")
+def permitted() -> None:
+    reason = _reason()
+    if reason is not None:
+        pytest.skip(f"no emulated cluster here: {reason}")
+
+
+@pytest.fixture
+def emulate(permitted: None, tmp_path: Path) -> Emulate:
+    """`emulate(topology, job, *args, **options)`: `run` of `job(rank, controller, *args)` from a process with torch and no threads."""
+
+    def call(topology: Topology, job: Job, *args: Any, **options: Any) -> Result:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(theirs, topology, job, args, tmp_path / "logs", options))
+        process.start()
+        theirs.close()
+        answer = ours.recv()
+        process.join()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return call
+
+
+def _run(pipe: Connection, topology: Topology, job: Job, args: tuple[Any, ...], logs: Path, options: dict[str, Any]) -> None:
+    target: Target = lambda rank, controller: job(rank, controller, *args)  # noqa: E731  the ranks are forks, so it need not be pickled
+    with suppress(PermissionError):
+        os.nice(-10)  # so that what else runs on the cores disturbs the measured rates less; root may
+    try:
+        pipe.send(run(topology, target, logs, **options))
+    except (BalanceError, RuntimeError) as error:
+        pipe.send(error)

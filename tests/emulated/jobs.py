@@ -1,0 +1,118 @@
+"""What the ranks of the tests do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+from tools.emulated_cluster import Controller, NicBytes
+
+LEAD_S = 0.05
+MIN_REPEATS, MAX_REPEATS = 2, 12
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Transfers that start together, each of as many bytes; repeated until they took no more than `wanted_s`, but only so often.
+
+    `rates`: what the links are set to first (NIC, intra), in bit/s.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    wanted_s: float
+    rates: tuple[int, int | None] | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One repetition: seconds from the common start to the last transfer's end, this rank's payload, and on rank 0 all NICs' bytes."""
+
+    seconds: float
+    equal: bool
+    nics: tuple[NicBytes, ...]
+
+
+def transfers(rank: int, controller: Controller, cases: tuple[Transfers, ...], num_bytes: int) -> list[list[Measured]]:
+    """The repetitions of every case; payloads are compared with what was sent.
+
+    What else runs on the cores can only lengthen a transfer, so the shortest repetition is the link's.
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measured: list[list[Measured]] = []
+    for case in cases:
+        if rank == 0 and case.rates is not None:
+            controller.reshape(*case.rates)
+        repetitions = [_transfer(rank, controller, case, num_bytes)]
+        while len(repetitions) < MIN_REPEATS or (repetitions[-1].seconds > case.wanted_s and len(repetitions) < MAX_REPEATS):
+            repetitions.append(_transfer(rank, controller, case, num_bytes))
+        measured.append(repetitions)
+    dist.barrier()
+    dist.destroy_process_group()
+    return measured
+
+
+def _transfer(rank: int, controller: Controller, case: Transfers, num_bytes: int) -> Measured:
+    import torch
+    import torch.distributed as dist
+
+    # A prime period: a part that is shifted or swapped is seen.
+    pattern = torch.arange(251, dtype=torch.uint8).repeat(num_bytes // 251 + 1)[:num_bytes]
+    receives = [(torch.zeros(num_bytes, dtype=torch.uint8), src) for src, dst in case.pairs if dst == rank]
+    dist.barrier()
+    before = controller.nic_bytes() if rank == 0 else ()
+    start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
+    dist.broadcast(start, 0)  # all ranks share this machine's clock
+    time.sleep(max(0.0, float(start) - time.monotonic()))
+    # Receives first: gloo asks for what it receives on the same connection, behind what is being sent on it.
+    works = [dist.irecv(received, src) for received, src in receives]
+    works += [dist.isend(pattern, dst) for src, dst in case.pairs if src == rank]
+    for work in works:
+        assert work is not None
+        work.wait()
+    seconds = torch.tensor([time.monotonic() - float(start)], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    after = controller.nic_bytes() if rank == 0 else ()
+    nics = tuple(NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True))
+    return Measured(float(seconds), all(torch.equal(received, pattern) for received, _ in receives), nics)
+
+
+def describe(_rank: int, _controller: Controller) -> dict[str, str]:
+    """The environment that torchrun would give, and the host's name."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {"host": os.uname().nodename, **{name: os.environ[name] for name in names}}
+
+
+def fail_on(rank: int, _controller: Controller, failing: int, code: int | None) -> None:
+    """One rank fails, with a traceback or an exit code; the others would go on for ever."""
+    if rank == failing:
+        if code is not None:
+            sys.exit(code)
+        raise ValueError("asked to fail")
+    time.sleep(3600)
+
+
+def hang_on(rank: int, _controller: Controller, hanging: int) -> None:
+    """One rank never ends."""
+    if rank == hanging:
+        time.sleep(3600)
+
+
+def ask_for_no_rate(_rank: int, controller: Controller) -> str:
+    """What the launcher answers to a rate of 0."""
+    try:
+        controller.reshape(0, None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def leave_a_process_behind(_rank: int, _controller: Controller) -> None:
+    """A child that outlives its rank."""
+    if os.fork() == 0:
+        time.sleep(3600)

@@ -1,0 +1,132 @@
+"""The process that builds the clusters: imports Megatron, measures the kernels, fixes the operating point, trains on each topology.
+
+Started by `python -m tools.bench.emulated`, which shows how far it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import IO, Any
+
+from tools.bench.emulated import device
+from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, NUM_RANKS, TOKENS_PER_RANK, Kernels, Point
+from tools.bench.emulated.steps import Experiment
+from tools.emulated_cluster import Topology, run
+
+POINT_FILE = "operating-point.json"
+STEPS_FILE = "steps.jsonl"
+DEADLINE_S = 7200.0
+
+
+def main() -> int:
+    """Run the experiment that the only argument describes."""
+    from megatron_balance.megatron import cpu
+
+    cpu.install()
+    import torch
+
+    torch.set_num_threads(1)
+    from megatron_balance.patches.selection import for_training
+
+    for_training(script=True)  # imports Megatron, which looks at the device while it is imported
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which torch imports in a process's first backward
+    from tools.bench.emulated import training
+
+    experiment = Experiment.parse(sys.argv[1])
+    folder = experiment.folder
+    share = device.share_of_core(experiment.core_share, NUM_RANKS) if experiment.core_share else None
+    kernels = _calibrated(experiment, share)
+    point = Point.of(kernels) if experiment.nic_mbit is None else Point(kernels, round(1e6 * experiment.nic_mbit))
+    # Written before anything is compared: the point must not depend on how planners fare there.
+    (folder / POINT_FILE).write_text(json.dumps(asdict(point)) + "\n")
+    with (folder / STEPS_FILE).open("w") as records:
+        for at, nics in enumerate(experiment.nics):
+            job = training.Run(
+                topology=point.topology(nics),
+                cluster=point.cluster(nics),
+                steps=tuple(experiment.steps(at)),
+                layers=experiment.layers,
+                backward=experiment.backward,
+                folder=folder,
+                share=kernels.share,
+                record=_writer(records),
+            )
+            run(
+                job.topology,
+                lambda rank, controller, job=job: training.train(rank, controller, job),
+                folder / f"{nics}-nics",
+                deadline_s=DEADLINE_S,
+            )
+    return 0
+
+
+def _writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
+    def write(record: dict[str, Any]) -> None:
+        records.write(json.dumps(record) + "\n")
+        records.flush()
+
+    return write
+
+
+def _calibrated(experiment: Experiment, share: float | None) -> Kernels:
+    """Kernels on all ranks at once, as they compute in training; the mean over ranks, since they share the cores evenly."""
+    topology = Topology(1, NUM_RANKS, NUM_RANKS, 10**9, None)
+    result = run(topology, lambda *_: _measure(share, experiment.calibration_s), experiment.folder / "kernels")
+    reserved = all(value[3] for value in result.values)
+    forward, backward, linear = (sum(value[i] for value in result.values) / NUM_RANKS for i in range(3))
+    return Kernels(forward, backward, linear, share if reserved else None)
+
+
+def _measure(share: float | None, seconds: float) -> tuple[float, float, float, bool]:
+    """Seconds of a round's attention, forward and backward, and FLOP/s of an MLP's product, while all ranks do the same.
+
+    And whether the compute thread got its share of a core.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron_balance.runtime.kernels import Entries, choose_kernel
+
+    dist.init_process_group("gloo")
+    kernel = choose_kernel("auto", torch.device("cpu"), torch.float32, HEAD_DIM)
+    q, k, v, out, dout = torch.randn(5, TOKENS_PER_RANK, HEADS, HEAD_DIM).unbind()
+    lse = torch.full((TOKENS_PER_RANK, HEADS), 8.0)
+    whole, half = (0, TOKENS_PER_RANK), TOKENS_PER_RANK // 2
+    # The two kinds of round of a zigzag ring: keys of an earlier rank, keys of a later one.
+    kinds = [
+        Entries((whole,), ((0, half),), (False,), (whole,)),
+        Entries(((half, TOKENS_PER_RANK),), (whole,), (False,), ((half, TOKENS_PER_RANK),)),
+    ]
+    x, w = torch.randn(TOKENS_PER_RANK, HEADS * HEAD_DIM), torch.randn(HEADS * HEAD_DIM, 2 * FFN_SIZE)
+    forward = [lambda e=e: kernel.forward(kernel.prepare(e, q.device), q, k, v, 0.125) for e in kinds]
+    backward = [lambda e=e: kernel.backward(kernel.prepare(e, q.device), (dout, out, lse), q, k, v, 0.125) for e in kinds]
+    reserved = share is not None and device.reserve(share)
+    times = [_mean_s(calls, seconds) for calls in (forward, backward, [lambda: x @ w])]
+    dist.barrier()
+    dist.destroy_process_group()
+    return times[0], times[1], 2.0 * x.shape[0] * w.numel() / times[2], reserved
+
+
+def _mean_s(calls: list[Callable[[], Any]], seconds: float) -> float:
+    """Mean seconds of a call, over that long, between barriers."""
+    import torch.distributed as dist
+
+    calls[0]()
+    dist.barrier()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        for call in calls:
+            call()
+        count += len(calls)
+    mean = (time.perf_counter() - start) / count
+    dist.barrier()
+    return mean
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""In a rank: Megatron's `pretrain` over given batches, each step under the planner and layers of its variant, timed from outside.
+
+What is wrapped lives in this process only, which ends with its job: Megatron's `train_step` and its reduction of gradients, the session's
+choice of a planner, `bind`, and the two halves of the attention call.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import yaml
+from megatron.core.datasets.utils import Split
+from megatron.training import training as megatron_training
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_balance.megatron import entry, forward_backward, session
+from megatron_balance.megatron.data import PADDING
+from megatron_balance.megatron.planning import StepPlanner
+from megatron_balance.runtime import attention
+from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.trace import Trace, hidden_share
+from megatron_balance.schedules import expand
+from megatron_balance.schedules.payload import Payload
+from megatron_balance.schedules.traffic import traffic
+from megatron_balance.workloads.lengths import Lengths
+from tools.bench.emulated import device
+from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, TOKENS
+from tools.bench.emulated.steps import Planned
+from tools.bench.emulated.variants import VARIANTS
+from tools.emulated_cluster import Controller, NicBytes, Topology
+
+VOCABULARY = 256
+
+FLAGS: dict[str, Any] = {
+    "hidden-size": HEADS * HEAD_DIM,
+    "kv-channels": HEAD_DIM,
+    "num-attention-heads": HEADS,
+    "ffn-hidden-size": FFN_SIZE,
+    "seq-length": TOKENS,
+    "max-position-embeddings": TOKENS,
+    "position-embedding-type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+    "attention-dropout": 0,
+    "hidden-dropout": 0,
+    "micro-batch-size": 1,
+    "global-batch-size": 1,
+    "lr": 0,  # the same weights in every step, so that a batch's loss must be the same under every variant
+    "min-lr": 0,
+    "weight-decay": 0,
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": VOCABULARY,
+    "make-vocab-size-divisible-by": 16,
+    "eval-iters": 0,
+    "eval-interval": 100000,
+    "log-interval": 1,
+    "num-workers": 0,
+    "seed": 1234,
+    "calculate-per-token-loss": True,
+    "balance-device": "cpu",
+    "distributed-backend": "gloo",
+    "mock-data": True,  # Megatron asks for data or for none; ours come from our own provider
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One job of the benchmark."""
+
+    topology: Topology
+    cluster: dict[str, Any]
+    """The `cluster` section of the configuration."""
+    steps: tuple[Planned, ...]
+    layers: int
+    backward: str
+    folder: Path
+    share: float | None
+    """Of a core, for each compute thread; None: ranks share the cores."""
+    record: Callable[[dict[str, Any]], None]
+    """Called on rank 0 with what each step measured."""
+
+
+def train(rank: int, controller: Controller, run: Run) -> None:
+    """Train all steps of `run`; this is what the ranks of the cluster do."""
+    config = run.folder / f"balance-rank{rank}.yaml"
+    config.write_text(
+        yaml.safe_dump({"planner": {"name": "te_ring"}, "cluster": run.cluster, "backward": run.backward, "plan_ahead": False})
+    )
+    flags = {
+        **FLAGS,
+        "num-layers": run.layers,
+        "context-parallel-size": run.topology.world_size,
+        "train-iters": len(run.steps),
+        "balance-config": config,
+    }
+    sys.argv = [
+        "bench",
+        *(word for name, value in flags.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])),
+    ]
+    meter = _Meter(rank, controller, run)
+    meter.install()
+    code = entry.run(lambda: _pretrain([step.lengths for step in run.steps]))
+    if code:
+        sys.exit(code)
+
+
+def _pretrain(lengths: Sequence[Lengths]) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.forward_step import forward_step
+    from megatron_balance.patches import applied
+    from megatron_balance.patches.selection import for_training
+
+    def provider(*_: Any, **__: Any) -> tuple[Batches, None, None]:
+        return Batches(lengths), None, None
+
+    provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
+    with applied(for_training(script=False)):
+        args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        with entry.training(config):
+            pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """Sample i is the batch of step i: the documents that were drawn, filled with random tokens that depend on their lengths alone."""
+
+    split = Split.train
+    """Megatron's samplers read it."""
+
+    def __init__(self, lengths: Sequence[Lengths]) -> None:
+        """`lengths`: of the documents of each step."""
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Tokens, labels, loss_mask and position_ids of step `index`, each [TOKENS]."""
+        lengths = self._lengths[index]
+        tokens = np.random.default_rng(lengths).integers(0, VOCABULARY, size=TOKENS + 1)
+        loss_mask = np.zeros(TOKENS, dtype=np.float32)
+        position_ids = np.full(TOKENS, PADDING, dtype=np.int64)
+        at = 0
+        for length in lengths:
+            loss_mask[at : at + length - 1] = 1  # a document's last token has no label
+            position_ids[at : at + length] = np.arange(length)
+            at += length
+        arrays = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+
+@dataclass(slots=True)
+class _Step:
+    """What this rank measured of a step, in seconds."""
+
+    forward_calls: list[tuple[float, float]] = field(default_factory=list)
+    backward_calls: list[tuple[float, float]] = field(default_factory=list)
+    """When each attention call began and ended; all ranks have one clock."""
+    model_s: float = 0.0
+    """Forward and backward of the model, attention and all."""
+    all_reduce_s: float = 0.0
+    step_s: float = 0.0
+    own_s: float = 0.0
+    """Of the step, what the measuring itself took; not in `step_s`."""
+    bounds: list[Bound] = field(default_factory=list)
+    before: tuple[NicBytes, ...] = ()
+    after: tuple[NicBytes, ...] = ()
+
+
+class _Meter:
+    """Gives each step its planner, and measures it. Counters of the NICs are read where only attention's transfers lie between."""
+
+    def __init__(self, rank: int, controller: Controller, run: Run) -> None:
+        self._rank, self._controller, self._run = rank, controller, run
+        self._planners: dict[int, StepPlanner] = {}
+        self._at = -1
+        self._step = _Step()
+        self._model_start_s = 0.0
+
+    def install(self) -> None:
+        """Wrap what is measured."""
+        planner = self._planner
+        session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
+        forward_backward.bind = self._bind
+        attention.run_forward = self._timed("forward_calls", attention.run_forward)
+        attention.run_backward = self._timed("backward_calls", attention.run_backward)
+        megatron_training.train_step = self._measured(megatron_training.train_step)
+        megatron_training.finalize_model_grads = self._reduced(megatron_training.finalize_model_grads)
+
+    def _planner(self, job: session.Session) -> StepPlanner:
+        """Of this step's variant, in `job`'s place."""
+        variant = self._run.steps[self._at].variant
+        if variant not in self._planners:
+            job = copy.copy(job)
+            job.config = job.config.model_copy(update={"planner": VARIANTS[variant].choice()})
+            self._planners[variant] = StepPlanner(job, ahead=False)
+        return self._planners[variant]
+
+    def _bind(self, *args: Any, **kwargs: Any) -> Bound:
+        from megatron_balance.runtime.bind import bind
+
+        trace: Trace = []
+        bound = bind(*args, trace=trace, **kwargs)
+        self._step.bounds.append(bound)
+        self._step.before = self._counted()
+        if self._run.share is not None:
+            device.reserve(self._run.share)
+        self._model_start_s = time.perf_counter()
+        return bound
+
+    def _counted(self) -> tuple[NicBytes, ...]:
+        """The counters of all NICs at a moment when no rank sends anything; rank 0 has them."""
+        dist.barrier()
+        start = time.perf_counter()
+        found = self._controller.nic_bytes() if self._rank == 0 else ()
+        dist.barrier()
+        self._step.own_s += time.perf_counter() - start
+        return found
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args)
+            getattr(self._step, name).append((start, time.perf_counter()))
+            return result
+
+        return timed
+
+    def _reduced(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def reduced(*args: Any, **kwargs: Any) -> None:
+            self._step.model_s = time.perf_counter() - self._model_start_s
+            if self._run.share is not None:
+                device.release()
+            self._step.after = self._counted()  # with it a barrier: else the first rank's reduction would be waiting for the last
+            start = time.perf_counter()
+            reduce(*args, **kwargs)
+            self._step.all_reduce_s += time.perf_counter() - start
+
+        return reduced
+
+    def _measured(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            self._at += 1
+            self._step = _Step()
+            device.prefer_transfers()
+            dist.barrier()
+            start = time.perf_counter()
+            result = train_step(*args, **kwargs)
+            self._step.step_s = time.perf_counter() - start - self._step.own_s
+            self._report(float(result[0]["lm loss"]), float(result[5]))
+            return result
+
+        return measured
+
+    def _report(self, loss: float, grad_norm: float) -> None:
+        """Gather what the ranks measured, and record it on rank 0."""
+        step, (bound,) = self._step, self._step.bounds
+        counters, trace = bound.counters, bound.trace or []
+        mine = {
+            "forward_calls": step.forward_calls,
+            "backward_calls": step.backward_calls,
+            "model_s": step.model_s,
+            "all_reduce_s": step.all_reduce_s,
+            "step_s": step.step_s,
+            "kernel_s": sum(event.stop_s - event.start_s for event in trace if event.leg == "run"),
+            "waited_s": sum(event.stop_s - event.start_s for event in trace if event.leg == "finish"),
+            "hidden_share": hidden_share(trace),
+            "tokens": bound.num_tokens,
+            "counters": asdict(counters),
+        }
+        ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        if self._rank:
+            return
+        planned = self._run.steps[self._at]
+        self._run.record(
+            {
+                "nics": self._run.topology.nics_per_node,
+                **asdict(planned),
+                "variant_id": planned.variant,
+                "variant": VARIANTS[planned.variant].name,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "ranks": ranks,
+                "nic_sent": _differences(step.before, step.after, "sent"),
+                "nic_received": _differences(step.before, step.after, "received"),
+                **_plan_figures(bound, self._run),
+            }
+        )
+
+
+def _differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: str) -> list[int]:
+    return [getattr(b, side) - getattr(a, side) for a, b in zip(before, after, strict=True)]
+
+
+def _plan_figures(bound: Bound, run: Run) -> dict[str, Any]:
+    """What the plan is, and the bytes that it puts on each NIC, all layers, forward and backward."""
+    plan = bound.plan
+    payload = Payload.of(session.current().model())
+    moved = traffic(
+        expand(plan, bound.policy), payload, ranks_per_node=run.topology.ranks_per_node, ranks_per_nic=run.topology.ranks_per_nic
+    )
+    zones: dict[str, int] = {}
+    for zone in plan.zones:
+        zones[zone.name] = zones.get(zone.name, 0) + len(zone.seqs)
+    return {
+        "fingerprint": plan.fingerprint(),
+        "zones": zones,
+        "moved_tokens": sum(row[2] for row in plan.moves),
+        "routed_zones": list(plan.routing.zones) if plan.routing is not None else [],
+        "plan_nic_sent": [run.layers * n for n in moved.nic_sent.flatten().tolist()],
+        "plan_nic_received": [run.layers * n for n in moved.nic_received.flatten().tolist()],
+    }

@@ -1,0 +1,34 @@
+"""What is compared: the bars of Fig. 11 and, beside them, llama_all_gather."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_balance.config import PlannerChoice, choose_planner
+from megatron_balance.layers import Layers
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A planner and the layers around it."""
+
+    name: str
+    planner: str
+    layers: Layers
+
+    def choice(self) -> PlannerChoice:
+        """As a configuration would say it; zeppelin's own options `routed` and `remapped` follow the layers."""
+        return choose_planner(self.planner, {}, self.name, self.layers)
+
+
+BASELINE = "te_ring"
+VARIANTS = (
+    Variant(BASELINE, "te_ring", Layers()),
+    Variant("te_ring + routing", "te_ring", Layers(routing="always")),
+    Variant("zeppelin engine", "zeppelin", Layers()),
+    Variant("zeppelin engine + routing", "zeppelin", Layers(routing="pays")),
+    Variant("zeppelin, all of it", "zeppelin", Layers(routing="pays", remap=True)),
+    Variant("llama_all_gather", "llama_all_gather", Layers()),
+    # gloo gathers round one ring, over one NIC of a node; NCCL uses all of them, as this does.
+    Variant("llama_all_gather + routing", "llama_all_gather", Layers(routing="always")),
+)

@@ -1,0 +1,73 @@
+"""System calls that Python has no function for, and work done inside a network namespace."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.emulated_cluster.errors import ClusterError
+
+NAMESPACES = Path("/run/netns")
+"""Where iproute2 keeps named network namespaces."""
+
+_PR_SET_PDEATHSIG = 1
+_MS_REC = 1 << 14
+_MS_PRIVATE = 1 << 18
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Kill this process when its parent ends, however it ends."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def make_mounts_private() -> None:
+    """From here on no mount of this mount namespace is seen outside it."""
+    _mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE)
+
+
+def mount(kind: str, target: Path) -> None:
+    """Mount a file system without a device, such as tmpfs or proc."""
+    _mount(kind.encode(), os.fsencode(target), kind.encode(), 0)
+
+
+def _mount(source: bytes, target: bytes, kind: bytes | None, flags: int) -> None:
+    if _libc.mount(source, target, kind, ctypes.c_ulong(flags), None):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fsdecode(target))
+
+
+def enter(namespace: str) -> None:
+    """Move this thread into a named network namespace; threads it starts later are there too.
+
+    Raises:
+        ClusterError: there is none, or this process may not enter it.
+    """
+    try:
+        file = os.open(NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.setns(file, os.CLONE_NEWNET)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ClusterError(f"network namespace {namespace}: {error.strerror}") from error
+
+
+@contextmanager
+def entered(namespace: str) -> Iterator[None]:
+    """This thread, and the programs it starts, inside a named network namespace; back where it was afterwards."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        enter(namespace)
+        try:
+            yield
+        finally:
+            os.setns(before, os.CLONE_NEWNET)
+    finally:
+        os.close(before)
