@@ -22,7 +22,10 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "demo"
 RANKS = 8
+RANKS_PER_NODE = 4
 CONTEXT = 16384
+INTRA_NODE_SPEEDUP = 8
+"""Links inside a node over a NIC, about as NVSwitch is to one NIC."""
 
 # A GPT with everything that matters to us: grouped-query attention, rotary positions, a gated MLP.
 MODEL = """
@@ -44,13 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` below ends the ranks
     console = Console(width=max(120, Console().width))
     corpus = _corpus(options.out)
+    options.emulated = _emulated(options)
     started = time.monotonic()
     runs = {planner: _train(planner, corpus, options) for planner in options.planners}
-    console.print(_table(runs))
-    console.print(
-        f"{RANKS} ranks share this machine's cores, so a step takes the sum of all ranks' work and its time does not show balance; "
-        "on a cluster the slowest rank sets it."
-    )
+    console.print(_table(runs, {planner: _nic_megabytes(options, planner) for planner in runs} if options.emulated else {}))
+    if options.emulated:
+        console.print(
+            f"Two nodes of {RANKS_PER_NODE} ranks, each rank with a NIC of {options.nic_mbit:g} Mbit/s and a link {INTRA_NODE_SPEEDUP} "
+            "times as fast inside its node: the transfers are real. All ranks share this machine's cores, so arithmetic takes the sum of "
+            "their work, and its balance does not show in the step's time; on a cluster the slowest rank sets it."
+        )
+    else:
+        console.print(
+            f"{RANKS} ranks share this machine's cores, so a step takes the sum of all ranks' work and its time does not show balance; "
+            "on a cluster the slowest rank sets it."
+        )
     agree = _agreement(runs)
     console.print(
         f"Largest relative difference of a step's loss between the runs: {agree:.1e}. Training took {time.monotonic() - started:.0f} s."
@@ -66,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="training steps of each run (default 40)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each run (default 30)")
+    parser.add_argument("--nic-mbit", type=float, default=50.0, help="rate of each rank's emulated NIC (default 50 Mbit/s)")
+    parser.add_argument("--no-emulated", action="store_true", help="plain processes on this machine, without emulated NICs")
     parser.add_argument("--planners", type=lambda s: s.split(","), default=["te_ring", "zeppelin"], help="comma-separated planners")
     parser.add_argument("--out", type=Path, default=OUT, help="where corpus, logs and steps.jsonl go")
     return parser.parse_args(argv)
@@ -81,27 +94,65 @@ def _corpus(out: Path) -> Path:
     return prefix
 
 
+def _emulated(options: argparse.Namespace) -> bool:
+    """Whether the runs are made on the emulated cluster; says why not."""
+    if options.no_emulated:
+        return False
+    checked = subprocess.run(
+        [sys.executable, "-m", "tools.emulated_cluster", "check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if checked.returncode:
+        said = (checked.stdout + checked.stderr).strip()
+        print(f"No emulated cluster here ({said}); the ranks run as plain processes, without NICs of their own.", flush=True)
+        return False
+    return True
+
+
+def _launcher(planner: str, folder: Path, options: argparse.Namespace) -> list[str]:
+    """The command in front of `-m megatron_balance.pretrain_gpt`, and its `--balance-config`."""
+    module = ["-m", "megatron_balance.pretrain_gpt", "--balance-config"]
+    if not options.emulated:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(_free_port())]
+        return [*torchrun, *module, str(ROOT / "configs" / "experiment" / f"gpt-tiny-{planner}.yaml")]
+    nic = options.nic_mbit * 1e6 / 8
+    config = folder / "balance.yaml"
+    config.write_text(
+        f"planner: {planner}\nmodel: gpt-tiny\nagreement_every: 10\n"
+        f"cluster: {{base: emulated, nic_bytes_per_s: {nic:.6e}, intra_bytes_per_s: {INTRA_NODE_SPEEDUP * nic:.6e}}}\n"
+    )
+    rates = ["--nic-mbit", str(options.nic_mbit), "--intra-mbit", str(INTRA_NODE_SPEEDUP * options.nic_mbit)]
+    counted = ["--json", str(folder / "nics.json"), "--logs", str(folder / "ranks")]
+    shape = ["--nodes", str(RANKS // RANKS_PER_NODE), "--ranks-per-node", str(RANKS_PER_NODE)]
+    return [sys.executable, "-m", "tools.emulated_cluster", "run", *shape, *rates, *counted, "--", *module, str(config)]
+
+
+def _nic_megabytes(options: argparse.Namespace, planner: str) -> list[float]:
+    """MB that each NIC sent in a step, by the kernel's counters; setting up the job is in it."""
+    nics = json.loads((options.out / planner / "nics.json").read_text())["nics"]
+    return [nic["sent"] / 1e6 / options.steps for nic in nics]
+
+
 def _train(planner: str, corpus: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Pretrain under `planner`; the records of steps.jsonl."""
     folder = options.out / planner
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(_free_port())),
-        *("-m", "megatron_balance.pretrain_gpt", "--balance-config", str(ROOT / "configs" / "experiment" / f"gpt-tiny-{planner}.yaml")),
+        *_launcher(planner, folder, options),
         *("--balance-device", "cpu", "--balance-log", str(folder), "--data-path", str(corpus)),
         *("--seq-length", str(CONTEXT), "--max-position-embeddings", str(CONTEXT), "--context-parallel-size", str(RANKS)),
         *("--train-iters", str(options.steps), *MODEL.split(), *TRAINING.split()),
     ]
     log = folder / "train.log"
-    print(f"\n{planner}: {options.steps} steps of megatron.training.pretrain on {RANKS} ranks (log: {log})", flush=True)
+    where = "the emulated cluster" if options.emulated else "this machine"
+    print(f"\n{planner}: {options.steps} steps of megatron.training.pretrain on {RANKS} ranks of {where} (log: {log})", flush=True)
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             _watch(process, folder / "steps.jsonl", options.steps)
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks
+                process.terminate()  # the launcher ends its ranks
                 process.wait(timeout=30)
     records = _records(folder / "steps.jsonl")
     if process.returncode or len(records) != options.steps:
@@ -145,7 +196,7 @@ def _agreement(runs: dict[str, list[dict[str, Any]]]) -> float:
     return max(abs(a["loss"] - b["loss"]) / a["loss"] for other in runs.values() for a, b in zip(first, other, strict=True))
 
 
-def _table(runs: dict[str, list[dict[str, Any]]]) -> Table:
+def _table(runs: dict[str, list[dict[str, Any]]], nic_megabytes: dict[str, list[float]]) -> Table:
     num_steps = len(next(iter(runs.values())))
     table = Table(
         title=f"{num_steps} steps on {RANKS} ranks as 2 nodes x 4: means over steps, measured in the runs above", title_justify="left"
@@ -173,8 +224,13 @@ def _table(runs: dict[str, list[dict[str, Any]]]) -> Table:
     row("KV tokens received per rank, a layer", [f"{mean(r, 'kv_tokens_received'):,.0f}" for r in each])
     row("  of them from the other node", [f"{mean(r, 'kv_tokens_received_inter_node'):,.0f}" for r in each])
     row("attention kernel calls per rank, a step", [f"{mean(r, 'kernel_calls'):.1f}" for r in each])
+    if nic_megabytes:
+        row("MB sent per NIC and step, mean", [f"{statistics.fmean(nic_megabytes[planner]):.2f}" for planner in runs])
+        row("  of the busiest NIC", [f"{max(nic_megabytes[planner]):.2f}" for planner in runs])
     row("plan ms (waited for ms)", [f"{mean(r, 'plan_ms'):.2f} ({mean(r, 'plan_wait_ms'):.2f})" for r in each])
-    row("step ms, median", [f"{statistics.median(x['step_ms'] for x in r):,.0f}" for r in each])
+    medians = [statistics.median(x["step_ms"] for x in r) for r in each]
+    row("step ms, median", [f"{median:,.0f}" for median in medians])
+    row(f"step time of {next(iter(runs))} over it", [f"{medians[0] / median:.2f}" for median in medians])
     return table
 
 
