@@ -36,7 +36,7 @@ SKIPPED = 77
 USAGE_ERROR = 2
 BASE = 0
 POLL_S = 0.3
-QUICK_VARIANTS = 6
+QUICK_VARIANTS = 7
 EXPLANATION = (
     "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and gradient norms of a "
     "batch are equal to 1e-5. docs/operating-point.md derives the point and says what is left out.",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_balance.config import PlannerChoice, choose_planner
 from megatron_balance.layers import Layers
+from megatron_balance.planners import PLANNERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ VARIANTS = (
     Variant("te_ring + routing", "te_ring", Layers(routing="always")),
     Variant("zeppelin engine", "zeppelin", Layers()),
     Variant("zeppelin engine + routing", "zeppelin", Layers(routing="pays")),
-    Variant("zeppelin, all of it", "zeppelin", Layers(routing="pays", remap=True)),
+    Variant("zeppelin, remap always", "zeppelin", Layers(routing="pays", remap=True)),
+    Variant("zeppelin, as it is by default", "zeppelin", PLANNERS["zeppelin"].layers),
     Variant("llama_all_gather", "llama_all_gather", Layers()),
     # gloo gathers round one ring, over one NIC of a node; NCCL uses all of them, as this does.
     Variant("llama_all_gather + routing", "llama_all_gather", Layers(routing="always")),
