@@ -187,7 +187,7 @@ def _show(console: Console, found: Sequence[report.Line], records: Sequence[repo
         console.print(table)
     console.print(
         f"Bytes of a NIC as the kernel counted them, less headers, against the plan's: {100 * report.counted_against_plan(records):.1f} % "
-        f"of the busiest NIC's apart at most. {len(records)} steps in {seconds:.0f} s."
+        f"of the busiest NIC's apart at most, where that carries 1 MB or more. {len(records)} steps in {seconds:.0f} s."
     )
 
 
@@ -217,7 +217,7 @@ def _text(experiment: Experiment, records: Sequence[report.Record], found: Seque
     parts = [
         "# The ablation of Fig. 11 on the emulated cluster",
         f"`{command}`",
-        EXPLANATION,
+        *EXPLANATION,
         "```\n" + _point(experiment).text() + "\n```",
     ]
     for at, nics in enumerate(experiment.nics):
@@ -226,7 +226,8 @@ def _text(experiment: Experiment, records: Sequence[report.Record], found: Seque
         parts += [title, report.markdown(of_topology)]
     apart = 100 * report.counted_against_plan(records)
     parts.append(
-        f"Bytes of a NIC as the kernel counted them, less headers, and as planned: {apart:.1f} % of the busiest NIC's apart at most."
+        f"Bytes of a NIC as the kernel counted them, less headers, and as planned: {apart:.1f} % of the busiest NIC's apart at most, over the steps "
+        "in which that one carries a megabyte or more (below, headers and barriers are most of it)."
     )
     return "\n\n".join(parts) + "\n"
 
