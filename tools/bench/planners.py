@@ -119,12 +119,12 @@ def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Mode
         return None
     cost = AnalyticCost(cluster, model)
     layers = variant.layers or PLANNERS[variant.planner].layers
-    judge = pricing(ZeppelinOptions(routed=layers.routing != "never", remapped=layers.remap))
     layers_s: list[float] = []
     for plan in plans:
         ranks_of = {seq: zone.ranks for zone in plan.zones if isinstance(zone, Zone) for seq in zone.seqs}
+        judge = pricing(ZeppelinOptions(routed=layers.routing != "never", remapped=bool(plan.moves)))
         found = Prices(plan.lengths, cluster, cost, judge).predict([ranks_of[seq] for seq in range(len(plan.lengths))])
-        linear_s = cost.linear_s(fmean(found.tokens) if layers.remap else max(found.tokens))
+        linear_s = cost.linear_s(fmean(found.tokens) if plan.moves else max(found.tokens))
         layers_s.append(found.attention_s + found.remap_s + linear_s)
     return 1e3 * fmean(layers_s)
 
