@@ -226,8 +226,8 @@ def _text(experiment: Experiment, records: Sequence[report.Record], found: Seque
         parts += [title, report.markdown(of_topology)]
     apart = 100 * report.counted_against_plan(records)
     parts.append(
-        f"Bytes of a NIC as the kernel counted them, less headers, and as planned: {apart:.1f} % of the busiest NIC's apart at most, over the steps "
-        "in which that one carries a megabyte or more (below, headers and barriers are most of it)."
+        f"Bytes of a NIC as the kernel counted them, less headers, and as planned: {apart:.1f} % of the busiest NIC's apart at most, over "
+        "the steps in which that one carries a megabyte or more (below, headers and barriers are most of it)."
     )
     return "\n\n".join(parts) + "\n"
 
