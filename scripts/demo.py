@@ -24,6 +24,8 @@ OUT = ROOT / "out" / "demo"
 RANKS = 8
 RANKS_PER_NODE = 4
 CONTEXT = 16384
+LONGEST = 8192
+"""Bytes of the corpus's longest document: several to a batch, of very different lengths."""
 INTRA_NODE_SPEEDUP = 8
 """Links inside a node over a NIC, about as NVSwitch is to one NIC."""
 
@@ -77,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
-    parser.add_argument("--steps", type=int, default=30, help="training steps of each run (default 30)")
-    parser.add_argument("--nic-mbit", type=float, default=50.0, help="rate of each rank's emulated NIC (default 50 Mbit/s)")
+    parser.add_argument("--steps", type=int, default=24, help="training steps of each run (default 24)")
+    parser.add_argument("--nic-mbit", type=float, default=25.0, help="rate of each rank's emulated NIC (default 25 Mbit/s)")
     parser.add_argument("--no-emulated", action="store_true", help="plain processes on this machine, without emulated NICs")
     parser.add_argument("--planners", type=lambda s: s.split(","), default=["te_ring", "zeppelin"], help="comma-separated planners")
     parser.add_argument("--out", type=Path, default=OUT, help="where corpus, logs and steps.jsonl go")
@@ -86,10 +88,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _corpus(out: Path) -> Path:
-    """A corpus of this Python's own sources up to 16 KiB, byte by byte; built once."""
-    prefix = out / "corpus" / "stdlib-16k"
-    print(f"Corpus: the Python standard library's sources up to {CONTEXT // 1024} KiB, byte-level tokens", flush=True)
-    command = ["corpus", "build", str(prefix), "--stdlib", "--max-bytes", str(CONTEXT)]
+    """A corpus of this Python's own sources, byte by byte; built once."""
+    prefix = out / "corpus" / f"stdlib-{LONGEST // 1024}k"
+    print(f"Corpus: the Python standard library's sources up to {LONGEST // 1024} KiB, byte-level tokens", flush=True)
+    command = ["corpus", "build", str(prefix), "--stdlib", "--max-bytes", str(LONGEST)]
     subprocess.run([sys.executable, "-m", "megatron_balance", *command], cwd=ROOT, check=True)
     return prefix
 
