@@ -22,6 +22,7 @@ import numpy as np
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.plan import REMAP, MicrobatchPlan, Routing, Tiling, Zone
 from megatron_balance.core.program import Kind
+from megatron_balance.core.rows import Rows
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
 from megatron_balance.passes.tables import Ints, as_array, as_rows
@@ -62,20 +63,26 @@ class Layers:
 def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers: Layers) -> MicrobatchPlan:
     """The planner's plan with its remap and its routing."""
     if layers.remap and plan.lengths:
-        moves = remap.solve(
-            tokens_per_rank(plan),
-            cluster.node_size,
-            intra_s=_bandwidth_s(cost, cluster, inter_node=False),
-            inter_s=_bandwidth_s(cost, cluster, inter_node=True),
-            align=layers.align,
-            objective=layers.objective,
-            sides=layers.sides,
-            solver=layers.solver,
-        ).moves
-        if layers.remap_when == "always" or remap_saves_s(tokens_per_rank(plan), cluster, cost) > 0:
-            plan = replace(plan, moves=as_rows(moves))
+        held = tokens_per_rank(plan)
+        if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
+            plan = replace(plan, moves=_moves(held, cluster, cost, layers))
     routing = _routing(plan, cluster, cost, layers.routing)
     return replace(plan, routing=None if routing is None else replace(routing, pieces=layers.pieces))
+
+
+def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
+    """Rows (src, dst, tokens) that even out `held` tokens a rank."""
+    found = remap.solve(
+        held,
+        cluster.node_size,
+        intra_s=_bandwidth_s(cost, cluster, inter_node=False),
+        inter_s=_bandwidth_s(cost, cluster, inter_node=True),
+        align=layers.align,
+        objective=layers.objective,
+        sides=layers.sides,
+        solver=layers.solver,
+    )
+    return as_rows(found.moves)
 
 
 def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:

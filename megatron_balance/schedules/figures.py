@@ -113,8 +113,9 @@ class _Tally:
         self.row_bytes = np.array(self.payload.row_bytes)
         self.row_bytes[Kind.OUT] += self.payload.lse_bytes
         self.crossings = Crossings(plan, nics)
-        self.tokens, self.pairs, self.kv, self.kv_inter_node, self.queries, self.partials, self.handed_over = np.zeros(
-            (7, plan.num_ranks), dtype=np.int64
+        self.tokens = tokens_per_rank(plan)
+        self.pairs, self.kv, self.kv_inter_node, self.queries, self.partials, self.handed_over = np.zeros(
+            (6, plan.num_ranks), dtype=np.int64
         )
         self.bytes, self.bytes_inter_node = np.zeros((2, plan.num_ranks), dtype=np.int64)
 
@@ -169,7 +170,6 @@ class _Tally:
         seqs, size = np.array(zone.seqs, dtype=np.int64), len(zone.ranks)
         if size == 1:
             lengths = self.lengths[seqs]
-            self.tokens[zone.ranks[0]] += lengths.sum()
             self.pairs[zone.ranks[0]] += _causal(lengths).sum()
             return
         cut = zigzag.zigzag(self.lengths, seqs, size)
@@ -177,7 +177,7 @@ class _Tally:
         (lo_start, lo_stop), (hi_start, hi_stop) = cut.lo(first), cut.hi(first)
         lo_first, hi_first = lo_stop - lo_start, hi_stop - hi_start
         shared = cut.parts > 1
-        tokens, pairs, arrived, own_shared, kept = np.zeros((5, size), dtype=np.int64)
+        pairs, arrived, own_shared, kept = np.zeros((4, size), dtype=np.int64)
         step = max(1, _BLOCK // max(1, len(seqs)))
         for begin in range(0, size, step):
             block = np.arange(begin, min(size, begin + step))
@@ -185,7 +185,6 @@ class _Tally:
             holds = position < cut.parts
             (a, b), (c, d) = cut.lo(position), cut.hi(position)
             own = np.where(holds, b - a + d - c, 0)
-            tokens[block] = own.sum(axis=1)
             pairs[block] = np.where(holds, _causal(b) - _causal(a) + _causal(d) - _causal(c), 0).sum(axis=1)
             own_shared[block] = own[:, shared].sum(axis=1)
             kept[block] = np.where(shared & (position == 0), hi_first, 0).sum(axis=1)
@@ -193,7 +192,6 @@ class _Tally:
             missed = np.where(position > 0, hi_first + np.where(holds, 0, lo_first), 0)
             arrived[block] = (cut.lengths - own - missed).sum(axis=1)
         ranks = np.array(zone.ranks)
-        self.tokens[ranks] += tokens
         self.pairs[ranks] += pairs
         if zone.movement == "ring":
             self.received(Kind.KV, ranks, arrived, self.plan.num_kv_heads)
@@ -211,7 +209,6 @@ class _Tally:
         ranks = np.array(zone.ranks)
         total = int(self.lengths[seqs].sum())
         runs = np.diff(total * np.arange(size + 1) // size)
-        self.tokens[ranks] += runs
         slices = head_exchange.head_slices(self.plan.num_heads, self.plan.num_kv_heads, size)
         queries = np.array([s[-1][1] - s[0][0] if s else 0 for s in slices])
         keys = np.array([s[-1][3] - s[0][2] if s else 0 for s in slices])
@@ -230,8 +227,6 @@ class _Tally:
         self.crossings.heads(index, zone, runs, slices)
 
     def tiling(self, index: int, zone: Tiling) -> None:
-        held = as_array(zone.fragments)
-        np.add.at(self.tokens, held[:, 0], held[:, 3] - held[:, 2])
         tasks = as_array(zone.tasks)
         q0, q1, k0, k1 = tasks[:, 2:].T
         # Keys at or before each query: a trapezium once the queries start, cut off where the keys end.

@@ -11,7 +11,7 @@ from megatron_balance.core.model import Model
 from megatron_balance.core.plan import BatchPlan, MicrobatchPlan, Zone
 
 Placement: TypeAlias = Sequence[tuple[int, ...]]
-"""By sequence, the ranks that share it, ascending."""
+"""By sequence, the ranks that share it: ascending, so that a ring crosses each node's border once."""
 
 INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
 
@@ -31,28 +31,45 @@ class Frame:
     def microbatch(self, lengths: Sequence[int], placement: Placement) -> MicrobatchPlan:
         """The plan in which sequences with the same ranks share a zone."""
         cluster, model = self.cluster, self.model
-        zones = self._zones(placement)
         return MicrobatchPlan(
-            self.planner, tuple(lengths), cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
+            self.planner,
+            tuple(lengths),
+            cluster.num_ranks,
+            cluster.node_size,
+            model.num_heads,
+            model.num_kv_heads,
+            zones(placement, cluster, self.movement),
         )
 
     def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> tuple[BatchPlan, Members]:
         """The plans of microbatches 0, 1, ...; `microbatch_of`: by sequence."""
-        members: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
+        ids: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
         for seq, microbatch in enumerate(microbatch_of):
-            members[microbatch].append(seq)
-        plans = (self.microbatch([lengths[seq] for seq in seqs], [placement[seq] for seq in seqs]) for seqs in members)
-        return BatchPlan(tuple(plans)), tuple(map(tuple, members))
+            ids[microbatch].append(seq)
+        plans = (self.microbatch([lengths[seq] for seq in seqs], [placement[seq] for seq in seqs]) for seqs in ids)
+        return BatchPlan(tuple(plans)), tuple(map(tuple, ids))
 
-    def _zones(self, placement: Placement) -> tuple[Zone, ...]:
-        """In issue order: inter-node, intra-node, local; the widest first, then by ranks."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for seq, ranks in enumerate(placement):
-            groups.setdefault(ranks, []).append(seq)
 
-        def spread(ranks: tuple[int, ...]) -> int:
-            return 2 if len(ranks) == 1 else int(self.cluster.node(ranks[0]) == self.cluster.node(ranks[-1]))
+def members(placement: Placement, fewest: int = 1) -> dict[tuple[int, ...], list[int]]:
+    """The sequences, ascending, that share a set of `fewest` ranks or more."""
+    # By identity first: hashing a thousand ranks for each of a thousand sequences would take longer than all the rest.
+    alike: dict[int, list[int]] = {}
+    for seq, ranks in enumerate(placement):
+        if len(ranks) >= fewest:
+            alike.setdefault(id(ranks), []).append(seq)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for seqs in alike.values():
+        groups.setdefault(placement[seqs[0]], []).extend(seqs)
+    return {ranks: sorted(seqs) for ranks, seqs in groups.items()}
 
-        names = (INTER_NODE, INTRA_NODE, LOCAL)
-        ordered = sorted(groups, key=lambda ranks: (spread(ranks), -len(ranks), ranks))
-        return tuple(Zone(names[spread(ranks)], self.movement, ranks, tuple(groups[ranks])) for ranks in ordered)
+
+def zones(placement: Placement, cluster: Cluster, movement: str = "ring") -> tuple[Zone, ...]:
+    """Zones in issue order: inter-node, intra-node, local; the widest first, then by ranks. Sequences with the same ranks share one."""
+    groups = members(placement)
+
+    def spread(ranks: tuple[int, ...]) -> int:
+        return 2 if len(ranks) == 1 else int(cluster.node(ranks[0]) == cluster.node(ranks[-1]))
+
+    ordered = sorted(groups, key=lambda ranks: (spread(ranks), -len(ranks), ranks))
+    names = (INTER_NODE, INTRA_NODE, LOCAL)
+    return tuple(Zone(names[spread(ranks)], movement, ranks, tuple(groups[ranks])) for ranks in ordered)

@@ -16,10 +16,10 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import printed
-from megatron_balance.planners.zeppelin.placement import Placement
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.schedules import layout
 from megatron_balance.schedules.figures import figures
+from megatron_balance.solvers.placed import Placement
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
 VARIANTS |= {"zeppelin paper": ("zeppelin", {"rule": "paper"}), "zeppelin unremapped": ("zeppelin", {"remapped": False, "routed": False})}

@@ -12,9 +12,9 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.layers import Layers, remap_s
 from megatron_balance.planners.zeppelin import ZeppelinOptions, pricing
-from megatron_balance.planners.zeppelin.placement import Placement
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.schedules.figures import figures
+from megatron_balance.solvers.placed import Placement
 
 MODEL = Model(32, 32, 128)
 RULES = ("cost", "paper")

@@ -50,9 +50,9 @@ from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners.zeppelin import costed, printed
-from megatron_balance.planners.zeppelin.placement import Placement, zones
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
+from megatron_balance.solvers.placed import Placement, zones
 
 _WORTH_IT = 0.5
 """Share of what even tokens save that a remap may take before the search without one is made too."""

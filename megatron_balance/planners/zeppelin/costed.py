@@ -23,8 +23,8 @@ from typing import Literal, TypeAlias
 
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.cost.base import CostModel
-from megatron_balance.planners.zeppelin.placement import Placement
 from megatron_balance.planners.zeppelin.price import Prices, Pricing, Share
+from megatron_balance.solvers.placed import Placement
 
 Fill: TypeAlias = Literal["most", "least", "whole"]
 """Which room is taken: where there is most of it, where the least is left, or whole nodes."""

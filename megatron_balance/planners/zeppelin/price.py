@@ -26,7 +26,8 @@ from typing import TypeAlias
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.cost.base import CostModel
 from megatron_balance.layers import remap_s
-from megatron_balance.planners.zeppelin.placement import Placement, members, share
+from megatron_balance.solvers.groups import rank_tokens
+from megatron_balance.solvers.placed import Placement, members
 
 Share: TypeAlias = tuple[float, int]
 """What a sequence costs each rank of its ring: seconds, tokens."""
@@ -101,7 +102,7 @@ class Prices:
         key = (length, num_ranks, inter_node)
         if key not in self._shares:
             zone_s = self._zone_s(self.attention_s(length, num_ranks), self.hops_s(length, num_ranks, inter_node), num_ranks)
-            self._shares[key] = (zone_s, share(length, num_ranks))
+            self._shares[key] = (zone_s, rank_tokens(length, num_ranks))
         return self._shares[key]
 
     def _zone_s(self, attention_s: float, hops_s: float, num_ranks: int) -> float:

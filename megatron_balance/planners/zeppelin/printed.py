@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from megatron_balance.core.cluster import Cluster
-from megatron_balance.planners.zeppelin.placement import Placement
 from megatron_balance.solvers.packing import least_loaded
+from megatron_balance.solvers.placed import Placement
 
 
 def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
