@@ -257,11 +257,15 @@ def _ring_kinds(cut: Zigzag, heads: tuple[int, int]) -> tuple[Ints, Ints, Floats
     kinds, which = np.unique(kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True)
     order, shared = np.divmod(kinds, together.max(initial=0) + 1)
     chunk = np.maximum(1, np.rint(cut.lengths[~short] / (2 * size)).astype(np.int64))
-    combos = (((_LO, _LO), (_HI, _LO), (_HI, _HI)), ((_LO, _KEYS), (_HI, _KEYS)), ((_HI, _KEYS), (_HI, _KEYS_HI)))
+    combos: tuple[tuple[tuple[int, int], ...], ...] = (
+        ((_LO, _LO), (_HI, _LO), (_HI, _HI)),
+        ((_LO, _KEYS), (_HI, _KEYS)),
+        ((_HI, _KEYS), (_HI, _KEYS_HI)),
+    )
     found: list[Ints] = []
     where: list[Ints] = []
     for launch, (of, count) in enumerate(zip(order.tolist(), shared.tolist(), strict=True)):
-        for query, key in combos[of]:
+        for query, key in combos[int(of)]:
             rows = np.zeros((len(chunk) + (count > 0), PAIR_WIDTH), dtype=np.int64)
             rows[: len(chunk), 0], rows[: len(chunk), 4], rows[: len(chunk), 8] = cut.seqs[~short], heads[0], heads[1]
             for column, place in ((1, query), (2, query + 1), (5, key), (6, key + 1)):
