@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_balance.core.batch import Batch
@@ -35,20 +36,20 @@ def __getattr__(name: str) -> Any:
 
 
 def make_planner(
-    name: str, cluster: Cluster, model: Model, layers: Layers | None = None, **options: Any
+    name: str, cluster: Cluster, model: Model, layers: Layers | None = None, plan_costs: str | Path | None = None, **options: Any
 ) -> Callable[[Batch | Sequence[int]], MicrobatchPlan]:
     """The planner `name` for a cluster and a model: a function from a batch, or from lengths in tokens, to a plan.
 
     `layers`: remapping and routing (`megatron_balance.layers.Layers`); not given: what the planner's own system does.
+    `plan_costs`: file of a cost table measured by `megatron-balance profile` to plan by; not given: data sheets.
 
     Raises:
-        ConfigError: no such planner or option, or an option of the wrong type.
+        ConfigError: no such planner or option, or an option of the wrong type; a cost table that cannot be read or is another model's.
     """
-    from megatron_balance.config import choose_planner
-    from megatron_balance.cost.analytic import AnalyticCost
+    from megatron_balance.config import choose_planner, planning_cost
 
     choice = choose_planner(name, options, "make_planner", layers)
-    cost = AnalyticCost(cluster, model)
+    cost = planning_cost(cluster, model, plan_costs)
 
     def plan(batch: Batch | Sequence[int]) -> MicrobatchPlan:
         return choice.plan(batch if isinstance(batch, Batch) else Batch(tuple(batch)), cluster, model, cost)

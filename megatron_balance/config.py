@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_type_hints
@@ -23,9 +23,12 @@ from pydantic_core import ErrorDetails
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
+from megatron_balance.cost.table import load_table
 from megatron_balance.errors import ConfigError
 from megatron_balance.layers import Layers, RemapWhen, When, with_layers
 from megatron_balance.passes.transpose import Policy
@@ -60,6 +63,19 @@ class PlannerChoice:
             InfeasibleError: a batch that the ranks cannot hold.
         """
         return with_layers(PLANNERS[self.name].plan(batch, cluster, model, cost, self.options), cluster, cost, self.layers)
+
+    def plan_step(self, batches: Sequence[Batch], cluster: Cluster, model: Model, cost: CostModel) -> BatchPlan:
+        """The plans of one optimizer step, layers included: a microbatch for each batch, or those that the system makes of all of them.
+
+        Raises:
+            InfeasibleError: a batch, or where the system makes its own microbatches a sequence, that the ranks cannot hold.
+        """
+        own = PLANNERS[self.name].plan_batch
+        if own is None:
+            return BatchPlan(tuple(self.plan(batch, cluster, model, cost) for batch in batches))
+        pooled = Batch(tuple(length for batch in batches for length in batch.lengths))
+        plan, _ = own(pooled, cluster, model, cost, self.options)
+        return BatchPlan(tuple(with_layers(each, cluster, cost, self.layers) for each in plan.microbatches))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,6 +155,8 @@ class RunConfig(BaseModel):
     remap: bool | RemapChoice | None = None
     """Whether to balance tokens outside attention: true, false, or keys when (always, pays), solver, objective, sides. Default: the
     planner's own."""
+    plan_costs: Path | None = None
+    """Cost table measured by `megatron-balance profile`, relative to this file, that planners plan by. Default: data sheets."""
     backward: Policy = "keep"
     """`keep` holds received KV until backward; `replay` communicates it again and needs less memory."""
     agreement_every: int = Field(default=100, ge=1)
@@ -176,8 +194,9 @@ def load_config(path: str | Path) -> RunConfig:
         keys["cluster"] = ClusterChoice(MappingProxyType(_section("cluster", keys["cluster"], path, "cluster")))
     if keys.get("model") is not None:
         keys["model"] = _model(_section("model", keys["model"], path, "model"))
-    if isinstance(keys.get("lengths_file"), str):
-        keys["lengths_file"] = path.parent / keys["lengths_file"]
+    for key in ("lengths_file", "plan_costs"):
+        if isinstance(keys.get(key), str):
+            keys[key] = path.parent / keys[key]
     keys["source"] = str(path)
     config = cast("RunConfig", _validate(RunConfig, keys, str(path), "", known=_file_keys()))
     if config.planner is None:
@@ -247,6 +266,17 @@ def under_layers(choice: PlannerChoice, layers: Layers) -> PlannerChoice:
     names = {field.name for field in dataclasses.fields(choice.options)} - set(choice.given)
     options = dataclasses.replace(choice.options, **{name: value for name, value in follow.items() if name in names})
     return dataclasses.replace(choice, options=options, layers=layers)
+
+
+def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> AnalyticCost | MeasuredCost:
+    """What planners plan by: the cost table of that file, or data sheets.
+
+    Raises:
+        ConfigError: no such table, or one measured for another head dim.
+    """
+    if table is None:
+        return AnalyticCost(cluster, model)
+    return MeasuredCost(load_table(Path(table)), cluster, model)
 
 
 def load_cluster(name_or_path: str) -> ClusterChoice:

@@ -26,11 +26,13 @@ from megatron_balance.config import (
     load_model,
     names,
     parse_yaml,
+    planning_cost,
     under_layers,
 )
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
+from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.layers import Layers, When
 from megatron_balance.planners import PLANNERS
@@ -52,6 +54,11 @@ class Inputs:
     tokens_per_rank: int
     config: RunConfig
     assumed: str
+    plan_costs: Path | None = None
+
+    def planning_cost(self) -> CostModel:
+        """What planners plan by: a measured table, or data sheets."""
+        return planning_cost(self.cluster, self.model, self.plan_costs)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +106,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-rank", type=int, metavar="L", help="tokens a rank can hold (default: what the model leaves of its memory)"
     )
+    parser.add_argument(
+        "--plan-costs", type=Path, metavar="FILE", help="plan by a cost table measured by 'profile' (default: data sheets)"
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win")
 
 
@@ -126,7 +136,8 @@ def read(args: argparse.Namespace) -> Inputs:
     planners = tuple(_with_capacity(choice, default) for choice in chosen)
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
     _check_room(batches, cluster, tokens_per_rank, assumed=not told)
-    return Inputs(batches, cluster, model, planners, tokens_per_rank, config, _assumed(args, config, cluster, model))
+    plan_costs = args.plan_costs or config.plan_costs
+    return Inputs(batches, cluster, model, planners, tokens_per_rank, config, _assumed(args, config, cluster, model), plan_costs)
 
 
 def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:

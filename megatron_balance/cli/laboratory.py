@@ -47,16 +47,13 @@ class Bench:
     group: int
 
     def plan(self, choice: PlannerChoice) -> Planned:
-        """Plan all batches, for the cluster as its configuration has it."""
-        from megatron_balance.core.plan import BatchPlan
-        from megatron_balance.cost.analytic import AnalyticCost
-
-        cost, given = AnalyticCost(self.given.cluster, self.given.model), self.given
+        """Plan all steps, for the cluster as its configuration has it; a system that makes microbatches of its own makes them."""
+        given, cost = self.given, self.given.planning_cost()
         begin = time.perf_counter()
-        plans = [choice.plan(batch, given.cluster, given.model, cost) for batch in progress(given.batches, f"{choice.name}: plan")]
-        plan_ms = 1e3 * (time.perf_counter() - begin) / len(plans)
-        steps = tuple(BatchPlan(tuple(plans[at : at + self.group])) for at in range(0, len(plans), self.group))
-        return Planned(choice.name, steps, plan_ms)
+        groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
+        steps = [choice.plan_step(group, given.cluster, given.model, cost) for group in progress(groups, f"{choice.name}: plan")]
+        plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
+        return Planned(choice.name, tuple(steps), plan_ms)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
         """The figures of all steps (`simulator.report.summary`)."""

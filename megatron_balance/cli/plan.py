@@ -72,10 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_planner(choice: PlannerChoice, given: inputs.Inputs, *, verify: bool) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
-    from megatron_balance.cost.analytic import AnalyticCost
     from megatron_balance.schedules.figures import figures
 
-    cost = AnalyticCost(given.cluster, given.model)
+    cost = given.planning_cost()
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []
     for batch in _progress(given.batches, choice.name):
         start = time.perf_counter()

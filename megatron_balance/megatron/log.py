@@ -19,6 +19,7 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from megatron_balance.config import RunConfig, to_yaml
 from megatron_balance.core.model import Model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.groups import Pool
 from megatron_balance.megatron.tokens import PoolLengths, job_device
@@ -58,7 +59,7 @@ class StepLog:
         self._file: IO[str] | None = None
         self._begun: float | None = None
         self._ran: Ran | None = None
-        self._setup: tuple[Pool, Model, AnalyticCost] | None = None  # the cost model's cluster is the pool's
+        self._setup: tuple[Pool, Model, AnalyticCost | MeasuredCost] | None = None  # the cost model's cluster is the pool's
         self._writes = args.rank == 0
         if args.balance_log and self._writes:
             folder = Path(args.balance_log)
@@ -69,7 +70,7 @@ class StepLog:
             except OSError as error:
                 raise ConfigError(f"--balance-log {folder}: cannot be written ({error.strerror})") from None
 
-    def describe(self, pool: Pool, model: Model, cost: AnalyticCost) -> None:
+    def describe(self, pool: Pool, model: Model, cost: AnalyticCost | MeasuredCost) -> None:
         """What every record needs and no step changes."""
         self._setup = (pool, model, cost)
 

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from itertools import groupby
 
-from megatron_balance.planners.megatron_dynamic import Scheduler
+from megatron_balance.config import planning_cost
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.layers import with_layers
+from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, Scheduler, hybrid, plan_with
 from megatron_balance.planners.megatron_dynamic.group import Microbatch
+from megatron_balance.runtime.prefetch import PlanSpec
 
 log = logging.getLogger(__name__)
 
 PROBE = ((8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16), 1024, 8)
 """Lengths, tokens of a rank and ranks that a scheduler which works makes groups for."""
+
+
+def own_planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan] | None:
+    """The planner of `megatron_dynamic` with `rules: hybrid`, by Megatron's own code; None: another planner or rules, or no such code.
+
+    A batch that Megatron's scheduler fails on is planned by our rules for the same, and the log says so, once.
+    """
+    if spec.name != "megatron_dynamic" or spec.options.get("rules") != "hybrid":
+        return None
+    scheduler = own_scheduler()
+    if scheduler is None:
+        return None
+    options = MegatronDynamicOptions(**spec.options)
+    cost = planning_cost(spec.cluster, spec.model, spec.plan_costs)
+    groups = _Guarded(scheduler)
+
+    def plan(batch: Batch) -> MicrobatchPlan:
+        return with_layers(plan_with(groups, batch, spec.cluster, spec.model, options), spec.cluster, cost, spec.layers)
+
+    return plan
+
+
+class _Guarded:
+    """Megatron's scheduler; our rules where it fails."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._said = False
+
+    def __call__(self, lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
+        try:
+            return self._scheduler(lengths, tokens, num_ranks)
+        except Exception as error:  # Megatron's assertions and index errors alike
+            if not self._said:
+                log.warning(
+                    "Megatron's scheduler fails for %d sequences on %d ranks of %d tokens (%s: %s); use our rules for such batches",
+                    *(len(lengths), num_ranks, tokens, type(error).__name__, error),
+                )
+                self._said = True
+            return hybrid.schedule(lengths, tokens, num_ranks)
 
 
 def own_scheduler() -> Scheduler | None:

@@ -15,6 +15,7 @@ from megatron_balance import make_planner
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.own_scheduler import own_planner
 from megatron_balance.runtime.agree import check_agreement
 from megatron_balance.runtime.prefetch import PlanAhead, PlanSpec
 
@@ -56,9 +57,12 @@ class StepPlanner:
             # A planner that may place tokens unevenly says by how much: what a rank must have memory for, whatever the batch.
             self._options["tokens_per_rank"] = int(full * self._options.get("slack", 1.0))
         layers = dataclasses.replace(job.config.planner.layers, align=job.row_multiple)
-        spec = PlanSpec(self._name, job.cluster(), job.model(), layers, self._options)
-        self._plan = make_planner(spec.name, spec.cluster, spec.model, spec.layers, **spec.options)
-        self._ahead = PlanAhead(spec) if ahead and job.train_data is not None else None
+        table = job.config.plan_costs
+        spec = PlanSpec(self._name, job.cluster(), job.model(), layers, self._options, None if table is None else str(table.resolve()))
+        own = own_planner(spec)
+        self._plan = own or make_planner(spec.name, spec.cluster, spec.model, spec.layers, spec.plan_costs, **spec.options)
+        # The planning process imports no Megatron: what Megatron's own code plans is planned on the spot.
+        self._ahead = PlanAhead(spec) if ahead and job.train_data is not None and own is None else None
         self._submitted: set[tuple[int, int]] = set()
         self._last: tuple[tuple[tuple[int, ...], ...], PlannedStep] | None = None
         self._steps = 0

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_balance.config import RunConfig
+from megatron_balance.config import RunConfig, planning_cost
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
-from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import core_attention, rope
 from megatron_balance.megatron.data import DocumentDataset
@@ -61,7 +60,7 @@ class Session:
         """Make the groups of all pools; every rank calls this once, together."""
         cluster = self.config.cluster
         self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None)
-        self.steps.describe(self._pool, self.model(), AnalyticCost(self.cluster(), self.model()))
+        self.steps.describe(self._pool, self.model(), planning_cost(self.cluster(), self.model(), self.config.plan_costs))
 
     @property
     def shape(self) -> AttentionShape:

@@ -36,6 +36,7 @@ class PlanSpec:
     model: Model
     layers: Layers
     options: Mapping[str, Any]
+    plan_costs: str | None = None
 
     def to_json(self) -> str:
         body = {
@@ -44,6 +45,7 @@ class PlanSpec:
             "model": dataclasses.asdict(self.model),
             "layers": dataclasses.asdict(self.layers),
             "options": dict(self.options),
+            "plan_costs": self.plan_costs,
         }
         return json.dumps(body)
 
@@ -136,7 +138,7 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
 
     body = json.loads(requests.readline())
     cluster, model, layers = Cluster(**body["cluster"]), Model(**body["model"]), Layers(**body["layers"])
-    planner = make_planner(body["name"], cluster, model, layers, **body["options"])
+    planner = make_planner(body["name"], cluster, model, layers, body["plan_costs"], **body["options"])
     for line in requests:
         start = time.perf_counter()
         try:

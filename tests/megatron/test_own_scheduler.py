@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,8 +14,10 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_balance import Batch, Cluster, Model, make_planner
+from megatron_balance.layers import Layers
 from megatron_balance.megatron import own_scheduler as own
 from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, hybrid, plan_with
+from megatron_balance.runtime.prefetch import PlanSpec
 
 pytestmark = pytest.mark.megatron
 
@@ -51,3 +56,50 @@ def test_a_scheduler_that_fails_is_left_alone_and_said_so(monkeypatch: pytest.Mo
     with caplog.at_level(logging.WARNING):
         assert own.own_scheduler() is None
     assert "has no scheduler of context-parallel groups that works (AssertionError: no group); use our rules" in caplog.text
+
+
+SPEC = PlanSpec("megatron_dynamic", Cluster(8, 4), Model(8, 2, 16), Layers(), {"tokens_per_rank": 200, "rules": "hybrid", "slack": 1.5})
+LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
+
+
+def test_training_plans_by_megatrons_own_code(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[tuple[int, ...]] = []
+    schedule = own._schedule
+
+    def noted(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Any]:
+        asked.append(tuple(lengths))
+        return schedule(lengths, tokens, num_ranks)
+
+    monkeypatch.setattr(own, "_schedule", noted)
+    with caplog.at_level(logging.INFO):
+        plan = own.own_planner(SPEC)
+    assert plan is not None
+    assert "context-parallel groups by BalancedCPScheduler of megatron-core" in caplog.text
+    asked.clear()
+    made = plan(Batch(LENGTHS))
+    assert LENGTHS in asked
+    assert made == make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
+
+
+def test_a_batch_that_megatrons_code_fails_on_is_planned_by_our_rules(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = own._schedule
+
+    def moody(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Any]:
+        if tuple(lengths) == LENGTHS:
+            raise IndexError("list index out of range")
+        return schedule(lengths, tokens, num_ranks)
+
+    monkeypatch.setattr(own, "_schedule", moody)
+    plan = own.own_planner(SPEC)
+    assert plan is not None
+    with caplog.at_level(logging.WARNING):
+        assert plan(Batch(LENGTHS)) == plan(Batch(LENGTHS))
+    assert plan(Batch(LENGTHS)) == make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
+    assert caplog.text.count("Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index") == 1
+
+
+def test_other_planners_and_rules_are_not_megatrons() -> None:
+    assert own.own_planner(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"})) is None
+    assert own.own_planner(dataclasses.replace(SPEC, name="te_ring", options={})) is None

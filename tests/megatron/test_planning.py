@@ -50,7 +50,7 @@ class Data:
 
 
 def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
-    config = SimpleNamespace(planner=choose_planner(planner, {}), agreement_every=100)
+    config = SimpleNamespace(planner=choose_planner(planner, {}), agreement_every=100, plan_costs=None)
     usual = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 1, "consumed_train_samples": 0}
     return SimpleNamespace(
         config=config,
@@ -192,7 +192,7 @@ def test_scalars_go_to_megatrons_own_writers(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(log, "get_tensorboard_writer", lambda: writer)
     monkeypatch.setattr(log, "get_wandb_writer", lambda: wandb)
     work = job(None)
-    steps = log.StepLog(argparse.Namespace(rank=0, balance_log=None, tensorboard_log_interval=1), work.config)
+    steps = log.StepLog(argparse.Namespace(rank=0, balance_log=None, tensorboard_log_interval=1, virtual_pipeline_model_parallel_size=None), work.config)
     pool = Pool(single(), 1, (0,), (0,))
     steps.describe(pool, work.model(), AnalyticCost(work.cluster(), work.model()))
     steps.begin(forward_only=True)
@@ -200,7 +200,7 @@ def test_scalars_go_to_megatrons_own_writers(monkeypatch: pytest.MonkeyPatch, ca
     assert not writer.scalars, "evaluation is not a step"
     steps.begin(forward_only=False)
     planned = planning.StepPlanner(work, ahead=False).plan(step(0))
-    steps.ran(planned, PoolLengths(step(0), (np.zeros(3, dtype=np.int64),)), [SimpleNamespace(counters=Counters(kernel_calls=5))])  # pyright: ignore[reportArgumentType]
+    steps.ran(planned, PoolLengths(step(0), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
     with caplog.at_level(logging.INFO):
         steps.finish(7, {"lm loss": torch.tensor(1.5)}, 0.25)
     assert writer.scalars["balance/imbalance_after/attention"] == 1.0

@@ -6,10 +6,9 @@ Source: Megatron-LM, "dynamic context parallelism" (dev branch, `default_dynamic
 What we implement: both schedulers' rules, `rules: dynamic` (the default) and `rules: hybrid`, written from what they do. They are
 deterministic functions of lengths, the tokens that a rank may hold and the number of ranks. Sizes are powers of two or all ranks,
 groups are neighbouring ranks from the first one on, work is length^2 / size, and what does not come out even waits for a further
-microbatch. `plan_batch` gives those microbatches. `plan_with` takes any scheduler of the same signature: with Megatron's own
-(`megatron.own_scheduler`, where the installed megatron-core has one that works) a plan is made by Megatron's code itself. The planner
-named `megatron_dynamic` always uses our rules, so that a plan does not depend on what is installed; tests hold `hybrid` against the
-installed one, group by group.
+microbatch. `plan_batch` gives those microbatches. `plan_with` takes any scheduler of the same signature: training with `rules: hybrid`
+hands it Megatron's own (`megatron.own_scheduler`, where the installed megatron-core has one that works), so that Megatron's code itself
+decides. Outside training a plan does not depend on what is installed; tests hold `hybrid` against the installed one, group by group.
 
 What we leave out: padding of each sequence to a multiple of twice its group (lengths need none here), the splitting of microbatches for
 virtual pipeline stages, and a least group size.
