@@ -36,8 +36,9 @@ def lines(ours: Row, peers: Row) -> Iterator[str]:
     keys = list(dict.fromkeys(row["batches"] for row in ours["rows"]))
     yield "# Planners beside the peers'"
     yield ""
-    yield f"Attention max/mean over ranks / KV tokens a rank receives in a layer, forward (of these from other nodes) / ms of planning. {ours['model']} on"
-    yield f"{ours['cluster']}, {len(keys)} sets of batches. Ours: measured here, CPU time of one core, median over all batches, layers included."
+    yield "Attention max/mean over ranks / KV tokens a rank receives in a layer, forward (of these from other nodes) / ms of planning."
+    yield f"{ours['model']} on {ours['cluster']}, {len(keys)} sets of batches. Ours, measured here: CPU time of one core, median over all"
+    yield "batches, layers included."
     yield ""
     yield from _table(keys, ((_label(row), cells) for row, cells in _ours(ours["rows"])))
     yield ""
