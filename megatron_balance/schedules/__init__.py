@@ -8,6 +8,7 @@ which is for proofs and pictures.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Protocol
@@ -59,9 +60,11 @@ def holds(zone: Zone | Tiling, rank: int) -> bool:
 
 def attention_layout(plan: MicrobatchPlan, rank: int) -> Ints:
     """Rows (seq, start, stop) int64 [n, 3]: the fragments that the zones place on `rank`, in order."""
-    lengths = np.array(plan.lengths, dtype=np.int64)
-    parts = [schedule_of(z).place(z, lengths, rank) for z in plan.zones if holds(z, rank)]
-    return np.concatenate([np.empty((0, HOME_WIDTH), dtype=np.int64), *parts])
+    return _placed([zone for zone in plan.zones if holds(zone, rank)], np.array(plan.lengths, dtype=np.int64), rank)
+
+
+def _placed(zones: Iterable[Zone | Tiling], lengths: Ints, rank: int) -> Ints:
+    return np.concatenate([np.empty((0, HOME_WIDTH), dtype=np.int64), *(schedule_of(z).place(z, lengths, rank) for z in zones)])
 
 
 def layout(plan: MicrobatchPlan, rank: int) -> Ints:
@@ -98,10 +101,15 @@ class _Projector:
         # The first exchange of each zone, and whether a replayed backward brings the same again (a ring turns the other way).
         firsts = zip(plan.zones, self.ends, counts, strict=True)
         self.firsts = {end - count: zone.movement != "ring" for zone, end, count in firsts if count}
+        self.zones_of = _zones_by_rank(plan)
+
+    def zones(self, rank: int) -> list[int]:
+        """Indices of the zones that `rank` takes part in. Looked up: a plan may have a zone for each rank."""
+        return self.zones_of[rank]
 
     def attention_layout(self, rank: int) -> Ints:
         if rank not in self.layouts:
-            self.layouts[rank] = attention_layout(self.plan, rank)
+            self.layouts[rank] = _placed([self.plan.zones[index] for index in self.zones(rank)], self.lengths, rank)
         return self.layouts[rank]
 
     def attention(self, rank: int) -> RankProgram:
@@ -110,13 +118,12 @@ class _Projector:
             ops: list[Op] = []
             replays: list[tuple[int, Exchange]] = []
             queues: list[tuple[str, int]] = []
-            for zone, base in zip(self.plan.zones, [0, *self.ends], strict=False):
-                if holds(zone, rank):
-                    context = Context(self.lengths, self.plan.num_heads, self.plan.num_kv_heads, base)
-                    share = schedule_of(zone).project(zone, context, rank)
-                    ops += share.ops
-                    replays += share.replays
-                    queues.append((zone.name, len(share.ops)))
+            for index in self.zones(rank):
+                zone, base = self.plan.zones[index], self.ends[index - 1] if index else 0
+                share = schedule_of(zone).project(zone, Context(self.lengths, self.plan.num_heads, self.plan.num_kv_heads, base), rank)
+                ops += share.ops
+                replays += share.replays
+                queues.append((zone.name, len(share.ops)))
             home = as_rows(self.attention_layout(rank))
             total = self.ends[-1] if self.ends else 0
             self.attentions[rank] = RankProgram(rank, home, tuple(ops), total, replays=tuple(replays), queues=tuple(queues))
@@ -149,7 +156,8 @@ class _Projector:
 
     def exposed(self, holder: int) -> bool:
         """Whether `holder` attends for others to anything that it shares with further ranks."""
-        shared = [seq for zone in self.plan.zones if holds(zone, holder) and len(_members(zone)) != 1 for seq in zone.seqs]
+        zones = [self.plan.zones[index] for index in self.zones(holder)]
+        shared = [seq for zone in zones if len(_members(zone)) != 1 for seq in zone.seqs]
         return bool(np.isin(self.away(holder)[:, remap.SEQ], shared).any())
 
     def first_hops(self, program: RankProgram) -> tuple[RankProgram, remap.SentOn]:
@@ -230,6 +238,14 @@ class _Projector:
                     if np.isin(regions[:, remap.SEQ], zone.seqs).any():
                         found.update(rank for rank in (*members, *regions[:, remap.HOME].tolist()) if rank in node)
         return found
+
+
+def _zones_by_rank(plan: MicrobatchPlan) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(plan.num_ranks)]
+    for index, zone in enumerate(plan.zones):
+        for rank in _members(zone) or range(plan.num_ranks):
+            found[rank].append(index)
+    return found
 
 
 _NOTHING_AWAY = np.empty((0, remap.AWAY_WIDTH), dtype=np.int64)
