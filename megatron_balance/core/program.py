@@ -59,8 +59,8 @@ HOME_WIDTH = 3  # seq, start, stop
 ROUTE_WIDTH = 5  # src, dst, piece, send_proxy, receive_proxy
 NO_ROUTES = Rows(ROUTE_WIDTH)
 
-Pattern: TypeAlias = Literal["p2p", "all_to_all", "all_gather"]
-PATTERNS: tuple[Pattern, ...] = ("p2p", "all_to_all", "all_gather")
+Pattern: TypeAlias = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
+PATTERNS: tuple[Pattern, ...] = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class Exchange:
     """Transfers issued together: one batched communication call.
 
     `pattern` other than "p2p" says that exactly the ranks of `group` take part, each of them, so that the executor may
-    lower the op to a collective; "all_gather" adds that every rank sends the same rows to all the others.
+    lower the op to a collective; "all_gather" adds that every rank sends the same rows to all the others, "reduce_scatter" that every
+    rank is sent the same rows by all the others, gradients to be summed.
 
     `routes`: rows (src, dst, piece, send_proxy, receive_proxy). All that the op moves from src to dst is cut, as bytes, into as
     many near-equal pieces as there are rows of (src, dst); piece i goes src -> send_proxy -> receive_proxy -> dst, where a hop from

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias, assert_never
 
 import numpy as np
 
-from megatron_balance.core.program import MERGE_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
+from megatron_balance.core.program import MERGE_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Pattern, Program, RankProgram
 from megatron_balance.core.rows import Rows
 from megatron_balance.passes.atoms import Atoms
 from megatron_balance.passes.join import join, routes_of, split
@@ -27,6 +27,12 @@ from megatron_balance.passes.tables import Ints, as_array, as_rows
 Policy: TypeAlias = Literal["keep", "replay"]
 POLICIES: tuple[Policy, ...] = ("keep", "replay")
 
+_REVERSED: dict[Pattern, Pattern] = {
+    "p2p": "p2p",
+    "all_to_all": "all_to_all",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+}
 _GRAD_OF = np.array([Kind.Q_GRAD, Kind.KV_GRAD, Kind.OUT_GRAD])  # of Q, KV, OUT
 
 
@@ -107,7 +113,7 @@ def _transposed(op: Exchange, exchange_id: int) -> Exchange:
     rows[:, 0] = _GRAD_OF[rows[:, 0]]
     rows[:, [6, 7]] = rows[:, [7, 6]]
     routes = as_rows(as_array(op.routes)[:, [1, 0, 2, 4, 3]]) if op.routes else op.routes
-    return Exchange(exchange_id, as_rows(rows), "p2p" if op.pattern == "p2p" else "all_to_all", op.group, routes)
+    return Exchange(exchange_id, as_rows(rows), _REVERSED[op.pattern], op.group, routes)
 
 
 def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:

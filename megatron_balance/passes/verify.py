@@ -243,14 +243,31 @@ class _State:
         group = np.array(op.group)
         if not (np.isin(rows[:, 6], group).all() and np.isin(rows[:, 7], group).all()):
             raise self.error(0, f"{op.pattern} reaches beyond its group")
-        if op.pattern == "all_gather":
-            ordered = rows[np.lexsort((rows[:, 7], rows[:, 6]))]
-            ends = np.searchsorted(ordered[:, 6] * self.program.num_ranks + ordered[:, 7], np.arange(self.program.num_ranks**2 + 1))
-            for src in op.group:
-                first = src * self.program.num_ranks
-                each = {ordered[ends[first + dst] : ends[first + dst + 1], :6].tobytes() for dst in op.group if dst != src}
-                if len(each) > 1:
-                    raise self.error(0, f"all_gather, but rank {src} does not send the same to all")
+        match op.pattern:
+            case "all_gather":
+                differs = self.differing(op, rows[:, 6], rows[:, 7], rows)
+                if differs is not None:
+                    raise self.error(0, f"all_gather, but rank {differs} does not send the same to all")
+            case "reduce_scatter":
+                if np.isin(rows[:, 0], (Kind.Q_GRAD, Kind.KV_GRAD), invert=True).any():
+                    raise self.error(0, "reduce_scatter of values that are not sums of gradients")
+                differs = self.differing(op, rows[:, 7], rows[:, 6], rows)
+                if differs is not None:
+                    raise self.error(0, f"reduce_scatter, but rank {differs} is not sent the same by all")
+            case "all_to_all":
+                pass
+
+    def differing(self, op: Exchange, one: Ints, others: Ints, rows: Ints) -> int | None:
+        """The first rank of `one` whose rows are not the same with each of the other ranks of the group."""
+        order = np.lexsort((others, one))
+        ends = np.searchsorted(one[order] * self.program.num_ranks + others[order], np.arange(self.program.num_ranks**2 + 1))
+        ordered = rows[order, :6]
+        for rank in op.group:
+            first = rank * self.program.num_ranks
+            each = {ordered[ends[first + other] : ends[first + other + 1]].tobytes() for other in op.group if other != rank}
+            if len(each) > 1:
+                return rank
+        return None
 
     def check_routes(self, op: Exchange, rows: Ints) -> None:
         """Pieces are counted from 0, of pairs that move something, over ranks that are there."""

@@ -1,8 +1,9 @@
-"""Attention by a plan, as one differentiable call."""
+"""Attention by a plan, as one differentiable call, or in three parts between which other work runs."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.executor import run_backward, run_forward
+from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
 
 
 def balanced_attention(q: Tensor, k: Tensor, v: Tensor, bound: Bound, softmax_scale: float | None = None) -> Tensor:
@@ -21,12 +22,55 @@ def balanced_attention(q: Tensor, k: Tensor, v: Tensor, bound: Bound, softmax_sc
 
     Raises ConfigError: the tensors do not have the plan's rows and heads.
     """
+    _check(q, k, v, bound)
+    return _Attention.apply(q, k, v, bound, _scale(softmax_scale, bound))
+
+
+class AttentionCall:
+    """`balanced_attention` in three parts: `start`, `attend`, `end`, once each. Differentiable.
+
+    Calls of two plans that were bound as different halves may be under way at once, with other work between their parts, in one order on
+    all ranks (`passes.interleave`). Autograd goes back through what ran in reverse, so the parts of the backward lie between one
+    another's as those of the forward did.
+    """
+
+    def __init__(self, bound: Bound, softmax_scale: float | None = None) -> None:
+        self._runs = _Runs(bound, _scale(softmax_scale, bound))
+        self._link: Tensor | None = None
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def start(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Issue what sends inputs to other ranks. Shapes as for `balanced_attention`.
+
+        Raises ConfigError: the tensors do not have the plan's rows and heads.
+        """
+        _check(q, k, v, self._runs.bound)
+        self._inputs = (q.detach(), k.detach(), v.detach())
+        self._link = _Start.apply(q, k, v, self._runs)
+
+    def attend(self) -> None:
+        """Attend to what has come, and issue what goes home."""
+        assert self._link is not None, "an attention call begins with its start"
+        self._link = _Attend.apply(self._link, self._runs)
+
+    def end(self) -> Tensor:
+        """Wait for what comes home: the output [T, H, D]."""
+        assert self._link is not None, "an attention call begins with its start"
+        assert self._inputs is not None
+        out = _End.apply(self._link, *self._inputs, self._runs)
+        self._link = self._inputs = None
+        return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> None:
     shape = bound.shape
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
         if tuple(x.shape) != (bound.num_tokens, heads, shape.head_dim):
             raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, heads, shape.head_dim)}")
-    scale = 1.0 / math.sqrt(shape.head_dim) if softmax_scale is None else softmax_scale
-    return _Attention.apply(q, k, v, bound, scale)
+
+
+def _scale(softmax_scale: float | None, bound: Bound) -> float:
+    return 1.0 / math.sqrt(bound.shape.head_dim) if softmax_scale is None else softmax_scale
 
 
 class _Attention(torch.autograd.Function):
@@ -43,3 +87,65 @@ class _Attention(torch.autograd.Function):
         grads = run_backward(ctx.bound, dout, (q, k, v), (out, lse), ctx.received, ctx.scale)
         ctx.received = None
         return (*grads, None, None)
+
+
+@dataclass(slots=True)
+class _Runs:
+    """What the parts of a call share while one of its phases is under way."""
+
+    bound: Bound
+    scale: float
+    forward: ForwardRun | None = None
+    backward: BackwardRun | None = None
+
+
+class _Start(torch.autograd.Function):
+    """The parts of a call are linked by an empty tensor, which is all that autograd needs to know to keep their order."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runs: _Runs) -> Tensor:
+        ctx.runs = runs
+        runs.forward = ForwardRun(runs.bound, q, k, v, runs.scale)
+        runs.forward.start()
+        return q.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _link: Tensor) -> tuple[Tensor | None, ...]:
+        run, ctx.runs.backward = ctx.runs.backward, None
+        assert run is not None, "the backward of an attention call begins with its output"
+        return (*run.gradients(), None)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, runs: _Runs) -> Tensor:
+        ctx.runs = runs
+        assert runs.forward is not None, "an attention call attends once"
+        runs.forward.attend()
+        return link.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, link: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.runs.backward is not None, "the backward of an attention call begins with its output"
+        ctx.runs.backward.attend()
+        return link.new_empty(0), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _link: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: _Runs) -> Tensor:
+        assert runs.forward is not None, "an attention call ends once"
+        out, lse, ctx.received = runs.forward.outputs()
+        runs.forward = None
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.runs = runs
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        runs: _Runs = ctx.runs
+        runs.backward = BackwardRun(runs.bound, dout, (q, k, v), (out, lse), ctx.received, runs.scale)
+        ctx.received = None
+        runs.backward.start()
+        return dout.new_empty(0), None, None, None, None

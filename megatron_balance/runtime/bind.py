@@ -15,13 +15,17 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.passes.tables import Ints, as_array
 from megatron_balance.passes.transpose import Policy, transpose
 from megatron_balance.runtime.counters import Counters
+from megatron_balance.runtime.demand import Demand, demand
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import Kernel, choose_kernel
 from megatron_balance.runtime.lowered import Phase
-from megatron_balance.runtime.lowering import Lowering
+from megatron_balance.runtime.lowering import Lowering, Setting
+from megatron_balance.runtime.moves import Mover, choose_mover
+from megatron_balance.runtime.parcels import Form, wide_dtype
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
 from megatron_balance.schedules import project
+from megatron_balance.schedules.early import early
 
 __all__ = ["AttentionShape", "Bound", "Counters", "bind"]
 
@@ -31,7 +35,8 @@ class Bound:
     """A plan, looked up for one rank. Immutable but for `counters`; one serves all layers of its microbatch.
 
     `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows,
-    heads) of every buffer, by number. `counters`: what ran so far. `trace`: filled by every call, if there is one.
+    heads) of every buffer, by number. `demand`: memory that a call needs, where it comes from the pool. `counters`: what ran so far. `trace`: filled by every call, if
+    there is one.
     """
 
     plan: MicrobatchPlan
@@ -44,6 +49,8 @@ class Bound:
     backward: Phase
     groups: Groups
     kernel: Kernel
+    mover: Mover
+    demand: Demand | None
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
     counters: Counters = field(default_factory=Counters)
@@ -60,9 +67,14 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     dtype: torch.dtype = torch.float32,
     policy: Policy = "keep",
     kernel: str = "auto",
+    mover: str = "auto",
     trace: Trace | None = None,
+    half: int = 0,
 ) -> Bound:
-    """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `trace`: a list to record in, by wall clock (CPU).
+    """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `mover`: as in `runtime.moves.choose_mover`. `trace`: a list
+    to record in, by wall clock (CPU).
+
+    `half`: of two plans whose calls run interleaved (`passes.interleave`), which one this is; the same on all ranks.
 
     Raises ConfigError: the plan was made for other heads or another number of ranks. InvalidProgramError: a broken plan.
     """
@@ -76,7 +88,12 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     # Merges are left out: launches and receives add to what is already there.
     program = transpose(project(plan, rank), policy, merges=False)
     chosen = choose_kernel(kernel, torch.device(device), dtype, shape.head_dim)
-    lowering = Lowering(program, shape, torch.device(device), policy, chosen, plan.ranks_per_node)
+    lowering = Lowering(program, shape, torch.device(device), policy, chosen, Setting(plan.ranks_per_node, early(plan, policy), half))
+    sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
+    needs = None
+    if groups.buffers.lends(torch.device(device)):
+        needs = demand(lowering.forward, lowering.backward, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep")
+        groups.buffers.reserve(needs.call_bytes)
     home = as_array(program.home)
     return Bound(
         plan=plan,
@@ -89,6 +106,8 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         backward=lowering.backward,
         groups=groups,
         kernel=chosen,
+        mover=choose_mover(mover, torch.device(device)),
+        demand=needs,
         query_rows=lowering.sizes[Kind.Q],
         key_rows=lowering.sizes[Kind.KV],
         trace=trace,

@@ -92,13 +92,22 @@ def is_collective(swap: Swap, groups: Groups) -> bool:
     return swap.pattern != "p2p" and groups.of(swap.group) is not None
 
 
+def is_summed(swap: Swap, groups: Groups) -> bool:
+    """Whether an exchange is a reduce-scatter that brings one block, the sum of all: NCCL sums on the way. gloo's reduce-scatter is an
+    all-reduce of everything inside, so there each block goes to its rank, which adds them up.
+    """
+    return swap.pattern == "reduce_scatter" and groups.streams is not None and is_collective(swap, groups)
+
+
 def collective(sends: Sequence[Parcel], receives: Sequence[Parcel], swap: Swap, groups: Groups) -> Collective:
     """An exchange as one collective call."""
     group = groups.of(swap.group)
     assert group is not None, "ranks without a process group"
     if swap.pattern == "all_gather":
         return _all_gather(sends, receives, swap.group, groups, group)
-    return _all_to_all(sends, receives, swap.group, group)
+    if is_summed(swap, groups):
+        return _reduce_scatter(sends, receives, swap.group, groups, group)
+    return _all_to_all(sends, receives, swap.group, groups, group)
 
 
 def _size(parcels: Sequence[Parcel], peer: int) -> int:
@@ -126,12 +135,12 @@ def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.devi
 
 
 def _all_to_all(
-    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], process_group: dist.ProcessGroup
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
 ) -> Collective:
     device = _device(sends, receives)
     out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
-    packed = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
-    raw = torch.empty(sum(out_sizes), dtype=torch.uint8, device=device)
+    packed = groups.buffers.empty((sum(in_sizes),), torch.uint8, device)
+    raw = groups.buffers.empty((sum(out_sizes),), torch.uint8, device)
     unpack: list[tuple[Tensor, Tensor]] = []
     send_at = receive_at = 0
     for peer, num_in, num_out in zip(group, in_sizes, out_sizes, strict=True):
@@ -153,8 +162,8 @@ def _all_gather(
     others = [peer for peer in group if peer != groups.rank]
     mine = [p for p in sends if p[0] == others[0]]
     width = max([_size(sends, others[0]), *(_size(receives, peer) for peer in others)])
-    packed = torch.empty(width, dtype=torch.uint8, device=device)
-    raw = torch.empty(width * len(group), dtype=torch.uint8, device=device)
+    packed = groups.buffers.empty((width,), torch.uint8, device)
+    raw = groups.buffers.empty((width * len(group),), torch.uint8, device)
     _place(mine, packed, 0)
 
     def issue() -> list[dist.Work]:
@@ -166,3 +175,22 @@ def _all_gather(
         if peer != groups.rank:
             unpack += _slots([p for p in receives if p[0] == peer], raw, index * width)
     return Collective(issue, [packed, raw], unpack)
+
+
+def _reduce_scatter(
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
+) -> Collective:
+    """A block for each rank, all as wide as the widest; `receives`: what one peer would send. What this rank has of its own stays here."""
+    device = _device(sends, receives)
+    dtype = next(x.dtype for _, x in (*sends, *receives))  # gradients: all of the wide type
+    width = max([sum(padded(x.nbytes) for _, x in receives), *(_size(sends, peer) for peer in group)])
+    packed = groups.buffers.empty((width * len(group),), torch.uint8, device).zero_()
+    raw = groups.buffers.empty((width,), torch.uint8, device)
+    for index, peer in enumerate(group):
+        _place([p for p in sends if p[0] == peer], packed, index * width)
+
+    def issue() -> list[dist.Work]:
+        work = dist.reduce_scatter_tensor(raw.view(dtype), packed.view(dtype), group=process_group, async_op=True)
+        return [work] if work is not None else []
+
+    return Collective(issue, [packed, raw], _slots(receives, raw, 0))

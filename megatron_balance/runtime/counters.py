@@ -21,7 +21,7 @@ class Counters:
     those that a remap hands over, whose query, key and value come and whose output goes back (`remap_tokens_received`);
     `bytes_received`: of all tensors that arrived for this rank. `routed_transfers`: peers to which an exchange went in pieces.
     `relayed_bytes`: passed on for others as a proxy; `inter_node_bytes`: between this rank and ranks of other nodes, what it passes on
-    included.
+    included. `idle_tasks`: tasks that a pipeline stage without a microbatch of its own attended to for others.
     """
 
     forward_calls: int = 0
@@ -34,6 +34,7 @@ class Counters:
     exchanges_p2p: int = 0
     exchanges_all_to_all: int = 0
     exchanges_all_gather: int = 0
+    exchanges_reduce_scatter: int = 0
     q_tokens_received: int = 0
     kv_tokens_received: int = 0
     partial_tokens_received: int = 0
@@ -47,6 +48,7 @@ class Counters:
     inter_node_bytes_sent_backward: int = 0
     inter_node_bytes_received_forward: int = 0
     inter_node_bytes_received_backward: int = 0
+    idle_tasks: int = 0
 
     def ran(self, work: Work) -> None:
         """Add one finished run of a phase."""

@@ -1,19 +1,20 @@
-"""Which step reads a received input for the last time."""
+"""Which step is the last to touch a received input, or the gradient of one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megatron_balance.core.program import Kind
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Start, Step, Swap
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Start, Step, Swap
 
 INPUTS = (Kind.Q, Kind.KV)
+GRADS = (Kind.Q_GRAD, Kind.KV_GRAD)
 Value = tuple[Kind, int]
-"""(kind, buffer) of inputs."""
+"""(kind, buffer) of inputs and of gradients."""
 
 
 def frees(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
-    """For each step, the received input buffers that no later step reads."""
+    """For each step, the received input buffers, and gradients beside them, that no later step reads or adds to."""
     last: dict[Value, int] = {}
     for index, step in enumerate(steps):
         match step:
@@ -22,7 +23,8 @@ def frees(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
             case Finish(swap):
                 touched = {(m.kind, m.buffer) for m in swap.receives if m.buffer > 0}
             case Launch() | GradLaunch():
-                touched = step.reads
+                touched = set(step.reads)
+        touched |= grads_of(step)
         for value in touched:
             if value[1] > 0:
                 last[value] = index
@@ -30,6 +32,23 @@ def frees(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
     for value, index in sorted(last.items()):
         found[index].append(value)
     return tuple(tuple(f) for f in found)
+
+
+def grads_of(step: Step) -> set[Value]:
+    """The gradients that a step adds to or sends."""
+    match step:
+        case Start(swap):
+            return _moved(swap.sends)
+        case Finish(swap):
+            return _moved(swap.receives)
+        case GradLaunch():
+            return {(Kind.Q_GRAD, run.buffer) for run in step.dq.runs} | {(Kind.KV_GRAD, run.buffer) for run in step.dk.runs}
+        case Launch():
+            return set()
+
+
+def _moved(messages: Sequence[Message]) -> set[Value]:
+    return {(m.kind, run.buffer) for m in messages if m.kind in GRADS for run in m.packed.runs}
 
 
 def _taken(swap: Swap) -> set[Value]:

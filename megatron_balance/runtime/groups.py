@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.cuda import CudaStreams, Streams
+from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.runtime.workers import Workers
 
 _MOVED = ("", " moved")
@@ -22,7 +24,7 @@ class Groups:
 
     `rank`, `size`: in the pool, as plans count. `ranks`: global rank of each. `by_ranks`: process groups by pool ranks; the
     executor runs a collective among exactly such a set, and point-to-point transfers otherwise. `workers`: the threads that pass on
-    what is routed by this rank (gloo). `streams`: those that carry its exchanges (NCCL).
+    what is routed by this rank (gloo). `streams`: those that carry its exchanges (NCCL). `buffers`: memory that all calls share.
     """
 
     rank: int
@@ -32,6 +34,7 @@ class Groups:
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     workers: Workers = field(default_factory=Workers)
     streams: Streams | None = None
+    buffers: BufferPool = field(default_factory=BufferPool)
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these pool ranks, or None."""
@@ -44,53 +47,81 @@ def single() -> Groups:
 
 
 def make_groups(
-    pools: Sequence[Sequence[int]], ranks_per_node: int = 0, *, timeout: timedelta | None = None, backend: str | None = None
+    pools: Sequence[Sequence[int]],
+    ranks_per_node: int = 0,
+    *,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    sms: Mapping[str, int] | None = None,
 ) -> Groups:
     """Groups of the pool that this process belongs to. Every process calls it with the same `pools` (global ranks).
 
     Beside the pool, each of its nodes of `ranks_per_node` gets a group where there are several (0: none), so that zones
     on whole nodes can use collectives. All groups are created by all processes in one order, as NCCL and gloo require. On NCCL
-    each communication stream has a communicator of all ranks of the pool, made here and now.
+    each communication stream has a communicator of all ranks of the pool; all communicators are made here and now. `sms`: the most
+    multiprocessors of a GPU that a communicator of the links "inter_node" or "intra_node" may take; NCCL chooses where none is given.
 
     Raises ConfigError: this process is in no pool or in two.
     """
-    me = dist.get_rank()
+    me, nccl = dist.get_rank(), (backend or dist.get_backend()) == "nccl"
     mine = [tuple(pool) for pool in pools if me in pool]
     if len(mine) != 1:
         raise ConfigError(f"rank {me} is in {len(mine)} pools, expected exactly one of {[list(p) for p in pools]}")
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for pool in pools:
         for members in _wanted(len(pool), ranks_per_node):
-            group = dist.new_group([pool[i] for i in members], timeout=timeout, backend=backend)
+            link = "inter_node" if len(members) == len(pool) and not _on_one_node(len(pool), ranks_per_node) else "intra_node"
+            options = nccl_options(link, sms or {}) if nccl else None
+            group = dist.new_group([pool[i] for i in members], timeout=timeout, backend=backend, pg_options=options)
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine[0] and pool.index(me) in members:
                 found[members] = group
     pool = mine[0]
     whole = found.get(tuple(range(len(pool))))
     streams = None
-    if whole is not None and dist.get_backend(whole) == "nccl":
-        streams = _make_streams(pools, pool, ranks_per_node, timeout)
+    if nccl:
+        for members in sorted(found, key=len, reverse=True):  # first use makes the communicator: not inside the first step
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=found[members])
+        streams = _make_streams(pools, pool, ranks_per_node, timeout, sms or {})
     return Groups(pool.index(me), len(pool), pool, whole, found, streams=streams)
 
 
-def _make_streams(pools: Sequence[Sequence[int]], mine: tuple[int, ...], ranks_per_node: int, timeout: timedelta | None) -> CudaStreams:
+def nccl_options(stream: str, sms: Mapping[str, int]) -> Any:
+    """NCCL's options for a communicator of `stream`. Dispatch and combine of a routed exchange stay inside the node.
+
+    A thread block of NCCL's takes a multiprocessor, and `max_ctas` is the most that it launches of them for one call.
+    """
+    inter_node = stream.startswith("inter_node")
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inter_node)
+    limit = sms.get("inter_node" if inter_node else "intra_node")
+    if limit is not None:
+        options.config.max_ctas = limit
+    return options
+
+
+def _on_one_node(size: int, ranks_per_node: int) -> bool:
+    return 0 < size <= ranks_per_node
+
+
+def _make_streams(
+    pools: Sequence[Sequence[int]], mine: tuple[int, ...], ranks_per_node: int, timeout: timedelta | None, sms: Mapping[str, int]
+) -> CudaStreams | None:
     """Streams with a communicator each. Every one is used once, by all its ranks: NCCL's first call may not be point-to-point."""
     groups: dict[str, dist.ProcessGroup] = {}
     for pool in pools:
         for name in stream_names(len(pool), ranks_per_node):
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=name.startswith("inter_node"))
-            group = dist.new_group(list(pool), timeout=timeout, backend="nccl", pg_options=options)
+            group = dist.new_group(list(pool), timeout=timeout, backend="nccl", pg_options=nccl_options(name, sms))
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine:
                 groups[name] = group
     for group in groups.values():
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    return CudaStreams(groups, mine)
+    return CudaStreams(groups, mine) if groups else None
 
 
 def stream_names(size: int, ranks_per_node: int) -> list[str]:
     """The communication streams (`passes.order.streams`) that a pool can need; `ranks_per_node` 0: not known."""
     if size < 2:
         return []
-    if 0 < size <= ranks_per_node:
+    if _on_one_node(size, ranks_per_node):
         links = ["intra_node"]
     elif ranks_per_node == 1:
         links = ["inter_node"]

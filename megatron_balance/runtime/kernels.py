@@ -8,6 +8,7 @@ natural-log, in fp32 (fp64 for fp64 inputs).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime import varlen
+from megatron_balance.runtime.flash import FLASH_ATTN_3, FlashAttn2Calls, FlashAttn3Calls, TeFusedCalls, TorchCalls, has_module
+from megatron_balance.runtime.varlen import VarlenKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +58,32 @@ class Kernel(Protocol):
         ...
 
 
-def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel called `name` ("auto": the fastest that serves device, dtype and head dim).
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A kernel that can be chosen: what it serves, and what must be installed for it (one of `modules`).
 
-    Raises ConfigError: no such kernel, or it cannot serve these tensors.
+    `head_dims`: (largest, multiple of what). `mend`: how to get it.
     """
-    if name == "auto":
-        name = _automatic(device, dtype, head_dim)
-    match name:
-        case "plain":
-            return PlainKernel()
-        case "cpu_flash" if device.type == "cpu":
-            return CpuFlashKernel()
-        case "torch_varlen" | "flash_attn" if device.type == "cuda":
-            return varlen.VarlenKernel(name)
-        case "cpu_flash" | "torch_varlen" | "flash_attn":
-            raise ConfigError(f"kernel {name} does not serve {device.type} tensors; use kernel: auto")
-        case _:
-            raise ConfigError(f"unknown kernel {name!r}; known: auto, plain, cpu_flash, torch_varlen, flash_attn")
 
+    make: Callable[[], Kernel]
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, int]
+    modules: tuple[str, ...] = ()
+    mend: str = ""
 
-def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    if dtype == torch.float64:
-        return "plain"
-    if device.type == "cpu":
-        return "cpu_flash"
-    if dtype in (torch.float16, torch.bfloat16) and head_dim <= 256:
-        return "flash_attn" if varlen.has_flash_attn() else "torch_varlen"
-    return "plain"
+    @property
+    def installed(self) -> bool:
+        return not self.modules or any(has_module(name) for name in self.modules)
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        """Why it does not serve such tensors; "" if it does."""
+        if device.type not in self.devices:
+            return f"does not serve {device.type} tensors"
+        if dtype not in self.dtypes:
+            return f"does not serve {dtype}, only {', '.join(map(str, self.dtypes))}"
+        largest, multiple = self.head_dims
+        return "" if head_dim <= largest and head_dim % multiple == 0 else f"serves head dims up to {largest} in multiples of {multiple}"
 
 
 class PlainKernel:
@@ -221,3 +221,52 @@ def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Ten
     lse = torch.logaddexp(one[1], other[1])
     out = one[0] * torch.exp(one[1] - lse)[..., None] + other[0] * torch.exp(other[1] - lse)[..., None]
     return out.to(one[0].dtype), lse
+
+
+_WIDE = (torch.float32, torch.float64)
+_HALF = (torch.bfloat16, torch.float16)
+_ANY_DIM = (1 << 30, 1)
+_FLASH_DIMS = (256, 8)
+KERNELS: dict[str, Offer] = {
+    "plain": Offer(PlainKernel, ("cpu", "cuda"), (*_WIDE, *_HALF), _ANY_DIM),
+    "cpu_flash": Offer(CpuFlashKernel, ("cpu",), (torch.float32, *_HALF), _ANY_DIM),
+    "torch_varlen": Offer(lambda: VarlenKernel("torch_varlen", TorchCalls()), ("cuda",), _HALF, _FLASH_DIMS),
+    "flash_attn": Offer(
+        lambda: VarlenKernel("flash_attn", FlashAttn2Calls()),
+        *(("cuda",), _HALF, _FLASH_DIMS, ("flash_attn.flash_attn_interface",)),
+        "pip install --no-build-isolation flash-attn",
+    ),
+    "flash_attn_3": Offer(
+        lambda: VarlenKernel("flash_attn_3", FlashAttn3Calls()),
+        *(("cuda",), _HALF, _FLASH_DIMS, FLASH_ATTN_3),
+        "build hopper/ of https://github.com/Dao-AILab/flash-attention",
+    ),
+    "te_fused": Offer(
+        lambda: VarlenKernel("te_fused", TeFusedCalls()),
+        *(("cuda",), _HALF, _FLASH_DIMS, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    ),
+}
+"""By name, as a run file's `kernel:` has them."""
+
+AUTOMATIC = ("flash_attn_3", "flash_attn", "torch_varlen", "cpu_flash", "plain")
+"""In order of preference. te_fused is chosen by name only: what it leaves for the backward depends on the version of cuDNN."""
+
+
+def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel called `name` ("auto": the first of AUTOMATIC that is installed and serves device, dtype and head dim).
+
+    Raises ConfigError: no such kernel, it is not installed, or it cannot serve these tensors.
+    """
+    if name == "auto":
+        fitting = (o for o in map(KERNELS.__getitem__, AUTOMATIC) if not o.refusal(device, dtype, head_dim))
+        return next(o for o in fitting if o.installed).make()
+    offer = KERNELS.get(name)
+    if offer is None:
+        raise ConfigError(f"unknown kernel {name!r}; known: auto, {', '.join(KERNELS)}")
+    refusal = offer.refusal(device, dtype, head_dim)
+    if refusal:
+        raise ConfigError(f"kernel {name} {refusal} (head dim {head_dim}); use kernel: auto")
+    if not offer.installed:
+        raise ConfigError(f"kernel {name} needs {' or '.join(offer.modules)}, which is not installed; {offer.mend}, or use kernel: auto")
+    return offer.make()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from megatron_balance.core.program import Kind
+from megatron_balance.passes.interleave import Cuts
 from megatron_balance.passes.order import Leg, Role
 from megatron_balance.runtime.parcels import Carried
 from megatron_balance.runtime.regions import Run
@@ -200,12 +201,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i reads.
+    """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i touches.
 
-    `duties`: what the rank passes on for others, in groups that wait for nothing in one another.
+    `cuts`: where another call's parts may run between the steps. `duties`: what the rank passes on for others, in groups that wait for
+    nothing in one another.
     """
 
     steps: tuple[Step, ...]
+    cuts: Cuts
     frees: tuple[tuple[tuple[Kind, int], ...], ...]
     blank_outputs: tuple[int, ...] = ()  # query buffers whose output must start empty
     work: Work = field(default_factory=Work)

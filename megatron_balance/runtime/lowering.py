@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megatron_balance.core.program import MOVED, PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.passes import order
+from megatron_balance.passes.interleave import Cuts, parts
 from megatron_balance.passes.order import collective_stream, stream_name
 from megatron_balance.passes.tables import Ints, as_array, concat, run_bounds
 from megatron_balance.passes.transpose import Policy, forward_id
@@ -24,6 +26,7 @@ from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message
 from megatron_balance.runtime.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs, without
 from megatron_balance.runtime.routes import Routed, lower_routes, tag_base
 from megatron_balance.runtime.shape import AttentionShape
+from megatron_balance.schedules.early import Early
 
 _SHIFT = 40
 _BOTH = (False, True)
@@ -46,6 +49,16 @@ class _Messages:
     at_home: list[bool]
 
 
+class Setting(NamedTuple):
+    """What surrounds a rank's program. `early`: exchanges that may start at once; `half`: of two programs of the same ranks that run
+    interleaved, which one this is: their messages are told apart by it.
+    """
+
+    ranks_per_node: int
+    early: Early
+    half: int
+
+
 class Lowering:
     """Both phases of one rank. `space`: where outputs and gradients lie; `values`: where a phase finds q, k and v; `home`: all rows
     that the caller hands over.
@@ -55,10 +68,10 @@ class Lowering:
     """
 
     def __init__(
-        self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, ranks_per_node: int
+        self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, setting: Setting
     ) -> None:
         self.program = program
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_node, self.early, self.half = setting
         self.device = device
         self.kernel = kernel
         home = as_array(program.home)
@@ -150,7 +163,7 @@ class Lowering:
                 stream = collective_stream(op.group, self.ranks_per_node) if op.pattern != "p2p" else ""
                 swap = Swap(
                     *(i, op.id, zones[i], op.pattern, op.group, tuple(sends[i]), tuple(receives[i])),
-                    *(tag_base(op.id, forward=forward), part.sends, part.receives, far, stream),
+                    *(tag_base(op.id, forward=forward, half=self.half), part.sends, part.receives, far, stream),
                 )
                 found[i] = swap
         return found
@@ -187,7 +200,7 @@ class Lowering:
     def packed(self, runs: tuple[Run, ...], num_rows: int, num_heads: int) -> Packed:
         if len(runs) == 1 and runs[0].index is None:
             return Packed(runs, num_rows, num_heads, _CONSECUTIVE, runs[0].num_heads == num_heads)
-        indices = tuple(None if r.index is None else torch.from_numpy(r.index).to(self.device) for r in runs)
+        indices = tuple(None if r.index is None else torch.from_numpy(r.index).to(self.device, non_blocking=True) for r in runs)
         return Packed(runs, num_rows, num_heads, indices, direct=False)
 
     # Launches
@@ -272,11 +285,15 @@ class Lowering:
         inputs once nothing reads them.
         """
         queues, zones = places
-        routed, duties = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward)
+        routed, duties = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, half=self.half)
         swaps = self.swaps(ops, sides, zones, routed, forward=forward)
         launches = self.launches(ops, zones, forward=forward)
         steps: list[Step] = []
-        for step in order.order(ops, self.program.rank):
+        early = self.early.forward if forward else self.early.backward
+        ordered, where = parts(ops, order.order(ops, self.program.rank), early)
+        begins: list[int] = []  # of each step in the order: its first one here
+        for step in ordered:
+            begins.append(len(steps))
             match step:
                 case order.Start(op):
                     steps.append(Start(swaps[op]))
@@ -284,12 +301,14 @@ class Lowering:
                     steps.append(Finish(swaps[op]))
                 case order.Run(op):
                     steps += launches[op]
+        begins.append(len(steps))
         blank: tuple[int, ...] = ()
         if forward:
             steps, blank = self.mark_merges(steps)
         closing = self.program.num_exchanges - 1 if self.program.opening else None
         work = Work(counts(steps, forward=forward, closing=closing))
-        return Phase(tuple(steps), frees(steps) if free else ((),) * len(steps), blank, work, duties)
+        cuts = Cuts(*(begins[at] for at in where))
+        return Phase(tuple(steps), cuts, frees(steps) if free else ((),) * len(steps), blank, work, duties)
 
     def mark_merges(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
         """Say of every output run whether it is the first there; buffers where that differs row by row start blank."""

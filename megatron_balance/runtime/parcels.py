@@ -31,6 +31,11 @@ class Form:
     wide: torch.dtype
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that partials are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
     """The tensors that carry a message: keys with values, outputs with their LSE, their gradient with both."""
     kind, rows, heads = message
@@ -75,10 +80,25 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The bytes of tensors that lie one after the other in one memory already, each aligned as `unpacked` has them: a view; else None."""
+    first, at = tensors[0], tensors[0].data_ptr()
+    memory = first.untyped_storage()
+    for x in tensors:
+        if x.data_ptr() != at or x.untyped_storage().data_ptr() != memory.data_ptr() or not x.is_contiguous():
+            return None
+        at = x.data_ptr() + padded(x.nbytes)
+    size = tensors[-1].data_ptr() + tensors[-1].nbytes - first.data_ptr()
+    return as_bytes(first).as_strided((size,), (1,))
+
+
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Contiguous tensors as one run of bytes: a view of the only one, else a copy."""
+    """Contiguous tensors as one run of bytes: a view of the only one or of what is `joined`, else a copy."""
     if len(tensors) == 1:
         return as_bytes(tensors[0])
+    together = joined(tensors)
+    if together is not None:
+        return together
     starts, at = [], 0
     for x in tensors:
         starts.append(at)

@@ -12,7 +12,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -20,16 +20,30 @@ from typing import IO, Any
 
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan, from_json
+from megatron_balance.core.plan import MicrobatchPlan, from_json, to_json
 from megatron_balance.errors import BalanceError
 from megatron_balance.layers import Layers
 
 log = logging.getLogger(__name__)
 
+_BETWEEN = "\t"
+"""Between the plans of an answer; JSON has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages that attend together: all their ranks, and the model chunks of each."""
+
+    cluster: Cluster
+    num_chunks: int
+
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """What the background process needs to make the planner: arguments of `megatron_balance.make_planner`."""
+    """What the background process needs to make the planner: arguments of `megatron_balance.make_planner`.
+
+    With a `pipeline` it plans whole steps instead of microbatches.
+    """
 
     name: str
     cluster: Cluster
@@ -37,6 +51,7 @@ class PlanSpec:
     layers: Layers
     options: Mapping[str, Any]
     plan_costs: str | None = None
+    pipeline: Pipeline | None = None
 
     def to_json(self) -> str:
         body = {
@@ -46,17 +61,32 @@ class PlanSpec:
             "layers": dataclasses.asdict(self.layers),
             "options": dict(self.options),
             "plan_costs": self.plan_costs,
+            "pipeline": None if self.pipeline is None else dataclasses.asdict(self.pipeline),
         }
         return json.dumps(body)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PlanSpec:
+        """The spec that `to_json` wrote."""
+        body = json.loads(text)
+        given = body["pipeline"]
+        pipeline = None if given is None else Pipeline(Cluster(**given["cluster"]), given["num_chunks"])
+        cluster, model, layers = Cluster(**body["cluster"]), Model(**body["model"]), Layers(**body["layers"])
+        return cls(body["name"], cluster, model, layers, body["options"], body["plan_costs"], pipeline)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer. `plan`: None if the planner refused (planning on the spot will say why); `plan_s`: its own time, `waited_s`: ours."""
+    """An answer. `plans`: none if the planner refused (planning on the spot will say why); `plan_s`: its own time, `waited_s`: ours."""
 
-    plan: MicrobatchPlan | None
+    plans: tuple[MicrobatchPlan, ...]
     plan_s: float
     waited_s: float
+
+    @property
+    def plan(self) -> MicrobatchPlan | None:
+        """Of the one microbatch that was asked for."""
+        return self.plans[0] if self.plans else None
 
 
 class _Slot:
@@ -85,9 +115,16 @@ class PlanAhead:
 
     def submit(self, key: Hashable, lengths: Sequence[int]) -> None:
         """Ask for the plan of a microbatch of these lengths, to be taken by `key`."""
+        self._ask(key, [int(n) for n in lengths])
+
+    def submit_step(self, key: Hashable, lengths: Sequence[Sequence[int]]) -> None:
+        """Ask for the plans of a step of these microbatches (`runtime.tick_planner`), to be taken by `key`."""
+        self._ask(key, [[int(n) for n in microbatch] for microbatch in lengths])
+
+    def _ask(self, key: Hashable, lengths: list[Any]) -> None:
         slot = self._slots[key] = _Slot()
         self._queue.append(slot)
-        self._send(json.dumps([int(n) for n in lengths]))
+        self._send(json.dumps(lengths))
 
     def take(self, key: Hashable, timeout_s: float = 60.0) -> Ready | None:
         """The answer to `key`, waited for if need be; None if `key` was never asked or the process died (said in the log)."""
@@ -102,8 +139,7 @@ class PlanAhead:
                 return None
         waited = time.perf_counter() - start
         seconds, _, text = slot.answer.decode().partition(" ")
-        plan = from_json(text) if text else None
-        return Ready(plan, float(seconds), waited)
+        return Ready(tuple(map(from_json, text.split(_BETWEEN))) if text else (), float(seconds), waited)
 
     def close(self) -> None:
         """End the process; safe to call twice."""
@@ -133,26 +169,28 @@ def _read(stream: IO[bytes], queue: list[_Slot]) -> None:
 
 
 def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The process itself: the first line is a PlanSpec, each other line lengths; an answer is 'seconds plan' on one line."""
-    from megatron_balance import make_planner
-
-    body = json.loads(requests.readline())
-    cluster, model, layers = Cluster(**body["cluster"]), Model(**body["model"]), Layers(**body["layers"])
-    planner = make_planner(body["name"], cluster, model, layers, body["plan_costs"], **body["options"])
+    """The process itself: the first line is a PlanSpec, each other line lengths; an answer is 'seconds plans' on one line."""
+    plan = _planner(PlanSpec.from_json(requests.readline()))
     for line in requests:
         start = time.perf_counter()
         try:
-            text = _plan_text(planner, json.loads(line))
+            text = _BETWEEN.join(map(to_json, plan(json.loads(line))))
         except BalanceError:
             text = ""  # the training process meets the same error itself, with its traceback
         answers.write(f"{time.perf_counter() - start:.6f} {text}\n".encode())
         answers.flush()
 
 
-def _plan_text(planner: Any, lengths: list[int]) -> str:
-    from megatron_balance.core.plan import to_json
+def _planner(spec: PlanSpec) -> Callable[[Any], Sequence[MicrobatchPlan]]:
+    """Plans of a microbatch, or with a pipeline of a step."""
+    if spec.pipeline is not None:
+        from megatron_balance.runtime.tick_planner import TickPlanner
 
-    return to_json(planner(lengths))
+        return TickPlanner(spec).flat
+    from megatron_balance import make_planner
+
+    planner = make_planner(spec.name, spec.cluster, spec.model, spec.layers, spec.plan_costs, **spec.options)
+    return lambda lengths: (planner(lengths),)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from megatron_balance.runtime.workers import Job
 _AHEAD = 16  # receives posted before the first of them is waited for
 _BEHIND = 32  # sends under way before the first of them is waited for
 _PATIENCE_S = 5.0
+_CPU = torch.device("cpu")
 
 
 class Relay:
@@ -104,7 +105,7 @@ class _Thread:
     def post(self, upcoming: Iterator[tuple[Duty, int]], posted: deque[tuple[Duty, Tensor, dist.Work, float]]) -> None:
         """Begin to receive the next piece, if there is one."""
         for duty, num_bytes in upcoming:
-            x = torch.empty(num_bytes, dtype=torch.uint8)
+            x = self.groups.buffers.empty((num_bytes,), torch.uint8, _CPU)
             begin = time.perf_counter()
             posted.append((duty, x, comm.receive(x, duty.way.arrives.peer, duty.tag + duty.way.arrives.tag, self.groups), begin))
             return

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_balance.core.program import TRANSFER_WIDTH, Exchange, Kind, Op
 from megatron_balance.core.rows import Rows
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.passes.interleave import HALVES
 from megatron_balance.passes.order import LEGS, Lane, Leg, Role, hops, is_moved, relay_role, stream_name
 from megatron_balance.passes.tables import concat, run_bounds
 from megatron_balance.runtime.lowered import Duty, Hop, Piece, Way
@@ -19,9 +20,9 @@ from megatron_balance.runtime.parcels import Carried
 _RANK = (1 << 20) - 1
 
 
-def tag_base(exchange_id: int, *, forward: bool) -> int:
-    """Tags of the messages of an exchange begin here; its direct ones have this one."""
-    return (exchange_id * 2 + forward) * 16
+def tag_base(exchange_id: int, *, forward: bool, half: int = 0) -> int:
+    """Tags of the messages of an exchange begin here; its direct ones have this one. `half`: of two programs that run interleaved."""
+    return ((exchange_id * 2 + forward) * HALVES + half) * 16
 
 
 def _hop_tag(leg: Leg, *, first: bool, last: bool) -> int:
@@ -85,7 +86,7 @@ def _ends(route: tuple[int, int, int, int], rank: int, ranks_per_node: int, of: 
 
 
 def lower_routes(
-    ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, *, forward: bool
+    ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, *, forward: bool, half: int = 0
 ) -> tuple[dict[int, Routed], tuple[tuple[Duty, ...], ...]]:
     """By index of the op, this rank's part in each routed exchange; and all duties of the phase, in groups that wait for nothing in
     one another: of one role, lane and queue. `queues`: of each op.
@@ -99,7 +100,7 @@ def lower_routes(
     for i, op in routed.items():
         pairs = moved.get(i, frozenset())
         found[i], ways = _part(op.routes, rank, ranks_per_node, pairs)
-        tag = tag_base(op.id, forward=forward)
+        tag = tag_base(op.id, forward=forward, half=half)
         for way in ways:
             messages = carried.get((i, way.src, way.dst))
             if messages is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +80,7 @@ class Streamed:
                 stream.uses(transfer.tensor)
             stream.batch(transfers)
             event = stream.record()
+            self.groups.buffers.used([t.tensor for t in transfers], partial(self.streams.wait, event))
             if leg != "direct":
                 before[lane] = event
             if any(not t.sends and t.dst == self.groups.rank for t in transfers):
@@ -92,7 +94,9 @@ class Streamed:
         for x in packed.memory:
             stream.uses(x)
         stream.call(packed.issue)
-        return _UnderWay([stream.record()], packed)
+        event = stream.record()
+        self.groups.buffers.used(packed.memory, partial(self.streams.wait, event))
+        return _UnderWay([event], packed)
 
     def add_own(
         self,

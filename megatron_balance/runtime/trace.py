@@ -26,8 +26,8 @@ Trace: TypeAlias = list[Traced]
 """Of one phase, or of several, one after the other."""
 
 
-def hidden_share(trace: Trace) -> float:
-    """Of the time that the rank's own exchanges were under way, the share in which it did not wait for them (1: nothing exchanged)."""
+def exchange_s(trace: Trace) -> tuple[float, float]:
+    """Seconds that the rank's own exchanges were under way, from being issued until they were put to use; and that it waited for them."""
     issued: dict[int, float] = {}
     under_way = waited = 0.0
     for event in sorted(trace, key=lambda e: e.start_s):
@@ -38,4 +38,13 @@ def hidden_share(trace: Trace) -> float:
             waited += event.stop_s - event.start_s
         else:
             issued.setdefault(event.op, event.start_s)
+    return under_way, waited
+
+
+def hidden_share(*traces: Trace) -> float:
+    """Of the time that the rank's own exchanges were under way, the share in which it did not wait for them (1: nothing exchanged).
+
+    `traces`: of calls that were under way at once, one each.
+    """
+    under_way, waited = (sum(seconds) for seconds in zip(*(exchange_s(trace) for trace in traces), strict=True))
     return 1.0 - waited / under_way if under_way else 1.0

@@ -20,6 +20,10 @@ class Job:
         finally:
             self._done.set()
 
+    @property
+    def ended(self) -> bool:
+        return self._done.is_set()
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the call has ended, or for so long."""
         self._done.wait(timeout_s)
@@ -31,11 +35,13 @@ class Workers:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job] = SimpleQueue()
         self._num_threads = 0
+        self._jobs: list[Job] = []  # those that may not have ended
 
     def run(self, calls: Sequence[Callable[[], None]]) -> list[Job]:
-        """Begin all calls at once. Earlier jobs must have ended."""
+        """Begin all calls at once, whatever earlier jobs still do."""
         jobs = [Job(call) for call in calls]
-        while self._num_threads < len(jobs):
+        self._jobs = [*(job for job in self._jobs if not job.ended), *jobs]
+        while self._num_threads < len(self._jobs):
             Thread(target=self._work, name="proxy", daemon=True).start()
             self._num_threads += 1
         for job in jobs:

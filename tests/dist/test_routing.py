@@ -76,9 +76,16 @@ def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
         theirs = pool.run(jobs.attend, 8, planned, 8, ways)
         for rank, (here, there) in enumerate(zip(ours, theirs, strict=True)):
             for one, other in zip(here[at], there, strict=True):
+                summed = one.counters["exchanges_reduce_scatter"] > 0  # on its way, in another order
                 for value in ("out", "q_grad", "k_grad", "v_grad"):
-                    assert np.array_equal(getattr(one, value), getattr(other, value)), (planned.planner, rank, value)
-                assert one.counters == other.counters
+                    ours_, theirs_ = getattr(one, value), getattr(other, value)
+                    same = np.allclose(ours_, theirs_, rtol=0, atol=1e-5) if summed and value[0] in "kv" else np.array_equal(ours_, theirs_)
+                    assert same, (planned.planner, rank, value)
+                differing = {name for name in one.counters if one.counters[name] != other.counters[name]}
+                received = {"bytes_received_backward", "inter_node_bytes_received_backward"} if summed else set()
+                assert differing <= received, (planned.planner, rank)
+                assert all(one.counters[name] < other.counters[name] for name in differing)
+    assert any(run.counters["exchanges_reduce_scatter"] for runs in ours[0] for run in runs)
 
 
 def test_a_ring_between_nodes_uses_every_nic_in_both_directions(pool: Pool) -> None:

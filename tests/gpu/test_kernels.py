@@ -1,14 +1,22 @@
-"""Kernels against the plain one. The varlen kernel's grouping and indexing is tested on the CPU with the plain formula behind it."""
+"""Kernels against the plain one. How the varlen kernel groups and indexes entries, and what it hands to the libraries, is tested on the
+CPU, with the plain formula behind stand-ins of their signatures.
+"""
 
 from __future__ import annotations
+
+import sys
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from megatron_balance.errors import ConfigError  # noqa: E402
-from megatron_balance.runtime import varlen  # noqa: E402
-from megatron_balance.runtime.kernels import CpuFlashKernel, Entries, PlainKernel, choose_kernel  # noqa: E402
+from megatron_balance.runtime import flash, kernels  # noqa: E402
+from megatron_balance.runtime.kernels import KERNELS, CpuFlashKernel, Entries, PlainKernel, choose_kernel  # noqa: E402
+from megatron_balance.runtime.varlen import VarlenKernel  # noqa: E402
+from tests.support import attention_libraries as libraries  # noqa: E402
+from tests.support.attention_libraries import ByFormula  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = 0.25
@@ -83,52 +91,118 @@ def test_plain_equals_autograd(entries):
         torch.testing.assert_close(summed, total)
 
 
-class _PlainCalls:
-    """FlashAttention's two varlen calls by the plain formula, entry by entry of cu_seqlens."""
-
-    def forward(self, half, q, k, v, scale):
-        out, lse = PlainKernel().forward(_of(half), q, k, v, scale)
-        return out, lse.T.contiguous()
-
-    def backward(self, half, dout, q, k, v, scale):
-        entries = _of(half)
-        entries = Entries(entries.q, entries.k, entries.causal, entries.q)
-        return PlainKernel().backward(entries, (dout[0], dout[1], dout[2].T), q, k, v, scale)
+@pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
+def test_varlen_groups_and_indexes_entries(entries):
+    kernel = VarlenKernel("by_formula", ByFormula())
+    inputs = _inputs(torch.float64)
+    _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, inputs), 1e-12)
 
 
-def _of(half):
-    assert half.cu_q.dtype == half.cu_k.dtype == torch.int32
-    q, k = half.cu_q.tolist(), half.cu_k.tolist()
-    assert half.max_q == max(b - a for a, b in zip(q, q[1:], strict=False))
-    assert half.max_k == max(b - a for a, b in zip(k, k[1:], strict=False))
-    spans = [tuple(zip(cu, cu[1:], strict=False)) for cu in (q, k)]
-    return Entries(spans[0], spans[1], (half.causal,) * len(spans[0]))
+def test_an_op_takes_one_launch_or_two_whatever_the_number_of_its_entries():
+    """Two where some are full and some causal; a full entry of one query row is causal as well."""
+
+    def launches(*entries):
+        calls = ByFormula()
+        q, k, causal = zip(*entries, strict=True)
+        table = Entries(q, k, causal, q)
+        kernel = VarlenKernel("by_formula", calls)
+        _both(kernel, table, _inputs(torch.float64))
+        assert calls.forwards == calls.backwards == kernel.launches(table)
+        return calls.forwards
+
+    squares = [((i, i + 2), (i, i + 2), True) for i in range(0, 32, 2)]
+    rectangles = [((i, i + 2), (0, i + 1), False) for i in range(0, 32, 2)]
+    rows = [((i, i + 1), (0, 9), False) for i in range(32)]
+    assert launches(*squares) == launches(*rectangles) == launches(*rows) == 1
+    assert launches(*squares, *rectangles) == 2
+    assert launches(*squares, *rows) == 1
+
+
+def test_a_kernel_that_does_not_serve_the_tensors_is_refused():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(ConfigError, match="does not serve cpu tensors"):
+        choose_kernel("torch_varlen", cpu, torch.bfloat16, 64)
+    with pytest.raises(ConfigError, match="unknown kernel 'flash'; known: auto, plain, cpu_flash, torch_varlen, flash_attn, "):
+        choose_kernel("flash", cpu, torch.bfloat16, 64)
+    with pytest.raises(ConfigError, match=r"serves head dims up to 256 in multiples of 8 \(head dim 20\)"):
+        choose_kernel("torch_varlen", cuda, torch.bfloat16, 20)
+    with pytest.raises(ConfigError, match=r"does not serve torch.float32, only torch.bfloat16, torch.float16"):
+        choose_kernel("flash_attn", cuda, torch.float32, 64)
+
+
+def test_a_kernel_that_is_not_installed_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(kernels, "has_module", lambda _: False)
+    for name, needs in (
+        ("flash_attn", "flash_attn"),
+        ("flash_attn_3", "flash_attn_interface or flash_attn_3"),
+        ("te_fused", "transformer"),
+    ):
+        with pytest.raises(ConfigError, match=f"kernel {name} needs {needs}.* is not installed; .*or use kernel: auto"):
+            choose_kernel(name, torch.device("cuda"), torch.bfloat16, 64)
+
+
+def test_auto_takes_the_first_that_is_installed_and_fits(monkeypatch):
+    def auto(*installed, device="cuda", dtype=torch.bfloat16, head_dim=128):
+        monkeypatch.setattr(kernels, "has_module", lambda name: name in installed)
+        monkeypatch.setitem(KERNELS, "flash_attn", replace(KERNELS["flash_attn"], make=lambda: VarlenKernel("flash_attn", ByFormula())))
+        monkeypatch.setitem(
+            KERNELS, "flash_attn_3", replace(KERNELS["flash_attn_3"], make=lambda: VarlenKernel("flash_attn_3", ByFormula()))
+        )
+        return choose_kernel("auto", torch.device(device), dtype, head_dim).name
+
+    assert auto() == "torch_varlen"
+    assert auto("flash_attn.flash_attn_interface") == "flash_attn"
+    assert auto("flash_attn.flash_attn_interface", "flash_attn_3.flash_attn_interface") == "flash_attn_3"
+    assert auto("flash_attn_interface", head_dim=20) == auto("flash_attn_interface", dtype=torch.float32) == "plain"
+    assert auto(device="cpu", dtype=torch.float32) == "cpu_flash"
+    assert auto(device="cpu", dtype=torch.float64) == "plain"
 
 
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
-def test_varlen_groups_and_indexes_entries(entries, monkeypatch):
-    calls = _PlainCalls()
-    monkeypatch.setattr(varlen, "_torch_forward", calls.forward)
-    monkeypatch.setattr(varlen, "_torch_backward", calls.backward)
-    kernel = varlen.VarlenKernel("torch_varlen")
-    inputs = _inputs(torch.float64)
-    _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, inputs), 1e-12)
-    assert kernel.launches(entries) == len(set(entries.causal))
+@pytest.mark.parametrize("name", libraries.LIBRARIES)
+def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
+    """Modules of the libraries' names and signatures, that compute by the plain formula and refuse what the real ones would."""
+    for module, stand_in in libraries.LIBRARIES[name].items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setattr(flash, "has_module", lambda module: module in libraries.LIBRARIES[name])
+    kernel = KERNELS[name.split(" ")[0]].make()
+    inputs = _inputs(torch.bfloat16)
+    exact = _both(PlainKernel(), entries, [x.double() for x in inputs])
+    _assert_equal(_both(kernel, entries, inputs), exact, 2e-2)
 
 
-def test_a_kernel_that_does_not_serve_the_device_is_refused():
-    with pytest.raises(ConfigError, match="does not serve cpu tensors"):
-        choose_kernel("torch_varlen", torch.device("cpu"), torch.bfloat16, 64)
-    with pytest.raises(ConfigError, match="unknown kernel 'flash'"):
-        choose_kernel("flash", torch.device("cpu"), torch.bfloat16, 64)
+@pytest.mark.parametrize("name", ["bottom_right", "mixed"])
+def test_torchs_own_operators_take_these_arguments(name):
+    """On tensors without values: the operators' own shape rules are run, and tell a wrong argument."""
+    entries, kernel = ENTRIES[name], KERNELS["torch_varlen"].make()
+    meta = torch.device("meta")
+    q, k, v = (x.to(meta) for x in _inputs(torch.bfloat16))
+    prepared = kernel.prepare(entries, meta)
+    out, lse = kernel.forward(prepared, q, k, v, SCALE)
+    num_q, num_k = entries.num_q, sum(b - a for a, b in entries.k)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((num_q, HEADS, DIM), torch.bfloat16, (num_q, HEADS), torch.float32)
+    rows = max(stop for _, stop in entries.dout)
+    final = (q.new_empty(rows, HEADS, DIM), q.new_empty(rows, HEADS, DIM), lse.new_empty(rows, HEADS))
+    grads = kernel.backward(prepared, final, q, k, v, SCALE)
+    assert [tuple(x.shape) for x in grads] == [(num_q, HEADS, DIM), (num_k, KV_HEADS, DIM), (num_k, KV_HEADS, DIM)]
+
+
+def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):
+    for module, stand_in in libraries.LIBRARIES["te_fused 2.9"].items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setattr(libraries, "padded_statistics", True)
+    kernel, entries = KERNELS["te_fused"].make(), ENTRIES["one_square"]
+    q, k, v = _inputs(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"cuDNN >= 9\.6"):
+        kernel.forward(kernel.prepare(entries, torch.device("cpu")), q, k, v, SCALE)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
-@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+@pytest.mark.parametrize("name", [name for name, offer in KERNELS.items() if "cpu" not in offer.devices])
 def test_cuda_kernel_equals_plain(name, entries):
-    if name == "flash_attn" and not varlen.has_flash_attn():
-        pytest.skip("flash-attn is not installed")
+    if not KERNELS[name].installed:
+        pytest.skip(f"{name} is not installed")
     inputs = _inputs(torch.bfloat16, "cuda")
     kernel = choose_kernel(name, torch.device("cuda"), torch.bfloat16, DIM)
     _assert_equal(_both(kernel, entries, inputs), _both(PlainKernel(), entries, [x.float() for x in inputs]), 2e-2)

@@ -71,7 +71,7 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
 
 # By planner that does not go by rings: the exchanges it is made of (forward and backward) where nothing is routed.
 COLLECTIVES = {
-    "llama_all_gather": {"exchanges_all_gather", "exchanges_all_to_all"},
+    "llama_all_gather": {"exchanges_all_gather", "exchanges_reduce_scatter"},
     "ulysses": {"exchanges_all_to_all"},
     "flexsp": {"exchanges_all_to_all"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -47,13 +48,16 @@ def hang_on(world: World, rank: int) -> None:
 @dataclass(frozen=True)
 class Run:
     """One way to run a plan. `calls`: so many forwards, on inputs of different seeds, and only then the backwards, as layers do.
-    `strided`: q, k and v are views of one tensor and dout is transposed, as projections and views leave them.
+    `strided`: q, k and v are views of one tensor and dout is transposed, as projections and views leave them. `device`: of the tensors.
+    `mover`: as `bind` has it; triton runs in its interpreter.
     """
 
     policy: Policy
     dtype: str = "float32"
     calls: int = 1
     strided: bool = False
+    device: str = "cpu"
+    mover: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,17 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     results = []
     for run in runs:
-        bound = bind(plan, world.rank, shape, groups=world.groups, dtype=getattr(torch, run.dtype), policy=run.policy)
+        if run.mover == "triton":
+            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, by the first of these runs
+        dtype = getattr(torch, run.dtype)
+        bound = bind(plan, world.rank, shape, groups=world.groups, device=run.device, dtype=dtype, policy=run.policy, mover=run.mover)
         calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
         for call in range(run.calls):
             x = inputs(plan, head_dim, call)
             q, k, v, dout = _tensors(x, home, shape, run)
             calls.append(((q, k, v), balanced_attention(q, k, v, bound, x.scale), dout))
         grads = [torch.autograd.grad(out, leaves, dout) for leaves, out, dout in calls]
-        tensors = (t.detach().to(torch.float64).numpy() for t in (calls[0][1], *grads[0]))
+        tensors = (t.detach().cpu().to(torch.float64).numpy() for t in (calls[0][1], *grads[0]))
         results.append(Ran(*tensors, counters=asdict(bound.counters)))
     return results
 
@@ -107,7 +114,7 @@ def _tensors(x: dense.Tensors, home: Rows, shape: AttentionShape, run: Run) -> l
     """q, k, v and dout of this rank."""
     heads, dim = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.head_dim
     rows = [at_home(home, values) if values else np.empty((0, h, dim)) for values, h in zip((x.q, x.k, x.v, x.dout), heads, strict=True)]
-    q, k, v, dout = (torch.from_numpy(r).to(getattr(torch, run.dtype)) for r in rows)
+    q, k, v, dout = (torch.from_numpy(r).to(run.device, getattr(torch, run.dtype)) for r in rows)
     if not run.strided:
         return [*(leaf.requires_grad_() for leaf in (q, k, v)), dout]
     fused = torch.cat([q, k, v], dim=1).requires_grad_()

@@ -20,7 +20,10 @@ from megatron_balance.schedules import attention_layout
 from tests.support.tilings import random_tiling, random_zones
 
 TEST_PLANNERS = {"random_tiling": random_tiling, "random_zones": random_zones}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"zeppelin, rule paper": ("zeppelin", {"rule": "paper"})}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
+    "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),
+}
 """Other ways through a planner: its name and options."""
 
 ALL_PLANNERS = (*PLANNERS, *(name for name, (planner, _) in VARIANTS.items() if planner in PLANNERS), *TEST_PLANNERS)

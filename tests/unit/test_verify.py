@@ -34,6 +34,7 @@ attend r2
   q s0[2:3) over s0[0:3)
 backward
 """
+GATHER_OF_THREE_BACK = text(with_backward(parse(GATHER_OF_THREE), "keep"))
 GQA = """\
 program lengths 2 heads 4 kv_heads 2 policy none
 home r0 s0[0:2)
@@ -47,7 +48,8 @@ backward
 
 
 @pytest.mark.parametrize(
-    "source", [*programs.ALL.values(), PREFIX_BACK, DISPATCH_BACK, TWO_LAUNCHES_BACK, CHAIN_BACK, GATHER, GATHER_OF_THREE, GQA]
+    "source",
+    [*programs.ALL.values(), PREFIX_BACK, DISPATCH_BACK, TWO_LAUNCHES_BACK, CHAIN_BACK, GATHER, GATHER_OF_THREE, GATHER_OF_THREE_BACK, GQA],
 )
 def test_the_programs_that_the_others_are_made_of_are_right(source: str) -> None:
     verify(parse(source))
@@ -112,6 +114,13 @@ def complaint(source: str, right: str, wrong: str) -> str:
         ),
         (programs.PREFIX, "exchange 0 p2p", "exchange 0 all_to_all r0", "all_to_all reaches beyond its group"),
         (GATHER_OF_THREE, "  r0 <- r1 kv s0[1:2)\n", "", "all_gather, but rank 1 does not send the same to all"),
+        (GATHER_OF_THREE_BACK, "  r1 <- r0 dkv s0[1:2)\n", "", "reduce_scatter, but rank 1 is not sent the same by all"),
+        (
+            GATHER_OF_THREE_BACK,
+            "  r0 <- r1 dkv s0[0:1)\n",
+            "  r0 <- r1 dkv s0[0:1)\n  r0 <- r1 dout s0[0:1)\n",
+            "reduce_scatter of values that are not sums of gradients",
+        ),
         # Attend
         (programs.PREFIX, "attend r0", "attend_grad r0", "AttendGrad does not belong into the forward"),
         (PREFIX_BACK, "attend_grad r0", "attend r0", "Attend does not belong into the backward"),

@@ -1,0 +1,108 @@
+"""How much memory of the pool one call of a bound plan needs at once: its steps walked once, with what each takes and lets go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from megatron_balance.core.program import Kind
+from megatron_balance.runtime.frees import INPUTS, Value, grads_of
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Phase, Start, Swap
+from megatron_balance.runtime.parcels import Form, padded, shapes
+
+AHEAD = 2
+"""Exchanges whose receives are posted before they are due: the most that a transport does."""
+
+Sizes = Mapping[int, tuple[int, int]]
+"""(rows, heads) of buffers by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes at once. `kept_bytes`: what the forward leaves for the backward (policy keep), of `forward_bytes`."""
+
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+
+    @property
+    def call_bytes(self) -> int:
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+def demand(forward: Phase, backward: Phase, sizes: tuple[Sizes, Sizes], form: Form, *, keep: bool) -> Demand:
+    """What one call needs. `sizes`: of query and of key buffers."""
+    queries, keys = sizes
+    wide = form.wide.itemsize
+    partials = sum(rows * heads * (form.dim + 1) * wide for rows, heads in queries.values())
+    finals = sum(rows * heads * (2 * form.dim * form.dtype.itemsize + wide) for buffer, (rows, heads) in queries.items() if buffer)
+    grads = {(Kind.Q_GRAD, buffer): rows * heads * form.dim * wide for buffer, (rows, heads) in queries.items()}
+    grads |= {(Kind.KV_GRAD, buffer): 2 * rows * heads * form.dim * wide for buffer, (rows, heads) in keys.items()}
+    home = grads[Kind.Q_GRAD, 0] + grads[Kind.KV_GRAD, 0]
+    kept = sum(message_bytes(m, form) for m in _received(forward) if m.kind in INPUTS) if keep else 0
+    return Demand(partials + _peak(forward, form, {}), kept + home + finals + _peak(backward, form, grads), kept)
+
+
+def message_bytes(message: Message, form: Form) -> int:
+    """Bytes of the tensors that carry a message, each aligned."""
+    return sum(padded(prod(shape) * dtype.itemsize) for shape, dtype in shapes(message.carried, form))
+
+
+def _received(phase: Phase) -> list[Message]:
+    return [m for step in phase.steps if isinstance(step, Finish) for m in step.swap.receives]
+
+
+def _peak(phase: Phase, form: Form, grads: Mapping[Value, int]) -> int:
+    """Most bytes of messages, of operands that are gathered and of gradients beside received inputs, at any step. `grads`: of each."""
+    live = peak = 0
+    made: dict[Value, int] = {}  # gradients so far
+    held: dict[Value, int] = {(m.kind, m.buffer): message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
+    upcoming = [step.swap for step in phase.steps if isinstance(step, Start)]
+    started = expected = 0
+    for index, step in enumerate(phase.steps):
+        new = {value: grads[value] for value in grads_of(step) - made.keys() if value[1]}
+        made |= new
+        live += sum(new.values())
+        match step:
+            case Start(swap):
+                started += 1
+                live += sum(_side(s.receives, form) for s in upcoming[expected : started + AHEAD])
+                expected = started + AHEAD
+                live += _side(swap.sends, form) + _call(swap, form)
+                peak = max(peak, live)
+            case Finish(swap):
+                live -= _side(swap.sends, form) + _call(swap, form) + _side([m for m in swap.receives if m.kind not in INPUTS], form)
+            case Launch() | GradLaunch():
+                peak = max(peak, live + _gathered(step, form))
+        live -= sum(held.get(value, 0) + made.get(value, 0) for value in phase.frees[index])
+    return peak
+
+
+def _side(messages: list[Message] | tuple[Message, ...], form: Form) -> int:
+    return sum(message_bytes(m, form) for m in messages)
+
+
+def _call(swap: Swap, form: Form) -> int:
+    """Bytes that a collective call is packed into and that it brings."""
+    if swap.pattern == "p2p":
+        return 0
+    sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (swap.sends, swap.receives))
+    for side, found in ((swap.sends, sends), (swap.receives, receives)):
+        for message in side:
+            found[message.peer] += message_bytes(message, form)
+    if swap.pattern == "all_gather":  # as wide for every rank as for the widest
+        return (len(swap.group) + 1) * max((*sends.values(), *receives.values()), default=0)
+    return sum(sends.values()) + sum(receives.values())
+
+
+def _gathered(step: Launch | GradLaunch, form: Form) -> int:
+    """Bytes of a launch's operands that are no views."""
+
+    def rows(operand: Operand, tensors: int) -> int:
+        return 0 if operand.buffer >= 0 else tensors * operand.packed.num_rows * operand.num_heads * form.dim * form.dtype.itemsize
+
+    found = rows(step.q, 1) + rows(step.k, 2)
+    if isinstance(step, GradLaunch):
+        found += rows(step.dout, 2) + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
+    return found

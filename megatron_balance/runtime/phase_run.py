@@ -1,0 +1,311 @@
+"""One run of a phase on tensors: its buffers, its exchanges and its steps, in parts that those of another call may lie between.
+
+Shape legend: T rows of this rank, H query heads, G key-value heads, D head dim; keys and values of a buffer are [2, T, G, D]
+or, for the caller's own, two tensors. Partial outputs, their LSE and all gradients are accumulated in fp32 (fp64 for fp64);
+gradients travel in that type, everything else in the input's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from megatron_balance.core.program import Kind
+from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.comm import is_summed
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap, describe
+from megatron_balance.runtime.moves import Fill, part, part_heads
+from megatron_balance.runtime.parcels import Form, parcel_bytes, shapes, unpacked, wide_dtype
+from megatron_balance.runtime.trace import Traced
+from megatron_balance.runtime.transport import open_transport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Received:
+    """Inputs that the forward leaves for the backward under policy `keep`: buffers by number."""
+
+    q: dict[int, Tensor] = field(default_factory=dict)
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def part_pair(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+    """The same of a pair [2, T, heads, D]."""
+    rows = x if stop - start == x.shape[1] else x[:, start:stop]
+    return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
+
+
+class PhaseRun:
+    """What both phases share: buffers, gathering rows, and exchanges."""
+
+    def __init__(self, bound: Bound, phase: Phase, q: Tensor, k: Tensor, v: Tensor, received: Received) -> None:
+        self.bound = bound
+        self.phase = phase
+        self.q = {0: q, **received.q}
+        self.kv = {0: (k, v), **received.kv}
+        self.stacked: dict[int, Tensor] = {}  # received keys and values as they came, [2, T, G, D]
+        self.dtype = q.dtype
+        self.wide = wide_dtype(q.dtype)
+        self.device = q.device
+        self.dim = q.shape[2]
+        self.form = Form(self.dim, self.dtype, self.wide)
+        self.upcoming = (step.swap for step in phase.steps if isinstance(step, Start))
+        self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: the tensors of each message received
+        self.at = 0  # the step that is next
+        self.arrived_s = 0.0  # when what the last finished exchange brought was there
+        self.filling: list[Fill] = []  # what was gathered since the last `fill`
+        self.transport = open_transport(bound, phase, self.form)
+
+    @property
+    def forward(self) -> bool:
+        return self.phase is self.bound.forward
+
+    def start(self) -> None:
+        """Issue what sends inputs out; `attend`, then `end` follow. Parts of other calls on the same ranks may lie between, in one order on
+        all of them (`passes.interleave`).
+
+        Raises RuntimeError, as all three do: a transfer failed, here or in what is passed on. It is logged with the step that met it.
+        """
+        with self.guarded():
+            for _ in range(self.transport.ahead):
+                self.expect()
+            self.take_steps(self.phase.cuts.attend)
+
+    def attend(self) -> None:
+        """Everything up to the last launch, and issue what brings results home."""
+        with self.guarded():
+            self.take_steps(self.phase.cuts.end)
+
+    def end(self) -> None:
+        """Wait for what comes home, and for all that the rank passes on for others."""
+        with self.guarded():
+            self.take_steps(len(self.phase.steps))
+            self.transport.end()
+        self.bound.counters.ran(self.phase.work)
+        self.bound.counters.carried(self.transport.traffic, forward=self.forward)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Let no one wait for this rank after an error."""
+        try:
+            yield
+        except Exception:
+            self.log_failure()
+            self.transport.fail()
+            raise
+
+    def take_steps(self, stop: int) -> None:
+        """The steps before `stop` that are still to be taken."""
+        steps, traced = self.phase.steps, self.bound.trace is not None
+        while self.at < stop:
+            if traced:
+                self.take_traced(steps[self.at])
+            else:
+                self.take(steps[self.at])
+            self.free(self.at)
+            self.at += 1
+
+    def take(self, step: Step) -> None:
+        match step:
+            case Start():
+                self.issue(step.swap)
+            case Finish():
+                self.receive(step.swap)
+            case Launch() | GradLaunch():
+                self.launch(step)
+
+    def take_traced(self, step: Step) -> None:
+        begin = time.perf_counter()
+        self.take(step)
+        places, end = [("compute", "run")], time.perf_counter()
+        match step:
+            case Start(swap):
+                op, places = swap.op, swap.places()
+            case Finish(swap):
+                op, places, end = swap.op, [("", "finish")], self.arrived_s  # putting it in its place is computation
+            case Launch() | GradLaunch():
+                op = step.op
+        assert self.bound.trace is not None
+        self.bound.trace.extend(Traced(stream, op, leg, "own", begin, end) for stream, leg in places)
+
+    def log_failure(self) -> None:
+        bound, steps = self.bound, self.phase.steps
+        log.error(
+            "rank %d of %d, %s step %d of %d of the plan %s: %s",
+            *(bound.rank, bound.groups.size, "forward" if self.forward else "backward", self.at, len(steps)),
+            *(bound.plan.fingerprint(), describe(steps[self.at]) if self.at < len(steps) else "passing on"),
+        )
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of the rank's pool, not filled."""
+        return self.bound.groups.buffers.empty(shape, dtype or self.dtype, self.device)
+
+    def gather(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+        """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`: a view where that is possible and no `into` is given, else
+        there once `fill` is called, together with everything else that was gathered.
+        """
+        if packed.direct and into is None:
+            run = packed.runs[0]
+            return part(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+        sources = tuple(of(run.buffer) for run in packed.runs)
+        target = self.empty(packed.num_rows, packed.num_heads, *sources[0].shape[2:], dtype=dtype) if into is None else into
+        self.filling.append(Fill(packed, sources, target))
+        return target
+
+    def fill(self) -> None:
+        """Copy what was gathered, all of it at once."""
+        if self.filling:
+            self.bound.mover.fill(self.filling)
+            self.filling = []
+
+    def carried(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None) -> Tensor:
+        """The same rows without gaps, as a message needs them."""
+        if into is None:
+            x = self.gather(packed, of, dtype)
+            if not packed.direct or x.is_contiguous():
+                return x
+            into = self.empty(*x.shape, dtype=dtype)
+        return self.gather(packed, of, dtype, into)
+
+    def query_operand(self, operand: Operand) -> Tensor:
+        if operand.buffer >= 0:
+            return part_heads(self.q[operand.buffer], operand.head, operand.num_heads)
+        return self.gather(operand.packed, self.q.__getitem__, self.dtype)
+
+    def key_operand(self, operand: Operand) -> tuple[Tensor, Tensor]:
+        if operand.buffer >= 0:
+            k, v = self.kv[operand.buffer]
+            return part_heads(k, operand.head, operand.num_heads), part_heads(v, operand.head, operand.num_heads)
+        return (
+            self.gather(operand.packed, lambda b: self.kv[b][0], self.dtype),
+            self.gather(operand.packed, lambda b: self.kv[b][1], self.dtype),
+        )
+
+    def free(self, index: int) -> None:
+        for kind, buffer in self.phase.frees[index]:
+            self.let_go(kind, buffer)
+
+    def let_go(self, kind: Kind, buffer: int) -> None:
+        """No later step touches a received input; its memory is free once no transfer holds it."""
+        if kind == Kind.Q:
+            self.q.pop(buffer, None)
+        elif kind == Kind.KV:
+            self.kv.pop(buffer, None)
+            self.stacked.pop(buffer, None)
+
+    # Exchanges
+
+    def expect(self) -> None:
+        """Make ready for the next exchange that is not yet expected, if there is one."""
+        for swap in self.upcoming:
+            arriving, slots = self.slots(swap)
+            messages = self.brought(swap)
+            receives = [(m.peer, x) for m, tensors in zip(messages, slots, strict=True) if m.peer not in arriving for x in tensors]
+            self.transport.expect(swap, receives, arriving)
+            self.under_way[swap.id] = slots
+            return
+
+    def brought(self, swap: Swap) -> Sequence[Message]:
+        """The messages that an exchange brings: of a sum made on its way, those of one peer."""
+        if not is_summed(swap, self.bound.groups):
+            return swap.receives
+        return [m for m in swap.receives if m.peer == swap.receives[0].peer]
+
+    def issue(self, swap: Swap) -> None:
+        self.expect()
+        spaces = self.parcel_space(swap)
+        sends = [(m.peer, x) for m, into in zip(swap.sends, spaces, strict=True) for x in self.parcel(m, into)]
+        self.fill()
+        self.transport.start(swap, sends)
+
+    def parcel_space(self, swap: Swap) -> list[Sequence[Tensor | None]]:
+        """For each message sent, the tensors that it is written to; None: in memory of its own, or from where it lies.
+
+        Several that go to a peer in pieces lie one after the other, so that no one has to pack them again.
+        """
+        spaces: list[Sequence[Tensor | None]] = []
+        for peer, group in groupby(swap.sends, attrgetter("peer")):
+            carried = [m.carried for m in group]
+            if peer in swap.routed_sends and sum(len(shapes(c, self.form)) for c in carried) > 1:
+                spaces += unpacked(self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8), carried, self.form)
+            else:
+                spaces += [(None,) * len(shapes(c, self.form)) for c in carried]
+        return spaces
+
+    def receive(self, swap: Swap) -> None:
+        self.transport.arrived(swap)
+        self.arrived_s = time.perf_counter()
+        for message, tensors in zip(self.brought(swap), self.under_way.pop(swap.id), strict=True):
+            self.arrive(message, tensors)
+            self.transport.traffic.bytes_received += sum(x.nbytes for x in tensors)
+
+    def parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+        """The contiguous tensors that carry a message, `into` these where there are some; filled by the next `fill`."""
+        packed = message.packed
+        match message.kind:
+            case Kind.Q:
+                return [self.carried(packed, self.q.__getitem__, self.dtype, into[0])]
+            case Kind.KV:
+                return [self.pair(packed, self.stacked, lambda b, i: self.kv[b][i], self.dtype, into[0])]
+            case _:
+                return self.other_parcel(message, into)
+
+    def pair(
+        self, packed: Packed, stacked: Mapping[int, Tensor], of: Callable[[int, int], Tensor], dtype: torch.dtype, into: Tensor | None
+    ) -> Tensor:
+        """Rows of two tensors `of(buffer, 0 or 1)` as one [2, N, heads, D]. `stacked`: buffers that hold both already."""
+        run = packed.runs[0]
+        if into is None and packed.direct and run.buffer in stacked:
+            held = part_pair(stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
+            if held.is_contiguous():
+                return held
+        both = self.empty(2, packed.num_rows, packed.num_heads, self.dim, dtype=dtype) if into is None else into
+        for i in (0, 1):
+            self.gather(packed, lambda b, i=i: of(b, i), dtype, both[i])
+        return both
+
+    def slots(self, swap: Swap) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
+        """Empty contiguous tensors for each message received, shaped as the sender's `parcel`.
+
+        With them, by peer whose messages are routed, the memory that holds all of the peer's.
+        """
+        if not swap.routed_receives:
+            return {}, [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(swap)]
+        arriving: dict[int, Tensor] = {}
+        slots: list[list[Tensor]] = []
+        for peer, messages in groupby(swap.receives, attrgetter("peer")):
+            carried = [m.carried for m in messages]
+            if peer in swap.routed_receives:
+                arriving[peer] = self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8)
+                slots += unpacked(arriving[peer], carried, self.form)
+            else:
+                slots += [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(c, self.form)] for c in carried]
+        return arriving, slots
+
+    def arrive(self, message: Message, tensors: list[Tensor]) -> None:
+        match message.kind:
+            case Kind.Q:
+                self.q[message.buffer] = tensors[0]
+            case Kind.KV:
+                self.stacked[message.buffer] = tensors[0]
+                self.kv[message.buffer] = (tensors[0][0], tensors[0][1])
+            case _:
+                self.other_arrive(message, tensors)
+
+    def launch(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
+        raise NotImplementedError
+
+    def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
+        raise NotImplementedError

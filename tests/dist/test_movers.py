@@ -1,0 +1,104 @@
+"""The executor with Triton's mover, by the interpreter, against the reference; and the memory that calls share."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan, Routing, Zone
+from tests.dist.test_executor import SOME, TOLERANCE, assert_equals_reference
+from tests.support import dense, jobs, steady
+from tests.support.jobs import Run
+from tests.support.pool import Pool
+from tests.support.strategies import ALL_PLANNERS, plan
+from tests.support.tilings import random_tiling
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.dist
+
+ROUTED = MicrobatchPlan(
+    "by_hand", (96, 40), 4, 2, 4, 2, (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)), Zone("intra_node", "ring", (2, 3), (1,))),
+    routing=Routing(2, (0,)),
+)  # fmt: skip
+COLLECTIVE = MicrobatchPlan(
+    "by_hand", (96, 40, 33), 4, 2, 4, 2,
+    (
+        Zone("inter_node", "head_exchange", (0, 1, 2, 3), (0,)),
+        Zone("intra_node", "all_gather", (2, 3), (1,)),
+        Zone("intra_node", "ring", (0, 1), (2,)),
+    ),
+)  # fmt: skip
+MOVEMENTS = ("te_ring", "ulysses", "zeppelin", "random_tiling")
+"""Planners that between them have every kind of movement."""
+TILED = random_tiling(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
+
+
+@pytest.mark.parametrize("planner", [name for name in ALL_PLANNERS if name in MOVEMENTS])
+def test_tritons_mover_equals_the_reference(pool: Pool, planner: str) -> None:
+    planned = plan(planner, SOME)
+    runs = [Run("keep", "float32", mover="triton"), Run("replay", "float32", mover="triton", strided=True)]
+    per_rank = pool.run(jobs.attend, 4, planned, 8, runs)
+    for index, run in enumerate(runs):
+        assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
+
+
+@pytest.mark.parametrize("planned", [ROUTED, COLLECTIVE, TILED], ids=["routed", "collective", "tiled"])
+def test_tritons_mover_in_every_kind_of_exchange(pool: Pool, planned: MicrobatchPlan) -> None:
+    runs = [Run(policy, "float32", mover="triton") for policy in ("keep", "replay")]
+    runs += [Run("keep", "bfloat16", mover="triton"), Run("keep", "float64")]
+    per_rank = pool.run(jobs.attend, planned.num_ranks, planned, 8, runs)
+    for index, run in enumerate(runs):
+        if run.dtype in TOLERANCE:
+            assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
+    for name in ("out", "q_grad", "k_grad", "v_grad"):
+        ours, theirs = ([getattr(results[i], name) for results in per_rank] for i in (2, 3))
+        assert 0 < dense.worst(ours, theirs) < 2e-2, name
+
+
+RESULTS = {  # per layer and element type: out and LSE; the gradients of q, and of k and v
+    "float32": {"aten.empty.memory_format": 2, "aten.zeros.default": 2},
+    "bfloat16": {"aten.empty.memory_format": 2, "aten._to_copy.default": 3},
+}
+
+
+STEPS = {"routed": (ROUTED, "keep", "bfloat16", 2), "collective": (COLLECTIVE, "replay", "float32", 1)}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_second_step_allocates_nothing_but_its_results(pool: Pool, step: str) -> None:
+    """Operators that make memory in a step, but for the attention kernel's: one for each result of each layer."""
+    planned, policy, dtype, layers = STEPS[step]
+    for (seen,) in pool.run(steady.steps, 4, (planned,), layers, policy, "triton", dtype):
+        first, second, third = seen.steps
+        assert second.allocations == third.allocations
+        wanted = {name: layers * count for name, count in RESULTS[dtype].items()}
+        assert all(count <= wanted.get(name, 0) for name, count in second.allocations.items()), second.allocations
+        assert (second.num_slabs, second.held_bytes) == (third.num_slabs, third.held_bytes) == (first.num_slabs, first.held_bytes)
+        assert second.used_after <= 256  # the one buffer that was asked for last
+
+
+@pytest.mark.parametrize("policy", ["keep", "replay"])
+def test_memory_is_what_the_plan_said_it_would_be(pool: Pool, policy: str) -> None:
+    """One call at a time takes no more than its demand, and what it takes is no small part of that."""
+    for planned in (ROUTED, COLLECTIVE, TILED):
+        for (seen,) in pool.run(steady.steps, planned.num_ranks, (planned,), 1, policy, "plain", "bfloat16"):
+            most = max(step.peak_bytes for step in seen.steps)
+            rounding = 256 * 64  # every buffer begins at a multiple of 256 bytes
+            assert most <= seen.call_bytes + rounding
+            assert most == 0 or seen.call_bytes <= 4 * most + rounding
+
+
+def test_plans_of_other_shapes_share_the_slabs(pool: Pool) -> None:
+    """Six plans in turn: from the second time round not one slab more."""
+    plans = tuple(random_tiling(Batch((90 + 7 * i, 31 + 3 * i)), Cluster(4, 4), Model(4, 2, 16), seed=i) for i in range(6))
+    for per_plan in pool.run(steady.steps, 4, plans, 1, "keep", "plain", "bfloat16"):
+        slabs = [seen.steps[i].num_slabs for i in range(3) for seen in per_plan]
+        assert slabs[6:] == [slabs[5]] * 12
+        assert slabs[5] <= 2
+
+
+def test_what_autograd_saved_is_never_overwritten(pool: Pool) -> None:
+    assert pool.run(steady.keep_a_gradient, 4, ROUTED) == [True] * 4
+    assert pool.run(steady.keep_a_gradient, 4, COLLECTIVE) == [True] * 4

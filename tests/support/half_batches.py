@@ -1,0 +1,133 @@
+"""Jobs of the pool's ranks that run two half batches through layers of attention, in turns or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.core.rows import Rows
+from megatron_balance.passes.interleave import Turn
+from megatron_balance.passes.transpose import Policy
+from megatron_balance.reference import Floats, at_home
+from megatron_balance.runtime.attention import AttentionCall, balanced_attention
+from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.phase_run import PhaseRun
+from megatron_balance.schedules import layout
+from tests.support import jobs
+from tests.support.pool import World
+from tests.support.stream_threads import with_streams
+
+QKV = tuple[Tensor, Tensor, Tensor]
+Done = tuple[int, str, str]
+"""(half, phase, part) of something that ran."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """What a rank has of each half: output of the last layer and gradients of the first one's inputs; counters; what ran in which order."""
+
+    out: list[Floats]
+    grads: list[list[Floats]]
+    counters: list[dict[str, int]]
+    order: list[Done]
+
+
+def layers(world: World, plans: Sequence[MicrobatchPlan], turns: Sequence[Turn] | None, policy: Policy, streams: bool = False) -> Halves:
+    """Both halves through all layers of `turns`, in fp64; without turns, through two layers with one call each, half by half."""
+    groups = with_streams(world.groups, plans[0].ranks_per_node) if streams else world.groups
+    shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 8)
+    bounds = [
+        bind(plan, world.rank, shape, groups=groups, dtype=torch.float64, policy=policy, half=half) for half, plan in enumerate(plans)
+    ]
+    inputs = [_inputs(plan, world.rank, shape) for plan in plans]
+    with _recorded(bounds) as order:
+        if turns is None:
+            out = [_one_call_a_layer(bound, own, 2) for bound, own in zip(bounds, inputs, strict=True)]
+        else:
+            out = _in_turns(bounds, inputs, turns)
+        # One backward over both halves, as a training step has it.
+        leaves = [x for own in inputs for x in own]
+        douts = [torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos() for x in out]
+        grads = torch.autograd.grad(out, leaves, douts)
+    return Halves(
+        [_array(x) for x in out],
+        [[_array(x) for x in grads[3 * half : 3 * half + 3]] for half in range(len(plans))],
+        [asdict(bound.counters) for bound in bounds],
+        order,
+    )
+
+
+def _in_turns(bounds: Sequence[Bound], inputs: Sequence[QKV], turns: Sequence[Turn]) -> list[Tensor]:
+    num_layers = max(turn.layer for turn in turns)
+    calls: dict[int, AttentionCall] = {}
+    qkv: list[QKV] = list(inputs)
+    out: list[Tensor] = [x[0] for x in inputs]
+    for half, layer, part in turns:
+        match part:
+            case "linear":
+                if 0 < layer < num_layers:
+                    qkv[half] = _linear(out[half], qkv[half])
+            case "start":
+                calls[half] = AttentionCall(bounds[half])
+                calls[half].start(*qkv[half])
+            case "attend":
+                calls[half].attend()
+            case "end":
+                out[half] = calls.pop(half).end()
+    return out
+
+
+def _one_call_a_layer(bound: Bound, qkv: QKV, num_layers: int) -> Tensor:
+    out = balanced_attention(*qkv, bound)
+    for _ in range(num_layers - 1):
+        qkv = _linear(out, qkv)
+        out = balanced_attention(*qkv, bound)
+    return out
+
+
+def _linear(out: Tensor, qkv: QKV) -> QKV:
+    """The next layer's inputs, token by token."""
+    q, k, v = qkv
+    shared = out[:, : k.shape[1]]
+    return q * 0.5 + out, k * 0.9 + shared * 0.3, torch.tanh(v) + shared
+
+
+@contextmanager
+def _recorded(bounds: Sequence[Bound]) -> Iterator[list[Done]]:
+    """Notes every part that runs."""
+    done: list[Done] = []
+    originals = {name: getattr(PhaseRun, name) for name in ("start", "attend", "end")}
+
+    def noting(name: str) -> Callable[[PhaseRun], None]:
+        def part(run: PhaseRun) -> None:
+            done.append((bounds.index(run.bound), "forward" if run.forward else "backward", name))
+            originals[name](run)
+
+        return part
+
+    for name in originals:
+        setattr(PhaseRun, name, noting(name))
+    try:
+        yield done
+    finally:
+        for name, original in originals.items():
+            setattr(PhaseRun, name, original)
+
+
+def _inputs(plan: MicrobatchPlan, rank: int, shape: AttentionShape) -> QKV:
+    home = Rows.of(3, layout(plan, rank).tolist())
+    x = jobs.inputs(plan, shape.head_dim)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    rows = [at_home(home, values) if values else np.empty((0, h, shape.head_dim)) for values, h in zip((x.q, x.k, x.v), heads, strict=True)]
+    q, k, v = (torch.from_numpy(r).requires_grad_() for r in rows)
+    return q, k, v
+
+
+def _array(x: Tensor) -> Floats:
+    return x.detach().to(torch.float64).numpy()

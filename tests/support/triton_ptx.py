@@ -1,0 +1,85 @@
+"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: what their PTX holds, as JSON. Run as a module.
+
+Only the driver is stood in for; the arguments go through Triton's own specialisation, as they would for a launch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from megatron_balance.runtime.moves import Fill, Place, Space
+from megatron_balance.runtime.triton import kernels, mover
+from tests.support.triton_twins import packed_of
+
+SHAPE = {"q": (300, 32, 128), "kv": (300, 8, 128)}
+
+
+class Hopper:
+    """As much of a driver as compiling takes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+class Compiled:
+    """A kernel that is compiled instead of launched."""
+
+    def __init__(self, kernel: Any, found: dict[str, str]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.found[self.kernel.fn.__name__] = self.kernel.run(*args, grid=grid, warmup=True, **constants).asm["ptx"]
+
+        return launch
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
+    found: dict[str, str] = {}
+    for name in ("copy_rows", "add_rows", "merge_rows"):
+        setattr(mover, name, Compiled(getattr(kernels, name), found))
+    moved = mover.TritonMover(torch.device("cpu"))
+    rows = [*range(0, 300, 2), *range(1, 300, 2)]
+    fills, places = [], []
+    for shape in (SHAPE["q"], SHAPE["kv"], SHAPE["kv"]):
+        packed = packed_of([(0, rows, 0, shape[1], 0)], shape[1])
+        source = torch.zeros(shape, dtype=torch.bfloat16)
+        fills.append(Fill(packed, (source,), torch.zeros_like(source)))
+        places.append(Place(packed, source, (torch.zeros(shape),)))
+    moved.fill(fills)
+    moved.add(places)
+    space = Space({0: SHAPE["q"][:2]}, (), 128, torch.bfloat16, torch.float32, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    held = moved.partials(space)
+    for _ in range(3):
+        held.add(fills[0].packed, (True,), fills[0].target, torch.zeros(SHAPE["q"][:2]))
+    held.final()
+    print(json.dumps({name: counted(ptx) for name, ptx in found.items()}))  # noqa: T201  read by the test that started this process
+
+
+def counted(ptx: str) -> dict[str, int]:
+    """`narrow_data`: accesses of single bf16 values; `wide_offsets`: multiplications into 64 bits."""
+    patterns = {
+        "wide_loads": r"ld\.global[.\w]*\.v4\.b32",
+        "wide_stores": r"st\.global[.\w]*\.v4\.b32",
+        "narrow_data": r"(ld|st)\.global[.\w]*\.b16",
+        "atomics": r"\batom\b|\bred\b",
+        "wide_offsets": r"mul\.wide|mul\.lo\.s64|mad\.wide|mad\.lo\.s64|shl\.b64",
+    }
+    return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
+
+
+if __name__ == "__main__":
+    main()

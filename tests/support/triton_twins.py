@@ -1,0 +1,200 @@
+"""Every launch of the Triton mover against the plain one, over drawn shapes: run as a module with TRITON_INTERPRET=1.
+
+Tolerances: copies without conversion and additions of single rows are equal bit for bit. A conversion to bf16 or fp16 may differ in
+the last place, since the interpreter cuts off where the hardware and torch round. Sums of several rows and merges are in another
+order: 2e-6 of the largest value in fp32, and the last place of a narrower output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_balance.runtime.lowered import Packed
+from megatron_balance.runtime.moves import Fill, Mover, Place, PlainMover, Space, choose_mover
+from megatron_balance.runtime.regions import Run
+
+CPU = torch.device("cpu")
+ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+SUM_TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+few = settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+
+
+def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) -> Packed:
+    """Runs (buffer, buffer rows, head, heads, buffer head) as packed rows; those with the same rows' place share them."""
+    made: list[Run] = []
+    at = 0
+    for buffer, rows, head, heads, buffer_head in runs:
+        consecutive = rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
+        start = rows[0] if rows else 0
+        index = None if consecutive else np.array(rows, dtype=np.int64)
+        made.append(Run(at, len(rows), buffer, start, start + len(rows), index, head, heads, buffer_head))
+        at += len(rows)
+    indices = tuple(None if run.index is None else torch.from_numpy(run.index) for run in made)
+    return Packed(tuple(made), at, num_heads, indices, direct=False)
+
+
+@st.composite
+def packings(draw: st.DrawFn, *, distinct: bool, max_runs: int = 4) -> tuple[Packed, dict[int, tuple[int, int]]]:
+    """Packed rows, and (rows, heads) of each buffer. `distinct`: no row and head of a buffer is named twice."""
+    num_heads = draw(st.integers(1, 3))
+    sizes = {b: (draw(st.integers(1, 21)), num_heads + draw(st.integers(0, 2))) for b in range(draw(st.integers(1, 3)))}
+    runs: list[tuple[int, list[int], int, int, int]] = []
+    left = {b: list(range(rows)) for b, (rows, _) in sizes.items()}
+    for _ in range(draw(st.integers(1, max_runs))):
+        buffer = draw(st.sampled_from(sorted(sizes)))
+        if distinct:
+            chosen = draw(st.lists(st.sampled_from(left[buffer]), unique=True, max_size=18)) if left[buffer] else []
+            left[buffer] = [row for row in left[buffer] if row not in chosen]
+        else:
+            chosen = draw(st.lists(st.integers(0, sizes[buffer][0] - 1), max_size=18))
+        if draw(st.booleans()):
+            chosen = sorted(chosen)
+        heads = draw(st.integers(1, num_heads))
+        head = draw(st.integers(0, num_heads - heads))
+        runs.append((buffer, chosen, head, heads, draw(st.integers(0, sizes[buffer][1] - heads))))
+    return packed_of(runs, num_heads), sizes
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, *, strided: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if strided:  # rows with a gap between them
+        return torch.randn(shape[0], shape[1] + 1, *shape[2:], generator=generator).to(dtype)[:, 1:]
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    scale = max(1e-30, float(expected.abs().max())) if expected.numel() else 1.0
+    assert not expected.numel() or float((found.double() - expected.double()).abs().max()) <= tolerance * scale
+
+
+shapes = st.sampled_from([(8,), (16,), (5,), ()])
+kinds = st.sampled_from([(a, b) for a in DTYPES for b in (a, torch.float32, torch.bfloat16)])
+
+
+@few
+@given(one=packings(distinct=False), two=packings(distinct=False), tail=shapes, kind=kinds, strided=st.booleans())
+def fill(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype], strided: bool) -> None:
+    """Queries, keys and values, say: several tensors of different heads in one call."""
+    results = []
+    for mover in movers():
+        fills = []
+        for seed, (packed, sizes) in enumerate((one, two, two)):
+            buffers = {b: values((*size, *tail), kind[0], 7 * seed + b, strided=strided) for b, size in sizes.items()}
+            target = torch.zeros(packed.num_rows, packed.num_heads, *tail, dtype=kind[1])
+            fills.append(Fill(packed, tuple(buffers[run.buffer] for run in packed.runs), target))
+        mover.fill(fills)
+        results.append([f.target for f in fills])
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, 0.0 if kind[0] == kind[1] else ONE_PLACE[kind[1]])
+
+
+@few
+@given(one=packings(distinct=True), two=packings(distinct=True), tail=shapes, kind=kinds)
+def place(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype]) -> None:
+    compare_placed(lambda mover: mover.place, (one, two), tail, kind, 0.0 if kind[0] == kind[1] else ONE_PLACE[kind[1]])
+
+
+@few
+@given(one=packings(distinct=False, max_runs=6), two=packings(distinct=False), tail=shapes, dtype=st.sampled_from(DTYPES))
+def add(one: tuple, two: tuple, tail: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Gradients: the rows of a run may repeat, and runs may overlap in some of their heads."""
+    compare_placed(lambda mover: mover.add, (one, two), tail, (dtype, torch.float32), SUM_TOLERANCE[torch.float32])
+
+
+def compare_placed(
+    call: Callable[[Mover], Callable[[list[Place]], None]], drawn: tuple, tail: tuple[int, ...], kind: tuple, tolerance: float
+) -> None:
+    results = []
+    for mover in movers():
+        places, held = [], []
+        for seed, (packed, sizes) in enumerate(drawn):
+            buffers = {b: values((*size, *tail), kind[1], 7 * seed + b) for b, size in sizes.items()}
+            source = values((packed.num_rows, packed.num_heads, *tail), kind[0], 99 + seed)
+            places.append(Place(packed, source, tuple(buffers[run.buffer] for run in packed.runs)))
+            held += list(buffers.values())
+        call(mover)(places)
+        results.append(held)
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, tolerance)
+
+
+@few
+@given(
+    size=st.tuples(st.integers(1, 19), st.integers(1, 4)),
+    num_parts=st.integers(1, 8),
+    dim=st.sampled_from([1, 5, 16]),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    data=st.data(),
+)
+def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
+    """Partials of one buffer as they come: of all rows or some, of all heads or some, sent and taken at the end."""
+    rows, heads = size
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    adds = []
+    for seed in range(num_parts):
+        chosen = list(range(rows)) if data.draw(st.booleans()) else data.draw(st.lists(st.integers(0, rows - 1), max_size=25))
+        own_heads = heads if data.draw(st.booleans()) else data.draw(st.integers(1, heads))
+        head = data.draw(st.integers(0, heads - own_heads))
+        # A query of several entries of a launch is several runs there, as `regions.grouped_runs` makes them with `distinct`.
+        runs = [chosen] if len(set(chosen)) == len(chosen) else [[row] for row in chosen]
+        packed = packed_of([(0, run, 0, own_heads, head) for run in runs], own_heads)
+        out = values((packed.num_rows, own_heads, dim), dtype, seed)
+        lse = (3 * values((own_heads, packed.num_rows), wide, 50 + seed)).T  # as FlashAttention leaves it
+        adds.append((packed, out, lse))
+    sent = packed_of([(0, data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9)), 0, 1, heads - 1)], 1)
+    results = []
+    for mover in movers():
+        space = Space({0: (rows, heads)}, (0,), dim, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
+        held = mover.partials(space)
+        for packed, out, lse in adds:
+            held.add(packed, (True,) * len(packed.runs), out.clone(), lse.clone())
+        results.append((*held.send(sent), *held.final()))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found.isinf(), expected.isinf())
+        tolerance = SUM_TOLERANCE[wide] if found.dtype == wide else 2 * ONE_PLACE[dtype]
+        close(found.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), tolerance)
+
+
+def empty() -> None:
+    """Nothing to do is done, also without a tensor to do it to."""
+    nothing = packed_of([(0, [], 0, 2, 0)], 2)
+    for mover in movers():
+        x, y = torch.zeros(0, 2, 4), torch.ones(3, 2, 4)
+        mover.fill([])
+        mover.fill([Fill(nothing, (y,), x)])
+        mover.place([Place(nothing, x, (y,))])
+        mover.add([Place(nothing, x, (y,))])
+        assert torch.equal(y, torch.ones(3, 2, 4))
+        blank = mover.partials(Space({0: (3, 2)}, (0,), 4, torch.bfloat16, torch.float32, lambda s, d: torch.empty(s, dtype=d)))
+        out, lse = blank.final()
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(lse, torch.full((3, 2), -torch.inf))
+        out, lse = mover.partials(Space({0: (0, 2)}, (), 4, torch.float32, torch.float32, lambda s, d: torch.empty(s, dtype=d))).final()
+        assert (tuple(out.shape), tuple(lse.shape)) == ((0, 2, 4), (0, 2))
+
+
+def movers() -> tuple[Mover, Mover]:
+    return choose_mover("triton", CPU), PlainMover()
+
+
+def main() -> None:
+    passed = {}
+    for test in (fill, place, add, partials, empty):
+        test()
+        passed[test.__name__] = True
+    print(json.dumps(passed))  # noqa: T201  read by the test that started this process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""NCCL's communicators of a pool: which, how many, when they are made, and how much of a GPU each may take. NCCL itself is a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron_balance.config import CommunicationChoice, load_config  # noqa: E402
+from megatron_balance.errors import ConfigError  # noqa: E402
+from megatron_balance.runtime import groups  # noqa: E402
+
+LINKS = ("inter_node", "intra_node", "dispatch", "combine")
+
+
+class Communicator(dist.ProcessGroup):
+    """What `new_group` was asked for."""
+
+    def __init__(self, ranks: list[int], options: Any) -> None:
+        super().__init__(0, 1)  # pyright: ignore[reportCallIssue]  the stub knows the form with a store only
+        self.ranks, self.options = ranks, options
+
+
+class Nccl:
+    """Writes down groups and first uses, in the order of the calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.log: list[tuple[str, Any]] = []
+
+    def new_group(self, ranks: list[int], *, timeout: Any, backend: Any, pg_options: Any) -> Any:
+        del timeout, backend
+        group = Communicator(list(ranks), pg_options)
+        self.log.append(("new", group))
+        return group if self.rank in ranks else object()
+
+    def all_reduce(self, _x: Any, group: Any) -> None:
+        self.log.append(("first use", group))
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """`make_groups` of one rank on NCCL, and what NCCL was asked for."""
+
+    def made(rank: int, pools: list[list[int]], ranks_per_node: int, **options: Any) -> tuple[groups.Groups, Nccl]:
+        nccl = Nccl(rank)
+        stand_in = SimpleNamespace(
+            get_rank=lambda: rank,
+            get_backend=lambda: "nccl",
+            new_group=nccl.new_group,
+            all_reduce=nccl.all_reduce,
+            ProcessGroup=dist.ProcessGroup,
+            ProcessGroupNCCL=SimpleNamespace(
+                Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
+            ),
+        )
+        monkeypatch.setattr(groups, "dist", stand_in)
+        monkeypatch.setattr(groups, "torch", SimpleNamespace(zeros=lambda *_, device: device))
+        return groups.make_groups(pools, ranks_per_node, **options), nccl
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "communicators"),
+    [(8, 4, 10), (64, 8, 10), (8, 8, 3), (8, 1, 3), (1, 1, 0)],
+    ids=["two nodes", "eight nodes", "one node", "a rank a node", "one rank"],
+)
+def test_a_rank_has_few_communicators_whatever_the_number_of_ranks(make, size, per_node, communicators):
+    """Two for collectives (pool, node) and one for each of at most eight streams."""
+    made, nccl = make(0, [list(range(size))], per_node)
+    mine = [group for what, group in nccl.log if what == "new" and 0 in group.ranks]
+    assert len(mine) == communicators
+    assert (made.streams is None) == (size == 1)
+
+
+def test_every_communicator_is_used_at_the_start_by_all_its_ranks_and_in_one_order(make):
+    orders = []
+    for rank in range(4):
+        _, nccl = make(rank, [[0, 1, 2, 3]], 2)
+        created = [tuple(group.ranks) for what, group in nccl.log if what == "new"]
+        mine = [group for what, group in nccl.log if what == "new" and rank in group.ranks]
+        used = [group for what, group in nccl.log if what == "first use"]
+        assert sorted(map(id, used)) == sorted(map(id, mine))
+        orders.append((created, [len(group.ranks) for group in used]))
+    assert all(order == orders[0] for order in orders)
+
+
+def test_two_pools_make_each_others_groups_in_the_same_order(make):
+    logs = [make(rank, [[0, 2], [1, 3]], 1)[1].log for rank in range(4)]
+    created = [[tuple(group.ranks) for what, group in log if what == "new"] for log in logs]
+    assert all(order == created[0] for order in created)
+
+
+def test_limits_reach_the_communicators_of_their_link(make):
+    limits = CommunicationChoice(inter_node_sms=4, intra_node_sms=12).sms
+    _, nccl = make(0, [list(range(8))], 4, sms=limits)
+    new = [group for what, group in nccl.log if what == "new"]
+    whole, *nodes = new[:3]
+    assert whole.options.config.max_ctas == 4  # collectives of the pool cross nodes
+    assert [node.options.config.max_ctas for node in nodes] == [12, 12]
+    names = groups.stream_names(8, 4)
+    for name, group in zip(names, new[3:], strict=True):
+        assert group.options.config.max_ctas == (4 if name.startswith("inter_node") else 12), name
+        assert group.options.high == name.startswith("inter_node")
+
+
+def test_without_limits_nccl_chooses(make):
+    _, nccl = make(0, [list(range(8))], 4)
+    assert {group.options.config.max_ctas for what, group in nccl.log if what == "new"} == {None}
+
+
+def test_one_nodes_pool_is_limited_as_links_inside_a_node(make):
+    _, nccl = make(0, [list(range(4))], 8, sms={"intra_node": 6, "inter_node": 2})
+    assert {group.options.config.max_ctas for what, group in nccl.log if what == "new"} == {6}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{inter_node_sms: 0}", "communication.inter_node_sms: expected at least 1, got 0"),
+        ("{inter_node_sm: 4}", "did you mean 'inter_node_sms'"),
+        ("{intra_node_sms: many}", "communication.intra_node_sms: expected a whole number"),
+        ("16", "communication: expected keys such as inter_node_sms, got 16"),
+    ],
+)
+def test_the_section_is_checked(tmp_path, text, said):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"planner: zeppelin\ncommunication: {text}\n")
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        load_config(path)
+
+
+def test_the_section_is_read_and_written_back(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("planner: zeppelin\ncommunication: {inter_node_sms: 8}\n")
+    assert load_config(path).communication.sms == {"inter_node": 8}
+    assert load_config(path).communication == CommunicationChoice(inter_node_sms=8)
