@@ -23,6 +23,7 @@ from megatron_balance.solvers.placed import Placement
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
 VARIANTS |= {"zeppelin paper": ("zeppelin", {"rule": "paper"}), "zeppelin unremapped": ("zeppelin", {"remapped": False, "routed": False})}
+VARIANTS |= {"distca pairs": ("distca", {"shards": "head_tail", "block": 16, "tolerance": 0.02})}
 
 lengths_of = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 90), st.integers(1, 2000)), max_size=10)
 clusters = st.builds(lambda nodes, per_node: Cluster(nodes * per_node, per_node), st.integers(1, 3), st.integers(1, 3))

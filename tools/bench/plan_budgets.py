@@ -65,8 +65,14 @@ def measurements() -> Iterator[Measurement]:
         yield Measurement(f"plan {size}: te_ring", budget_ms, lambda make=ring, batch=lengths: make(batch))
         zones = make_planner("zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank))(lengths)
         yield from _projections(size, ring(lengths), zones, 2.0 if num_ranks == 64 else 10.0)
+    for num_ranks, budget_ms in ((64, 3.0), (512, 25.0)):
+        cluster, lengths = Cluster(num_ranks, 8), long_tailed(4 * num_ranks, num_ranks * 4096)
+        for tolerance in (0.02, 0.1):
+            make = make_planner("distca", cluster, MODEL, tolerance=tolerance)
+            size = f"{num_ranks} ranks x {len(lengths)} sequences, {sum(lengths) / 1e6:.1f}M tokens"
+            yield Measurement(f"plan {size}: distca, tolerance {tolerance:g}", budget_ms, lambda make=make, batch=lengths: make(batch))
     cluster, lengths = Cluster(64, 8), [100 + seq for seq in range(64)]
-    for name in ("te_ring", "llama_all_gather", "ulysses", "zeppelin"):
+    for name in ("te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"):
         made = make_planner(name, cluster, MODEL)(lengths)
         yield Measurement(f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan))
 

@@ -1,12 +1,14 @@
 """How well each planner balances, how little it moves and what that is predicted to take, on a file of batches.
 
-python tools/bench/planners.py BATCHES.json [--slack 1.0 1.25 1.5 2.0] [--cluster h200] [--model llama-7b] [--links 1] [--json]
+python tools/bench/planners.py BATCHES.json [--slack 1.0 1.25 1.5 2.0] [--cluster h200] [--model llama-7b] [--links 1] [--planners distca]
+    [--json]
 
 BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ranks}, "batches": {"NAME/CONTEXT": [[length, ...], ...]}}.
 Slack is the capacity of a rank over `tokens_per_gpu`. Plan times are CPU time of planning alone, on whatever machine this runs on.
 
 Predicted is one layer's forward pass as zeppelin prices it (`planners.zeppelin.price`), for plans that are rings: the slowest rank's
 attention and transfers, what a remap moves, and the linear parts, of the mean tokens with a remap and else of the rank that has most.
+distca is printed at tolerances 0.02 and 0.1, beside what DistCA's own planner makes of batches of the same names.
 Each planner has the layers that its system comes with (te_ring: no routing, no remap); planning time includes them. `--links 1000`
 makes all links a thousand times as fast, which shows what balance alone a planner finds.
 """
@@ -33,6 +35,24 @@ from megatron_balance.planners.zeppelin.price import Prices
 from megatron_balance.schedules.figures import figures
 
 ZONES = ("inter_node", "intra_node", "local")
+CONTEXTS = ("64k", "128k", "256k")
+REFERENCE = {
+    tolerance: {f"{name}/{context}": cell for name, cells in sets.items() for context, cell in zip(CONTEXTS, cells, strict=True)}
+    for tolerance, sets in {
+        0.02: {
+            "arxiv": ((1.012, 26_000), (1.019, 31_000), (1.017, 39_000)),
+            "github": ((1.006, 33_000), (1.010, 57_000), (1.020, 93_000)),
+            "prolong64k": ((1.012, 37_000), (1.013, 48_000), (1.021, 56_000)),
+        },
+        0.1: {
+            "arxiv": ((1.109, 25_000), (1.129, 28_000), (1.156, 35_000)),
+            "github": ((1.068, 32_000), (1.077, 56_000), (1.114, 89_000)),
+            "prolong64k": ((1.083, 37_000), (1.120, 43_000), (1.114, 48_000)),
+        },
+    }.items()
+}
+"""Attention and KV tokens of DistCA's own planner (its repository at 2afd219) by tolerance, on batches of these names drawn alike:
+Zeppelin's Table 2, 4,096 tokens a GPU, 20 batches each. Measured once, elsewhere; printed beside ours where the names are the same."""
 Row = dict[str, Any]
 
 
@@ -56,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="llama-7b")
     parser.add_argument("--links", type=float, default=1.0, help="all links are so many times as fast")
     parser.add_argument("--repeats", type=int, default=3, help="plans of each batch that are timed")
+    parser.add_argument("--planners", nargs="+", choices=tuple(PLANNERS), default=tuple(PLANNERS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     rows = list(_rows(json.loads(options.batches.read_text()), options))
@@ -68,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
     for name in PLANNERS:
-        if name != "zeppelin":
+        if name not in ("zeppelin", "distca"):
             yield Variant(name, name, None, {})  # the capacity only decides whether they refuse
+    for tolerance in REFERENCE:
+        yield Variant(f"distca {tolerance:g}", "distca", None, {"tolerance": tolerance})
     for slack in slacks:
         yield Variant("zeppelin paper", "zeppelin", slack, {"rule": "paper"})
         yield Variant("zeppelin", "zeppelin", slack, {})
@@ -79,7 +102,7 @@ def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
 
 def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     model = load_model(options.model)
-    for variant in _variants(options.slack):
+    for variant in (each for each in _variants(options.slack) if each.planner in options.planners):
         for key, batches in document["batches"].items():
             num_ranks = document["gpus"][key.split("/")[1]]
             preset = load_cluster(options.cluster).build(num_ranks=num_ranks, ranks_per_node=document["gpus_per_node"])
@@ -98,7 +121,9 @@ def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row
                     times.append(1e3 * (time.process_time() - start))
                 plans.append(made)
             means = _means(plans, model) | {"predicted_ms": _predicted_ms(plans, cluster, model, variant)}
-            yield {"planner": variant.label, "slack": variant.slack, "batches": key, **means, "plan_ms": _spread(times)}
+            reference = REFERENCE.get(variant.options.get("tolerance", -1.0), {}).get(key)
+            row = {"planner": variant.label, "slack": variant.slack, "batches": key, **means, "plan_ms": _spread(times)}
+            yield row | {"reference": reference}
 
 
 def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
@@ -107,6 +132,8 @@ def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
         "attention": fmean(r["imbalance"]["attention"] for r in reports),
         "tokens": fmean(max(held) * len(held) / sum(held) for held in (r["attention_tokens_per_rank"] for r in reports)),
         "kv_tokens": fmean(fmean(r["kv_tokens_received_per_rank"]) for r in reports),
+        "largest_attention": max(r["imbalance"]["attention"] for r in reports),
+        "query_tokens": fmean(fmean(r["query_tokens_received_per_rank"]) for r in reports),
         "kv_tokens_inter_node": fmean(fmean(r["kv_tokens_received_inter_node_per_rank"]) for r in reports),
         "remapped": fmean(r["remap"]["tokens_moved"] / r["num_tokens"] for r in reports),
         "zones": {name: fmean(sum(zone.name == name for zone in plan.zones) for plan in plans) for name in (*ZONES, "pool")},
@@ -145,6 +172,9 @@ def _show(rows: Sequence[Row]) -> None:
         zones = "1 pool" if row["zones"]["pool"] else "/".join(f"{row['zones'][name]:.1f}" for name in ZONES)
         cost = row["plan_ms"]
         print(f"{_line(row, row['batches'])}{zones:>16}   {cost['median']:.2f} ({cost['p5']:.2f}-{cost['p95']:.2f})")
+        if row["reference"] is not None:
+            attention, kv_tokens = row["reference"]
+            print(f"{'  its own planner':19}{'':6}  {row['batches']:16}{attention:10.3f}{'':8}{kv_tokens:9.0f}")
     print()
     for label, slack in dict.fromkeys((row["planner"], row["slack"]) for row in rows):
         same = [row for row in rows if (row["planner"], row["slack"]) == (label, slack)]

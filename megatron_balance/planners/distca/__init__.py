@@ -1,0 +1,131 @@
+"""distca: core attention as tasks of their own, on servers that need not hold the tokens (core attention disaggregation).
+
+Paper: Efficient Long-context Language Model Training by Core Attention Disaggregation (DistCA), section 4.2 and Appendix B.
+
+What we implement: the linear layout of section 6.1, sequences one after the other, as many tokens on every rank; tasks of query shards at
+multiples of the kernel block (the last of a fragment as it ends) with all keys before them; the communication-aware greedy scheduling
+with its score, seconds of attention migrated for each byte, and the closed forms of Appendix B, derived again, for plain shards and
+for head-tail pairs (`shards`); its stop rule (`least_score`); seconds from the cost model instead of FLOPs (`work`). Every rank is an
+attention server; `servers: pool` leaves some without tokens. `schedule` is the scheduler alone, for a layout that is given.
+
+What we leave out: the order of execution (ping-pong, ticks of a pipeline), which is not a planner's business: it plans each half, and
+each tick (`plan_homes`).
+
+Where we differ and why:
+* Keys and values that a server has already, by home or by an earlier task, are free (the paper counts them all and says so, section 8), and
+  so are those that a source no longer needs. A query counts with its output, which travels back.
+* Only the upper side of the tolerance counts. The slowest server sets the time; filling up the lightest ones moves keys for nothing.
+* Before anything heavy moves, light servers are joined (`consolidate`): keys of a long sequence then go to fewer servers.
+* Blocks are coarse where contexts are long (128 queries at 64k of context are 6 % of a rank's work), so a shard's place is
+  chosen for a tight fit as well as for few bytes, within half of the tolerance; where no block fits anywhere, a server sheds
+  light work to make room; and where that does not help, the limit gives way by small steps. Tolerance 0 is as even as that comes.
+* Head-tail pairs mirror each other within what a rank holds of a sequence, so that the linear layout is the same for both kinds of shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import MicrobatchPlan, Tiling
+from megatron_balance.core.rows import Rows
+from megatron_balance.cost.base import CostModel
+from megatron_balance.errors import ConfigError
+from megatron_balance.passes.tables import as_array, as_rows
+from megatron_balance.planners.distca.linear import linear_homes, spread
+from megatron_balance.planners.distca.schedule import Scheduling, schedule
+from megatron_balance.solvers.capacity import check_pool
+
+__all__ = ["DistcaOptions", "Scheduling", "linear_homes", "plan", "plan_homes", "schedule", "scheduling"]
+
+
+@dataclass(frozen=True, slots=True)
+class DistcaOptions:
+    """Options of distca."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; unlimited if not given."""
+    tolerance: float = 0.02
+    """What the busiest server may have in attention above the mean, relatively (the paper's epsilon, 0.05 to 0.15 in its experiments). On
+    H200 nodes a layer is fastest at 0 to 0.02 (`megatron-balance reproduce distca fig12`)."""
+    block: int = 128
+    """Queries of the attention kernel's tile; shards are multiples of it."""
+    shards: Literal["plain", "head_tail"] = "plain"
+    """What is cut off an item: a run of queries, or the innermost part of it as a head-tail pair."""
+    servers: Literal["in_place", "pool"] = "in_place"
+    """`in_place`: every rank holds tokens and serves attention; `pool`: some ranks only serve."""
+    pool_ranks: int | None = None
+    """Servers `pool`: how many ranks hold no tokens, spread over the nodes; not given: one a node."""
+    consolidate: bool = True
+    """Whether light servers are joined first, where that saves bytes."""
+    least_score: float = 0.0
+    """Seconds of attention that a migration must take off a server for each second that its bytes take on a NIC; 0: the tolerance alone
+    decides."""
+    max_kv_tokens: int | None = None
+    """Most tokens whose keys and values a server may hold at once, its own included."""
+    max_received_tokens: int | None = None
+    """Most tokens that a server may receive in a forward pass, those that come as queries and those that come as keys and values."""
+
+
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions) -> MicrobatchPlan:
+    """One tiling: the linear layout, and tasks that take no server longer than the tolerance allows.
+
+    Raises:
+        InfeasibleError: the batch has more tokens than the ranks hold, or a rank's own tasks pass a cap that no other rank can help with.
+        ConfigError: an option out of range.
+    """
+    holders = _holders(cluster, options)
+    check_pool(batch.lengths, len(holders), options.tokens_per_rank)
+    homes = linear_homes(batch.lengths, holders)
+    return plan_homes(batch.lengths, as_rows(homes), cluster, model, cost, options)
+
+
+def plan_homes(
+    lengths: tuple[int, ...], homes: Rows, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions
+) -> MicrobatchPlan:
+    """The same for tokens that are at home where rows (rank, seq, start, stop) say; ranks without any serve, too.
+
+    The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
+
+    Raises:
+        InfeasibleError: a rank's own tasks pass a cap that no other rank can help with.
+        ConfigError: an option out of range.
+    """
+    tasks = schedule(as_array(homes), lengths, cluster.num_ranks, cost, scheduling(options))
+    zones = (Tiling("attention", homes, as_rows(tasks)),) if homes else ()
+    return MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones)
+
+
+def scheduling(options: DistcaOptions) -> Scheduling:
+    """What the options say about tasks.
+
+    Raises ConfigError: an option out of range.
+    """
+    return Scheduling(
+        tolerance=options.tolerance,
+        block=options.block,
+        shards=options.shards,
+        consolidate=options.consolidate,
+        least_score=options.least_score,
+        max_kv_tokens=options.max_kv_tokens,
+        max_received_tokens=options.max_received_tokens,
+    )
+
+
+def _holders(cluster: Cluster, options: DistcaOptions) -> list[int]:
+    """Ranks that hold tokens."""
+    if options.servers == "in_place":
+        if options.pool_ranks is not None:
+            raise ConfigError(f"distca: pool_ranks {options.pool_ranks} with servers in_place; set servers: pool, or leave it out")
+        return list(range(cluster.num_ranks))
+    pool_ranks = min(cluster.num_nodes, cluster.num_ranks - 1) if options.pool_ranks is None else options.pool_ranks
+    if not 1 <= pool_ranks < cluster.num_ranks:
+        raise ConfigError(
+            f"distca: pool_ranks {pool_ranks} of {cluster.num_ranks} ranks; at least 1 only serves and at least 1 holds tokens. "
+            f"Set pool_ranks to 1 .. {cluster.num_ranks - 1}, or servers: in_place"
+        )
+    pool = set(spread(pool_ranks, cluster.num_ranks))
+    return [rank for rank in range(cluster.num_ranks) if rank not in pool]

@@ -1,0 +1,109 @@
+"""`schedule`: from what ranks hold to what they attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Literal
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.passes.tables import Ints
+from megatron_balance.planners.distca.consolidate import consolidate
+from megatron_balance.planners.distca.greedy import Drain, Rule
+from megatron_balance.planners.distca.servers import Caps, Servers
+from megatron_balance.planners.distca.shards import HeadTail, Plain
+from megatron_balance.planners.distca.work import STOP, Edges, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How tasks are made; `DistcaOptions` documents the fields."""
+
+    tolerance: float = 0.02
+    block: int = 128
+    shards: Literal["plain", "head_tail"] = "plain"
+    consolidate: bool = True
+    least_score: float = 0.0
+    max_kv_tokens: int | None = None
+    max_received_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("tolerance", 0), ("block", 1), ("least_score", 0), ("max_kv_tokens", 1), ("max_received_tokens", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"distca: {name} {value}: must be at least {least}")
+
+
+def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, scheduling: Scheduling) -> Ints:
+    """Attention of what ranks hold, as tasks on ranks, none of which takes longer than the tolerance allows.
+
+    A pure function of its arguments, for any layout: some ranks may hold nothing, and several fragments of a sequence may lie on one.
+
+    Args:
+        homes: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
+        lengths: tokens of each sequence; `seq` indexes it. Parts of a sequence that nobody holds are not attended.
+        num_ranks: all of them are attention servers.
+        cost: predicts seconds of attention, and bytes.
+        scheduling: see `DistcaOptions`.
+
+    Returns:
+        Rows (rank, seq, q_start, q_stop, k_start, k_stop) [m, 6] by rank, sequence and query. Keys are all those before: k_start is 0 and
+        k_stop is q_stop.
+
+    Raises:
+        InfeasibleError: what a rank must hold or receive to attend to its own tokens, and cannot give away, passes a cap.
+    """
+    homes = homes[homes[:, STOP] > homes[:, 2]]
+    if not len(homes):
+        return np.empty((0, 6), dtype=np.int64)
+    seconds = Seconds.of(cost, max(lengths))
+    edges = Edges.of(homes, scheduling.block, seconds)
+    size_q, size_kv = 2 * cost.query_bytes(1), cost.kv_bytes(1)
+    shards = Plain(edges, size_q, size_kv) if scheduling.shards == "plain" else HeadTail(edges)
+    caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
+    servers = Servers(edges, shards, num_ranks, len(lengths), caps)
+    least_score = scheduling.least_score * cost.inter_node_s(1, 0)
+    rule = Rule(_limit(servers, homes, seconds, scheduling.tolerance), scheduling.tolerance, size_q, size_kv, least_score)
+    if scheduling.consolidate:
+        consolidate(servers, rule)
+    Drain(servers, rule).run()
+    _check(servers, caps)
+    return _tasks(servers)
+
+
+def _limit(servers: Servers, homes: Ints, seconds: Seconds, tolerance: float) -> float:
+    """The load that no server may exceed: so much above the mean that both its seconds and its pairs are within the tolerance.
+
+    Short runs take more time a pair, so a server with long ones only may be within the tolerance in seconds and beyond it in pairs.
+    A limit of the mean's pairs at the best rate rules that out; where it would leave less than half of the tolerance, seconds decide.
+    No limit is below what somebody has to take: the heaviest block.
+    """
+    start, stop = homes[:, 2].astype(np.float64), homes[:, STOP].astype(np.float64)
+    pairs = float((stop * (stop + 1) - start * (start + 1)).sum() / 2)
+    mean = float(servers.load.mean())
+    even = max((1 + tolerance) * pairs * seconds.pair_s / len(servers.load), (1 + tolerance / 2) * mean)
+    return max(even, servers.heaviest_block())
+
+
+def _check(servers: Servers, caps: Caps) -> None:
+    for rank, (own, keys, queries) in enumerate(zip(servers.own, servers.keys, servers.queries, strict=True)):
+        for what, needed, cap in (("max_kv_tokens", own + keys, caps.held), ("max_received_tokens", keys + queries, caps.received)):
+            if needed > cap:
+                raise InfeasibleError(
+                    f"distca: rank {rank} would have {needed} tokens for its attention tasks and {what} is {ceil(cap)}, "
+                    f"and no other rank can take them over. Raise {what} to at least {needed}, or plan fewer tokens at once"
+                )
+
+
+def _tasks(servers: Servers) -> Ints:
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    for rank, pieces in enumerate(servers.pieces):
+        spans = sorted((servers.seq(piece), *span) for piece in pieces for span in servers.shards.spans(piece))
+        for seq, start, stop in spans:
+            touches = bool(rows) and rows[-1][:2] == (rank, seq) and rows[-1][3] == start
+            rows.append((rank, seq, rows.pop()[2] if touches else start, stop, 0, stop))
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)

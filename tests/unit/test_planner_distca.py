@@ -1,0 +1,249 @@
+"""distca: the closed forms against all block cuts, the linear layout, the scheduler for layouts that are given, balance and caps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance import Batch, Cluster, Model, make_planner, verify
+from megatron_balance.core.plan import Tiling
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.passes.tables import Ints
+from megatron_balance.planners.distca import DistcaOptions, Scheduling, linear_homes, plan, schedule
+from megatron_balance.planners.distca.shards import pair_part, plain_part
+from megatron_balance.schedules import layout
+from megatron_balance.schedules.figures import figures
+
+MODEL = Model(num_heads=32, num_kv_heads=32, head_dim=128)
+CLUSTER = Cluster(16, 8)
+COST = AnalyticCost(CLUSTER, MODEL)
+BATCHES = (  # 64k tokens: one long sequence, a mixture, none of the lengths a multiple of anything
+    [63121, 2415],
+    [49872, 1433, 14231],
+    [23963, 18841, 14321, 8411],
+    [5010, 1379, 42261, 331, 129, 16426],
+)
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda pair: (float(pair[0]), float(pair[1])))
+
+
+def plain(start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float) -> tuple[float, float]:
+    """`plain_part` of one item."""
+    queries, key_stop = plain_part(
+        *(np.array([x], dtype=np.float64) for x in (start, stop, share, resident)), size_q=size_q, size_kv=size_kv
+    )
+    return float(queries[0]), float(key_stop[0])
+
+
+def pair(inner: float, outer: float, share: float) -> tuple[float, float]:
+    """`pair_part` of one item."""
+    queries, key_stop = pair_part(*(np.array([x], dtype=np.float64) for x in (inner, outer, share)))
+    return float(queries[0]), float(key_stop[0])
+
+
+@given(st.integers(0, 400), st.integers(1, 300), st.integers(0, 800), sizes)
+def test_no_cut_at_blocks_costs_fewer_bytes_than_the_closed_form_for_plain_shards(
+    start: int, tokens: int, resident: int, size: tuple[float, float]
+) -> None:
+    stop, block = start + tokens, max(1, tokens // 12)
+    size_q, size_kv = size
+    edges = [*range(start, stop, block), stop]
+    for low in range(len(edges) - 1):
+        for high in range(low + 1, len(edges)):
+            area = edges[high] ** 2 - edges[low] ** 2
+            share = area / (stop**2 - start**2)
+            queries, key_stop = plain(start, stop, share, resident, size_q, size_kv)
+            # It is a part of the item, and it has the share.
+            assert start - 1e-6 <= key_stop - queries <= key_stop <= stop
+            assert key_stop**2 - (key_stop - queries) ** 2 == pytest.approx(area, rel=1e-6)
+            cut = size_q * (edges[high] - edges[low]) + size_kv * max(0, edges[high] - resident)
+            assert size_q * queries + size_kv * max(0.0, key_stop - resident) <= cut * (1 + 1e-9)
+
+
+@given(st.integers(0, 400), st.integers(2, 300), st.integers(0, 800), sizes)
+def test_no_pair_of_blocks_costs_fewer_bytes_than_the_closed_form_for_head_tail_pairs(
+    start: int, tokens: int, resident: int, size: tuple[float, float]
+) -> None:
+    half, stop = tokens // 2, start + tokens // 2 * 2
+    size_q, size_kv = size
+    for outer in range(half):
+        for inner in range(outer + 1, half + 1):
+            share = (inner - outer) / half
+            queries, key_stop = pair(stop - half, stop, share)
+            # Each row of the head and its mirror see start + stop + 1 keys together, wherever the pair lies.
+            rows = [start + 1 + i + stop - i for i in range(outer, inner)]
+            assert sum(rows) == pytest.approx(queries / 2 * (start + stop + 1))
+            cut = size_q * 2 * (inner - outer) + size_kv * max(0, stop - outer - resident)  # the tail's keys, not the head's
+            assert size_q * queries + size_kv * max(0.0, key_stop - resident) <= cut * (1 + 1e-9)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6), sizes)
+def test_a_share_of_one_is_the_whole_item(start: int, tokens: int, size: tuple[float, float]) -> None:
+    stop = start + tokens
+    queries, key_stop = plain(start, stop, 1.0, 0.0, *size)
+    assert (queries, key_stop) == pytest.approx((tokens, stop), rel=1e-6)
+    queries, key_stop = pair(stop - tokens / 2, stop, 1.0)
+    assert (queries, key_stop) == pytest.approx((tokens, stop))
+
+
+def test_the_best_plain_shard_moves_from_the_head_of_an_item_to_its_end_as_queries_grow_dearer() -> None:
+    found = [plain(0, 1000, 0.25, 0, size_q, 1.0)[1] for size_q in (1e-9, 1.0, 1e9)]
+    assert found == pytest.approx([500, 577.35, 1000], rel=1e-3)
+
+
+def test_keys_at_hand_are_free_so_that_a_shard_reaches_as_far_as_they_do() -> None:
+    assert plain(0, 1000, 0.25, 0, 1e-9, 1.0)[1] == pytest.approx(500)
+    assert plain(0, 1000, 0.25, 800, 1e-9, 1.0)[1] == pytest.approx(800)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.integers(1, 20), st.integers(0, 5))
+def test_sequences_lie_one_after_the_other_as_many_tokens_on_each_rank(lengths: list[int], num_ranks: int, first: int) -> None:
+    homes = linear_homes(lengths, range(first, first + num_ranks))
+    held = np.bincount(homes[:, 0] - first, homes[:, 3] - homes[:, 2], num_ranks)
+    assert held.sum() == sum(lengths)
+    assert held.max() - held.min() <= 1
+    assert (np.diff(homes[:, 0]) >= 0).all()
+    assert [(seq, token) for _, seq, start, stop in homes.tolist() for token in (start, stop - 1)] == sorted(
+        (seq, token) for _, seq, start, stop in homes.tolist() for token in (start, stop - 1)
+    )
+
+
+def attended(tasks: Ints, lengths: list[int]) -> list[list[tuple[int, int]]]:
+    return [sorted((q0, q1) for _, s, q0, q1, _, _ in tasks.tolist() if s == seq) for seq in range(len(lengths))]
+
+
+layouts = st.tuples(
+    st.lists(st.integers(1, 700), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 2**16), st.sampled_from([1, 3, 16, 128])
+)
+
+
+@pytest.mark.parametrize("shards", ["plain", "head_tail"])
+@pytest.mark.parametrize("consolidate", [False, True])
+@given(given_layout=layouts, tolerance=st.sampled_from([0.0, 0.02, 0.5]))
+def test_any_layout_is_attended_once_at_multiples_of_the_block(
+    given_layout: tuple[list[int], int, int, int], tolerance: float, shards: str, consolidate: bool
+) -> None:
+    lengths, num_ranks, seed, block = given_layout
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[int, int, int, int]] = []
+    for seq, length in enumerate(lengths):
+        cuts = sorted({0, length, *rng.integers(0, length + 1, 3).tolist()})
+        rows += [(int(rng.integers(num_ranks)), seq, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    homes = np.array(sorted(rows), dtype=np.int64)
+    how = Scheduling(tolerance=tolerance, block=block, shards=shards, consolidate=consolidate)  # pyright: ignore[reportArgumentType]
+    tasks = schedule(homes, lengths, num_ranks, COST, how)
+    for seq, spans in enumerate(attended(tasks, lengths)):
+        assert [0, *(b for _, b in spans)] == [*(a for a, _ in spans), lengths[seq]]
+    assert (tasks[:, 4] == 0).all()
+    assert (tasks[:, 5] == tasks[:, 3]).all()
+    starts = {(seq, start): stop for _, seq, start, stop in rows}
+    inside = {(seq, edge) for (seq, start), stop in starts.items() for edge in (*range(start, stop, block), stop)}
+    if shards == "head_tail":  # tails are cut in blocks of the same edges
+        inside |= {(seq, edge) for (seq, start), stop in starts.items() for edge in range(start, stop, block)}
+    assert {(seq, edge) for _, seq, q0, q1, _, _ in tasks.tolist() for edge in (q0, q1)} <= inside
+    assert (tasks == schedule(homes, lengths, num_ranks, COST, how)).all()
+
+
+@pytest.mark.parametrize("lengths", BATCHES)
+@pytest.mark.parametrize("tolerance", [0.02, 0.1])
+def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are_even(lengths: list[int], tolerance: float) -> None:
+    made = make_planner("distca", CLUSTER, MODEL, tolerance=tolerance)(lengths)
+    report = figures(made, MODEL)
+    assert report["imbalance"]["attention"] <= 1 + tolerance
+    assert max(report["tokens_per_rank"]) - min(report["tokens_per_rank"]) <= 1
+    assert report["partial_tokens_received_per_rank"] == _sent_away(made.zones[0])
+
+
+def _sent_away(zone: object) -> list[int]:
+    """Outputs that come home to each rank: of its queries that another one attends."""
+    assert isinstance(zone, Tiling)
+    away = [0] * CLUSTER.num_ranks
+    for home, seq, start, stop in zone.fragments:
+        for server, s, q0, q1, _, _ in zone.tasks:
+            if s == seq and server != home:
+                away[home] += max(0, min(stop, q1) - max(start, q0))
+    return away
+
+
+def test_tolerance_zero_is_as_even_as_whole_blocks_come() -> None:
+    made = make_planner("distca", CLUSTER, MODEL, tolerance=0.0)(BATCHES[0])
+    assert figures(made, MODEL)["imbalance"]["attention"] < 1.03  # a block at the end of the long sequence is 6 % of a rank's work
+
+
+def test_less_is_received_the_more_the_tolerance_allows_and_the_more_is_known_to_be_at_hand() -> None:
+    received = [
+        sum(figures(make_planner("distca", CLUSTER, MODEL, tolerance=t)(BATCHES[1]), MODEL)["kv_tokens_received_per_rank"])
+        for t in (0.02, 0.1, 0.3, 1.0)
+    ]
+    assert received == sorted(received, reverse=True)
+    assert received[-1] < 0.8 * received[0]
+
+
+def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
+    # Ranks 1 and 2 have equally much too much; rank 0 has the first keys of rank 2's sequence and rank 3 those of rank 1's.
+    homes = np.array([(0, 1, 0, 1024), (1, 0, 1024, 4096), (2, 1, 1024, 4096), (3, 0, 0, 1024)], dtype=np.int64)
+    tasks = schedule(homes, [4096, 4096], 4, COST, Scheduling(tolerance=0.1, consolidate=False)).tolist()
+    assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 0 and q0 >= 1024} == {1, 3}
+    assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 1 and q0 >= 1024} == {2, 0}
+
+
+def test_ranks_of_a_pool_hold_no_tokens_and_serve() -> None:
+    made = make_planner("distca", CLUSTER, MODEL, servers="pool", pool_ranks=4)(BATCHES[1])
+    held = [len(layout(made, rank)) for rank in range(16)]
+    assert [rank for rank, fragments in enumerate(held) if not fragments] == [3, 7, 11, 15]
+    report = figures(made, MODEL)
+    assert min(report["attention_pairs_per_rank"]) > 0
+    assert report["imbalance"]["attention"] <= 1.1
+    verify(make_planner("distca", Cluster(3, 3), MODEL, servers="pool", block=8)([100, 41]))
+
+
+def test_the_pool_is_one_rank_a_node_unless_said_otherwise_and_cannot_be_all_ranks() -> None:
+    made = make_planner("distca", CLUSTER, MODEL, servers="pool")(BATCHES[1])
+    assert [rank for rank in range(16) if not len(layout(made, rank))] == [7, 15]
+    with pytest.raises(ConfigError, match=r"pool_ranks 16 of 16 ranks.*1 \.\. 15"):
+        make_planner("distca", CLUSTER, MODEL, servers="pool", pool_ranks=16)([10])
+    with pytest.raises(ConfigError, match="pool_ranks 2 with servers in_place"):
+        make_planner("distca", CLUSTER, MODEL, pool_ranks=2)([10])
+
+
+def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> None:
+    free = figures(make_planner("distca", CLUSTER, MODEL)(BATCHES[2]), MODEL)
+    received = [a + b for a, b in zip(free["kv_tokens_received_per_rank"], free["query_tokens_received_per_rank"], strict=True)]
+    cap = max(received) - 2000
+    capped = figures(make_planner("distca", CLUSTER, MODEL, max_received_tokens=cap)(BATCHES[2]), MODEL)
+    most = max(a + b for a, b in zip(capped["kv_tokens_received_per_rank"], capped["query_tokens_received_per_rank"], strict=True))
+    assert most <= cap
+    cap = max(free["kv_tokens_received_per_rank"]) + 4096 - 2000
+    capped = figures(make_planner("distca", CLUSTER, MODEL, max_kv_tokens=cap)(BATCHES[2]), MODEL)
+    assert max(capped["kv_tokens_received_per_rank"]) + 4096 <= cap
+
+
+def test_a_cap_that_a_ranks_own_queries_pass_is_an_error_that_says_what_would_do() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100.*Raise max_received_tokens to"
+    ):
+        make_planner("distca", CLUSTER, MODEL, max_received_tokens=100)(BATCHES[0])
+
+
+def test_migrations_that_are_not_worth_their_bytes_are_left() -> None:
+    everything, nothing = (make_planner("distca", CLUSTER, MODEL, consolidate=False, least_score=score)(BATCHES[1]) for score in (0.0, 1e9))
+    assert figures(nothing, MODEL)["query_tokens_received_per_rank"] == [0] * 16
+    assert sum(figures(everything, MODEL)["query_tokens_received_per_rank"]) > 0
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [1, 1, 1], [7], [40000], [129, 128, 127], [3, 50001]])
+@pytest.mark.parametrize("options", [{}, {"tolerance": 0.0}, {"shards": "head_tail", "tolerance": 0.0}, {"servers": "pool", "block": 1000}])
+def test_few_short_odd_or_overlong_sequences_are_planned(lengths: list[int], options: dict[str, Any]) -> None:
+    verify(make_planner("distca", Cluster(8, 4), MODEL, **options)(lengths))
+
+
+@pytest.mark.parametrize("option", ["tolerance", "block", "least_score", "max_kv_tokens", "max_received_tokens"])
+def test_an_option_out_of_range_is_an_error(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"distca: {option} -1: must be at least"):
+        plan(Batch((10,)), CLUSTER, MODEL, COST, replace(DistcaOptions(), **{option: -1}))
