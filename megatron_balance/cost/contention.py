@@ -19,10 +19,13 @@ MAX_CHANNELS = 32
 NVLINK_BYTES_PER_S = 25e9
 """One NVLink of generation 3 or 4, one direction (A100 and H100 datasheets: 600 GB/s in 12 links, 900 GB/s in 18, both directions)."""
 
+PARTS = 1_000_000
+"""Of a processor whose parts are not counted: what transfers take of it was measured as a share."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What transfers take of a rank's `num_sms` SMs (0: they take none, as copy engines and sockets do not)."""
+    """What transfers take of a rank's `num_sms` SMs (0: they take none, as copy engines do not)."""
 
     num_sms: int
     intra_sms: int
@@ -35,6 +38,12 @@ class Contention:
             return Contention(0, 0, 0)
         num_links = max(1, round(intra_bytes_per_s / NVLINK_BYTES_PER_S))
         return Contention(num_sms, min(MAX_CHANNELS, LINK_CHANNELS * num_links), NET_CHANNELS)
+
+    @staticmethod
+    def of_slowdowns(intra: float, inter: float) -> Contention:
+        """Kernels were seen to take so many times as long while transfers inside the node, or between nodes, ran beside them."""
+        taken = [round(PARTS * (1 - 1 / max(1.0, factor))) for factor in (intra, inter)]
+        return Contention(PARTS, taken[0], taken[1])
 
     def slowdown(self, *, intra: bool, inter: bool) -> float:
         """Factor on the time of a kernel that fills the GPU while transfers inside the node, between nodes, or both run beside it."""

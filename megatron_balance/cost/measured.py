@@ -261,8 +261,9 @@ class MeasuredCost:
 
     @property
     def contention(self) -> Contention:
-        """As the cluster's: the profile measures kernels and transfers one at a time."""
-        return self._analytic.contention
+        """As measured; the cluster's, where kernels and transfers were measured one at a time."""
+        beside = self.table.beside
+        return self._analytic.contention if beside is None else Contention.of_slowdowns(beside.intra_node, beside.inter_node)
 
 
 def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:

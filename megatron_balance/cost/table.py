@@ -120,8 +120,21 @@ LINKS = ("intra_node", "inter_node")
 
 
 @dataclass(frozen=True, slots=True)
+class BesideTable:
+    """By how much longer a kernel takes while transfers inside the node, or between nodes, are under way on its rank: factors from 1."""
+
+    intra_node: float
+    inter_node: float
+
+    def __post_init__(self) -> None:
+        for name in ("intra_node", "inter_node"):
+            if not 1 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}: expected a factor of at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
 class CostTable:
-    """Everything a profile measured. `merge` is by tokens, all heads; `pack` by bytes."""
+    """Everything a profile measured. `merge`: by tokens, all heads; `pack`: by bytes; `beside`: kernels and transfers at once, if known."""
 
     format: str
     source: Source
@@ -130,6 +143,7 @@ class CostTable:
     pack: Curve
     layer: LayerTable
     links: tuple[LinkTable, ...] = ()
+    beside: BesideTable | None = None
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

@@ -15,7 +15,8 @@ from megatron_balance.passes.transpose import transpose
 from megatron_balance.schedules import dispatch, project
 from megatron_balance.schedules.figures import tokens_per_rank
 from megatron_balance.simulator import engine, rounds
-from megatron_balance.simulator.engine import Outcome, Transport
+from megatron_balance.simulator.engine import Transport
+from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import phase_of
 
@@ -67,7 +68,11 @@ def events(
     programs = [transpose(project(plan, rank), policy, merges=False) for rank in range(plan.num_ranks)]
     return Call(
         *(
-            engine.play(phase_of(programs, machine, backward=backward), machine, enter_s[backward], transport, trace=trace)
+            engine.play(
+                phase_of(programs, machine, backward=backward, sums=transport == "streams"),
+                *(machine, enter_s[backward], transport),
+                trace=trace,
+            )
             for backward in (False, True)
         )
     )

@@ -151,16 +151,25 @@ class Clocks:
         placed = (stored + ADD * added) * self.slow
         return posted, arrived, placed
 
-    def all_together(self, table: Table, posted: Floats, num_bytes: Floats, lane: int, *, gather: bool) -> Floats:
+    def is_routed(self, table: Table) -> bool:
+        """Whether the zone's transfers between nodes go over all NICs."""
+        routing = self.plan.routing
+        return routing is not None and table.index in routing.zones and self.machine.nics.per_node > 1
+
+    def is_together(self, table: Table) -> bool:
+        """Whether the zone's collectives are one call each: not routed, and its ranks have a communicator."""
+        ranks, machine = tuple(table.ranks.tolist()), self.machine
+        return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
+
+    def all_together(self, table: Table, posted: Floats, num_bytes: Floats, lane: int, *, ring: bool) -> Floats:
         """When each rank of the zone has what a collective brings it; without a communicator, or routed, it is many transfers."""
         ranks, machine = table.ranks, self.machine
-        routing = self.plan.routing
-        routed = routing is not None and table.index in routing.zones and machine.nics.per_node > 1
-        if routed or not is_collective(tuple(ranks.tolist()), machine.num_ranks, machine.cluster.node_size):
+        if not self.is_together(table):
+            routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
             return self.carry(Transfers(src, dst, sizes, routed & machine.crosses(src, dst)), posted, lane)[ranks]
-        taken = collective.gather(ranks, float(num_bytes.max()), machine) if gather else collective.exchange(ranks, num_bytes, machine)
+        taken = collective.ring(ranks, float(num_bytes.max()), machine) if ring else collective.exchange(ranks, num_bytes, machine)
         self.bytes_moved += taken.load
         self.nic_bytes += taken.load[2 * machine.num_ranks :].reshape(2, -1)
         stop = np.maximum(posted[ranks], self.free[lane, TOGETHER, ranks]).max() + self.call_s + taken.seconds

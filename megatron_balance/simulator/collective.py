@@ -22,8 +22,8 @@ class Taken:
     load: Floats
 
 
-def gather(group: Ints, block_bytes: float, machine: Machine) -> Taken:
-    """A ring all-gather in which every block is as wide as the widest, `block_bytes`; a node's NICs work together."""
+def ring(group: Ints, block_bytes: float, machine: Machine) -> Taken:
+    """A ring all-gather or reduce-scatter in which every block is as wide as the widest, `block_bytes`; a node's NICs work together."""
     after = np.roll(group, -1)
     load = _load(group, after, np.full(len(group), (len(group) - 1) * block_bytes), machine)
     counts = np.unique(machine.nics.node(group), return_counts=True)[1]

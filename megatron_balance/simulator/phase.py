@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.core.program import PAIR_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, RankProgram
+from megatron_balance.core.program import PAIR_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Pattern, RankProgram
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.passes.order import Finish, Leg, Run, Start, Step, collective_stream, hops, lane, order, stream_name
 from megatron_balance.passes.tables import as_array, concat
@@ -46,12 +46,19 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """An exchange that its ranks do together."""
+    """An exchange that its ranks do together. `num_bytes` [G, G]: from the rank of a row to that of a column."""
 
     exchange: int
+    pattern: Pattern
     ranks: tuple[int, ...]
     stream: str
-    taken: Taken
+    num_bytes: Floats
+
+    def taken(self, machine: Machine) -> Taken:
+        """What it takes in one call of NCCL's."""
+        if self.pattern in ("all_gather", "reduce_scatter"):
+            return collective.ring(np.array(self.ranks), float(self.num_bytes.max(initial=0)), machine)
+        return collective.exchange(np.array(self.ranks), self.num_bytes, machine)
 
 
 @dataclass(slots=True)
@@ -65,8 +72,8 @@ class Phase:
     collectives: list[Collective] = field(default_factory=list[Collective])
 
 
-def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool) -> Phase:
-    """The tasks of a phase of all ranks."""
+def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
+    """The tasks of a phase of all ranks. `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not)."""
     ops = [program.backward if backward else program.forward for program in programs]
     run_s = _launch_seconds(ops, machine, backward=backward)
     phase = Phase([], [], [])
@@ -74,7 +81,7 @@ def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: boo
     sent: dict[int, list[Ints]] = {}
     for program, own, launch_s in zip(programs, ops, run_s, strict=True):
         steps = order(own, program.rank)
-        pack, unpack = _handling(own, program.rank, machine)
+        pack, unpack = _handling(own, program.rank, machine, sums=sums)
         seconds = {Run: launch_s, Start: pack, Finish: unpack}
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
@@ -115,7 +122,7 @@ def _merges_after(ops: Sequence[Op], index: int) -> bool:
     return index + 1 < len(ops) and isinstance(ops[index + 1], Merge)
 
 
-def _handling(ops: Sequence[Op], rank: int, machine: Machine) -> tuple[dict[int, float], dict[int, float]]:
+def _handling(ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool) -> tuple[dict[int, float], dict[int, float]]:
     """By op: seconds of packing what an exchange sends, and of putting what it brings in its place."""
     slow = float(machine.slow()[rank])
     pack: dict[int, float] = {}
@@ -128,6 +135,13 @@ def _handling(ops: Sequence[Op], rank: int, machine: Machine) -> tuple[dict[int,
         own, brought = rows[rows[:, 6] == rank], rows[rows[:, 7] == rank]
         if op.pattern == "all_gather" and len(own):
             own = own[own[:, 7] == own[0, 7]]  # one block for all
+        if (
+            sums
+            and op.pattern == "reduce_scatter"
+            and len(brought)
+            and is_collective(op.group, machine.num_ranks, machine.cluster.node_size)
+        ):
+            brought = brought[brought[:, 6] == brought[0, 6]]  # one block, the sum
         passed_on = [kind in (Kind.KV, Kind.KV_GRAD) and (kind, seq, at) in arrived for kind, seq, at in own[:, :3].tolist()]
         num_bytes = float(_values(own[~np.array(passed_on, dtype=bool)], machine)[0].sum())
         pack[index] = slow * machine.cost.pack_s(num_bytes) if num_bytes else 0.0
@@ -181,14 +195,9 @@ def _hops_of(
 
 
 def _collective(op: Exchange, rows: Ints, machine: Machine) -> Collective:
-    group = np.array(op.group)
     parcels = machine.payload.parcels(of_transfers(op.id, rows))
-    if op.pattern == "all_gather":
-        taken = collective.gather(group, float(parcels.padded.max(initial=0)), machine)
-    else:
-        place = np.zeros(machine.num_ranks, dtype=np.int64)
-        place[group] = np.arange(len(group))
-        num_bytes: Floats = np.zeros((len(group), len(group)))
-        num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
-        taken = collective.exchange(group, num_bytes, machine)
-    return Collective(op.id, op.group, collective_stream(op.group, machine.cluster.node_size), taken)
+    place = np.zeros(machine.num_ranks, dtype=np.int64)
+    place[list(op.group)] = np.arange(len(op.group))
+    num_bytes: Floats = np.zeros((len(op.group), len(op.group)))
+    num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
+    return Collective(op.id, op.pattern, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes)

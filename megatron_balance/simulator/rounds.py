@@ -19,7 +19,7 @@ from megatron_balance.cost.memory import Policy
 from megatron_balance.passes.tables import as_array
 from megatron_balance.schedules.payload import KIND, SRC
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
-from megatron_balance.simulator.engine import Outcome
+from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ring import Ring
 from megatron_balance.simulator.tables import Table, Tables
@@ -128,7 +128,7 @@ class _Run:
         messages = self._moved(kinds, opening=opening)
         if hops:
             first = np.concatenate(self.tables.opened)
-            messages = np.concatenate([messages, first if opening else _turned(first)])
+            messages = np.concatenate([messages, first if opening else turned(first)])
         self.clocks.share = np.ones_like(self.clocks.share)
         if not opening:
             self.clocks.settle(np.unique(messages[:, SRC]))
@@ -154,20 +154,23 @@ class _Run:
     def _collective(self, table: Table) -> None:
         gather = table.zone.movement == "all_gather"
         if not self.clocks.backward:
-            self._together(table, table.there, COPIED, gather=gather)
+            self._together(table, table.there, COPIED, ring=gather)
             self._compute(table)
             self._together(table, table.home, MOVED, stored=True)
             return
         self._together(table, table.out_grads, COPIED, stored=True)
         if self.clocks.policy == "replay":
-            self._together(table, table.there, COPIED, gather=gather)
+            self._together(table, table.there, COPIED, ring=gather)
         self._compute(table)
-        self._together(table, table.grads, MOVED, added=True)
+        self._together(table, table.grads, MOVED, ring=gather, added=True)
 
     def _together(
-        self, table: Table, num_bytes: Floats, lane: int, *, gather: bool = False, stored: bool = False, added: bool = False
+        self, table: Table, num_bytes: Floats, lane: int, *, ring: bool = False, stored: bool = False, added: bool = False
     ) -> None:
-        """One collective of all ranks of a zone; what is moved follows the launch, what is copied comes before it."""
+        """One collective of all ranks of a zone; what is moved follows the launch, what is copied comes before it.
+
+        `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an all-to-all.
+        """
         if not num_bytes.size:
             return
         ranks = table.ranks
@@ -175,7 +178,7 @@ class _Run:
         np.fill_diagonal(others, 0.0)
         if not others.any():
             return
-        sent = others.max(axis=1) if gather else others.sum(axis=1)
+        sent = others.max(axis=1) if ring and not added else others.sum(axis=1)
         packed = self.clocks.pack_s(sent) * self.clocks.slow[ranks]
         self.clocks.done[ranks] += packed
         self.clocks.busy[ranks] += packed
@@ -185,8 +188,10 @@ class _Run:
         if lane == COPIED:
             posted[ranks] += packed
             self.clocks.ready[ranks] = posted[ranks]
-        arrived = self.clocks.all_together(table, posted, num_bytes if gather else others, lane, gather=gather)
+        arrived = self.clocks.all_together(table, posted, num_bytes if ring else others, lane, ring=ring)
         received = others.sum(axis=0) if stored or added else np.zeros(len(ranks))
+        if ring and added and self.clocks.is_together(table):
+            received = others.max(axis=0)  # one block, summed on its way
         placed = self.clocks.pack_s(received) * (ADD if added else 1.0) * self.clocks.slow[ranks]
         if lane == MOVED:
             self.clocks.late[ranks] = np.maximum(self.clocks.late[ranks], arrived)
@@ -204,11 +209,11 @@ class _Run:
             self._messages(table, back, MOVED)
             return
         self.clocks.open(table.ranks, table.waits, sends=True)
-        self._messages(table, _turned(back), COPIED)
+        self._messages(table, turned(back), COPIED)
         if self.clocks.policy == "replay":
             self._messages(table, there, COPIED)
         self._compute(table)
-        self._messages(table, _turned(there), MOVED)
+        self._messages(table, turned(there), MOVED)
 
     def _messages(self, table: Table, messages: Ints, lane: int) -> None:
         """One exchange of a tiling."""
@@ -222,7 +227,7 @@ class _Run:
             self.clocks.busy += placed
 
 
-def _turned(messages: Ints) -> Ints:
+def turned(messages: Ints) -> Ints:
     """The gradients of messages, the other way."""
     turned = messages.copy()
     turned[:, [1, 2]] = messages[:, [2, 1]]

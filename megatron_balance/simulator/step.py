@@ -2,13 +2,14 @@
 
 All layers are alike, so one is simulated and counted as often as there are; so are microbatches with the same plan. Ranks that exchange
 anything in a layer go through the layers in step: their clock is that of the slowest. Ranks that do not, drift apart until the
-gradients are synchronised.
+gradients are synchronised. A microbatch given as two plans runs as two half batches in turns (`simulator.halves`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,14 +20,19 @@ from megatron_balance.cost.collectives import Group, group_of
 from megatron_balance.cost.memory import Holding, Policy, Recompute, Sharding
 from megatron_balance.errors import ConfigError
 from megatron_balance.schedules.figures import figures
-from megatron_balance.simulator import pipeline
+from megatron_balance.simulator import halves, pipeline
 from megatron_balance.simulator.attention import Call, EngineName, attention_call, coupled, linear_tokens
-from megatron_balance.simulator.engine import Outcome, Transport
+from megatron_balance.simulator.engine import Transport
+from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.pipeline import Pass
 from megatron_balance.simulator.received import most_in_a_round
 
 PHASES = ("forward_linear", "forward_attention", "backward_linear", "backward_attention", "head", "waiting", "gradient_sync", "optimizer")
+
+
+Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
+"""The plan of a microbatch, or of each of its halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,8 @@ class Setup:
 
     `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many ranks as the plan; `interleave`: model
     chunks of a stage. `tensor`: GPUs of a rank, among which its bytes are split. `experts`: ranks that share a layer's experts.
-    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `transport`: as in `simulator.engine`.
+    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `interleaved`: half batches run in turns,
+    else one after the other. `transport`: as in `simulator.engine`.
     """
 
     policy: Policy = "keep"
@@ -45,6 +52,7 @@ class Setup:
     tensor: int = 1
     experts: int = 1
     overlap_sync: bool = True
+    interleaved: bool = True
     engine: EngineName = "auto"
     transport: Transport = "streams"
 
@@ -81,7 +89,7 @@ class _Layer:
     call: Call
 
 
-def simulate_step(plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup = Setup()) -> Step:
+def simulate_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = Setup()) -> Step:
     """The step whose microbatches have these plans, in order.
 
     Raises:
@@ -93,19 +101,20 @@ def simulate_step(plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setu
 
 
 class _Run:
-    def __init__(self, plans: Sequence[MicrobatchPlan], machine: Machine, setup: Setup) -> None:
+    def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup) -> None:
         self.plans, self.machine, self.setup = plans, machine, setup
         self.chunks = setup.pipeline * setup.interleave
         self.layers_per_chunk, rest = divmod(machine.model.num_layers, self.chunks)
         if rest:
             raise ConfigError(f"{machine.model.num_layers} layers of {machine.model.name} cannot be cut into {self.chunks} pipeline chunks")
-        known: dict[str, _Layer] = {}
+        known: dict[tuple[str, ...], _Layer] = {}
         self.layers: list[_Layer] = []
-        for plan in plans:
-            machine.check(plan)
-            name = plan.fingerprint()
+        for microbatch in plans:
+            for plan in _parts(microbatch):
+                machine.check(plan)
+            name = tuple(plan.fingerprint() for plan in _parts(microbatch))
             if name not in known:
-                known[name] = self._layer(plan)
+                known[name] = self._halved(microbatch) if isinstance(microbatch, tuple) else self._layer(microbatch)
             self.layers.append(known[name])
 
     def _layer(self, plan: MicrobatchPlan) -> _Layer:
@@ -127,6 +136,27 @@ class _Run:
             backward_s = backward_s + forward_s
         return _Layer(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
 
+    def _halved(self, plans: Sequence[MicrobatchPlan]) -> _Layer:
+        """A layer of a microbatch that runs as half batches: the mean of those of a pipeline chunk, filling and draining included."""
+        machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
+        if machine.model.num_experts:
+            raise ConfigError(f"{machine.model.name} has experts, whose exchanges are not simulated between half batches; give whole plans")
+        way = halves.Way(setup.policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
+        passes = halves.layers(plans, machine, num_layers, way)
+        linear = np.sum([halves.linear_s(plan, machine) for plan in plans], axis=0)
+        tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
+        heads = tuple(np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow() for b in (False, True))
+        groups = np.array([coupled(plan) for plan in plans])
+        group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
+        forward_s, backward_s = (_together(outcome.end_s, group) / num_layers for outcome in passes)
+        if setup.recompute == "full":
+            backward_s = backward_s + forward_s
+        attention = (
+            Outcome(outcome.end_s, outcome.compute_s / num_layers - linear[b], outcome.bytes_moved / num_layers)
+            for b, outcome in enumerate(passes)
+        )
+        return _Layer(tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, Call(*attention))
+
     def _expert_s(self, num_tokens: float) -> float:
         """Seconds of a layer's exchange of tokens between experts, one way through the layer."""
         cluster, ranks = self.machine.cluster, self.setup.experts
@@ -143,7 +173,13 @@ class _Run:
         phases["waiting"] = max(0.0, float(stages[last][rank]) - sum(phases.values()))
         phases["gradient_sync"], phases["optimizer"] = self._sync_s(), self._optimizer_s()
         step_s = sum(phases.values())
-        return Step(step_s, sum(plan.num_tokens for plan in self.plans), phases, self._peak_bytes(), self._utilisation(step_s))
+        return Step(
+            step_s,
+            sum(plan.num_tokens for each in self.plans for plan in _parts(each)),
+            phases,
+            self._peak_bytes(),
+            self._utilisation(step_s),
+        )
 
     def _stages(self) -> list[Floats]:
         setup, model = self.setup, self.machine.model
@@ -220,8 +256,9 @@ class _Run:
         peak: list[Floats] = []
         for stage in range(setup.pipeline):
             found = np.zeros(self.machine.num_ranks)
-            for plan, layer in {id(layer): (plan, layer) for plan, layer in zip(self.plans, self.layers, strict=True)}.values():
-                pairs = np.stack([layer.tokens, self._received(plan)], 1)
+            for each, layer in {id(layer): (each, layer) for each, layer in zip(self.plans, self.layers, strict=True)}.values():
+                received = [self._received(plan) for plan in _parts(each)]  # of both halves at once, also where they are replayed
+                pairs = np.stack([layer.tokens, np.sum(received, axis=0)], 1)
                 kinds, place = np.unique(pairs, axis=0, return_inverse=True)
                 sizes = [memory.rank_memory(model, held, got, self._sharding(stage), holding).total for held, got in kinds.tolist()]
                 found = np.maximum(found, np.array(sizes)[place.reshape(-1)])
@@ -254,6 +291,10 @@ class _Run:
             "link": float(full[: 2 * ranks].mean() / step_s),
             "nic": float(full[2 * ranks :].mean() / step_s),
         }
+
+
+def _parts(microbatch: Microbatch) -> tuple[MicrobatchPlan, ...]:
+    return microbatch if isinstance(microbatch, tuple) else (microbatch,)
 
 
 def _together(seconds: Floats, group: Ints) -> Floats:

@@ -14,7 +14,7 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.simulator.attention import events, linear_tokens
-from megatron_balance.simulator.engine import Occupied
+from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine
 
 MOST_RANKS = 128

@@ -19,32 +19,12 @@ from megatron_balance.cost.kernel import visible_pairs
 from megatron_balance.cost.measured import MeasuredCost, PairGrid, split_masks
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
-from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve, LayerTable, LinkTable, Source, load_table, save_table
+from megatron_balance.cost.table import BesideTable, LinkTable, load_table, save_table
 from megatron_balance.errors import ConfigError
+from tests.support.cost_table import BEFORE, LAUNCH_S, K, Q, causal_s, full_s, made
 
-Q, K, BEFORE = (16, 128, 1024), (32, 512, 4096), (0, 512, 4096)
-ENTRY_S, PAIR_S, LAUNCH_S = 2e-6, 1e-9, 5e-6
 MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=128, ffn_size=320, vocab_size=257, bytes_per_element=4)
 CLUSTER = Cluster(8, 4, num_sms=0)
-
-
-def full_s(q: float, k: float) -> float:
-    return ENTRY_S + PAIR_S * q * k
-
-
-def causal_s(q: float, before: float) -> float:
-    return ENTRY_S + PAIR_S * (q * before + q * (q + 1) / 2)
-
-
-def made(links: tuple[LinkTable, ...] = ()) -> CostTable:
-    """A table whose times are a constant and something for each pair, size or token."""
-    full = tuple(tuple(full_s(q, k) for k in K) for q in Q)
-    causal = tuple(tuple(causal_s(q, b) for b in BEFORE) for q in Q)
-    twice = tuple(tuple(tuple(3 * s for s in row) for row in grid) for grid in (full, causal))
-    attention = AttentionTable("cpu_flash", "float32", 8, 2, 16, Q, K, BEFORE, LAUNCH_S, 2 * LAUNCH_S, full, twice[0], causal, twice[1])
-    layer = LayerTable(128, 320, True, (64, 512), (1e-5 + 64e-6, 1e-5 + 512e-6), (3e-5 + 128e-6, 3e-5 + 1024e-6))
-    merge, pack = Curve((64, 512), (1e-6 + 64e-8, 1e-6 + 512e-8)), Curve((1000, 100000), (2e-6 + 1e-7, 2e-6 + 1e-5))
-    return CostTable(FORMAT, Source("a CPU", "cpu", "2026-11-20", "0.1.0", "2.13.0", 1, 5), attention, merge, pack, layer, links)
 
 
 TABLE = made()
@@ -241,3 +221,16 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
         load_table(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be written"):
         save_table(TABLE, tmp_path / "no" / "folder.json")
+
+
+def test_kernels_take_as_much_longer_beside_transfers_as_was_measured(tmp_path: Path) -> None:
+    table = made(beside=BesideTable(1.1, 1.25))
+    save_table(table, tmp_path / "costs.json")
+    assert load_table(tmp_path / "costs.json") == table
+    contention = MeasuredCost(table, CLUSTER, MODEL).contention
+    assert contention.slowdown(intra=True, inter=False) == pytest.approx(1.1, rel=1e-5)
+    assert contention.slowdown(intra=False, inter=True) == pytest.approx(1.25, rel=1e-5)
+    assert contention.slowdown(intra=False, inter=False) == 1.0
+    assert COST.contention == AnalyticCost(CLUSTER, MODEL).contention
+    with pytest.raises(ConfigError, match="inter_node: expected a factor of at least 1, got 0.9"):
+        BesideTable(1.0, 0.9)

@@ -122,7 +122,8 @@ def test_sockets_let_pieces_overtake_one_another():
     num_bytes, near, far = 4096 * KV_BYTES, INTRA.bytes_per_s, INTER.bytes_per_s
     # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out and on happens beside the crossing.
     assert whole_s == pytest.approx(3 * CALL + machine.cost.routed_s(num_bytes, 1, 4))
-    expected_s = 2 * (CALL + INTRA.alpha_s) + 4 * (CALL + INTER.alpha_s) + num_bytes / 4 * (1 / far + 2 * 3 / 4 / near)
+    # A connection takes the next piece while the last bytes of the one before are on their way.
+    expected_s = 2 * (CALL + INTRA.alpha_s) + CALL + INTER.alpha_s + num_bytes / 4 * (1 / far + 2 * 3 / 4 / near)
     assert cut_s == pytest.approx(expected_s, rel=1e-6)
 
 
@@ -181,16 +182,14 @@ def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
 
 @settings(max_examples=12, deadline=None)
 @given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
-def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(case: Case, name: str):
+def test_every_link_and_nic_carries_the_bytes_of_the_program(case: Case, name: str):
+    """Forward; `tests/unit/test_simulator_sockets.py` has both phases. (NCCL's reduce-scatters go around a ring, `traffic` has gloo's.)"""
     planned = plan(name, case)
     shared = planned.routing.ranks_per_nic if planned.routing is not None else 1
     machine = machine_of(case, shared)
-    programs = [transpose(project(planned, rank), "keep", merges=False) for rank in range(planned.num_ranks)]
-    forward, backward = (
-        engine.play(phase_of(programs, machine, backward=back), machine, np.zeros(planned.num_ranks)) for back in (False, True)
-    )
-    moved = forward.bytes_moved + backward.bytes_moved
-    expected = traffic(expand(planned, "keep"), machine.payload, ranks_per_node=machine.cluster.node_size, ranks_per_nic=shared)
+    moved = attention_call(planned, machine, "keep", name="events").forward.bytes_moved
+    program = replace(expand(planned, "keep"), backward=())
+    expected = traffic(program, machine.payload, ranks_per_node=machine.cluster.node_size, ranks_per_nic=shared)
     ranks, nics = machine.num_ranks, machine.num_nics
     assert np.array_equal(moved[:ranks], expected.intra_node_sent)
     assert np.array_equal(moved[ranks : 2 * ranks], expected.intra_node_received)
@@ -221,7 +220,10 @@ def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str)
             }
             began = sorted((e for e in outcome.occupied if e.rank == rank), key=lambda e: (e.start_s, e.stop_s))
             for stream, issued in expected.items():
-                assert [e.exchange for e in began if e.stream == stream] == issued
+                done = [e.exchange for e in began if e.stream == stream]
+                # Of a parcel of a few bytes some pieces hold none, and these are not sent.
+                assert done == [at for at in issued if at in done]
+                assert len(done) == len(issued) or min(planned.lengths) * machine.model.head_dim <= 16
             launches = sum(isinstance(op, Attend | AttendGrad) for op in ops)
             assert sum(e.name == "run" for e in began) == launches
 

@@ -21,8 +21,7 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -35,6 +34,7 @@ from megatron_balance.core.rows import Rows
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups, make_groups
+from tools.bench.together import from_common_start
 from tools.emulated_cluster import Controller, Topology, run
 from tools.emulated_cluster.link_rates import GOODPUT
 
@@ -46,7 +46,6 @@ INTRA_TO_NIC = 8
 MEGABYTE = 1 << 20
 HEAD_DIM, ELEMENT_BYTES = 256, 4
 TRANSFER_TOKENS, RING_TOKENS_PER_RANK = 32, 2
-LEAD_S = 0.05
 
 CLOSE = 1.1
 """Repetitions may end when the shortest take no more than this times what Eq. 1 says."""
@@ -280,26 +279,14 @@ class _Call:
 
     def run(self) -> None:
         q, k, v = self.inputs
-        forward_s = _from_common_start_s(lambda: [balanced_attention(q, k, v, self.bound)], self.values)
-        out = self.values[0]
-        backward_s = _from_common_start_s(lambda: [out.detach(), *torch.autograd.grad(out, self.inputs, self.dout)], self.values)
+        out, forward_s = from_common_start(lambda: balanced_attention(q, k, v, self.bound))
+        grads, backward_s = from_common_start(lambda: torch.autograd.grad(out, self.inputs, self.dout))
+        self.values = [out.detach(), *grads]
         self.seconds.append(Seconds(forward_s, backward_s))
 
     def is_close_to(self, expected_s: float) -> bool:
         """Whether the shortest forward and the shortest backward are; what else runs on the cores only lengthens them."""
         return all(min(times) <= CLOSE * expected_s for times in zip(*self.seconds, strict=True))
-
-
-def _from_common_start_s(call: Callable[[], list[torch.Tensor]], values: list[torch.Tensor]) -> float:
-    """Seconds until the last rank has done a call, the same on all ranks."""
-    dist.barrier()
-    start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)  # all ranks share this machine's clock
-    dist.broadcast(start, 0)
-    time.sleep(max(0.0, float(start) - time.monotonic()))
-    values[:] = call()
-    end = torch.tensor([time.monotonic()], dtype=torch.float64)
-    dist.all_reduce(end, dist.ReduceOp.MAX)
-    return float(end - start)
 
 
 if __name__ == "__main__":

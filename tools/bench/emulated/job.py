@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any
 
 from tools.bench.emulated import device
@@ -40,7 +41,7 @@ def main() -> int:
     experiment = Experiment.parse(sys.argv[1])
     folder = experiment.folder
     share = device.share_of_core(experiment.core_share, NUM_RANKS) if experiment.core_share else None
-    kernels = _calibrated(experiment, share)
+    kernels = calibrated(share, experiment.calibration_s, folder / "kernels")
     point = Point.of(kernels) if experiment.nic_mbit is None else Point(kernels, round(1e6 * experiment.nic_mbit))
     # Written before anything is compared: the point must not depend on how planners fare there.
     (folder / POINT_FILE).write_text(json.dumps(asdict(point)) + "\n")
@@ -54,7 +55,7 @@ def main() -> int:
                 backward=experiment.backward,
                 folder=folder,
                 share=kernels.share,
-                record=_writer(records),
+                record=writer(records),
             )
             run(
                 job.topology,
@@ -65,7 +66,9 @@ def main() -> int:
     return 0
 
 
-def _writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
+def writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
+    """Writes what each step measured as a line of JSON."""
+
     def write(record: dict[str, Any]) -> None:
         records.write(json.dumps(record) + "\n")
         records.flush()
@@ -73,10 +76,10 @@ def _writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
     return write
 
 
-def _calibrated(experiment: Experiment, share: float | None) -> Kernels:
+def calibrated(share: float | None, seconds: float, logs: Path) -> Kernels:
     """Kernels on all ranks at once, as they compute in training; the mean over ranks, since they share the cores evenly."""
     topology = Topology(1, NUM_RANKS, NUM_RANKS, 10**9, None)
-    result = run(topology, lambda *_: _measure(share, experiment.calibration_s), experiment.folder / "kernels")
+    result = run(topology, lambda *_: _measure(share, seconds), logs)
     reserved = all(value[3] for value in result.values)
     forward, backward, linear = (sum(value[i] for value in result.values) / NUM_RANKS for i in range(3))
     return Kernels(forward, backward, linear, share if reserved else None)

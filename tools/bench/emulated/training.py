@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,23 @@ from megatron.training import training as megatron_training
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_balance.megatron import entry, forward_backward, session
+from megatron_balance.core.plan import BatchPlan
+from megatron_balance.megatron import entry, forward_backward, ping_pong, session
 from megatron_balance.megatron.data import PADDING
 from megatron_balance.megatron.planning import StepPlanner
+from megatron_balance.passes import interleave
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.trace import Trace, hidden_share
+from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
 from megatron_balance.schedules import expand
 from megatron_balance.schedules.payload import Payload
 from megatron_balance.schedules.traffic import traffic
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
+from tools.bench.emulated.exchanges import exchanges_of
 from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, TOKENS
 from tools.bench.emulated.steps import Planned
-from tools.bench.emulated.variants import VARIANTS
+from tools.bench.emulated.variants import VARIANTS, Variant
 from tools.emulated_cluster import Controller, NicBytes, Topology
 
 VOCABULARY = 256
@@ -90,6 +93,9 @@ class Run:
     """Of a core, for each compute thread; None: ranks share the cores."""
     record: Callable[[dict[str, Any]], None]
     """Called on rank 0 with what each step measured."""
+    variants: tuple[Variant, ...] = VARIANTS
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Of Megatron, in place of `FLAGS`."""
 
 
 def train(rank: int, controller: Controller, run: Run) -> None:
@@ -100,6 +106,7 @@ def train(rank: int, controller: Controller, run: Run) -> None:
     )
     flags = {
         **FLAGS,
+        **run.flags,
         "num-layers": run.layers,
         "context-parallel-size": run.topology.world_size,
         "train-iters": len(run.steps),
@@ -211,7 +218,8 @@ class _Meter:
         variant = self._run.steps[self._at].variant
         if variant not in self._planners:
             job = copy.copy(job)
-            job.config = job.config.model_copy(update={"planner": VARIANTS[variant].choice()})
+            job.config = job.config.model_copy(update={"planner": self._run.variants[variant].choice()})
+            job.ping_pong = self._run.variants[variant].halved
             self._planners[variant] = StepPlanner(job, ahead=False)
         return self._planners[variant]
 
@@ -261,6 +269,8 @@ class _Meter:
         def measured(*args: Any, **kwargs: Any) -> Any:
             self._at += 1
             self._step = _Step()
+            variant = self._run.variants[self._run.steps[self._at].variant]
+            ping_pong.in_turns = interleave.forward if variant.in_turns else interleave.one_by_one
             device.prefer_transfers()
             dist.barrier()
             start = time.perf_counter()
@@ -273,19 +283,23 @@ class _Meter:
 
     def _report(self, loss: float, grad_norm: float) -> None:
         """Gather what the ranks measured, and record it on rank 0."""
-        step, (bound,) = self._step, self._step.bounds
-        counters, trace = bound.counters, bound.trace or []
+        step, bounds = self._step, self._step.bounds
+        traces = [bound.trace or [] for bound in bounds]
+        under_way, waited = (sum(seconds) for seconds in zip(*map(exchange_s, traces), strict=True))
+        counted = [asdict(bound.counters) for bound in bounds]
         mine = {
             "forward_calls": step.forward_calls,
             "backward_calls": step.backward_calls,
             "model_s": step.model_s,
             "all_reduce_s": step.all_reduce_s,
             "step_s": step.step_s,
-            "kernel_s": sum(event.stop_s - event.start_s for event in trace if event.leg == "run"),
-            "waited_s": sum(event.stop_s - event.start_s for event in trace if event.leg == "finish"),
-            "hidden_share": hidden_share(trace),
-            "tokens": bound.num_tokens,
-            "counters": asdict(counters),
+            "kernel_s": sum(event.stop_s - event.start_s for trace in traces for event in trace if event.leg == "run"),
+            "under_way_s": under_way,
+            "waited_s": waited,
+            "hidden_share": hidden_share(*traces),
+            "tokens": sum(bound.num_tokens for bound in bounds),
+            "counters": {name: sum(counters[name] for counters in counted) for name in counted[0]},
+            "exchanges": [exchange for half, bound in enumerate(bounds) for exchange in exchanges_of(bound, half)],
         }
         ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
@@ -297,13 +311,13 @@ class _Meter:
                 "nics": self._run.topology.nics_per_node,
                 **asdict(planned),
                 "variant_id": planned.variant,
-                "variant": VARIANTS[planned.variant].name,
+                "variant": self._run.variants[planned.variant].name,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "ranks": ranks,
                 "nic_sent": _differences(step.before, step.after, "sent"),
                 "nic_received": _differences(step.before, step.after, "received"),
-                **_plan_figures(bound, self._run),
+                **_plan_figures(bounds, self._run),
             }
         )
 
@@ -312,21 +326,23 @@ def _differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: st
     return [getattr(b, side) - getattr(a, side) for a, b in zip(before, after, strict=True)]
 
 
-def _plan_figures(bound: Bound, run: Run) -> dict[str, Any]:
-    """What the plan is, and the bytes that it puts on each NIC, all layers, forward and backward."""
-    plan = bound.plan
-    payload = Payload.of(session.current().model())
-    moved = traffic(
-        expand(plan, bound.policy), payload, ranks_per_node=run.topology.ranks_per_node, ranks_per_nic=run.topology.ranks_per_nic
-    )
+def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
+    """What the plans of a microbatch are, and the bytes that they put on each NIC, all layers, forward and backward."""
+    plans, payload = [bound.plan for bound in bounds], Payload.of(session.current().model())
+    moved = [
+        traffic(
+            expand(bound.plan, bound.policy), payload, ranks_per_node=run.topology.ranks_per_node, ranks_per_nic=run.topology.ranks_per_nic
+        )
+        for bound in bounds
+    ]
     zones: dict[str, int] = {}
-    for zone in plan.zones:
+    for zone in (zone for plan in plans for zone in plan.zones):
         zones[zone.name] = zones.get(zone.name, 0) + len(zone.seqs)
     return {
-        "fingerprint": plan.fingerprint(),
+        "fingerprint": BatchPlan(tuple(plans)).fingerprint() if len(plans) > 1 else plans[0].fingerprint(),
         "zones": zones,
-        "moved_tokens": sum(row[2] for row in plan.moves),
-        "routed_zones": list(plan.routing.zones) if plan.routing is not None else [],
-        "plan_nic_sent": [run.layers * n for n in moved.nic_sent.flatten().tolist()],
-        "plan_nic_received": [run.layers * n for n in moved.nic_received.flatten().tolist()],
+        "moved_tokens": sum(row[2] for plan in plans for row in plan.moves),
+        "routed_zones": [zone for plan in plans if plan.routing is not None for zone in plan.routing.zones],
+        "plan_nic_sent": [run.layers * n for n in np.sum([each.nic_sent for each in moved], axis=0).flatten().tolist()],
+        "plan_nic_received": [run.layers * n for n in np.sum([each.nic_received for each in moved], axis=0).flatten().tolist()],
     }

@@ -11,11 +11,13 @@ from megatron_balance.planners import PLANNERS
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A planner and the layers around it."""
+    """A planner and the layers around it. `halved`: microbatches run as two half batches, `in_turns` or one after the other."""
 
     name: str
     planner: str
     layers: Layers
+    halved: bool = False
+    in_turns: bool = True
 
     def choice(self) -> PlannerChoice:
         """As a configuration would say it; zeppelin's own options `routed` and `remapped` follow the layers."""

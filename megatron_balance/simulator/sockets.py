@@ -1,0 +1,248 @@
+"""Exchanges on gloo's sockets, as `runtime.gloo` issues them and gloo carries them (its transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
+
+Every message is a call of its own. The receiver says that it is ready, and only then the sender's bytes go. Two ranks have one connection:
+what one of them sends to the other, bytes and words of readiness alike, goes in the order in which it was given, so that a word said late
+waits behind the bytes of another message. (A word alone takes no time here: of ranks that begin at the same moment one is the first.) A
+rank therefore says so two exchanges ahead; and what it passes on for others it expects from the beginning, and sends on when it has come.
+
+A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two under way at a time; an all-to-all
+gives every message to its connection at once, each send before the receive that is its counterpart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_balance.cost.base import Floats
+from megatron_balance.passes.order import Start
+from megatron_balance.simulator.events import Events, Occupied
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import Collective, Flow, Phase
+
+AHEAD = 2
+"""Exchanges whose receives are posted before they are due (`runtime.gloo.Gloo.ahead`)."""
+
+HALVES = 2
+"""Parts of a block of an all-gather, and how many of them are under way at once."""
+
+
+class _Item(NamedTuple):
+    """On a connection: the bytes of a message, or the word that its receiver is ready, the earliest time at which it gets there."""
+
+    flow: int
+    is_word: bool
+    ready_s: float
+
+
+@dataclass(slots=True)
+class _Line:
+    """One direction of a connection. `busy`: bytes are under way."""
+
+    items: deque[_Item] = field(default_factory=deque[_Item])
+    busy: bool = False
+
+
+@dataclass(slots=True)
+class _Ring:
+    """A rank in an all-gather: what it sends and receives, in order, and how many of each have been posted, have left and have come."""
+
+    sends: list[int]
+    receives: list[int]
+    posted: int = 0
+    left: int = 0
+    came: int = 0
+
+
+class Sockets(Events):
+    """A phase on clocks, its exchanges on sockets."""
+
+    def __init__(self, phase: Phase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
+        flows = list(phase.flows)
+        groups: list[tuple[Collective, range]] = []
+        for each in phase.collectives:
+            flows += _messages(each)
+            groups.append((each, range(groups[-1][1].stop if groups else len(phase.flows), len(flows))))
+        super().__init__(phase, flows, machine, enter_s, trace=trace)
+        self.lines: defaultdict[tuple[int, int], _Line] = defaultdict(_Line)
+        self.given, self.awaited = [False] * len(flows), [False] * len(flows)  # its sender has it; its receiver's word has come
+        self.begun_s = [0.0] * len(flows)
+        self.upcoming: list[deque[int]] = [
+            deque(at for step, at in zip(steps, exchanges, strict=True) if isinstance(step, Start))
+            for steps, exchanges in zip(phase.steps, phase.exchanges, strict=True)
+        ]
+        self.sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by rank and exchange
+        self.receives: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self.relayed: defaultdict[int, list[int]] = defaultdict(list)  # by rank, what comes to be passed on
+        self.onward: dict[int, int] = {}  # the next hop of a piece
+        self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)  # by rank and exchange, what has not come
+        self.leaving: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by rank, what has not left of each exchange that has begun
+        self.rings: dict[tuple[int, int], _Ring] = {}
+        self.together: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # sends and receives (-1: none), in order
+        self._prepare(len(phase.flows))
+        for each, messages in groups:
+            self._add(each, messages)
+
+    def _prepare(self, count: int) -> None:
+        came: dict[tuple[int, int, int, int], int] = {}
+        for index, flow in enumerate(self.flows[:count]):  # the hops of a piece follow one another
+            way = flow.exchange, flow.src, flow.dst, flow.piece
+            if flow.a == flow.src:
+                self.sends[flow.a, flow.exchange].append(index)
+            else:
+                self.onward[came[way]] = index
+            came[way] = index
+            if flow.b == flow.dst:
+                self.receives[flow.b, flow.exchange].append(index)
+                self.arriving[flow.b, flow.exchange] += 1
+            else:
+                self.relayed[flow.b].append(index)
+
+    def _add(self, each: Collective, messages: range) -> None:
+        """What each rank of a collective sends and receives, in gloo's order."""
+        sent: defaultdict[int, list[int]] = defaultdict(list)
+        brought: defaultdict[int, list[int]] = defaultdict(list)
+        for index in messages:
+            sent[self.flows[index].a].append(index)
+            brought[self.flows[index].b].append(index)
+        for place, rank in enumerate(each.ranks):
+            self.arriving[rank, each.exchange] = len(sent[rank]) + len(brought[rank])
+            if each.pattern == "all_gather":
+                self.rings[rank, each.exchange] = _Ring(sent[rank], brought[rank])
+                continue
+            to = {self.flows[index].b: index for index in sent[rank]}
+            of = {self.flows[index].a: index for index in brought[rank]}
+            size = len(each.ranks)
+            for step in range(1, size):
+                after, before = each.ranks[(place + step) % size], each.ranks[(place - step) % size]
+                self.together[rank, each.exchange].append((to.get(after, -1), of.get(before, -1)))
+
+    # What the clocks ask
+
+    def entered(self, rank: int) -> None:
+        """Everything that is passed on is expected, and what the first exchanges bring."""
+        for flow in self.relayed[rank]:
+            self._receive(flow)
+        for _ in range(AHEAD):
+            self._expect(rank)
+
+    def started(self, rank: int, exchange: int) -> None:
+        """One more exchange is expected, and this one's messages are given to their connections."""
+        self._expect(rank)
+        if (rank, exchange) in self.rings:
+            self._turn(self.rings[rank, exchange])
+        for send, receive in self.together.get((rank, exchange), ()):
+            if send >= 0:
+                self._send(send)
+            if receive >= 0:
+                self._receive(receive)
+        sends = self.sends[rank, exchange]
+        self.leaving[rank][exchange] = len(sends)
+        for flow in sends:
+            self._send(flow)
+
+    def waits(self, rank: int, exchange: int) -> bool:
+        """For what the exchange brings, and for what those before it have sent to leave."""
+        return self.arriving[rank, exchange] > 0 or any(left and at < exchange for at, left in self.leaving[rank].items())
+
+    def carried(self, flow: int) -> None:
+        """Who has waited for the message goes on, and the next one goes on its connection."""
+        of = self.flows[flow]
+        line = self.lines[of.a, of.b]
+        line.busy = False
+        self._serve(line)
+        if self.trace:
+            self.occupied += [Occupied(rank, of.stream, of.leg, of.exchange, self.begun_s[flow], self.now) for rank in (of.a, of.b)]
+        if flow in self.onward:
+            self._send(self.onward[flow])
+        if (of.a, of.exchange) in self.rings:
+            self._turned(of)
+        elif (of.a, of.exchange) in self.together:
+            self.arriving[of.a, of.exchange] -= 1
+            self.arriving[of.b, of.exchange] -= 1
+        else:
+            if of.a == of.src:
+                self.leaving[of.a][of.exchange] -= 1
+            if of.b == of.dst:
+                self.arriving[of.b, of.exchange] -= 1
+        for rank in (of.a, of.b):
+            self.ended(rank)
+            self.retry(rank)
+
+    # Connections
+
+    def _expect(self, rank: int) -> None:
+        if self.upcoming[rank]:
+            for flow in self.receives[rank, self.upcoming[rank].popleft()]:
+                self._receive(flow)
+
+    def _receive(self, flow: int) -> None:
+        self._put(flow, is_word=True)
+
+    def _send(self, flow: int) -> None:
+        self.given[flow] = True
+        if self.awaited[flow]:
+            self._put(flow, is_word=False)
+
+    def _put(self, flow: int, *, is_word: bool) -> None:
+        of = self.flows[flow]
+        line = self.lines[(of.b, of.a) if is_word else (of.a, of.b)]
+        line.items.append(_Item(flow, is_word, self.now + self.call_s + self.alpha_s[flow]))
+        self._serve(line)
+
+    def _serve(self, line: _Line) -> None:
+        """Let go what is first on a line."""
+        while line.items and not line.busy:
+            flow, is_word, ready_s = line.items.popleft()
+            if is_word:
+                self.awaited[flow] = True
+                if self.given[flow]:
+                    self._put(flow, is_word=False)
+            else:
+                line.busy = True
+                self.begun_s[flow] = max(self.now, ready_s)
+                self.push(self.begun_s[flow], "flow", flow)
+
+    # All-gathers
+
+    def _turn(self, ring: _Ring) -> None:
+        """Post what may be under way."""
+        while ring.posted < min(len(ring.sends), HALVES + min(ring.left, ring.came)):
+            self._send(ring.sends[ring.posted])
+            self._receive(ring.receives[ring.posted])
+            ring.posted += 1
+
+    def _turned(self, of: Flow) -> None:
+        """A half block has been passed on."""
+        sender, receiver = self.rings[of.a, of.exchange], self.rings[of.b, of.exchange]
+        sender.left += 1
+        receiver.came += 1
+        for rank, ring in ((of.a, sender), (of.b, receiver)):
+            self.arriving[rank, of.exchange] -= 1
+            self._turn(ring)
+
+
+def _messages(each: Collective) -> list[Flow]:
+    """The messages of a collective; `piece`: when, of those between the same ranks."""
+    size = len(each.ranks)
+    if each.pattern == "all_gather":
+        block = int(each.num_bytes.max(initial=0))
+        halves = [half for half in (block // HALVES, block - block // HALVES) if half]
+        return [
+            _message(each, rank, each.ranks[(place + 1) % size], half, turn * len(halves) + part)
+            for turn in range(size - 1)
+            for part, half in enumerate(halves)
+            for place, rank in enumerate(each.ranks)
+        ]
+    table = each.num_bytes.astype(int).tolist()
+    return [
+        _message(each, src, dst, table[i][j], 0)
+        for i, src in enumerate(each.ranks)
+        for j, dst in enumerate(each.ranks)
+        if i != j and table[i][j]
+    ]
+
+
+def _message(each: Collective, src: int, dst: int, num_bytes: int, at: int) -> Flow:
+    return Flow(each.exchange, "direct", each.stream, src, dst, src, dst, num_bytes, at)

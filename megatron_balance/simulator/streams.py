@@ -1,0 +1,168 @@
+"""Exchanges on CUDA streams, as `runtime.streams` issues them.
+
+Each leg of an exchange is one call on its stream: it begins when the stream's call before has ended, when the compute stream has come to
+its start (unless the rank only passes on), and, routed, when the leg before it has ended on this rank. A transfer runs when both ends
+have begun: call, alpha, then its bytes; a call ends with the last of its transfers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_balance.cost.base import Floats
+from megatron_balance.passes.order import LEGS, Start
+from megatron_balance.simulator.collective import Taken
+from megatron_balance.simulator.events import Events, Occupied
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import Collective, Phase, Place
+
+
+@dataclass(slots=True)
+class _Call:
+    """A leg of an exchange on a rank.
+
+    `waits`: for how many things, before it begins; `left`: how many of its transfers have not ended. `owned`: the rank sends or receives
+    for itself; `brings`: something for this rank comes in. `then`: calls that wait for its end. `together`: which collective it is part of.
+    """
+
+    place: Place
+    waits: int = 0
+    left: int = 0
+    begun_s: float = -1.0
+    owned: bool = False
+    brings: bool = False
+    flows: list[int] = field(default_factory=list[int])
+    then: list[_Call] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]  a list of this class
+    together: int = -1
+
+
+@dataclass(slots=True)
+class _Together:
+    """A collective: the calls of its ranks, and for how many of them it waits."""
+
+    taken: Taken
+    calls: list[_Call]
+    waits: int
+
+
+class Streams(Events):
+    """A phase on clocks, its exchanges on streams."""
+
+    def __init__(self, phase: Phase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
+        super().__init__(phase, phase.flows, machine, enter_s, trace=trace)
+        self.absent = [2] * len(phase.flows)  # ends that have not begun
+        self.calls: dict[Place, _Call] = {}
+        self.of_exchange: defaultdict[tuple[int, int], list[_Call]] = defaultdict(list)  # by (rank, exchange)
+        self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)  # calls that still bring something
+        self.passing_on: defaultdict[int, list[_Call]] = defaultdict(list)
+        self.together: list[_Together] = []
+        for index, flow in enumerate(phase.flows):
+            for rank, place in zip((flow.a, flow.b), flow.places, strict=True):
+                call = self._call(place)
+                call.flows.append(index)
+                call.left += 1
+                call.brings |= rank == flow.b == flow.dst
+                call.owned |= rank in (flow.src, flow.dst)
+        for each in phase.collectives:
+            self._add_together(each)
+        for call in self.calls.values():
+            self.of_exchange[call.place[:2]].append(call)
+            self.arriving[call.place[:2]] += call.brings
+        for rank, (steps, exchanges) in enumerate(zip(phase.steps, phase.exchanges, strict=True)):
+            self._line_up(rank, [at for step, at in zip(steps, exchanges, strict=True) if isinstance(step, Start)])
+
+    def _call(self, place: Place) -> _Call:
+        if place not in self.calls:
+            self.calls[place] = _Call(place)
+        return self.calls[place]
+
+    def _add_together(self, each: Collective) -> None:
+        calls: list[_Call] = []
+        for rank in each.ranks:
+            call = self._call((rank, each.exchange, "direct", each.stream))
+            call.left, call.brings, call.owned, call.together = 1, True, True, len(self.together)
+            calls.append(call)
+        self.together.append(_Together(each.taken(self.machine), calls, len(calls)))
+
+    def _line_up(self, rank: int, started: Sequence[int]) -> None:
+        """Let the calls of a rank wait for one another, stream by stream and leg by leg; and for the compute stream."""
+        last: dict[str, _Call] = {}
+        for exchange in started:
+            before: dict[str, _Call] = {}
+            for call in sorted(self.of_exchange[rank, exchange], key=_leg_order):
+                _, _, leg, stream = call.place
+                of = stream.partition(" ")[2]
+                for earlier in (last.get(stream), before.get(of) if leg != "direct" else None):
+                    if earlier is not None:
+                        earlier.then.append(call)
+                        call.waits += 1
+                call.waits += 1
+                if not call.owned:
+                    self.passing_on[rank].append(call)
+                last[stream] = call
+                if leg != "direct":
+                    before[of] = call
+
+    def entered(self, rank: int) -> None:
+        """What the rank passes on for others waits for its own work no more."""
+        for call in self.passing_on[rank]:
+            self._release(call)
+
+    def started(self, rank: int, exchange: int) -> None:
+        """The calls of the exchange wait for the compute stream no more."""
+        for call in self.of_exchange[rank, exchange]:
+            if call.owned:
+                self._release(call)
+
+    def waits(self, rank: int, exchange: int) -> bool:
+        """For what the exchange brings."""
+        return self.arriving[rank, exchange] > 0
+
+    def carried(self, flow: int) -> None:
+        """Part of the calls at both ends has ended."""
+        for place in self.flows[flow].places:
+            self._end_of_part(self.calls[place])
+
+    def other(self, which: int) -> None:
+        """A collective has ended."""
+        self.bytes_moved += self.together[which].taken.load
+        for call in self.together[which].calls:
+            self._end_of_part(call)
+
+    def _release(self, call: _Call) -> None:
+        """One thing less that the call waits for."""
+        call.waits -= 1
+        if call.waits:
+            return
+        call.begun_s = self.now
+        if call.together >= 0:
+            group = self.together[call.together]
+            group.waits -= 1
+            if not group.waits:
+                self.push(self.now + self.call_s + group.taken.seconds, "other", call.together)
+        for flow in call.flows:
+            self.absent[flow] -= 1
+            if not self.absent[flow]:
+                self.push(self.now + self.call_s + self.alpha_s[flow], "flow", flow)
+
+    def _end_of_part(self, call: _Call) -> None:
+        """One transfer of the call has ended, or its collective has."""
+        call.left -= 1
+        if call.left:
+            return
+        rank, exchange, leg, stream = call.place
+        if self.trace:
+            self.occupied.append(Occupied(rank, stream, leg, exchange, call.begun_s, self.now))
+        self.ended(rank)
+        for other in call.then:
+            self._release(other)
+        if call.brings:
+            self.arriving[rank, exchange] -= 1
+            self.retry(rank)
+
+
+def _leg_order(call: _Call) -> tuple[int, str]:
+    _, _, leg, stream = call.place
+    return ("direct", *LEGS).index(leg), stream

@@ -1,0 +1,151 @@
+"""A pipeline in ticks, all stages attending together (DistCA, section 4.1), on the clocks: `schedules.ticks` in place of 1F1B.
+
+The machine has the ranks of all stages. In a tick every rank goes through the layers of one model chunk, its own or, while its stage has
+nothing to do, as a server of the others' attention; ranks that exchange anything enter and leave a layer together. Between two ticks
+a result travels to the next stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.core.tick import Tick, TickPlan
+from megatron_balance.cost import parallel
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.errors import ConfigError
+from megatron_balance.schedules.ticks import neighbour, passes_on
+from megatron_balance.simulator import halves
+from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.step import Setup
+
+PLAIN = Setup()
+
+
+@dataclass(frozen=True, slots=True)
+class TickTimes:
+    """`end_s` [ticks]: when the last rank is through each tick. `compute_s` [ranks]: how long each rank computed in all.
+
+    Gradient synchronisation and optimizer are not in it; they are those of any plan of a stage (`simulator.step`).
+    """
+
+    end_s: Floats
+    compute_s: Floats
+
+    @property
+    def step_s(self) -> float:
+        return float(self.end_s[-1])
+
+    @property
+    def compute_share(self) -> float:
+        """Of the ranks' time."""
+        return float(self.compute_s.mean() / self.step_s)
+
+
+def simulate_ticks(ticks: Sequence[TickPlan], machine: Machine, setup: Setup = PLAIN, second: Sequence[TickPlan] = ()) -> TickTimes:
+    """The ticks of a step.
+
+    Args:
+        ticks: with their plans.
+        machine: of all stages' ranks.
+        setup: `interleave`, `recompute`, `interleaved`, `engine` and `transport` count; the policy is `replay`.
+        second: the same ticks of the microbatches' second halves, if they run as two.
+
+    Raises:
+        ConfigError: no ticks, layers that stages do not share evenly, or halves of other ticks.
+    """
+    if not ticks:
+        raise ConfigError("a step needs at least one tick")
+    if second and [one.tick for one in second] != [one.tick for one in ticks]:
+        raise ConfigError("the halves of a step's microbatches must be in the same ticks")
+    return _Run(machine, setup, len(ticks[0].tick.cells)).run(ticks, second)
+
+
+class _Run:
+    def __init__(self, machine: Machine, setup: Setup, num_stages: int) -> None:
+        self.machine, self.setup, self.num_stages = machine, setup, num_stages
+        self.size, spare = divmod(machine.num_ranks, num_stages)
+        chunks = num_stages * setup.interleave
+        self.layers, rest = divmod(machine.model.num_layers, chunks)
+        if setup.pipeline not in (1, num_stages):
+            raise ConfigError(f"the ticks are of {num_stages} pipeline stages, the setup has {setup.pipeline}")
+        if rest or spare:
+            raise ConfigError(
+                f"{machine.model.num_layers} layers of {machine.model.name} on {machine.num_ranks} ranks cannot be cut into {chunks} "
+                f"chunks on {num_stages} pipeline stages"
+            )
+        self.known: dict[tuple[tuple[int | None, ...], bool], tuple[Floats, Floats]] = {}
+
+    def run(self, ticks: Sequence[TickPlan], second: Sequence[TickPlan]) -> TickTimes:
+        clock, busy = np.zeros((2, self.machine.num_ranks))
+        ends: list[float] = []
+        for number, one in enumerate(ticks):
+            plans = [each.plan for each in (one, *second[number : number + 1])]
+            seconds, computed = self._layers(one.tick, plans)
+            head = self._head(one.tick, plans)
+            groups = [coupled(plan) for plan in plans]
+            clock = _together(clock, groups) + seconds + head
+            busy += computed + head
+            clock = self._passed_on(one.tick, plans, clock)
+            ends.append(float(clock.max()))
+        return TickTimes(np.array(ends), busy)
+
+    def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> tuple[Floats, Floats]:
+        """Seconds of each rank in a tick's layers, and how long of them it computes."""
+        key = (tick.microbatches, tick.backward)
+        if key not in self.known:
+            forward, backward = self._both(plans)
+            again = forward if self.setup.recompute == "full" else (0.0, 0.0)
+            self.known[tick.microbatches, False] = forward
+            self.known[tick.microbatches, True] = (backward[0] + again[0], backward[1] + again[1])
+        return self.known[key]
+
+    def _both(self, plans: Sequence[MicrobatchPlan]) -> list[tuple[Floats, Floats]]:
+        setup = self.setup
+        if len(plans) > 1:
+            way = halves.Way("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
+            return [
+                (_together(o.end_s, [coupled(p) for p in plans]), o.compute_s) for o in halves.layers(plans, self.machine, self.layers, way)
+            ]
+        (plan,) = plans
+        linear = halves.linear_s(plan, self.machine)
+        call = attention_call(plan, self.machine, "replay", linear, setup.engine, setup.transport)
+        return [
+            (self.layers * _together(outcome.end_s, [coupled(plan)]), self.layers * (outcome.compute_s + linear[backward]))
+            for backward, outcome in enumerate(call)
+        ]
+
+    def _head(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> Floats:
+        """Seconds of the loss, on the ranks of the last stage's last chunk."""
+        seconds = np.zeros(self.machine.num_ranks)
+        cell = tick.cells[-1]
+        if cell is not None and cell.chunk == self.setup.interleave - 1:
+            tokens = sum(linear_tokens(plan)[-self.size :] for plan in plans)
+            seconds[-self.size :] = [self.machine.cost.head_s(n, backward=tick.backward) for n in np.asarray(tokens).tolist()]
+        return seconds * self.machine.slow()
+
+    def _passed_on(self, tick: Tick, plans: Sequence[MicrobatchPlan], clock: Floats) -> Floats:
+        """The clocks once every stage has what it waits for."""
+        tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0).reshape(self.num_stages, self.size)
+        before = clock.reshape(self.num_stages, self.size)
+        after = before.copy()
+        for stage in range(self.num_stages):
+            source = neighbour(tick, stage)
+            if passes_on(tick, source, self.setup.interleave) is not None:
+                link = self.machine.inter if self.machine.cluster.num_nodes > 1 else self.machine.intra
+                transfer = [parallel.stage_transfer_s(self.machine.model, n, link) for n in tokens[source].tolist()]
+                after[stage] = np.maximum(after[stage], before[source] + transfer)
+        return after.ravel()
+
+
+def _together(seconds: Floats, groups: Sequence[Ints]) -> Floats:
+    """The largest seconds of all that a rank exchanges anything with, on all of them."""
+    for group in groups:
+        most = np.zeros(len(seconds))
+        np.maximum.at(most, group, seconds)
+        seconds = most[group]
+    return seconds

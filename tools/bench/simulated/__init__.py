@@ -1,0 +1,1 @@
+"""Simulated against measured attention calls, on the emulated cluster. See docs/simulator.md."""
