@@ -24,6 +24,8 @@ from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
 from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.core.rows import Rows
+from megatron_balance.core.tick import Tick, TickPlan
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.measured import MeasuredCost
@@ -33,6 +35,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.layers import Layers, RemapWhen, When, with_layers
 from megatron_balance.passes.transpose import Policy
 from megatron_balance.planners import PLANNERS
+from megatron_balance.schedules.joint import plan_ticks
 from megatron_balance.solvers.remap import Objective, Sides, Solver
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -77,6 +80,32 @@ class PlannerChoice:
         plan, _ = own(pooled, cluster, model, cost, self.options)
         return BatchPlan(tuple(with_layers(each, cluster, cost, self.layers) for each in plan.microbatches))
 
+    def plan_ticks(
+        self, ticks: Sequence[Tick], plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model, cost: CostModel
+    ) -> tuple[TickPlan, ...]:
+        """Plans of a step's ticks, in which all pipeline stages attend together; no remap, since every rank keeps its stage's tokens.
+
+        Args:
+            ticks: of the step.
+            plans: by microbatch, over the ranks of one stage: where they leave tokens outside attention is where the ticks find them.
+            cluster: the ranks of all stages, stage by stage.
+            model: as for `plan`.
+            cost: of that cluster.
+
+        Raises:
+            ConfigError: a planner that cannot.
+        """
+        plan_homes = PLANNERS[self.name].plan_homes
+        if plan_homes is None:
+            able = ", ".join(name for name, planner in PLANNERS.items() if planner.plan_homes is not None)
+            raise ConfigError(f"planner {self.name} cannot plan several pipeline stages together; these can: {able or 'none'}")
+        layers = dataclasses.replace(self.layers, remap=False)
+
+        def plan(lengths: tuple[int, ...], homes: Rows) -> MicrobatchPlan:
+            return with_layers(plan_homes(lengths, homes, cluster, model, cost, self.options), cluster, cost, layers)
+
+        return plan_ticks(ticks, plans, plan)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutingChoice:
@@ -94,6 +123,23 @@ class RemapChoice:
     solver: Solver = "exact"
     objective: Objective = "bottleneck"
     sides: Sides = "both"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommunicationChoice:
+    """The most multiprocessors of a GPU that one communicator's transfers may take from the kernels that run beside them (NCCL).
+
+    Between nodes, and inside a node (dispatch and combine of routed transfers included). Default: NCCL's own choice.
+    """
+
+    inter_node_sms: int | None = None
+    intra_node_sms: int | None = None
+
+    @property
+    def sms(self) -> dict[str, int]:
+        """By link, where there is a limit; as `runtime.groups.make_groups` takes it."""
+        limits = {"inter_node": self.inter_node_sms, "intra_node": self.intra_node_sms}
+        return {link: limit for link, limit in limits.items() if limit is not None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,6 +203,13 @@ class RunConfig(BaseModel):
     planner's own."""
     plan_costs: Path | None = None
     """Cost table measured by `megatron-balance profile`, relative to this file, that planners plan by. Default: data sheets."""
+    pipeline: Literal["joint", "stages"] | None = None
+    """With pipeline parallelism: `joint` plans the attention of all stages of a tick together, `stages` that of each stage for itself,
+    under Megatron's own schedules. Default: joint where the planner can."""
+    ping_pong: bool | Literal["auto"] = "auto"
+    """Whether a microbatch runs as two half batches, each one's exchanges beside the other's computation; `auto`: for planner distca."""
+    communication: CommunicationChoice = CommunicationChoice()
+    """How much of a GPU transfers may take: keys inter_node_sms, intra_node_sms."""
     backward: Policy = "keep"
     """`keep` holds received KV until backward; `replay` communicates it again and needs less memory."""
     agreement_every: int = Field(default=100, ge=1)
@@ -165,7 +218,7 @@ class RunConfig(BaseModel):
     """Plan coming batches in a background process."""
     documents: Literal["split", "truncate"] = "split"
     """What happens to the rest of a document that is longer than the context: a document of its own, or dropped."""
-    kernel: Literal["auto", "plain", "cpu_flash", "torch_varlen", "flash_attn"] = "auto"
+    kernel: Literal["auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "te_fused"] = "auto"
     """Attention kernel; `auto` takes the fastest one that serves device, dtype and head dim."""
 
 
@@ -190,6 +243,8 @@ def load_config(path: str | Path) -> RunConfig:
         keys["routing"] = RoutingChoice(**_given(RoutingChoice, cast("dict[str, Any]", keys["routing"]), str(path), "routing"))
         if keys["routing"].pieces < 1:
             raise ConfigError(f"{path}: routing.pieces: expected at least 1, got {keys['routing'].pieces}")
+    if "communication" in keys:
+        keys["communication"] = _communication_section(keys["communication"], path)
     if keys.get("cluster") is not None:
         keys["cluster"] = ClusterChoice(MappingProxyType(_section("cluster", keys["cluster"], path, "cluster")))
     if keys.get("model") is not None:
@@ -353,6 +408,16 @@ def _planner_section(value: Any, file: Path) -> PlannerChoice:
         )
     checked = _given(PLANNERS[name].options, keys, str(file), where, ("name",))
     return choose_planner(name, checked, f"{file}: {where or 'planner'}")
+
+
+def _communication_section(value: Any, file: Path) -> CommunicationChoice:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: communication: expected keys such as inter_node_sms, got {_shown(value)}")
+    choice = CommunicationChoice(**_given(CommunicationChoice, cast("dict[str, Any]", value), str(file), "communication"))
+    for key, limit in choice.sms.items():
+        if limit < 1:
+            raise ConfigError(f"{file}: communication.{key}_sms: expected at least 1, got {limit}; leave it out for NCCL's own choice")
+    return choice
 
 
 def _remap_section(value: Any, file: Path) -> bool | RemapChoice:

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, cast
 
-from megatron_balance.cli import compare, corpus, doctor, plan, profile, simulate, verify
+from megatron_balance.cli import compare, corpus, doctor, plan, profile, report, reproduce, simulate, verify
 from megatron_balance.errors import BalanceError
 
-VERBS = (plan, verify, simulate, compare, profile, corpus, doctor)
+VERBS = (plan, verify, simulate, compare, report, reproduce, profile, corpus, doctor)
 
 
 class Parser(argparse.ArgumentParser):

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if not args.planner:
         args.planner = list(PLANNERS)
-    given = inputs.read(args)
+    given = laboratory.read(args)
     baseline = args.baseline or (BASELINE if BASELINE in args.planner else args.planner[0])
     if baseline not in args.planner:
         raise ConfigError(f"--baseline {baseline} is not among the planners of this run: {', '.join(args.planner)}")
@@ -63,20 +63,23 @@ def _rows(bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool) -> t
                 raise
             left_out[choice.name] = str(error)
             continue
-        report = bench.simulate(planned)
-        rows.append(
-            {
-                "planner": choice.name,
-                "step_s": report["step_s"]["median"],
-                "tokens_per_s": report["tokens_per_s"],
-                "speedup": 1.0,
-                "imbalance": bench.imbalance(planned),
-                "plan_ms": planned.plan_ms,
-                "peak_bytes": max(report["peak_bytes_per_rank"]),
-                "fits": max(report["peak_bytes_per_rank"]) <= given.cluster.memory_bytes,
-            }
-        )
+        rows.append(row(bench, planned, bench.simulate(planned)))
     return rows, left_out
+
+
+def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, Any]) -> dict[str, Any]:
+    """What is said of a planner beside others; `found`: its simulated figures. The speedup is known once all have one."""
+    peak = max(found["peak_bytes_per_rank"])
+    return {
+        "planner": planned.name,
+        "step_s": found["step_s"]["median"],
+        "tokens_per_s": found["tokens_per_s"],
+        "speedup": 1.0,
+        "imbalance": bench.imbalance(planned),
+        "plan_ms": planned.plan_ms,
+        "peak_bytes": peak,
+        "fits": peak <= bench.given.cluster.memory_bytes,
+    }
 
 
 def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, bench: laboratory.Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import platform
@@ -10,7 +11,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
+
+from megatron_balance.errors import ConfigError
 
 MEGATRON_CORE = "0.19.2"
 """The version whose source the patches were reviewed against."""
@@ -21,6 +25,7 @@ Status = Literal["ok", "missing", "wrong"]
 TORCH_PROBE = """
 import json, torch
 import torch.distributed as d
+from megatron_balance.runtime.kernels import KERNELS
 cuda = torch.cuda.is_available()
 print(json.dumps({
     "torch": torch.__version__,
@@ -28,6 +33,7 @@ print(json.dumps({
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
     "gloo": d.is_available() and d.is_gloo_available(),
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if d.is_available() and d.is_nccl_available() else None,
+    "kernels": {name: [*offer.devices, "ok" if offer.installed else offer.mend] for name, offer in KERNELS.items()},
 }))
 """
 NAMESPACE_PROBE = """
@@ -55,11 +61,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the verb `doctor`."""
     parser = subparsers.add_parser("doctor", help="what of the stack is here and what is missing", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.add_argument(
+        "--write-cluster",
+        type=Path,
+        metavar="FILE",
+        help="read this node's GPUs, links and NICs into a cluster YAML, for --cluster and for cluster: in a configuration",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look at every part of the stack; 0 also when parts are missing, since not everybody needs all of them."""
+    if args.write_cluster is not None:
+        return _write_cluster(args.write_cluster, as_json=args.json)
     checks = examine()
     ready = {
         purpose: all(check.status == "ok" for check in checks if check.needed_for in needs)
@@ -69,6 +83,33 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"ready": ready, "checks": [asdict(check) for check in checks]}))
     else:
         _show(checks, ready)
+    return 0
+
+
+def _write_cluster(path: Path, *, as_json: bool) -> int:
+    """What `--write-cluster FILE` does.
+
+    Raises:
+        ConfigError: no GPU, GPUs that are not alike, or a file that is there already or cannot be written.
+    """
+    from megatron_balance.cli import hardware
+    from megatron_balance.config import load_cluster
+
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--write-cluster {path}: a cluster is named by a file that ends in .yaml")
+    if path.exists():
+        raise ConfigError(f"--write-cluster {path}: the file is there already; remove it or name another")
+    node = hardware.read_node()
+    text = hardware.cluster_yaml(node, path.stem, datetime.datetime.now(datetime.UTC).date())
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write-cluster {path}: {error.strerror}") from None
+    keys = dict(load_cluster(str(path.absolute())).given)
+    if as_json:
+        print(json.dumps({"file": str(path), "cluster": keys, "node": asdict(node)}))
+    else:
+        print(f"{text}written to {path}")
     return 0
 
 
@@ -115,17 +156,36 @@ def _training() -> list[Check]:
             "check the driver: nvidia-smi",
         ),
         _check("nccl", "gpu", torch.get("nccl"), "in torch", "install a CUDA build of torch"),
+        _package("triton", "triton", "gpu", "pip install triton"),
+        *_kernels(torch.get("kernels", {})),
     ]
+
+
+def _kernels(offered: dict[str, list[str]]) -> list[Check]:
+    """The attention kernels that `kernel:` may name, each with the devices it serves."""
+    checks: list[Check] = []
+    for name, (*devices, said) in offered.items():
+        here = said == "ok"
+        found = f"serves {' and '.join(devices)}" if here else ""
+        checks.append(Check(f"kernel {name}", "optional", "ok" if here else "missing", found, "installed", "" if here else said))
+    return checks
 
 
 def _optional() -> list[Check]:
     return [
-        _package("transformer-engine", "transformer-engine", "optional", "pip install --no-build-isolation 'transformer-engine[pytorch]'"),
-        _package("apex", "apex", "optional", "use the NGC PyTorch image, which has it, or build https://github.com/NVIDIA/apex"),
+        _package("transformer-engine", "transformer-engine", "optional", "pip install --no-build-isolation 'megatron-balance[te]'"),
+        _package(
+            "apex",
+            "apex",
+            "optional",
+            "use NVIDIA's PyTorch image, which has it, or pip install --no-build-isolation 'megatron-balance[apex]'",
+        ),
         _package("flash-attn", "flash-attn", "optional", "pip install --no-build-isolation flash-attn"),
         _package("gurobi", "gurobipy", "optional", "pip install 'megatron-balance[gurobi]'"),
         _package("highs", "scipy", "optional", "pip install 'megatron-balance[highs]'"),
         _package("or-tools", "ortools", "optional", "pip install 'megatron-balance[ortools]'"),
+        _package("plotly", "plotly", "optional", "pip install 'megatron-balance[report]'"),
+        _package("pyarrow", "pyarrow", "optional", "pip install 'megatron-balance[data]'"),
         _namespaces(),
     ]
 

@@ -32,7 +32,9 @@ from megatron_balance.config import (
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.layers import Layers, When
 from megatron_balance.planners import PLANNERS
@@ -55,9 +57,13 @@ class Inputs:
     config: RunConfig
     assumed: str
     plan_costs: Path | None = None
+    tensor_parallel: int = 1
+    """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
 
     def planning_cost(self) -> CostModel:
         """What planners plan by: a measured table, or data sheets."""
+        if self.plan_costs is None:
+            return AnalyticCost(self.cluster, self.model, self.tensor_parallel)
         return planning_cost(self.cluster, self.model, self.plan_costs)
 
 
@@ -106,9 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-rank", type=int, metavar="L", help="tokens a rank can hold (default: what the model leaves of its memory)"
     )
-    parser.add_argument(
-        "--plan-costs", type=Path, metavar="FILE", help="plan by a cost table measured by 'profile' (default: data sheets)"
-    )
+    parser.add_argument("--plan-costs", type=Path, metavar="FILE", help="plan by a cost table measured by 'profile' (default: data sheets)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win")
 
 
@@ -118,15 +122,15 @@ def _own(what: Callable[[Layers], str]) -> str:
     return "; ".join([usual, *(f"{name}: {what(p.layers)}" for name, p in PLANNERS.items() if what(p.layers) != usual)])
 
 
-def read(args: argparse.Namespace) -> Inputs:
-    """The inputs that the options and the configuration file say.
+def read(args: argparse.Namespace, tensor_parallel: int = 1) -> Inputs:
+    """The inputs that the options and the configuration file say; `tensor_parallel` GPUs of the cluster make one rank.
 
     Raises:
         ConfigError: an option or key that cannot be; names it and what would be right.
         InfeasibleError: a batch of more tokens than the ranks hold.
     """
     config = load_config(args.config) if args.config else RunConfig(source="command line")
-    cluster = _cluster(args, config)
+    cluster = wide_ranks(_cluster(args, config), tensor_parallel)
     model = load_model(args.model) if args.model else config.model or load_model(DEFAULT_MODEL)
     _positive("--tokens-per-rank", args.tokens_per_rank)
     batches = tuple(Batch(tuple(lengths)) for lengths in _lengths(args, config))
@@ -137,7 +141,8 @@ def read(args: argparse.Namespace) -> Inputs:
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
     _check_room(batches, cluster, tokens_per_rank, assumed=not told)
     plan_costs = args.plan_costs or config.plan_costs
-    return Inputs(batches, cluster, model, planners, tokens_per_rank, config, _assumed(args, config, cluster, model), plan_costs)
+    assumed = _assumed(args, config, cluster, model)
+    return Inputs(batches, cluster, model, planners, tokens_per_rank, config, assumed, plan_costs, tensor_parallel)
 
 
 def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:

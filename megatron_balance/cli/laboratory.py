@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from megatron_balance.cli import inputs
 from megatron_balance.cli.inputs import Inputs
 from megatron_balance.errors import ConfigError
 
@@ -80,6 +81,7 @@ class Bench:
             "cluster": given.cluster.name,
             "model": given.model.name,
             "num_ranks": given.cluster.num_ranks,
+            "gpus_per_rank": given.tensor_parallel,
             "assumed": given.assumed or None,
             "capacity_tokens_per_rank": given.tokens_per_rank,
         }
@@ -91,7 +93,8 @@ class Bench:
         assumed = f" ({given.assumed})" if given.assumed else ""
         count = len(given.batches) // self.group
         tokens = fmean(batch.num_tokens for batch in given.batches)
-        what = f"{cluster.num_ranks} ranks ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on {cluster.name}{assumed}"
+        ranks = "ranks" if given.tensor_parallel == 1 else f"ranks of {given.tensor_parallel} GPUs"
+        what = f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on {cluster.name}{assumed}"
         return f"{what}; {count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
 
 
@@ -109,6 +112,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=("keep", "replay"), help="hold received keys and values for the backward, or bring them again")
     parser.add_argument("--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)")
     parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="batches of a step (default 1)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="T",
+        help="GPUs of a tensor-parallel group, which is a rank then; --ranks and the cluster's files count GPUs (default 1)",
+    )
+    parser.add_argument("--expert-parallel", type=int, default=1, metavar="E", help="ranks that share a layer's experts (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline stages, each with the cluster's ranks (default 1)")
     parser.add_argument("--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)")
     parser.add_argument("--no-overlap-sync", action="store_true", help="synchronise gradients after the last backward")
@@ -121,6 +132,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=("auto", "events", "rounds"), default="auto", help="events: every transfer on its own; rounds: for many ranks"
     )
+
+
+def read(args: argparse.Namespace) -> Inputs:
+    """The inputs of a verb of the laboratory.
+
+    Raises:
+        BalanceError: an option that cannot be, or a batch that does not fit.
+    """
+    if args.tensor_parallel < 1:
+        raise ConfigError(f"--tensor-parallel {args.tensor_parallel}: must be at least 1")
+    given = inputs.read(args, args.tensor_parallel)
+    for option, table in (("--costs", args.costs), ("--plan-costs", given.plan_costs)):
+        if table is not None and args.tensor_parallel > 1:
+            raise ConfigError(
+                f"{option} {table} goes with --tensor-parallel 1: it was measured on one GPU, and a rank is {args.tensor_parallel} of them"
+            )
+    _check_experts(args.expert_parallel, given)
+    return given
+
+
+def _check_experts(ranks: int, given: Inputs) -> None:
+    if ranks == 1:
+        return
+    model, cluster = given.model, given.cluster
+    if not model.num_experts:
+        raise ConfigError(f"--expert-parallel {ranks}: {model.name} has no experts; leave it out")
+    here = min(ranks, cluster.node_size)
+    if ranks < 1 or model.num_experts % ranks or cluster.num_ranks % ranks or ranks % here:
+        raise ConfigError(
+            f"--expert-parallel {ranks}: must divide the {model.num_experts} experts of {model.name} and the {cluster.num_ranks} ranks, "
+            f"and fill nodes of {cluster.node_size} ranks if it is more than one"
+        )
 
 
 def bench(args: argparse.Namespace, given: Inputs) -> Bench:
@@ -144,6 +187,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
         recompute=args.recompute,
         pipeline=args.pipeline,
         interleave=args.interleave,
+        experts=args.expert_parallel,
         overlap_sync=not args.no_overlap_sync,
         engine=args.engine,
         transport=args.transport,
@@ -157,7 +201,7 @@ def _cost(args: argparse.Namespace, given: Inputs) -> MachineCost:
     if args.costs is None:
         from megatron_balance.cost.analytic import AnalyticCost
 
-        return AnalyticCost(given.cluster, given.model)
+        return AnalyticCost(given.cluster, given.model, given.tensor_parallel)
     from megatron_balance.cost.measured import MeasuredCost
     from megatron_balance.cost.table import load_table
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BalanceError: a user's mistake, or a batch that does not fit.
     """
-    given = inputs.read(args)
+    given = laboratory.read(args)
     bench = laboratory.bench(args, given)
     if args.trace and len(given.planners) > 1:
         raise ConfigError(f"--trace {args.trace} is of one planner, and {len(given.planners)} are asked for; run simulate once for each")

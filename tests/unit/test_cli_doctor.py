@@ -68,3 +68,26 @@ def test_namespaces_are_probed_in_another_process(stack, monkeypatch):
     monkeypatch.setattr(doctor, "NAMESPACE_PROBE", "raise SystemExit('Operation not permitted')")
     check = stack()["network namespaces"]
     assert (check.status, check.found) == ("wrong", "refused: Operation not permitted")
+
+
+def test_the_attention_kernels_are_listed_with_their_devices(stack):
+    offered = {"plain": ["cpu", "cuda", "ok"], "flash_attn_3": ["cuda", "build it"]}
+    checks = stack(torch={"torch": "2.13.0", "kernels": offered})
+    assert (checks["kernel plain"].status, checks["kernel plain"].found) == ("ok", "serves cpu and cuda")
+    assert (checks["kernel flash_attn_3"].status, checks["kernel flash_attn_3"].mend) == ("missing", "build it")
+
+
+def test_the_probe_asks_the_registry_of_kernels():
+    pytest.importorskip("torch")
+    kernels = pytest.importorskip("megatron_balance.runtime.kernels").KERNELS
+    assert doctor._probe_torch()["kernels"] == {n: [*o.devices, "ok" if o.installed else o.mend] for n, o in kernels.items()}
+
+
+def test_the_configuration_knows_every_kernel():
+    pytest.importorskip("torch")
+    from typing import get_args
+
+    from megatron_balance.config import RunConfig
+    from megatron_balance.runtime.kernels import KERNELS
+
+    assert set(get_args(RunConfig.model_fields["kernel"].annotation)) == {"auto", *KERNELS}

@@ -8,7 +8,11 @@ import sys
 
 import pytest
 
+from megatron_balance import make_planner, simulate
 from megatron_balance.cli import main
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.planners import PLANNERS
 
 INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000"
@@ -150,3 +154,39 @@ def test_plan_does_not_import_the_simulator():
         "assert not [name for name in sys.modules if name.startswith(('megatron_balance.simulator', 'torch', 'rich'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
+    data = "--planner te_ring --model llama-13b --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 9000"
+    code, out, _ = run(f"simulate {data} --tensor-parallel 2 --json")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["num_ranks"], found["gpus_per_rank"], len(found["peak_bytes_per_rank"])) == (8, 2, 8)
+    cluster = wide_ranks(load_cluster("a800").build(num_ranks=16), 2)
+    model = load_model("llama-13b")
+    plan = make_planner("te_ring", cluster, model)([65536])
+    assert found["step_s"]["median"] == pytest.approx(simulate(plan, cluster, model, AnalyticCost(cluster, model, 2))["step_s"]["median"])
+    assert "8 ranks of 2 GPUs (2 x 4)" in run(f"simulate {data} --tensor-parallel 2")[1]
+
+
+def test_experts_are_exchanged_where_ranks_share_them(run):
+    data = "simulate --planner te_ring --model moe-8x550m --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 5000 --json"
+    alone, shared = (json.loads(run(f"{data} {more}")[1]) for more in ("", "--expert-parallel 8"))
+    assert shared["phases_s"]["forward_linear"] > alone["phases_s"]["forward_linear"]
+    assert max(shared["peak_bytes_per_rank"]) < max(alone["peak_bytes_per_rank"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tensor-parallel 0", "--tensor-parallel 0: must be at least 1"),
+        ("--tensor-parallel 3", "tensor parallelism 3 does not divide"),
+        ("--tensor-parallel 2 --costs table.json", "--costs table.json goes with --tensor-parallel 1"),
+        ("--tensor-parallel 2 --plan-costs table.json", "--plan-costs table.json goes with --tensor-parallel 1"),
+        ("--expert-parallel 8", "--expert-parallel 8: llama-7b has no experts"),
+        ("--model moe-8x550m --expert-parallel 3", "--expert-parallel 3: must divide the 8 experts"),
+        ("--model moe-8x550m --expert-parallel 0", "--expert-parallel 0: must"),
+    ],
+)
+def test_parallelism_that_cannot_be_is_refused(run, options, words):
+    assert words in error(run, f"simulate --planner te_ring {INPUTS} {options}")

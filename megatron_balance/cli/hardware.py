@@ -1,0 +1,302 @@
+"""What a node is made of, read from the machine: GPUs, NVLinks, NICs and which NIC each GPU is nearest to; and all that as a cluster YAML.
+
+Sources: `nvidia-smi` (names, memory, `topo -m`), /sys/class/infiniband (rate and state of each port) and, for machines without
+InfiniBand or RoCE, /sys/class/net. Where `nvidia-smi topo -m` says nothing of a NIC, its place on the PCI bus decides (/sys/bus/pci).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_balance.errors import ConfigError
+
+PROBE_TIMEOUT_S = 60
+NEAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""How `nvidia-smi topo -m` says that two devices are connected, nearest first: one PCI switch, several, a host bridge, a NUMA node."""
+NVLINK_BYTES_PER_S = 25e9
+NVLINK_5_BYTES_PER_S = 50e9
+"""Of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5 (B200). NVIDIA's architecture whitepapers."""
+PRESETS = {"H200": "h200", "H100": "h100", "H800": "h800", "A800": "a800", "A100": "a800"}
+"""By a word of the GPU's name, the preset whose compute rates are its own; an A100 computes as an A800."""
+
+Run = Callable[[Sequence[str]], "str | None"]
+"""What a program prints; None if it is not there or fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`pci`: address on the bus, lower case, or ''."""
+
+    name: str
+    memory_bytes: int
+    pci: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A network device with a port that is up. `rate`: as the system writes it; `layer`: InfiniBand or Ethernet (RoCE), or plain 'net'."""
+
+    name: str
+    bytes_per_s: float
+    rate: str
+    layer: str
+    source: str
+    pci: str
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """`links[a][b]`: how devices GPU0.., NIC names, are connected, as `nvidia-smi topo -m` prints it."""
+
+    links: Mapping[str, Mapping[str, str]]
+
+    @property
+    def nvlinks(self) -> int:
+        """NVLinks between two GPUs, the fewest of any pair; 0: none."""
+        gpus = [name for name in self.links if re.fullmatch(r"GPU\d+", name)]
+        pairs = [self.links[a].get(b, "") for a in gpus for b in gpus if a != b]
+        counts = [int(text[2:]) if re.fullmatch(r"NV\d+", text) else 0 for text in pairs]
+        return min(counts, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node. `nearest`: by GPU, the names of the NICs that are nearest to it, and how near."""
+
+    gpus: tuple[Gpu, ...]
+    nvlinks: int
+    nics: tuple[Nic, ...]
+    nearest: tuple[tuple[tuple[str, ...], str], ...]
+
+    @property
+    def used_nics(self) -> tuple[Nic, ...]:
+        """The NICs that are nearest to some GPU: what NCCL uses. Others serve storage and management."""
+        used = {name for names, _ in self.nearest for name in names}
+        return tuple(nic for nic in self.nics if nic.name in used)
+
+
+def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
+    """This machine.
+
+    Raises:
+        ConfigError: no NVIDIA GPU.
+    """
+    run = run or _run
+    listed = run(["nvidia-smi", "--query-gpu=name,memory.total,pci.bus_id", "--format=csv,noheader,nounits"])
+    gpus = parse_gpus(listed or "")
+    if not gpus:
+        raise ConfigError(
+            "--write-cluster: nvidia-smi lists no GPU here; run it on a node of the cluster, inside the job's container if there is one"
+        )
+    topology = parse_topology(run(["nvidia-smi", "topo", "-m"]) or "")
+    nics = read_infiniband(root) or read_ethernet(root)
+    return Node(gpus, topology.nvlinks, nics, tuple(_nearest(index, gpu, nics, topology, root) for index, gpu in enumerate(gpus)))
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """GPUs of `nvidia-smi --query-gpu=name,memory.total,pci.bus_id --format=csv,noheader,nounits`; memory is in MiB there."""
+    gpus: list[Gpu] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 3 and cells[1].isdigit():
+            gpus.append(Gpu(cells[0], int(cells[1]) << 20, _pci(cells[2])))
+    return tuple(gpus)
+
+
+def _pci(address: str) -> str:
+    """0000:1b:00.0 of 00000000:1B:00.0: the domain has eight digits there and four in /sys."""
+    match = re.fullmatch(r"[0-9a-f]*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])", address.lower())
+    return match[1] if match else ""
+
+
+def parse_topology(text: str) -> Topology:
+    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend. What is no such matrix has no links."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    device = re.compile(r"(GPU|NIC)\d+$|mlx5_\w+$|[a-z]+_\d+$")
+    header = next(
+        (words for words in map(str.split, lines) if words and words[0] == "GPU0" and len(words) > 1 and words[1] != "X"), list[str]()
+    )
+    columns: list[str] = []
+    for word in header:
+        if not device.match(word):
+            break  # CPU Affinity and what follows
+        columns.append(word)
+    legend = dict(re.findall(r"^\s*(NIC\d+): (\S+)\s*$", "\n".join(lines), re.MULTILINE))
+    links: dict[str, dict[str, str]] = {}
+    for words in map(str.split, lines):
+        if len(words) > len(columns) and words[0] in columns and "X" in words[1 : len(columns) + 1]:
+            cells = zip(columns, words[1:], strict=False)
+            links[legend.get(words[0], words[0])] = {legend.get(column, column): cell for column, cell in cells}
+    return Topology(links)
+
+
+def read_infiniband(root: Path) -> tuple[Nic, ...]:
+    """InfiniBand and RoCE devices with an active port, by name; a device's rate is the sum of its active ports'."""
+    nics: list[Nic] = []
+    for device in _listed(root / "sys/class/infiniband"):
+        ports = [port for port in _listed(device / "ports") if "ACTIVE" in _text(port / "state")]
+        rates = [(port, _text(port / "rate")) for port in ports]
+        total = sum(parse_rate(rate) for _, rate in rates)
+        if total > 0:
+            layer = _text(ports[0] / "link_layer") or "InfiniBand"
+            nics.append(
+                Nic(
+                    device.name,
+                    total,
+                    rates[0][1],
+                    layer,
+                    f"/sys/class/infiniband/{device.name}/ports/{ports[0].name}/rate",
+                    _device_pci(device),
+                )
+            )
+    return tuple(nics)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of a rate such as '400 Gb/sec (4X NDR)'; 0 if it is none."""
+    match = re.match(r"\s*([0-9.]+)\s*Gb/sec", text)
+    return float(match[1]) * 1e9 / 8 if match else 0.0
+
+
+def read_ethernet(root: Path) -> tuple[Nic, ...]:
+    """Physical network devices that are up and know their speed, of those the fastest."""
+    found: list[Nic] = []
+    for device in _listed(root / "sys/class/net"):
+        speed = _text(device / "speed")
+        if (device / "device").exists() and _text(device / "operstate") == "up" and speed.isdigit() and int(speed) > 0:
+            found.append(
+                Nic(device.name, int(speed) * 1e6 / 8, f"{speed} Mbit/s", "net", f"/sys/class/net/{device.name}/speed", _device_pci(device))
+            )
+    fastest = max((nic.bytes_per_s for nic in found), default=0.0)
+    return tuple(nic for nic in found if nic.bytes_per_s == fastest)
+
+
+def _nearest(index: int, gpu: Gpu, nics: Sequence[Nic], topology: Topology, root: Path) -> tuple[tuple[str, ...], str]:
+    """Names of the NICs nearest to a GPU, and how near: by the topology, else by the longest common way from the root of the PCI bus."""
+    row = topology.links.get(f"GPU{index}", {})
+    said = {nic.name: row[nic.name] for nic in nics if row.get(nic.name) in NEAR}
+    if said:
+        nearest = min(said.values(), key=NEAR.index)
+        return tuple(name for name, how in said.items() if how == nearest), nearest
+    shared = {nic.name: _common(_bus_path(root, gpu.pci), _bus_path(root, nic.pci)) for nic in nics}
+    deepest = max(shared.values(), default=0)
+    return tuple(name for name, depth in shared.items() if depth == deepest), "by PCI bus" if deepest else "any"
+
+
+def _bus_path(root: Path, pci: str) -> tuple[str, ...]:
+    """The bridges from the root of the PCI bus down to a device; () if it is not known."""
+    link = root / "sys/bus/pci/devices" / pci
+    return Path(os.path.realpath(link)).relative_to(Path(os.path.realpath(root))).parts if pci and link.exists() else ()
+
+
+def _common(a: Sequence[str], b: Sequence[str]) -> int:
+    """Bridges that two ways have in common. Of devices on different root ports these are only the folders above, which count as none."""
+    same = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        same += one.count(":") > 0
+    return same
+
+
+def _device_pci(device: Path) -> str:
+    link = device / "device"
+    return Path(os.path.realpath(link)).name if link.exists() else ""
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:  # absent, or a device that is down refuses to say
+        return ""
+
+
+def _run(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def cluster_yaml(node: Node, name: str, today: datetime.date) -> str:
+    """The node as a cluster section, every key with what it was read from; `megatron-balance plan --cluster FILE` reads it.
+
+    Raises:
+        ConfigError: GPUs that are not alike.
+    """
+    kinds = sorted({(gpu.name, gpu.memory_bytes) for gpu in node.gpus})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"--write-cluster: the GPUs of this node are not alike: {kinds}; plans take ranks as equal, so no file is written"
+        )
+    gpu = node.gpus[0]
+    count = len(node.gpus)
+    preset = next((preset for word, preset in PRESETS.items() if word in gpu.name), None)
+    lines = [f"# {count} x {gpu.name}, as 'megatron-balance doctor --write-cluster' read them on {today}. num_ranks is this node's."]
+    if preset is not None:
+        lines.append(f"base: {preset:<18} # compute rates and alphas, by the GPU's name")
+    else:
+        lines.append(
+            f"# No preset has the compute rates of {gpu.name}: the default preset's count; 'megatron-balance profile' measures yours."
+        )
+    lines += [
+        f"name: {name}",
+        _line("num_ranks", str(count), "this node alone; in training the job says how many"),
+        _line("ranks_per_node", str(count), "GPUs that nvidia-smi lists"),
+        _line("memory_bytes", f"{gpu.memory_bytes / 1e9:.1f}e9", "nvidia-smi --query-gpu=memory.total"),
+        *_intra_lines(node),
+        *_nic_lines(node),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _intra_lines(node: Node) -> list[str]:
+    if len(node.gpus) == 1:
+        return ["# intra_bytes_per_s: one GPU has no link inside its node."]
+    if not node.nvlinks:
+        return ["# intra_bytes_per_s: nvidia-smi topo -m shows no NVLink between some GPUs; 'megatron-balance profile --links' measures it"]
+    fast = any(word in node.gpus[0].name for word in ("B200", "B300"))
+    rate = NVLINK_5_BYTES_PER_S if fast else NVLINK_BYTES_PER_S
+    return [
+        _line(
+            "intra_bytes_per_s",
+            _number(node.nvlinks * rate),
+            f"nvidia-smi topo -m: NV{node.nvlinks}, {rate / 1e9:.0f} GB/s a link, one direction",
+        )
+    ]
+
+
+def _nic_lines(node: Node) -> list[str]:
+    nics, count = node.used_nics, len(node.gpus)
+    if not nics:
+        return ["# nic_bytes_per_s: no active InfiniBand or RoCE port and no network device that knows its speed; jobs of one node only."]
+    slow = min(nics, key=lambda nic: nic.bytes_per_s)
+    shares, several = max(1, round(count / len(nics))), max(1, len(nics) // count)
+    unlike = len({nic.bytes_per_s for nic in nics}) > 1
+    note = (
+        f"{slow.source}: {slow.rate}, {slow.layer}" + (f", of {several} a GPU" if several > 1 else "") + (", the slowest" if unlike else "")
+    )
+    lines = [_line("nic_bytes_per_s", _number(slow.bytes_per_s * several), note)]
+    lines.append(_line("ranks_per_nic", str(shares), f"{count} GPUs, {len(nics)} NIC{'s' * (len(nics) > 1)} nearest to them"))
+    lines += [f"# GPU {index}: {', '.join(names)} ({how})" for index, (names, how) in enumerate(node.nearest)]
+    idle = [nic.name for nic in node.nics if nic not in nics]
+    return [*lines, f"# Not nearest to any GPU, so not counted: {', '.join(idle)}"] if idle else lines
+
+
+def _line(key: str, value: str, source: str) -> str:
+    return f"{f'{key}: {value}':<24} # {source}"
+
+
+def _number(value: float) -> str:
+    return f"{value / 1e9:g}e9"

@@ -1,0 +1,176 @@
+"""`megatron-balance report`: one self-contained HTML page: where the time of a step goes, what limits it, and what would help.
+
+Of a simulated comparison of planners, or, with --steps, of what a training run logged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_balance.cli import inputs, laboratory
+from megatron_balance.cli.compare import BASELINE
+from megatron_balance.errors import ConfigError
+from megatron_balance.planners import PLANNERS
+
+if TYPE_CHECKING:
+    from megatron_balance.config import PlannerChoice
+    from megatron_balance.core.plan import BatchPlan
+    from megatron_balance.report.cases import Asked, Case, Played
+
+MOST_RUNS = 2
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `report`."""
+    parser = subparsers.add_parser(
+        "report", help="one HTML page: where the time goes, what limits it, what would help", description=__doc__
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network")
+    parser.add_argument(
+        "--steps",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="report a training run: its --balance-log folder or steps.jsonl; twice: two runs side by side",
+    )
+    inputs.add_options(parser)
+    laboratory.add_options(parser)
+    parser.add_argument("--baseline", metavar="NAME", help=f"the planner that others are held against (default {BASELINE})")
+    parser.add_argument("--json", action="store_true", help="also print the page's figures as one JSON document on stdout")
+    parser.set_defaults(run=run)
+    parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})  # pyright: ignore[reportPrivateUsage]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page.
+
+    Raises:
+        BalanceError: a user's mistake, or a batch that does not fit.
+    """
+    from megatron_balance.report import page
+
+    library = page.plot_library()  # before minutes of simulation
+    if args.out.is_dir():
+        raise ConfigError(f"--out {args.out}: is a folder; give a file to write, such as {args.out / 'report.html'}")
+    if not args.out.parent.is_dir():
+        raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
+    if args.steps:
+        from megatron_balance.report import trained
+
+        document = _trained(args)
+        text = trained.page(document, library)
+    else:
+        from megatron_balance.report import simulated
+
+        document = _simulated(args)
+        text = simulated.page(document, library)
+    try:
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {args.out}: cannot be written: {error.strerror}") from None
+    if args.json:
+        print(json.dumps(document))
+    else:
+        for sentence in document["answer"]:
+            print(sentence)
+        print(f"{args.out}: {len(text.encode()) / 1e6:.1f} MB, one file that any browser opens without a network")
+    return 0
+
+
+# A training run
+
+
+def _trained(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_balance.report import run
+
+    allowed = {"out", "steps", "json"}
+    for name, default in args.defaults.items():
+        if name not in allowed and name != "help" and getattr(args, name) != default:
+            option = "-o" if name == "options" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} does not go with --steps, which reports what was measured; drop one of them")
+    if len(args.steps) > MOST_RUNS:
+        raise ConfigError(f"--steps is given {len(args.steps)} times; one run, or two to be held against each other")
+    return run.document(args.steps)
+
+
+# A simulation
+
+
+def _simulated(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_balance.report.study import study
+
+    explicit = bool(args.planner)
+    if not explicit:
+        args.planner = list(PLANNERS)
+    given = laboratory.read(args)
+    bench = laboratory.bench(args, given)
+    _check_baseline(args.baseline)
+    desk = _Desk(bench)
+    baseline = args.baseline or (BASELINE if BASELINE in PLANNERS else given.planners[0].name)
+    choices = list(given.planners)
+    if baseline not in (choice.name for choice in choices):
+        choices.insert(0, _plain(baseline, given.tokens_per_rank))
+    return study(desk.asked(args, tuple(choices), baseline, explicit=explicit), laboratory.progress)
+
+
+def _check_baseline(name: str | None) -> None:
+    if name is not None and name not in PLANNERS:
+        raise ConfigError(f"--baseline {name}: no such planner; one of {', '.join(PLANNERS)}")
+
+
+def _plain(name: str, tokens_per_rank: int) -> PlannerChoice:
+    from megatron_balance.config import choose_planner
+
+    return choose_planner(name, {"tokens_per_rank": tokens_per_rank})
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """Plans and simulates the cases of a report on a bench."""
+
+    bench: laboratory.Bench
+
+    def asked(self, args: argparse.Namespace, choices: tuple[PlannerChoice, ...], baseline: str, *, explicit: bool) -> Asked:
+        from megatron_balance.report.cases import Asked, Case
+
+        bench, given = self.bench, self.bench.given
+        cases = tuple(Case(choice, given.batches, bench.group, given.cluster, bench.machine, bench.setup) for choice in choices)
+        costs = "" if args.costs is None else str(args.costs)
+        return Asked(
+            cases, baseline, self.plan, self.play, given.assumed, _lengths_from(args, given), costs, explicit, given.tensor_parallel
+        )
+
+    def plan(self, case: Case) -> tuple[BatchPlan, ...]:
+        return self._at(case).plan(case.choice).steps
+
+    def play(self, case: Case) -> Played:
+        from megatron_balance.cli.compare import row
+        from megatron_balance.report.cases import Played
+
+        bench = self._at(case)
+        planned = bench.plan(case.choice)
+        found = bench.simulate(planned)
+        more = {name: found[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
+        return Played(case, planned.steps, {**row(bench, planned, found), "spread_s": more.pop("step_s"), **more})
+
+    def _at(self, case: Case) -> laboratory.Bench:
+        given = replace(self.bench.given, batches=case.batches, cluster=case.cluster)
+        return replace(self.bench, given=given, machine=case.machine, setup=case.setup, group=case.group)
+
+
+def _lengths_from(args: argparse.Namespace, given: inputs.Inputs) -> str:
+    """Where the lengths are from, in words."""
+    drawn = given.config.dataset
+    if args.lengths is not None:
+        return "given one by one"
+    if args.lengths_file is not None:
+        return f"the file {args.lengths_file}"
+    if args.dataset is not None or drawn is not None:
+        seed = args.seed if args.seed is not None else drawn.seed if drawn is not None and args.dataset in (None, drawn.name) else 0
+        return f"drawn from {args.dataset or (drawn.name if drawn is not None else '')}, seed {seed}"
+    return f"the configuration {given.config.source}"

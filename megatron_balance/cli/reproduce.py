@@ -1,0 +1,77 @@
+"""`megatron-balance reproduce`: a paper's published numbers beside ours, with the ratio.
+
+Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it is exact, simulated or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from megatron_balance.cli import laboratory
+from megatron_balance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_balance.reproduce.base import Row
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `reproduce`."""
+    parser = subparsers.add_parser("reproduce", help="a paper's published numbers beside ours", description=__doc__)
+    parser.add_argument("paper", metavar="PAPER", help="such as zeppelin")
+    parser.add_argument("table", metavar="TABLE", nargs="?", help="one table or figure, such as fig11 (default: all)")
+    parser.add_argument("--batches", type=int, metavar="K", help="batches drawn for each number (default: each table's own)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compute the rows of the tables that are asked for.
+
+    Raises:
+        ConfigError: no such paper or table.
+    """
+    from megatron_balance.reproduce import paper_of
+    from megatron_balance.reproduce.base import Effort
+
+    paper = paper_of(args.paper)
+    tables = paper.chosen(args.paper, args.table)
+    if args.batches is not None and args.batches < 1:
+        raise ConfigError(f"--batches {args.batches}: must be at least 1")
+    found: dict[str, list[Row]] = {}
+    console = laboratory.console()
+    if not args.json:
+        console.print(paper.title)
+    for name, table in laboratory.progress(list(tables.items()), args.paper):
+        found[name] = table.rows(Effort(args.batches or table.batches, laboratory.progress))
+        if not args.json:
+            _show(console, f"{name}: {table.title}", found[name])
+    if args.json:
+        print(json.dumps({"rows": [{"paper": args.paper, "table": name, **asdict(row)} for name, rows in found.items() for row in rows]}))
+    return 0
+
+
+def _show(console: Console, title: str, rows: list[Row]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in ("", "published", "ours", "unit", "ratio", "kind"):
+        table.add_column(column, justify="right" if column in ("published", "ours", "ratio") else "left")
+    notes = list(dict.fromkeys(row.note for row in rows if row.note))
+    for row in rows:
+        sign = "" if row.sign == "=" else f"{row.sign} "
+        published = "-" if row.published is None else f"{sign}{_figure(row.published)}"
+        mark = f" [{notes.index(row.note) + 1}]" if row.note else ""
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(f"{row.name}{mark}", published, _figure(row.ours), row.unit, ratio, row.kind)
+    console.print(table)
+    for number, note in enumerate(notes, start=1):
+        console.print(f"[{number}] {note}")
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,61 @@
+"""The answer in a few sentences: what is fastest, what limits it, what to try next."""
+
+from __future__ import annotations
+
+from megatron_balance.report import words
+from megatron_balance.report.cases import Figures
+from megatron_balance.report.tries import recommended
+
+FIRST = 3
+BOUGHT = 2
+"""Suggestions that are put into sentences: what can be changed, and what would have to be bought."""
+
+
+def answer(rows: list[Figures], names: tuple[str, str], limits: Figures, tried: Figures, memory_bytes: float) -> list[str]:
+    """Sentences for who reads nothing else; `names`: of the baseline and of the best planner."""
+    base, best = (next(row for row in rows if row["planner"] == name) for name in names)
+    return [_fastest(base, best), *_room(best, memory_bytes), limits["sentence"], *suggestions(tried)[:1]]
+
+
+def _fastest(base: Figures, best: Figures) -> str:
+    if base is best:
+        return f"{base['planner']} takes {words.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it against."
+    versus = f"{words.seconds(best['step_s'])} instead of {words.seconds(base['step_s'])} a step (simulated)"
+    if best["speedup"] >= 1:
+        return f"{best['planner']} is {words.times(best['speedup'])} as fast as {base['planner']}: {versus}."
+    return f"No planner that was compared beats {base['planner']}; the nearest, {best['planner']}, takes {versus}."
+
+
+def _room(row: Figures, memory_bytes: float) -> list[str]:
+    if row["fits"]:
+        return []
+    return [
+        f"It does not fit: a rank would need {words.size(row['peak_bytes'])} and has {words.size(memory_bytes)} (simulated). Its time is "
+        "what a step would take if it did."
+    ]
+
+
+def suggestions(tried: Figures) -> list[str]:
+    """What can be changed without buying anything, best first, and what another machine would give; each with what it gains."""
+    own, bought = recommended(tried, ("planner", "step")), recommended(tried, ("machine",))
+    sentences = [_suggestion(row, tried) for row in own[:FIRST]]
+    if not own and tried["fits"]:
+        rows = [row for row in tried["tries"] if row["where"] != "machine" and row["fits"]]
+        sentences.append(
+            f"None of the {len(rows)} other settings that were simulated and fit in memory makes a step of {tried['planner']} more than 1 "
+            "% faster."
+        )
+    if not own and not tried["fits"]:
+        sentences.append("None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks.")
+    return [*sentences, *(_suggestion(row, tried) for row in bought[:BOUGHT])]
+
+
+def _suggestion(row: Figures, tried: Figures) -> str:
+    before, after = words.seconds(tried["step_s"]), words.seconds(row["step_s"])
+    gain = f"{before} would become {after} a step, {words.times(row['times_as_fast'])} as fast (simulated)"
+    if row["where"] == "machine":
+        return f"With {row['name']}, {gain}."
+    how = f" (`{row['options']}`)" if row["options"] else ""
+    if not tried["fits"]:
+        return f"To make it fit in memory: {row['name']}{how}; {gain}."
+    return f"Try {row['name']}{how}: {gain}."

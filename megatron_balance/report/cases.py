@@ -1,0 +1,97 @@
+"""What a report asks: planners on a machine, their plans and steps, and variants of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from megatron_balance.config import PlannerChoice
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
+from megatron_balance.simulator.step import Setup
+
+T = TypeVar("T")
+
+
+class Progress(Protocol):
+    """Items, with a progress bar where someone looks."""
+
+    def __call__(self, items: Sequence[T], what: str, /) -> Iterable[T]: ...
+
+
+Figures = dict[str, Any]
+"""A JSON object."""
+
+MOST_STEPS = 4
+"""What limits a step, and every variant, is simulated on so many of the first steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One planner on one machine. `cluster` is what it plans for; `group`: batches of a step."""
+
+    choice: PlannerChoice
+    batches: tuple[Batch, ...]
+    group: int
+    cluster: Cluster
+    machine: Machine
+    setup: Setup
+
+    def first_steps(self) -> Case:
+        """The same on the first few steps."""
+        return replace(self, batches=self.batches[: MOST_STEPS * self.group])
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A case's steps, planned and simulated. `row`: its figures as `compare` prints them, with phases and utilisation."""
+
+    case: Case
+    steps: tuple[BatchPlan, ...]
+    row: Figures
+
+    @property
+    def name(self) -> str:
+        return self.case.choice.name
+
+    def first_steps(self) -> Played:
+        """The same on the first few steps; the row is that of all."""
+        return replace(self, case=self.case.first_steps(), steps=self.steps[:MOST_STEPS])
+
+    @property
+    def first_plan(self) -> MicrobatchPlan:
+        """The first microbatch of the first step."""
+        return self.steps[0].microbatches[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The question. `plan`: how a case is planned; `play`: the same, timed and simulated, on machines that differ if it was asked so.
+
+    `assumed`: what nobody gave, in words; `lengths`: where the lengths are from; `costs`: the file of measured times, empty: data sheets.
+    `explicit`: somebody named the planners, so one that cannot place the batch is a mistake.
+    """
+
+    cases: tuple[Case, ...]
+    baseline: str
+    plan: Callable[[Case], tuple[BatchPlan, ...]]
+    play: Callable[[Case], Played]
+    assumed: str
+    lengths: str
+    costs: str
+    explicit: bool
+    gpus_per_rank: int
+
+
+def simulate(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> Figures:
+    """The summary of some steps on a machine that is as it was planned for."""
+    return summary(simulate_plans(steps, machine, setup, Perturbation()))
+
+
+def mean_step_s(figures: Figures) -> float:
+    """Seconds of a step, mean over the steps of a summary: phases are means, and add up to it."""
+    return float(sum(figures["phases_s"].values()))

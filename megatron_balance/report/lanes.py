@@ -1,0 +1,94 @@
+"""A timeline that fits on a page: one layer, some ranks, what computes and what is transferred."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.cost.memory import Policy
+from megatron_balance.report.cases import Figures
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.timeline import timeline
+
+SHOWN = 8
+"""Ranks of a timeline."""
+
+ACTIVITIES = ("outside attention", "attention", "packing and adding up", "transfers inside the node", "transfers between nodes")
+
+_FINEST = 1 / 3000
+"""Spans of one activity closer than this share of the whole are drawn as one."""
+
+Span = tuple[float, float]
+
+
+def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
+    """Spans in milliseconds of the ranks that are busiest, least busy, and some in between; forward, then backward.
+
+    Raises:
+        ConfigError: more ranks than can be traced.
+    """
+    events = timeline(plan, machine, policy)["traceEvents"]
+    streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    spans: dict[tuple[int, str], list[Span]] = {}
+    busy = [0.0] * machine.num_ranks
+    forward_ms = total_ms = 0.0
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        activity = _activity(event, streams[event["pid"], event["tid"]])
+        begin, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
+        spans.setdefault((event["pid"], activity), []).append((begin, end))
+        total_ms = max(total_ms, end)
+        if event["cat"] == "forward":
+            forward_ms = max(forward_ms, end)
+        if activity in ACTIVITIES[:3]:
+            busy[event["pid"]] += end - begin
+    ranks = _chosen(busy)
+    lanes = [
+        {"rank": rank, "activity": activity, "spans_ms": _joined(spans[rank, activity], total_ms * _FINEST)}
+        for rank in ranks
+        for activity in ACTIVITIES
+        if (rank, activity) in spans
+    ]
+    return {
+        "kind": "simulated",
+        "planner": plan.planner,
+        "forward_ms": forward_ms,
+        "total_ms": total_ms,
+        "ranks": ranks,
+        "computing_share": {
+            "mean": sum(busy) / len(busy) / total_ms,
+            "most": max(busy) / total_ms,
+            "least": min(busy) / total_ms,
+            "most_rank": busy.index(max(busy)),
+            "least_rank": busy.index(min(busy)),
+        },
+        "lanes": lanes,
+    }
+
+
+def _activity(event: dict[str, Any], stream: str) -> str:
+    """Transfers by the link they take; the legs of a routed one that stay in the node are inside it."""
+    if stream == "compute":
+        kinds = {"linear": ACTIVITIES[0], "attention": ACTIVITIES[1]}
+        return kinds.get(str(event["name"]), ACTIVITIES[2])
+    return ACTIVITIES[4] if stream.startswith("inter_node") else ACTIVITIES[3]
+
+
+def _chosen(busy: list[float]) -> list[int]:
+    """Some ranks, the busiest and the least busy among them."""
+    order = sorted(range(len(busy)), key=lambda rank: (-busy[rank], rank))
+    if len(order) <= SHOWN:
+        return sorted(order)
+    return sorted({order[round(at * (len(order) - 1) / (SHOWN - 1))] for at in range(SHOWN)})
+
+
+def _joined(spans: list[Span], gap: float) -> list[list[float]]:
+    """Spans in order, those that overlap or nearly touch as one."""
+    found: list[list[float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + gap:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([begin, end])
+    return [[round(begin, 6), round(end, 6)] for begin, end in found]

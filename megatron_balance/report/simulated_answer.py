@@ -1,0 +1,102 @@
+"""Of the page of a simulated comparison: what limits the step, and what to try next."""
+
+from __future__ import annotations
+
+from megatron_balance.report import plots, words
+from megatron_balance.report.cases import Figures
+from megatron_balance.report.limits import COMPUTING, PARTS
+from megatron_balance.report.page import Bullets, Fold, Item, Plot, Section, Table, Text
+
+SHOWN_TRIES = 14
+"""Variants that are drawn."""
+
+SAME = 0.0005
+"""A share of the step that is no difference."""
+
+
+def limits(study: Figures) -> Section:
+    """The parts of a step."""
+    found = study["limits"]
+    caption = "Grey, blue and green compute; everything else is what the step loses to something that could be better. " + " ".join(
+        f"{name} loses {words.percent(1 - each['computing_s'] / each['step_s'])}." for name, each in found.items()
+    )
+    steps = next(iter(found.values()))["num_steps"]
+    parts = [part for part in PARTS if any(each["parts_s"][part] > 0 for each in found.values())]
+    rows = tuple(
+        (
+            PARTS[part],
+            "computing" if part in COMPUTING else "loss",
+            *(
+                f"{words.seconds(each['parts_s'][part])} ({words.percent(each['parts_s'][part] / each['step_s'])})"
+                for each in found.values()
+            ),
+        )
+        for part in parts
+    )
+    items: list[Item] = [
+        Bullets(tuple(each["sentence"] for each in found.values())),
+        Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(found)),
+        Table("the same as a table", ("part", "", *found), rows, "simulated"),
+        Text(
+            f"Over the first {words.count(steps, 'step')}. One thing after another is made ideal, and charged what the step gains: no rank "
+            "slower than the others, then transfers between nodes that take no time, then those inside nodes. What is left computes; what "
+            "all ranks would take if they computed equally long is computing, and the rest is imbalance or waiting. Transfers that are "
+            "hidden behind computing cost nothing."
+        ),
+    ]
+    items += _kernels(study)
+    return Section("limits", "What limits the step", tuple(items))
+
+
+def _kernels(study: Figures) -> list[Item]:
+    """The same attention at different speeds."""
+    base, best = (study["limits"][study[key]] for key in ("baseline", "best"))
+    slow, fast = base["parts_s"]["attention"], best["parts_s"]["attention"]
+    if slow < 1.15 * fast:
+        return []
+    return [
+        Text(
+            f"The attention itself is the same work under every planner, but {base['planner']} computes {words.seconds(slow)} for what "
+            f"{best['planner']} computes in {words.seconds(fast)}: the smaller the pieces that sequences are cut into, the worse they fill "
+            "a GPU."
+        )
+    ]
+
+
+def what_next(study: Figures) -> Section:
+    """Suggestions, and all that was tried."""
+    found = study["try_next"]
+    rows = [row for row in found["tries"] if abs(row["saves"]) >= SAME]
+    best = study["best"]
+    items: list[Item] = [Bullets(tuple(found["suggestions"]))]
+    if rows:
+        top = rows[:SHOWN_TRIES]
+        caption = (
+            f"Each bar is one change to {best} as it was asked for, simulated on the first {words.count(found['num_steps'], 'step')} "
+            f"({words.seconds(found['step_s'])} as it is): to the right a step takes less time, to the left more. "
+            f"{'The best of all, ' if top[0]['saves'] > 0 else 'The nearest, '}{top[0]['name']}, takes {words.seconds(top[0]['step_s'])}."
+        )
+        items.append(Plot("plot-next", "What a step would gain", caption, "simulated", *plots.gains(top)))
+        table = Table(
+            f"all that was simulated, beside {best} as it is",
+            ("change", "options", "step", "times as fast", "memory at most"),
+            tuple(
+                (
+                    row["name"],
+                    f"`{row['options']}`" if row["options"] else "",
+                    words.seconds(row["step_s"]),
+                    f"{row['times_as_fast']:.2f}x",
+                    f"{words.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
+                )
+                for row in rows
+            ),
+            "simulated",
+        )
+        items.append(Fold(f"All {words.count(len(rows), 'change')} as a table", (table,)))
+    same = [*found["unchanged"], *(row["name"] for row in found["tries"] if abs(row["saves"]) < SAME)]
+    if same:
+        items.append(Fold(f"{words.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
+    if found["impossible"]:
+        reasons = tuple(f"{name}: {reason}" for name, reason in found["impossible"].items())
+        items.append(Fold(f"{words.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
+    return Section("next", "What to try next", tuple(items))

@@ -1,0 +1,126 @@
+"""A simulated comparison of planners as one JSON document: everything that its page says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.report import advice, lanes, lengths, limits, load, placement, tries
+from megatron_balance.report.cases import Asked, Case, Figures, Played, Progress
+from megatron_balance.simulator.timeline import MOST_RANKS
+
+
+def study(asked: Asked, progress: Progress) -> Figures:
+    """Compare all planners; of the baseline and the fastest other one also where everything goes, when, and what limits them.
+
+    Raises:
+        ConfigError: the baseline cannot place the batch.
+        InfeasibleError: a planner that was asked for cannot.
+    """
+    played, left_out = _play(asked, progress)
+    base = next((each for each in played if each.name == asked.baseline), None)
+    if base is None:
+        raise ConfigError(f"--baseline {asked.baseline} cannot plan this batch: {left_out[asked.baseline]}")
+    for each in played:
+        each.row["speedup"] = base.row["step_s"] / each.row["step_s"]
+    best = _best(played, base)
+    shown = [base] if best is base else [base, best]
+    found, why_not = _timelines(shown, progress)
+    case = best.case
+    ranks_per_nic = case.machine.cluster.ranks_per_nic
+    rows = sorted((each.row for each in played), key=lambda row: row["step_s"])
+    limiting = {each.name: limits.of(each.first_steps()) for each in progress(shown, "what limits the step")}
+    tried = tries.of(asked, case.first_steps(), progress)
+    memory_bytes = case.machine.cluster.memory_bytes
+    return {
+        "report": "simulated",
+        "kind": "simulated",
+        "answer": advice.answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
+        "asked": described(asked, case),
+        "lengths": lengths.of_batches(case.batches),
+        "rows": rows,
+        "baseline": base.name,
+        "best": best.name,
+        "left_out": left_out,
+        "placement": {each.name: placement.of_plan(each.first_plan) for each in shown},
+        "load": {each.name: load.of_plan(each.first_plan, case.machine.model, ranks_per_nic) for each in played},
+        "timeline": found,
+        "timeline_left_out": why_not,
+        "limits": limiting,
+        "try_next": {**tried, "suggestions": advice.suggestions(tried)},
+    }
+
+
+def _play(asked: Asked, progress: Progress) -> tuple[list[Played], dict[str, str]]:
+    """Every planner's steps; of planners that nobody named, one that cannot place the batch is left out, with its reason."""
+    played: list[Played] = []
+    left_out: dict[str, str] = {}
+    for case in progress(asked.cases, "planners"):
+        try:
+            played.append(asked.play(case))
+        except InfeasibleError as error:
+            if asked.explicit:
+                raise
+            left_out[case.choice.name] = str(error)
+    return played, left_out
+
+
+def _best(played: Sequence[Played], base: Played) -> Played:
+    """The fastest one beside the baseline, of those that fit in memory if any does."""
+    others = [each for each in played if each is not base]
+    return min(others, key=lambda each: (not each.row["fits"], each.row["step_s"]), default=base)
+
+
+def _timelines(shown: Sequence[Played], progress: Progress) -> tuple[Figures, str]:
+    case = shown[0].case
+    if case.setup.transport == "sockets":
+        return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."
+    if case.machine.num_ranks > MOST_RANKS:
+        return {}, f"A timeline plays every transfer of every rank, and is made for at most {MOST_RANKS} ranks; ask for fewer with --ranks."
+    made = progress(shown, "timeline")
+    return {each.name: lanes.of_plan(each.first_plan, each.case.machine, each.case.setup.policy) for each in made}, ""
+
+
+def described(asked: Asked, case: Case) -> Figures:
+    """The question, for people who were not there."""
+    machine, setup = case.machine, case.setup
+    cluster, model = machine.cluster, machine.model
+    return {
+        "assumed": asked.assumed or None,
+        "lengths": asked.lengths,
+        "planners": {each.choice.name: each.choice.options.tokens_per_rank for each in asked.cases},
+        "cluster": {
+            "name": cluster.name,
+            "num_ranks": cluster.num_ranks,
+            "gpus_per_rank": asked.gpus_per_rank,
+            "num_nodes": cluster.num_nodes,
+            "ranks_per_node": cluster.node_size,
+            "ranks_per_nic": cluster.ranks_per_nic,
+            "nic_bytes_per_s": machine.inter.bytes_per_s,
+            "intra_bytes_per_s": machine.intra.bytes_per_s,
+            "flops_per_s": cluster.flops_per_s,
+            "memory_bytes": cluster.memory_bytes,
+            "costs": asked.costs,
+            "kind": "measured" if asked.costs else "published",
+        },
+        "model": {
+            "name": model.name,
+            "num_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "num_heads": model.num_heads,
+            "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "kind": "exact",
+        },
+        "step": {
+            "batches": case.group,
+            "policy": setup.policy,
+            "recompute": setup.recompute,
+            "pipeline": setup.pipeline,
+            "interleave": setup.interleave,
+            "experts": setup.experts,
+            "overlap_sync": setup.overlap_sync,
+            "slow_ranks": {str(rank): factor for rank, factor in enumerate(machine.slowdown) if factor != 1},
+        },
+    }

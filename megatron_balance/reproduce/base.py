@@ -1,0 +1,98 @@
+"""What a published result is here: a paper has tables, a table is a function that gives rows, a row is one number beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, Protocol, TypeAlias, TypeVar
+
+from megatron_balance.errors import ConfigError
+
+T = TypeVar("T")
+Kind: TypeAlias = Literal["exact", "simulated", "measured"]
+"""exact: follows from printed numbers and closed forms, or from a plan; simulated: on the simulator's clocks; measured: on a machine."""
+
+Sign: TypeAlias = Literal["=", "<=", ">="]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number. `published` is what the paper prints, None where it only draws; `sign`: printed as this, at most, or at least this.
+
+    `note`: what a reader must know to compare the two.
+    """
+
+    name: str
+    published: float | None
+    ours: float
+    unit: str
+    kind: Kind
+    sign: Sign = "="
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over published."""
+        return self.ours / self.published if self.published else None
+
+
+class Progress(Protocol):
+    """Shows how far a loop is."""
+
+    def __call__(self, items: Sequence[T], what: str, /) -> Iterable[T]:
+        """`items`, one after another."""
+        ...
+
+
+def silent(items: Sequence[T], what: str, /) -> Iterable[T]:  # noqa: ARG001  the shape of `Progress`
+    """No progress shown."""
+    return items
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to simulate: `batches` drawn for each number."""
+
+    batches: int
+    progress: Progress = silent
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table or figure. `rows` computes it; `batches`: how many are drawn for each number unless the user says otherwise."""
+
+    title: str
+    rows: Callable[[Effort], list[Row]]
+    batches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A paper. `tables` by the name that the command line takes, in the order of the paper."""
+
+    title: str
+    tables: Mapping[str, Table]
+
+    def chosen(self, name: str, table: str | None) -> dict[str, Table]:
+        """One table of the paper `name`, or all.
+
+        Raises:
+            ConfigError: there is no such table.
+        """
+        if table is None:
+            return dict(self.tables)
+        return {table: of_name(self.tables, table, f"{name} has no table")}
+
+
+def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
+    """What is known by this name.
+
+    Raises:
+        ConfigError: nothing is; names what comes close, or everything.
+    """
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+        raise ConfigError(f"{missing} {name!r}; {hint}")
+    return known[name]

@@ -1,0 +1,61 @@
+"""A real browser for tests: opens a file and says what it drew, what it complained about and what it asked the network for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+NOT_FOUND = f"no browser on PATH ({', '.join(NAMES)}); on Debian: apt-get install chromium"
+
+_NOT_A_PAGE = "not an origin"
+"""Who asks for what the browser fetches for itself, updates for instance."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`dom`: the document after its scripts; `console`: lines written there, errors among them; `requests`: of the page, to any network."""
+
+    dom: str
+    console: tuple[str, ...]
+    requests: tuple[str, ...]
+
+
+def find() -> str | None:
+    """A browser that can be driven from the command line."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+def view(page: Path, scratch: Path, *flags: str) -> Seen:
+    """Open a file in a browser of its own, with no way to any network, and let its scripts run."""
+    browser = find()
+    assert browser is not None, NOT_FOUND
+    log = scratch / "net.json"
+    command = [
+        *(browser, "--headless", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-dev-shm-usage"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND"),
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),  # a sandbox is refused to root
+        *(f"--user-data-dir={scratch / 'profile'}", f"--log-net-log={log}", "--enable-logging=stderr", "--window-size=1200,900"),
+        *("--virtual-time-budget=10000", *flags, "--dump-dom", page.as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{browser} ended with {done.returncode}: {done.stderr[-2000:]}"
+    console = tuple(line.split("] ", 1)[1] for line in done.stderr.splitlines() if re.search(r":CONSOLE[:(]", line))
+    return Seen(done.stdout, console, _requests(log))
+
+
+def _requests(log: Path) -> tuple[str, ...]:
+    """Of the browser's own log of its network: what the page asked for, but for files and data that it holds itself."""
+    found: list[str] = []
+    for event in json.loads(log.read_text(encoding="utf-8"))["events"]:
+        params = event.get("params") or {}
+        url = str(params.get("url", ""))
+        if "initiator" in params and params["initiator"] != _NOT_A_PAGE and not url.startswith(("file:", "data:", "blob:")):
+            found.append(url)
+    return tuple(found)

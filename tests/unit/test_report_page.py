@@ -1,0 +1,147 @@
+"""The pages of reports: well-formed, escaped, self-contained; every plot is one that Plotly takes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.cli import main
+from megatron_balance.errors import ConfigError
+from megatron_balance.report import page
+from tests.support import report_pages
+from tests.support.report_pages import HOSTILE, PICTURE, embedded
+
+go = pytest.importorskip("plotly.graph_objects", reason="needs plotly, of the extra 'report'")
+
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Document(HTMLParser):
+    """Elements in order, with their attributes; and whether every one was closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+    def ids(self) -> list[str]:
+        return [name for _, attrs in self.elements if (name := attrs.get("id"))]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    return report_pages.make(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.fixture(params=["simulated", "trained"])
+def text(request, pages) -> str:
+    return pages[request.param].read_text(encoding="utf-8")
+
+
+def test_elements_are_closed_and_names_are_text(text):
+    document = Document(text)
+    assert document.open == []
+    assert [tag for tag, _ in document.elements].count("script") == 3
+    assert "img" not in [tag for tag, _ in document.elements]
+    said = "".join(document.text)
+    assert PICTURE in said
+    assert HOSTILE in said
+
+
+def test_it_refers_only_to_itself(text):
+    document = Document(text)
+    assert len(document.ids()) == len(set(document.ids()))
+    for tag, attrs in document.elements:
+        assert "src" not in attrs, tag
+        if "href" in attrs:
+            assert (attrs["href"] or "").startswith("#")
+            assert (attrs["href"] or "")[1:] in document.ids()
+        for name in ("aria-labelledby", "aria-describedby"):
+            if name in attrs:
+                assert attrs[name] in document.ids()
+    without_library = text.replace(page.plot_library(), "")
+    assert not re.search(r"(?<!\\u003c)https?://", without_library)
+    assert len(without_library) < 500_000
+
+
+def test_its_policy_forbids_the_network_and_names_its_scripts(text):
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert policy
+    assert policy[1].startswith("default-src 'none';")
+    assert policy[1].count("sha256-") == 2
+    assert "'unsafe-inline'" not in policy[1].split("script-src")[1]
+
+
+def test_every_section_is_in_the_contents_and_every_plot_has_words(text):
+    document = Document(text)
+    sections = [attrs["id"] for tag, attrs in document.elements if tag == "section"]
+    links = [attrs["href"] for tag, attrs in document.elements if tag == "a" and attrs.get("class") != "skip"]
+    assert links == [f"#{each}" for each in sections]
+    assert len(sections) >= 10
+    plots = embedded(text)
+    captions = re.findall(r"<figcaption[^>]*>(.*?)</figcaption>", text, re.DOTALL)
+    assert len(captions) == len(plots) >= 7
+    assert all(len(caption) > 40 for caption in captions)
+    chips = re.findall(r'<span class="kind (\w+)">', text)
+    assert set(chips) <= {"exact", "measured", "simulated", "published"}
+    assert len(chips) >= len(plots)
+
+
+def test_plotly_takes_every_plot(text):
+    for plot in embedded(text):
+        figure = go.Figure(data=plot["data"], layout=plot["layout"])  # raises where a key or value is none of Plotly's
+        assert len(figure.data) >= 1, plot["id"]
+        assert any(len(trace["y"] or ()) for trace in plot["data"]), plot["id"]
+
+
+def test_labels_of_plots_are_escaped_too(pages):
+    names = [trace["name"] for plot in embedded(pages["trained"].read_text(encoding="utf-8")) for trace in plot["data"]]
+    assert any("&lt;img src=x" in name for name in names)
+    assert not any("<" in name for name in names)
+
+
+def test_a_page_is_one_file_of_some_megabytes(pages):
+    assert all(4e6 < path.stat().st_size < 8e6 for path in pages.values())
+
+
+def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"megatron-balance\[report\]"):
+        page.plot_library()
+    assert main(["report", "--lengths", "100", "--out", str(tmp_path / "r.html")]) == 2
+    assert capsys.readouterr().err.startswith("error: the plots of a report need plotly")
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("", "is a folder; give a file to write"), ("none/r.html", "there is no folder"), ("file/r.html", "there is no folder")],
+)
+def test_where_the_page_cannot_go_is_said_before_any_work(tmp_path, capsys, out, message):
+    (tmp_path / "file").write_text("")
+    assert main(["report", "--lengths", "100", "--out", str(tmp_path / out)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_file_is_needed(capsys):
+    assert main(["report", "--lengths", "100"]) == 2
+    assert "--out" in capsys.readouterr().err
