@@ -22,13 +22,14 @@ def for_training(script: bool) -> tuple[Patch, ...]:
         forward_backward,
         moe_aux_loss,
         moe_splits,
+        ping_pong,
         pretrain,
         te_attention,
         torch_norm,
         training_log,
     )
 
-    modules = [context_parallel_groups, data_iterator, forward_backward, training_log, dataset_helpers, moe_aux_loss]
+    modules = [context_parallel_groups, data_iterator, forward_backward, training_log, dataset_helpers, moe_aux_loss, ping_pong]
     if script:
         modules += [arguments, pretrain]
     if te_available():

@@ -8,13 +8,12 @@ everything else as before.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_balance.megatron.core_attention import attend
+from megatron_balance.megatron.core_attention import attend, softmax_scale_of
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.patches import Patch
 
@@ -28,9 +27,7 @@ def planned(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         if not isinstance(packed_seq_params, BalancedSeqParams):
             return forward(module, query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
-        config = module.config
-        scale = config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        return attend(query, key, value, packed_seq_params, scale)
+        return attend(query, key, value, packed_seq_params, softmax_scale_of(module))
 
     return attention
 

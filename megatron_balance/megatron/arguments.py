@@ -57,6 +57,22 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     return parser
 
 
+FP8_ROWS: dict[str, int] = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+"""By `--fp8-recipe`, what the rows of a linear layer's input must be a multiple of. The products take 16 rows at a time; MXFP8 has a scale
+for every 32 rows and block scaling for every 128, and Transformer Engine quantises whole blocks only (`is_quantizable`)."""
+FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
+"""Without flags of their own in this Megatron; a script or a YAML may set them."""
+
+
+def row_multiple(args: argparse.Namespace) -> int:
+    """What the rows of a rank must be a multiple of; those that are added belong to no sequence and are masked.
+
+    Sequence parallelism cuts them over the tensor-parallel ranks, each of which may quantise its own before they are gathered.
+    """
+    shares = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return shares * (FP8_ROWS[args.fp8_recipe] if args.fp8 is not None else 1)
+
+
 def _given(name: str) -> Callable[[Any], bool]:
     """Whether option `name` is there and set."""
     return lambda args: bool(getattr(args, name, None))
@@ -78,10 +94,6 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: args.yaml_cfg is not None,
         "--yaml-cfg replaces all options, --balance-* included; give the flags on the command line",
-    ),
-    (
-        lambda args: args.pipeline_model_parallel_size > 1,
-        "--pipeline-model-parallel-size > 1 is not supported yet: it arrives with core attention disaggregation; use 1",
     ),
     (
         lambda args: args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph or args.optimizer_cuda_graph,
@@ -135,8 +147,16 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_given("tp_comm_overlap"), "--tp-comm-overlap allocates buffers for one fixed number of tokens; leave it out"),
     (_given("fused_single_qkv_rope"), "--fused-single-qkv-rope does not take positions; leave it out"),
     (
-        lambda args: args.fp8 is not None or args.fp4 is not None,
-        "--fp8-format and --fp4-format need rows in multiples of 16 or 32 on every rank; train in bf16",
+        lambda args: args.fp4 is not None,
+        "--fp4-format is for Blackwell, where plans have not been tried; use --fp8-format or bf16",
+    ),
+    (
+        lambda args: args.fp8 is not None and args.fp8_recipe not in FP8_ROWS,
+        "--fp8-recipe custom does not say what the rows of a matrix must be a multiple of; choose delayed, tensorwise, blockwise or mxfp8",
+    ),
+    (
+        lambda args: args.fp8 is not None and any(getattr(args, name, False) for name in FP8_ATTENTION),
+        "fp8_dot_product_attention and fp8_multi_head_attention: planned attention computes in bf16; linear layers alone can be FP8",
     ),
     (
         lambda args: args.use_megatron_fsdp or args.use_torch_fsdp2,
@@ -190,6 +210,45 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--moe-expert-capacity-factor drops tokens by what shares a rank with them, so the loss would depend on the plan; leave it out",
     ),
 )
+
+
+UNEQUAL_STAGES = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+
+JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda args: any(getattr(args, name, None) for name in UNEQUAL_STAGES),
+        "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-* "
+        "give stages different numbers of layers, so they would attend at different times",
+    ),
+    (
+        lambda args: bool(args.num_layers % (args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1))),
+        "--num-layers is not a multiple of pipeline stages x model chunks, so stages would attend at different times",
+    ),
+    (
+        lambda args: (
+            args.virtual_pipeline_model_parallel_size is not None
+            and getattr(args, "microbatch_group_size_per_vp_stage", None) not in (None, args.pipeline_model_parallel_size)
+        ),
+        "--microbatch-group-size-per-virtual-pipeline-stage must be the number of pipeline stages",
+    ),
+    (_given("defer_embedding_wgrad_compute"), "--defer-embedding-wgrad-compute belongs to Megatron's own schedules; leave it out"),
+    (_given("moe_paged_stash"), "--moe-paged-stash belongs to Megatron's own schedules; leave it out"),
+)
+"""What cannot work where all pipeline stages attend together."""
+
+
+def check_joint_arguments(args: argparse.Namespace) -> None:
+    """Nothing, if pipeline stages can attend together under these arguments.
+
+    Raises:
+        ConfigError: names every flag that cannot work.
+    """
+    reasons = [reason for refused, reason in JOINT_REFUSALS if refused(args)]
+    if reasons:
+        raise ConfigError(f"pipeline stages cannot attend together: {'; '.join(reasons)}; or set 'pipeline: stages'")
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.runtime.attention import balanced_attention
+from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.joint import joint_attention
 
 
 class BalancedCoreAttention(MegatronModule):
@@ -75,16 +77,34 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: 
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the tensor-parallel size): their output is zero.
     """
     bound = params.bound
+    if params.backward is not None and params.backward.bound is not None:
+        bound = params.backward.bound  # recomputed in its backward tick, with the other stages that are in it
     assert bound is not None, "a planned microbatch is bound before the model sees it"
-    rows, num_tokens = query.shape[0], bound.num_tokens
-    out_THD = balanced_attention(
-        query[:num_tokens, 0].contiguous(),
-        key[:num_tokens, 0].contiguous(),
-        value[:num_tokens, 0].contiguous(),
-        bound,
-        softmax_scale,
-    )
-    return F.pad(out_THD.flatten(1)[:, None], (0, 0, 0, 0, 0, rows - num_tokens))
+    q, k, v = rows_of(query, key, value, bound)
+    if params.backward is None:
+        out_THD = balanced_attention(q, k, v, bound, softmax_scale)
+    else:
+        out_THD = joint_attention(q, k, v, bound, params.backward, softmax_scale)
+    return padded(out_THD, query.shape[0])
+
+
+def rows_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows that sequences own, [T, heads, D] each, of Megatron's [rows, 1, heads, D]; the last ones may be padding."""
+    q, k, v = (x[: bound.num_tokens, 0].contiguous() for x in (query, key, value))
+    return q, k, v
+
+
+def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
+    """Core attention's output as Megatron has it, [rows, 1, H * D], zero where no sequence owns a row."""
+    return F.pad(out_THD.flatten(1)[:, None], (0, 0, 0, 0, 0, rows - out_THD.shape[0]))
+
+
+def softmax_scale_of(core_attention: Any) -> float:
+    """What a core attention multiplies scores by, ours or one that the patched Transformer Engine runs."""
+    if isinstance(core_attention, BalancedCoreAttention):
+        return core_attention.softmax_scale
+    config = core_attention.config
+    return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
 
 def balanced_spec(spec: Any) -> Any:

@@ -11,14 +11,17 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron import session
+from megatron_balance.megatron import halves, session
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.pipeline_ticks import TickRun
+from megatron_balance.megatron.planning import PlannedStep
 from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchange, mask_of, read, share_lengths
 from megatron_balance.passes.atoms import ranges
-from megatron_balance.runtime.bind import Bound, bind
+from megatron_balance.passes.tables import Ints
+from megatron_balance.runtime.bind import Bound, Counters, bind
+from megatron_balance.schedules import layout
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,42 +50,95 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         tensor_parallel = TensorParallel(
             cast("dist.ProcessGroup", mpu.get_tensor_model_parallel_group()), mpu.get_tensor_model_parallel_src_rank()
         )
-        iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        mine, failure = read(iterator, num_microbatches) if tensor_parallel.is_source else ([], None)
+        # One iterator a model chunk; a script's own provider may leave out those of chunks that neither embed nor compute the loss.
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        iterator = next((each for each in iterators if each is not None), iter(()))
+        mine, failure = read(iterator, num_microbatches) if tensor_parallel.is_source and pool.has_tokens else ([], None)
         if pool.rank not in pool.readers:
             mine = []  # another rank of this replica read the same samples
         shared = share_lengths(mine, failure, num_microbatches, pool, tensor_parallel)
         planned = job.planner(forward_only).plan(shared.lengths)
-        rows = exchange(mine, shared, planned.plans, pool, tensor_parallel)
+        rows = exchange(*halves.cut(mine, shared, planned.parts, pool.rank), planned.plans, pool, tensor_parallel)
         if not forward_only:
             _count_flops(shared, pool.readers[pool.replicas[pool.rank]])
-        microbatches = _Microbatches(job, planned.plans, rows)
+        if planned.ticks:
+            return _run_ticks(job, planned, shared, rows, model, forward_only=forward_only, **kwargs)
+        microbatches = Microbatches(job, planned, rows)
+        chunks = [microbatches.of_chunk() for _ in model] if isinstance(model, list) else [microbatches.of_chunk()]
         result = inner(
             forward_step_func=forward_step,
-            data_iterator=microbatches,
+            data_iterator=chunks if len(chunks) > 1 else chunks[0],
             model=model,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             **kwargs,
         )
         if not forward_only:
-            job.steps.ran(planned, shared, microbatches.bounds)
+            job.steps.ran(planned, shared, microbatches.counters)
         return result
 
     return schedule
 
 
-class _Microbatches(Iterator[PlannedMicrobatch]):
-    """The step's microbatches, each bound when the schedule asks for it."""
+def _run_ticks(
+    job: session.Session,
+    planned: PlannedStep,
+    shared: PoolLengths,
+    rows: Sequence[torch.Tensor],
+    model: Any,
+    *,
+    forward_only: bool,
+    **kwargs: Any,
+) -> Any:
+    """The step with our schedule in place of Megatron's: all pipeline stages attend together."""
+    given = [name for name in ("pg_collection", "p2p_communicator", "adjust_tensor_shapes_fn") if kwargs.get(name) is not None]
+    if given:
+        raise ConfigError(
+            f"pretrain was handed {', '.join(given)}: stages cannot attend together over other groups; set 'pipeline: stages'"
+        )
+    homes = [layout(plan, job.pool.rank) for plan in planned.plans]
 
-    def __init__(self, job: session.Session, plans: Sequence[MicrobatchPlan], rows: Sequence[torch.Tensor]) -> None:
+    def microbatch(index: int) -> PlannedMicrobatch:
+        return assemble(rows[index], homes[index], job.row_multiple)
+
+    run = TickRun(job, planned.ticks, microbatch, model, forward_only=forward_only)
+    result = run.run(**kwargs)
+    if not forward_only:
+        job.steps.ran(planned, shared, run.counters)
+    return result
+
+
+class Microbatches:
+    """The step's microbatches, each bound when the schedule first asks for it, and shared by the model chunks of this rank."""
+
+    def __init__(self, job: session.Session, planned: PlannedStep, rows: Sequence[torch.Tensor]) -> None:
+        """Nothing is bound yet. `rows`: of every plan."""
         self._job = job
-        self._left = iter(list(zip(plans, rows, strict=True)))
-        self.bounds: list[Bound] = []
+        self._plans = planned.plans
+        self._rows = rows
+        self._plans_of = planned.plans_of
+        self._bound: dict[int, PlannedMicrobatch] = {}
+        self._chunks = 0
+        self._asked = [0] * len(self._plans_of)
+        self.counters: list[Counters] = []
 
-    def __next__(self) -> PlannedMicrobatch:
-        plan, rows = next(self._left)
-        job = self._job
+    def of_chunk(self) -> Iterator[PlannedMicrobatch]:
+        """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""
+        self._chunks += 1
+        return map(self._take, range(len(self._plans_of)))
+
+    def _take(self, index: int) -> PlannedMicrobatch:
+        if index not in self._bound:
+            self._bound[index] = self._bind(index)
+        self._asked[index] += 1
+        return self._bound.pop(index) if self._asked[index] == self._chunks else self._bound[index]
+
+    def _bind(self, index: int) -> PlannedMicrobatch:
+        parts = [self._bind_part(at, half) for half, at in enumerate(self._plans_of[index])]
+        return halves.together(parts, self._job.row_multiple)
+
+    def _bind_part(self, index: int, half: int) -> PlannedMicrobatch:
+        plan, rows, job = self._plans[index], self._rows[index], self._job
         bound = bind(
             plan,
             job.pool.rank,
@@ -92,19 +148,19 @@ class _Microbatches(Iterator[PlannedMicrobatch]):
             groups=job.pool.groups,
             policy=job.config.backward,
             kernel=job.config.kernel,
+            half=half,
         )
-        self.bounds.append(bound)
-        return assemble(rows, bound, job.row_multiple)
+        self.counters.append(bound.counters)
+        return assemble(rows, bound.home, job.row_multiple, bound)
 
 
-def assemble(rows: torch.Tensor, bound: Bound, multiple: int) -> PlannedMicrobatch:
-    """A microbatch of the rows [T, 3] of this rank, padded to a positive multiple.
+def assemble(rows: torch.Tensor, home: Ints, multiple: int, bound: Bound | None = None) -> PlannedMicrobatch:
+    """A microbatch of the rows [T, 3] of this rank, padded to a positive multiple. `home`: rows (seq, start, stop) of what they are.
 
     A rank without tokens still takes part in every collective, so it computes masked padding; sequence parallelism needs a multiple of the
     tensor-parallel size.
     """
     padding = multiple if not len(rows) else -len(rows) % multiple
-    home = np.asarray(bound.home)
     positions = torch.from_numpy(ranges(home[:, 1], home[:, 2])[1]).to(rows.device)
     assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -22,9 +23,11 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.groups import Pool
+from megatron_balance.megatron.tick_figures import BACKWARD, tick_figures
 from megatron_balance.megatron.tokens import PoolLengths, job_device
-from megatron_balance.runtime.bind import Bound, Counters
+from megatron_balance.runtime.bind import Counters
 from megatron_balance.schedules.figures import figures
+from megatron_balance.simulator import pipeline
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.planning import PlannedStep
@@ -33,9 +36,6 @@ log = logging.getLogger(__name__)
 
 STEPS_FILE = "steps.jsonl"
 CONFIG_FILE = "config.yaml"
-FORWARD_AND_BACKWARD = 3
-"""A layer's backward pass takes twice its forward pass."""
-
 Json = dict[str, Any]
 
 
@@ -46,14 +46,14 @@ class Ran:
     planned: PlannedStep
     shared: PoolLengths
     counters: tuple[Counters, ...]
-    """Of this rank, by microbatch."""
+    """Of this rank, by plan."""
 
 
 class StepLog:
     """Collects a step from the schedule's wrapper and writes it when Megatron has reduced its loss."""
 
     def __init__(self, args: argparse.Namespace, config: RunConfig) -> None:
-        """Global rank 0 writes files; what it needs of other ranks is gathered over its pool."""
+        """Global rank 0 writes files; what it needs of other ranks is gathered over its joint pool."""
         self._args = args
         self._config = config
         self._file: IO[str] | None = None
@@ -79,24 +79,27 @@ class StepLog:
         if not forward_only and self._begun is None:
             self._begun = time.perf_counter()
 
-    def ran(self, planned: PlannedStep, shared: PoolLengths, bounds: Sequence[Bound]) -> None:
+    def ran(self, planned: PlannedStep, shared: PoolLengths, counters: Sequence[Counters]) -> None:
         """The schedule has run all microbatches."""
-        self._ran = Ran(planned, shared, tuple(bound.counters for bound in bounds))
+        self._ran = Ran(planned, shared, tuple(counters))
 
     def finish(self, step: int, loss_dict: dict[str, torch.Tensor], grad_norm: float | torch.Tensor | None) -> None:
-        """The step is over: write it. Collective over the pool if there is a `--balance-log`."""
+        """The step is over: write it. Collective over the joint pool if there is a `--balance-log`."""
         ran, begun = self._ran, self._begun
         self._ran = self._begun = None
         if ran is None or begun is None or self._setup is None:
             return
         step_s = time.perf_counter() - begun
-        counted = self._gather(ran.counters) if self._args.balance_log else _table(ran.counters)[None]
+        loss = _number(loss_dict.get("lm loss"))
+        counted = _table(ran.counters)[None]
+        if self._args.balance_log:
+            counted, loss = self._gather(ran.counters), self._from_last_stage(loss)
         writer, wandb = get_tensorboard_writer(), get_wandb_writer()
         if not (self._writes or writer or wandb):
             return
         record: Json = {
             "step": int(step),
-            "loss": _number(loss_dict.get("lm loss")),
+            "loss": loss,
             "grad_norm": _number(grad_norm),
             **self._figures(ran),
             **_counted(counted),
@@ -132,11 +135,11 @@ class StepLog:
         seconds = [
             max(cost.attention_s(p) + cost.linear_s(t) for p, t in zip(ps, ts, strict=True)) for ps, ts in zip(pairs, tokens, strict=True)
         ]
-        return {
+        record: Json = {
             "planner": ran.planned.plans[0].planner,
             "num_sequences": sum(f["num_sequences"] for f in each),
             "num_tokens": sum(f["num_tokens"] for f in each),
-            "num_microbatches": len(each),
+            "num_microbatches": len(ran.planned.parts),
             "imbalance_before": before(ran.shared, pool),
             "imbalance_after": {"tokens": together(tokens), "attention": together(pairs)},
             "kv_tokens_received": float(sum(np.mean(f["kv_tokens_received_per_rank"]) for f in each)),
@@ -147,20 +150,52 @@ class StepLog:
             "routed_transfers": sum(f["routed_transfers"] for f in each),
             "bytes_sent_per_nic": np.sum([f["bytes_sent_per_nic"] for f in each], axis=0).tolist(),
             "bytes_received_per_nic": np.sum([f["bytes_received_per_nic"] for f in each], axis=0).tolist(),
+            # Memory that this rank's attention calls share: the most in use at once so far, and what is set aside for it.
+            "buffer_bytes": {"peak": pool.joint.buffers.peak_bytes, "held": pool.joint.buffers.held_bytes},
             # Compute only: neither transfers nor what surrounds the layers.
-            "predicted_ms": 1e3 * FORWARD_AND_BACKWARD * model.num_layers * sum(seconds),
+            "predicted_ms": 1e3 * self._through_stages([sum(seconds[i] for i in own) for own in ran.planned.plans_of]),
         }
+        if ran.planned.ticks:
+            ticks = tick_figures(ran.planned.ticks, model, cost, self._args.virtual_pipeline_model_parallel_size or 1)
+            record["imbalance_after"]["attention"] = together(ticks.pop("attention"))
+            record.update(ticks)
+        return record
+
+    def _through_stages(self, seconds: Sequence[float]) -> float:
+        """When the last stage is done, of microbatches that take so long in each layer, in Megatron's order."""
+        assert self._setup is not None
+        pool, model, _ = self._setup
+        stages, chunks = pool.num_stages, self._args.virtual_pipeline_model_parallel_size or 1
+        if len(seconds) % stages:
+            chunks = 1  # groups of another size than Megatron's own: said as if not interleaved
+        layers = model.num_layers / (stages * chunks)
+
+        def run(_stage: int, step: pipeline.Pass, begin: np.ndarray) -> np.ndarray:
+            return begin + layers * seconds[step.microbatch] * (BACKWARD if step.backward else 1)
+
+        return pipeline.total_s(pipeline.run(stages, len(seconds), chunks, 1, run, lambda _: np.zeros(1)))
 
     def _gather(self, counters: tuple[Counters, ...]) -> np.ndarray:
-        """Counters of all pool ranks [R, M, counters]."""
+        """Counters of all ranks of the joint pool [R, M, counters]."""
         assert self._setup is not None
-        pool = self._setup[0]
-        if pool.size == 1:
+        joint = self._setup[0].joint
+        if joint.size == 1:
             return _table(counters)[None]
         own = torch.from_numpy(_table(counters)).to(job_device())
-        everyone = own.new_empty(pool.size, *own.shape)
-        dist.all_gather(list(everyone.unbind()), own, group=pool.groups.pool)
+        everyone = own.new_empty(joint.size, *own.shape)
+        dist.all_gather(list(everyone.unbind()), own, group=joint.pool)
         return everyone.cpu().numpy()
+
+    def _from_last_stage(self, loss: float | None) -> float | None:
+        """The loss, which Megatron knows on the last pipeline stage only."""
+        assert self._setup is not None
+        pool = self._setup[0]
+        if pool.num_stages == 1:
+            return loss
+        # Not a number where there is none: nothing was trained on, as Megatron has it.
+        known = torch.tensor([math.nan if loss is None else loss], dtype=torch.float64, device=job_device())
+        dist.broadcast(known, pool.joint.ranks[-1], group=pool.joint.pool)
+        return float(known)
 
 
 def before(shared: PoolLengths, pool: Pool) -> dict[str, float]:

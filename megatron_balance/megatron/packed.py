@@ -8,6 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.joint import BackwardSlot
 
 
 @dataclass
@@ -20,8 +21,12 @@ class BalancedSeqParams(PackedSeqParams):
 
     bound: Bound | None = None
     """What `balanced_attention` runs for this rank."""
+    backward: BackwardSlot | None = None
+    """Where its backward finds the plan of its tick, if the pipeline stages attend together."""
     position_ids: torch.Tensor | None = None
-    """[T] int64: position of each local token in its own sequence, padding tokens included."""
+    """[T] int64: position of each local token in its own sequence, padding tokens included; half by half."""
+    halves: tuple[BalancedSeqParams, ...] = ()
+    """Of a microbatch that runs as two half batches (`megatron.ping_pong`): those of each half, in place of `bound`."""
 
     def __post_init__(self) -> None:
         """Nothing to derive: the base class precomputes Mamba's sequence index, which needs cu_seqlens."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -14,7 +16,9 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron_balance import make_planner
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.core.tick import TickPlan, fingerprint
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.halves import Parts, parts_of
 from megatron_balance.megatron.own_scheduler import own_planner
 from megatron_balance.runtime.agree import check_agreement
 from megatron_balance.runtime.prefetch import PlanAhead, PlanSpec
@@ -32,15 +36,28 @@ ALWAYS_AGREE = 3
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The plans of one step. `plan_s`: seconds of planning, wherever it ran; `wait_s`: of them, how long the step waited."""
+    """The plans of one step. `plan_s`: seconds of planning, wherever it ran; `wait_s`: of them, how long the step waited.
+
+    `parts`: by microbatch, the sequences of each of its parts, which have plans of their own, one after the other.
+    """
 
     plans: tuple[MicrobatchPlan, ...]
     plan_s: float
     wait_s: float
+    parts: tuple[Parts, ...] = ()
+    ticks: tuple[TickPlan, ...] = ()
+    """Where all pipeline stages attend together: then `plans` say where tokens are at home, and these how they attend."""
 
     @property
     def fingerprint(self) -> str:
-        return BatchPlan(self.plans).fingerprint()
+        plans = BatchPlan(self.plans).fingerprint()
+        return hashlib.sha256((plans + fingerprint(self.ticks)).encode()).hexdigest()[:16] if self.ticks else plans
+
+    @property
+    def plans_of(self) -> tuple[range, ...]:
+        """By microbatch: which of `plans` are its parts'."""
+        ends = [0, *accumulate(len(each) for each in self.parts)]
+        return tuple(range(begin, end) for begin, end in pairwise(ends))
 
 
 class StepPlanner:
@@ -59,11 +76,12 @@ class StepPlanner:
         layers = dataclasses.replace(job.config.planner.layers, align=job.row_multiple)
         table = job.config.plan_costs
         spec = PlanSpec(self._name, job.cluster(), job.model(), layers, self._options, None if table is None else str(table.resolve()))
+        self._spec = spec = self._planned_for(spec)
         own = own_planner(spec)
         self._plan = own or make_planner(spec.name, spec.cluster, spec.model, spec.layers, spec.plan_costs, **spec.options)
         # The planning process imports no Megatron: what Megatron's own code plans is planned on the spot.
         self._ahead = PlanAhead(spec) if ahead and job.train_data is not None and own is None else None
-        self._submitted: set[tuple[int, int]] = set()
+        self._submitted: set[tuple[int, int, int]] = set()
         self._last: tuple[tuple[tuple[int, ...], ...], PlannedStep] | None = None
         self._steps = 0
         self._warned = False
@@ -77,10 +95,13 @@ class StepPlanner:
         """
         if self._last is not None and self._last[0] == lengths:
             return self._last[1]
-        step = self._from_ahead(lengths) if self._ahead is not None else self._now(lengths)
+        parts = tuple(parts_of(microbatch, halved=self._job.ping_pong) for microbatch in lengths)
+        each = [_part(microbatch, part) for microbatch, own in zip(lengths, parts, strict=True) for part in own]
+        step = self._from_ahead(each, parts) if self._ahead is not None else self._now(each)
+        step = dataclasses.replace(step, parts=parts)
         self._steps += 1
         if self._steps <= ALWAYS_AGREE or self._steps % self._job.config.agreement_every == 0:
-            check_agreement(step.fingerprint, self._job.pool.groups)
+            check_agreement(step.fingerprint, self._job.pool.joint)
         self._last = (lengths, step)
         return step
 
@@ -96,17 +117,18 @@ class StepPlanner:
         seconds = time.perf_counter() - start
         return PlannedStep(plans, seconds, seconds)
 
-    def _from_ahead(self, lengths: tuple[tuple[int, ...], ...]) -> PlannedStep:
+    def _from_ahead(self, lengths: Sequence[tuple[int, ...]], parts: Sequence[Parts]) -> PlannedStep:
+        """Plans for `lengths` of each part of each microbatch."""
         assert self._ahead is not None
         consumed = self._job.args.consumed_train_samples
         # Not this step: the first one after a start or a resume is planned on the spot, not waited for.
         for step in range(1, HORIZON + 1):
-            self._submit(consumed + step * get_num_microbatches() * self._samples(), len(lengths))
+            self._submit(consumed + step * get_num_microbatches() * self._samples(), len(parts))
         plans: list[MicrobatchPlan] = []
         waited = 0.0
         planned = 0.0
-        for m, microbatch in enumerate(lengths):
-            key = (consumed, m)
+        keys = [(consumed, m, part) for m, own in enumerate(parts) for part in range(len(own))]
+        for key, microbatch in zip(keys, lengths, strict=True):
             ready = self._ahead.take(key) if key in self._submitted else None
             self._submitted.discard(key)
             plan = ready.plan if ready is not None else None
@@ -114,17 +136,32 @@ class StepPlanner:
                 waited += ready.waited_s
                 planned += ready.plan_s
             if plan is None or plan.lengths != microbatch:
-                if plan is not None and not self._warned:
-                    log.warning(
-                        "planning ahead expected other lengths than the data iterator brought at sample %d; planning on the spot. "
-                        "Is the order of samples not sequential?",
-                        consumed,
-                    )
-                    self._warned = True
+                if plan is not None:
+                    self._warn_of_other_lengths(consumed)
                 now = self._now([microbatch])
                 plan, waited, planned = now.plans[0], waited + now.wait_s, planned + now.plan_s
             plans.append(plan)
         return PlannedStep(tuple(plans), planned, waited)
+
+    def _planned_for(self, spec: PlanSpec) -> PlanSpec:
+        """What is planned, given the ranks of the pool."""
+        return spec
+
+    def _warn_of_other_lengths(self, consumed: int) -> None:
+        if not self._warned:
+            log.warning(
+                "planning ahead expected other lengths than the data iterator brought at sample %d; planning on the spot. "
+                "Is the order of samples not sequential?",
+                consumed,
+            )
+            self._warned = True
+
+    def _coming(self, first: int) -> tuple[int, ...] | None:
+        """Lengths of the microbatch that begins at sample `first`; None: there is none."""
+        data = self._job.train_data
+        assert data is not None
+        samples = range(first, first + self._samples())
+        return tuple(n for index in samples for n in data.sample_lengths(index)) if samples.stop <= len(data) else None
 
     def _samples(self) -> int:
         """Samples of the pool in one microbatch."""
@@ -132,16 +169,19 @@ class StepPlanner:
 
     def _submit(self, consumed: int, num_microbatches: int) -> None:
         """Ask for the plans of the step that begins at sample `consumed`; Megatron's sampler deals samples in order."""
-        data = self._job.train_data
         assert self._ahead is not None
-        assert data is not None
         for m in range(num_microbatches):
-            first = consumed + m * self._samples()
-            if (consumed, m) in self._submitted or first + self._samples() > len(data):
+            lengths = self._coming(consumed + m * self._samples())
+            if (consumed, m, 0) in self._submitted or lengths is None:
                 continue
-            lengths = tuple(n for index in range(first, first + self._samples()) for n in data.sample_lengths(index))
-            self._ahead.submit((consumed, m), lengths)
-            self._submitted.add((consumed, m))
+            for at, part in enumerate(parts_of(lengths, halved=self._job.ping_pong)):
+                self._ahead.submit((consumed, m, at), _part(lengths, part))
+                self._submitted.add((consumed, m, at))
+
+
+def _part(lengths: Sequence[int], part: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of the sequences of one part."""
+    return tuple(lengths[i] for i in part)
 
 
 def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_size: int) -> int:

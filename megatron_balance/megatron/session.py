@@ -20,11 +20,14 @@ from megatron_balance.config import RunConfig, planning_cost
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.core.model import Model
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron import core_attention, rope
+from megatron_balance.megatron import core_attention, ping_pong, rope
+from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
 from megatron_balance.megatron.groups import Pool, make_pool
 from megatron_balance.megatron.log import StepLog
 from megatron_balance.megatron.planning import StepPlanner
+from megatron_balance.megatron.tick_planning import JointStepPlanner
+from megatron_balance.planners import PLANNERS
 from megatron_balance.runtime.bind import AttentionShape
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,10 @@ class Session:
         self.args = args
         self.config = config
         self.te_patched = te_patched
+        self.joint = attends_jointly(args, config)
+        """Whether all pipeline stages attend together, tick by tick."""
+        self.ping_pong = ping_pong.wanted(args, config, joint=self.joint)
+        """Whether microbatches run as two half batches."""
         self.steps = StepLog(args, config)
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
@@ -59,7 +66,7 @@ class Session:
     def make_pools(self) -> None:
         """Make the groups of all pools; every rank calls this once, together."""
         cluster = self.config.cluster
-        self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None)
+        self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint)
         self.steps.describe(self._pool, self.model(), planning_cost(self.cluster(), self.model(), self.config.plan_costs))
 
     @property
@@ -76,17 +83,36 @@ class Session:
 
     @property
     def row_multiple(self) -> int:
-        """What the rows of a rank are a multiple of: sequence parallelism cuts them over the tensor-parallel ranks."""
-        return self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
+        """What the rows of a rank are a multiple of; see `arguments.row_multiple`."""
+        return row_multiple(self.args)
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Layers of a model chunk: of a stage, or of each of its interleaved parts."""
+        return self.args.num_layers // (self.pool.num_stages * (self.args.virtual_pipeline_model_parallel_size or 1))
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
+        return self._cluster_of(self.pool.size, self.pool.ranks_per_node)
+
+    def joint_cluster(self) -> Cluster:
+        """The pools of all stages as planners see them.
+
+        Raises:
+            ConfigError: nodes that hold different numbers of their ranks, or ranks that are not numbered stage by stage and node by node.
+        """
+        if not self.pool.pipeline_node:
+            raise ConfigError(
+                f"ranks {list(self.pool.joint.ranks)}, stage by stage, lie on nodes unevenly or not node by node, so their attention "
+                "cannot be planned together; leave out --use-tp-pp-dp-mapping, set cluster.ranks_per_node, or set 'pipeline: stages'"
+            )
+        return self._cluster_of(self.pool.joint.size, self.pool.pipeline_node)
+
+    def _cluster_of(self, num_ranks: int, ranks_per_node: int) -> Cluster:
         choice = self.config.cluster
         if choice is None:
-            return Cluster(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node, name="job")
-        return of_pool(
-            choice.build(num_ranks=self.pool.size, ranks_per_node=self.pool.ranks_per_node), self.args.tensor_model_parallel_size
-        )
+            return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
+        return of_pool(choice.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size)
 
     def model(self) -> Model:
         """The model as planners see it: one tensor-parallel rank's share of heads and MLP, since that is what a rank computes."""
@@ -109,7 +135,8 @@ class Session:
     def planner(self, forward_only: bool) -> StepPlanner:
         """The planner of training steps, or of evaluation; they share nothing."""
         if forward_only not in self._planners:
-            self._planners[forward_only] = StepPlanner(self, ahead=self.config.plan_ahead and not forward_only)
+            ahead = self.config.plan_ahead and not forward_only
+            self._planners[forward_only] = JointStepPlanner(self, ahead, forward_only) if self.joint else StepPlanner(self, ahead)
         return self._planners[forward_only]
 
     def prepare(self, model: Any) -> None:
@@ -122,6 +149,7 @@ class Session:
             if id(chunk) in self._prepared:
                 continue
             core_attention.check_model(chunk, self.te_patched)
+            self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             rope.install(chunk, self.args.max_position_embeddings)
             get_model_config(chunk).variable_seq_lengths = True  # validate_args sets it to False and has no flag for it
             self._prepared.add(id(chunk))
@@ -131,6 +159,24 @@ class Session:
         for planner in self._planners.values():
             planner.close()
         self.steps.close()
+
+
+def attends_jointly(args: argparse.Namespace, config: RunConfig) -> bool:
+    """Whether the attention of all pipeline stages is planned together.
+
+    Raises:
+        ConfigError: it shall be, and the planner or a flag does not allow it.
+    """
+    if args.pipeline_model_parallel_size == 1 or config.planner is None or config.pipeline == "stages":
+        return False
+    if config.pipeline is None and PLANNERS[config.planner.name].plan_homes is None:
+        return False
+    if PLANNERS[config.planner.name].plan_homes is None:
+        raise ConfigError(
+            f"pipeline: joint: planner {config.planner.name} plans each stage for itself; choose distca, or 'pipeline: stages'"
+        )
+    check_joint_arguments(args)
+    return True
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:

@@ -3,6 +3,9 @@
 Every replica's context-parallel rank 0 reads samples; the pool shares their lengths, plans, and moves tokens, labels and loss masks in
 one exchange, so that a rank receives only its own. Tensor-parallel ranks take what their rank 0 got. M microbatches a step; microbatch m
 of the pool is the union of the replicas' m-th ones, numbered replica by replica.
+
+With pipeline stages the first and the last one read, each its own copy of the same samples, and exchange tokens within their pools; those
+between need lengths alone.
 """
 
 from __future__ import annotations
@@ -76,10 +79,10 @@ def read(data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: 
 def share_lengths(
     mine: Sequence[Sequences], failure: Exception | None, num_microbatches: int, pool: Pool, tensor_parallel: TensorParallel
 ) -> PoolLengths:
-    """Lengths of all sequences that the pool read; collective over the pool and the tensor-parallel group.
+    """Lengths of all sequences that the pool read; collective over the joint pool and the tensor-parallel group.
 
     Raises:
-        DataError: a rank could not read its microbatches; every rank raises, none waits for it.
+        DataError: a rank could not read its microbatches, or stages read different ones; every rank raises, none waits for it.
     """
     device = job_device()
     table = torch.empty(0)
@@ -87,26 +90,33 @@ def share_lengths(
         counts = [len(m.lengths) for m in mine]
         row = [FAILED] if failure is not None else [*counts, *(length for m in mine for length in m.lengths)]
         width = torch.tensor([len(row)], dtype=torch.int64, device=device)
-        if pool.size > 1:  # a pool of one has no process group
-            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=pool.groups.pool)
+        joint = pool.joint
+        if joint.size > 1:  # a pool of one has no process group
+            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=joint.pool)
         padded = torch.zeros(int(width), dtype=torch.int64)
         padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
         table = padded[None].to(device)
-        if pool.size > 1:
-            table = torch.empty(pool.size, int(width), dtype=torch.int64, device=device)
-            dist.all_gather(list(table.unbind()), padded.to(device), group=pool.groups.pool)
+        if joint.size > 1:
+            table = torch.empty(joint.size, int(width), dtype=torch.int64, device=device)
+            dist.all_gather(list(table.unbind()), padded.to(device), group=joint.pool)
     if tensor_parallel.size > 1:
         size = torch.tensor([table.numel()], dtype=torch.int64, device=device)
         dist.broadcast(size, tensor_parallel.source, group=tensor_parallel.group)
         table = table if tensor_parallel.is_source else torch.empty(int(size), dtype=torch.int64, device=device)
         dist.broadcast(table, tensor_parallel.source, group=tensor_parallel.group)
-    rows = table.cpu().numpy().reshape(pool.size, -1)
-    failed = np.flatnonzero(rows[:, 0] == FAILED).tolist()
+    rows = table.cpu().numpy().reshape(pool.joint.size, -1)
+    failed = [pool.joint.ranks[rank] for rank in np.flatnonzero(rows[:, 0] == FAILED)]
     if failed:
         if isinstance(failure, BalanceError):
             raise failure
-        raise DataError(f"pool ranks {failed} could not read their microbatches; the reason is in the log of each") from failure
-    return _split_by_microbatch(rows, num_microbatches, pool)
+        raise DataError(f"ranks {failed} could not read their microbatches; the reason is in the log of each") from failure
+    first, last = rows[: pool.size], rows[-pool.size :]
+    if not np.array_equal(first, last):
+        differing = [pool.joint.ranks[rank] for rank in np.flatnonzero((first != last).any(axis=1))]
+        raise DataError(
+            f"ranks {differing} and their peers on the last pipeline stage read different samples; is the data set the same on all?"
+        )
+    return _split_by_microbatch(first, num_microbatches, pool)
 
 
 def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool) -> PoolLengths:
@@ -126,6 +136,8 @@ def exchange(
 ) -> list[torch.Tensor]:
     """By microbatch, this rank's tokens [T, 3] int64 in the plan's row order; collective over the pool and the tensor-parallel group.
 
+    Zeros on a pipeline stage that has no use for tokens.
+
     Args:
         mine: microbatches read here; empty on ranks that read none.
         shared: lengths and owners of all sequences.
@@ -136,7 +148,9 @@ def exchange(
     device = job_device()
     homes = [layout(plan, pool.rank) for plan in plans]
     counts = [int((home[:, 2] - home[:, 1]).sum()) for home in homes]
-    rows = torch.empty(sum(counts), COLUMNS, dtype=torch.int64, device=device)
+    rows = torch.zeros(sum(counts), COLUMNS, dtype=torch.int64, device=device)
+    if not pool.has_tokens:
+        return list(rows.split(counts))
     if tensor_parallel.is_source:
         send_counts, send_index = _sends(mine, shared, plans, pool)
         recv_counts, recv_index = _receives(homes, shared, pool.size)

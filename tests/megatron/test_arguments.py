@@ -14,7 +14,7 @@ pytest.importorskip("megatron.training")
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.arguments import REFUSALS, add_balance_arguments, check_arguments, device_of
+from megatron_balance.megatron.arguments import REFUSALS, add_balance_arguments, check_arguments, device_of, row_multiple
 
 pytestmark = pytest.mark.megatron
 
@@ -33,7 +33,6 @@ def parse(*words: str) -> argparse.Namespace:
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "--yaml-cfg": ("--yaml-cfg", "x.yaml"),
-    "--pipeline-model-parallel-size": ("--pipeline-model-parallel-size", "2"),
     "CUDA graphs": ("--cuda-graph-impl", "local"),
     "CUDA graphs.*--optimizer-cuda-graph": ("--optimizer-cuda-graph",),
     "--iterations-to-skip": ("--iterations-to-skip", "3"),
@@ -54,7 +53,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "--window-size": ("--window-size", "(128,0)"),
     "--attention-backend": ("--attention-backend", "local"),
     "--tp-comm-overlap": ("--tp-comm-overlap",),
-    "--fp8-format": ("--fp8-format", "hybrid"),
+    "--fp8-recipe custom": ("--fp8-format", "hybrid", "--fp8-recipe", "custom"),
     "--fp4-format": ("--fp4-format", "e2m1"),
     "--use-megatron-fsdp": ("--use-megatron-fsdp",),
     "--use-torch-fsdp2": ("--use-torch-fsdp2",),
@@ -87,9 +86,8 @@ def test_a_flag_that_cannot_work_is_refused_by_name(sentence: str, words: tuple[
 def test_every_refusal_is_tested() -> None:
     tried = [parse(*words) for words in REFUSED.values()]
     untested = [reason for refused, reason in REFUSALS if not any(refused(args) for args in tried)]
-    assert untested == [
-        reason for _, reason in REFUSALS if "--calculate-per-token-loss is missing" in reason or "--fused-single-qkv" in reason
-    ]
+    without_flag = ("--calculate-per-token-loss is missing", "--fused-single-qkv", "fp8_dot_product_attention")  # tested below
+    assert untested == [reason for _, reason in REFUSALS if any(word in reason for word in without_flag)]
 
 
 def test_what_remains_passes() -> None:
@@ -111,6 +109,32 @@ def test_fused_qkv_rope_is_refused() -> None:
     args.fused_single_qkv_rope = True  # has no flag of its own in this Megatron; a YAML or a script may set it
     with pytest.raises(ConfigError, match="--fused-single-qkv-rope"):
         check_arguments(args)
+
+
+def test_fp8_attention_is_refused() -> None:
+    args = parse("--fp8-format", "hybrid")
+    args.fp8_dot_product_attention = True
+    with pytest.raises(ConfigError, match="planned attention computes in bf16"):
+        check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "multiple"),
+    [
+        ((), 1),
+        (("--tensor-model-parallel-size", "4", "--sequence-parallel"), 4),
+        (("--tensor-model-parallel-size", "4"), 1),
+        (("--fp8-format", "hybrid"), 16),
+        (("--fp8-format", "e4m3", "--fp8-recipe", "tensorwise"), 16),
+        (("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"), 32),
+        (("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"), 128),
+        (("--fp8-format", "hybrid", "--tensor-model-parallel-size", "2", "--sequence-parallel"), 32),
+    ],
+)
+def test_rows_are_padded_to_what_their_layers_need(words: tuple[str, ...], multiple: int) -> None:
+    args = parse(*words)
+    check_arguments(args)
+    assert row_multiple(args) == multiple
 
 
 def test_the_configuration_must_be_named() -> None:

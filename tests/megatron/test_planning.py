@@ -55,9 +55,10 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
     return SimpleNamespace(
         config=config,
         row_multiple=1,
+        ping_pong=False,
         args=argparse.Namespace(**{**usual, **args}),
         train_data=data,
-        pool=SimpleNamespace(groups=single(), num_replicas=1),
+        pool=Pool(single(), 1, (0,), (0,)),
         cluster=lambda: Cluster(num_ranks=1, ranks_per_node=1),
         model=lambda: Model(8, 8, 16),
     )
@@ -192,7 +193,9 @@ def test_scalars_go_to_megatrons_own_writers(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(log, "get_tensorboard_writer", lambda: writer)
     monkeypatch.setattr(log, "get_wandb_writer", lambda: wandb)
     work = job(None)
-    steps = log.StepLog(argparse.Namespace(rank=0, balance_log=None, tensorboard_log_interval=1, virtual_pipeline_model_parallel_size=None), work.config)
+    steps = log.StepLog(
+        argparse.Namespace(rank=0, balance_log=None, tensorboard_log_interval=1, virtual_pipeline_model_parallel_size=None), work.config
+    )
     pool = Pool(single(), 1, (0,), (0,))
     steps.describe(pool, work.model(), AnalyticCost(work.cluster(), work.model()))
     steps.begin(forward_only=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,3 +42,26 @@ def test_an_attention_that_knows_no_plan_is_refused(train_te: Train) -> None:
 
     flags = {**FLAGS, "no-te-attention": True, "context-parallel-size": 1}
     train_te(2, "zeppelin", flags, entry="launch", before=(SCRIPT,), expect=refused)
+
+
+SPEC = """
+from megatron_balance.megatron import cpu
+cpu.install()
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron_balance.megatron.core_attention import BalancedCoreAttention, balanced_spec
+given = get_gpt_layer_with_transformer_engine_spec()
+ours = balanced_spec(given)
+theirs, attention = given.submodules.self_attention.submodules, ours.submodules.self_attention.submodules
+assert attention.core_attention is BalancedCoreAttention, attention.core_attention
+assert theirs.core_attention.__name__ == "TEDotProductAttention", "the script's own spec was changed"
+assert attention.linear_qkv.__name__ == "TELayerNormColumnParallelLinear", attention.linear_qkv
+assert attention.linear_proj.__name__ == "TERowParallelLinear", attention.linear_proj
+"""
+
+
+def test_the_layer_spec_of_transformer_engine_keeps_its_layers_and_gets_our_attention() -> None:
+    path = os.pathsep.join([str(SUPPORT / "stand_in_te"), str(SUPPORT.parents[1])])
+    built = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SPEC], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr

@@ -1,0 +1,235 @@
+"""A transformer block over two half batches in turns, so that the exchanges of one run beside the computation of the other.
+
+The order is `passes.interleave`'s. Its linear step is what a layer does behind core attention and, fused with that, what the next layer
+does before it (DistCA, section 4.1). Megatron's layer is taken apart at core attention: everything before and after is its own submodules,
+called as `TransformerLayer` and `Attention` call them; patches/ping_pong.py pins the sources that were read for it. What cannot be taken
+apart so is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.typed_torch import apply_module
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_balance.config import RunConfig
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
+from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.passes.interleave import forward as in_turns
+from megatron_balance.runtime.attention import AttentionCall
+
+log = logging.getLogger(__name__)
+
+BY_DEFAULT = "distca"
+"""The planner whose microbatches run as two half batches unless somebody says otherwise."""
+RECOMPUTED = frozenset({"mlp"})
+"""Modules of `--recompute-modules` that lie within one linear step."""
+
+Refusal: TypeAlias = tuple[Callable[[Any], bool], str]
+
+REFUSALS: tuple[Refusal, ...] = (
+    (
+        lambda args: args.recompute_granularity == "selective" and not set(args.recompute_modules or ("core_attn",)) <= RECOMPUTED,
+        f"--recompute-granularity selective: of the modules only {', '.join(sorted(RECOMPUTED))} can be recomputed; name it by "
+        "--recompute-modules, or recompute whole layers (full)",
+    ),
+    (lambda args: bool(args.distribute_saved_activations), "--distribute-saved-activations splits what a checkpoint of one batch saves"),
+    (lambda args: args.fp8 is not None or args.fp4 is not None, "--fp8-format and --fp4-format quantise layer by layer, not half by half"),
+    (lambda args: args.num_experts is not None, "experts take the statistics of their auxiliary loss over a whole microbatch"),
+    (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
+    (lambda args: bool(args.attention_output_gate), "--attention-output-gate is computed with the queries and used behind attention"),
+    (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training cuts the batch another time"),
+)
+
+
+def wanted(args: argparse.Namespace, config: RunConfig, *, joint: bool) -> bool:
+    """Whether microbatches run as two half batches; by default with planner distca, where every flag allows it.
+
+    Raises:
+        ConfigError: they shall be, and something does not allow it.
+    """
+    if config.ping_pong is False or config.planner is None:
+        return False
+    reasons = [reason for refused, reason in REFUSALS if refused(args)]
+    if joint:
+        reasons.append("pipeline stages that attend together have no second half batch; choose 'pipeline: stages'")
+    if config.ping_pong == "auto":
+        if config.planner.name != BY_DEFAULT:
+            return False
+        if reasons:
+            log.warning("microbatches run whole, not as two half batches: %s", "; ".join(reasons))
+        return not reasons
+    if reasons:
+        raise ConfigError(f"ping_pong: true: {'; '.join(reasons)}")
+    return True
+
+
+def able(model: torch.nn.Module, config: RunConfig) -> bool:
+    """Whether every layer of a model can be taken apart at core attention.
+
+    Raises:
+        ConfigError: it shall be, and one cannot.
+    """
+    for name, block in model.named_modules():
+        for layer in block.layers if isinstance(block, TransformerBlock) else ():
+            if _plain(layer):
+                continue
+            reason = (
+                f"{name}: {type(layer).__name__} with {type(getattr(layer, 'self_attention', None)).__name__} is not Megatron's own layer"
+            )
+            if config.ping_pong == "auto":
+                log.warning("microbatches run whole, not as two half batches: %s", reason)
+                return False
+            raise ConfigError(f"ping_pong: true: {reason}")
+    return True
+
+
+def _plain(layer: torch.nn.Module) -> bool:
+    """A `TransformerLayer` with self-attention and nothing across."""
+    if type(layer) is not TransformerLayer or type(layer.self_attention) is not SelfAttention:
+        return False
+    return isinstance(layer.cross_attention, IdentityOp) and isinstance(layer.pre_cross_attn_layernorm, IdentityOp)
+
+
+class _Half(NamedTuple):
+    """One half batch in a block. `rotary` [rows, 1, 1, D], or None."""
+
+    params: BalancedSeqParams
+    rotary: Tensor | None
+
+
+def run_block(block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Tensor | None, params: BalancedSeqParams) -> Tensor:
+    """`TransformerBlock.forward` over the halves that `params` carry; hidden states [T, 1, h] as `megatron.halves` lays them out."""
+    if not block.pre_process:
+        hidden_states = cast(Tensor, block.input_tensor)
+    hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+    shares = block.config.tensor_model_parallel_size if block.config.sequence_parallel else 1
+    rows = [_rows(half) for half in params.halves]
+    rotary: Sequence[Tensor | None] = [None] * len(rows) if rotary_pos_emb is None else rotary_pos_emb.split(rows)
+    halves = [_Half(half, own) for half, own in zip(params.halves, rotary, strict=True)]
+    states = hidden_states.split([n // shares for n in rows])
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
+    with rng:
+        for layers, again in _segments(block):
+            states = _checkpointed(layers, halves, states) if again else _run_layers(layers, halves, states)
+    hidden_states = torch.cat(list(states))
+    if block.final_layernorm is not None:
+        hidden_states = make_viewless_tensor(inp=apply_module(block.final_layernorm)(hidden_states), requires_grad=True, keep_graph=True)
+    return hidden_states
+
+
+def _rows(params: BalancedSeqParams) -> int:
+    assert params.position_ids is not None, "a planned microbatch knows its positions"
+    return len(params.position_ids)
+
+
+def _segments(block: TransformerBlock) -> list[tuple[list[TransformerLayer], bool]]:
+    """The layers, in runs that are computed again in the backward or are not (`--recompute-method`)."""
+    layers, config = cast("list[TransformerLayer]", list(block.layers)), block.config
+    if config.recompute_granularity != "full" or not block.training:
+        return [(layers, False)]
+    size = config.recompute_num_layers or 1
+    if config.recompute_method == "block":
+        return [([layer], True) for layer in layers[:size]] + [(layers[size:], False)]
+    return [(layers[first : first + size], True) for first in range(0, len(layers), size)]
+
+
+def _checkpointed(layers: Sequence[TransformerLayer], halves: Sequence[_Half], states: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(*saved: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_run_layers(layers, halves, saved))
+
+    return tensor_parallel.checkpoint(run, False, *states)
+
+
+def _run_layers(layers: Sequence[TransformerLayer], halves: Sequence[_Half], states: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Hidden states of each half behind these layers."""
+    turning = [_Turning(layers, half, state) for half, state in zip(halves, states, strict=True)]
+    for half, layer, part in in_turns(len(layers), len(halves)):
+        match part:
+            case "linear":
+                turning[half].linear(layer)
+            case "start":
+                turning[half].start(layer)
+            case "attend":
+                turning[half].attend()
+            case "end":
+                turning[half].end()
+    return [each.state for each in turning]
+
+
+class _Turning:
+    """One half batch on its way through the layers. `state`: hidden states [T, 1, h], before attention those that it is added to."""
+
+    def __init__(self, layers: Sequence[TransformerLayer], half: _Half, state: Tensor) -> None:
+        self.layers, self.half, self.state = layers, half, state
+        self.qkv: tuple[Tensor, Tensor, Tensor] | None = None
+        self.call: AttentionCall | None = None
+        self.out: Tensor | None = None
+
+    def linear(self, layer: int) -> None:
+        """What the layer before does behind its attention, and what this one does before its own."""
+        if layer:
+            assert self.out is not None
+            self.state = behind(self.layers[layer - 1], self.out, self.state, self.half.params)
+            self.out = None
+        if layer < len(self.layers):
+            self.qkv, self.state = before(self.layers[layer], self.state, self.half.rotary)
+
+    def start(self, layer: int) -> None:
+        assert self.qkv is not None
+        bound = self.half.params.bound
+        assert bound is not None, "a planned microbatch is bound before the model sees it"
+        self.call = AttentionCall(bound, softmax_scale_of(self.layers[layer].self_attention.core_attention))
+        self.call.start(*rows_of(*self.qkv, bound))
+        self.qkv = None
+
+    def attend(self) -> None:
+        assert self.call is not None
+        self.call.attend()
+
+    def end(self) -> None:
+        assert self.call is not None
+        self.out = padded(self.call.end(), _rows(self.half.params))
+        self.call = None
+
+
+def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """What a layer does before core attention: query, key and value [T, 1, heads, D], and what its output is added to."""
+    normed = apply_module(layer.input_layernorm)(state)
+    normed, residual = normed if isinstance(normed, tuple) else (normed, state)
+    if layer.config.fp32_residual_connection:
+        residual = residual.float()
+    attention = layer.self_attention
+    query, key, value = attention.get_query_key_value_tensors(normed, None, output_gate=False, split_qkv=True)
+    skipped = cast("list[int] | None", layer.config.no_rope_freq)  # Megatron makes a list of a pattern or a number
+    if rotary is not None and not (skipped and skipped[attention.layer_number - 1]):
+        query, key = (
+            apply_rotary_pos_emb(
+                x, rotary, config=layer.config, mscale=attention._yarn_concentration_factor, cp_group=attention.pg_collection.cp
+            )
+            for x in (query, key)
+        )
+    return (query, key, value), residual
+
+
+def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, params: BalancedSeqParams) -> Tensor:
+    """What a layer does with the output [T, 1, H * D] of core attention: its hidden states."""
+    projected = apply_module(layer.self_attention.linear_proj)(out)
+    with layer.bias_dropout_add_exec_handler():
+        state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, residual, layer.hidden_dropout)
+    return cast(Tensor, layer._forward_mlp(state, packed_seq_params=params))  # parts only where CUDA graphs are captured

@@ -1,0 +1,314 @@
+"""Megatron's step in ticks: all pipeline stages in one phase at a time, their attention planned together (DistCA, section 4.1).
+
+Takes the place of Megatron's pipeline schedules for a planner that plans so. Passes, loss, gradient sums and transfers between stages are
+Megatron's own functions; only the order is ours (`schedules.ticks`), and what a stage does without a microbatch of its own: it makes
+the attention calls of the others' layers. All stages and chunks have the same number of layers, which `arguments` sees to.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+
+from megatron_balance.core.plan import Tiling
+from megatron_balance.core.tick import Cell, Tick, TickPlan
+from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
+from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.passes.tables import as_array
+from megatron_balance.runtime.bind import Bound, Counters, bind
+from megatron_balance.runtime.joint import BackwardSlot, serve
+from megatron_balance.schedules.ticks import neighbour, passes_on
+
+if TYPE_CHECKING:
+    from megatron_balance.megatron.session import Session
+
+MakeMicrobatch = Callable[[int], PlannedMicrobatch]
+
+
+class TickRun:
+    """One step of this rank."""
+
+    def __init__(self, job: Session, ticks: Sequence[TickPlan], microbatches: MakeMicrobatch, model: Any, *, forward_only: bool) -> None:
+        """Nothing runs yet.
+
+        Args:
+            job: of this process.
+            ticks: of the step, with their plans.
+            microbatches: what this rank computes of each, without a bound plan.
+            model: Megatron's, a list of chunks or one.
+            forward_only: evaluation.
+        """
+        self.job = job
+        self.ticks = ticks
+        self.chunks: list[Any] = model if isinstance(model, list) else [model]
+        self.config: Any = get_model_config(self.chunks[0])
+        self.forward_only = forward_only
+        self.stage = job.pool.stage
+        self.num_microbatches = len({m for each in ticks for m in each.tick.microbatches if m is not None})
+        self.microbatches = microbatches
+        self.bounds = _Bounds(job, ticks)
+        self.passes: Any = schedules
+        group = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
+        self.communicator: Any = P2PCommunicator(group, _with_known_shapes(self.config))
+        self.made: dict[int, PlannedMicrobatch] = {}
+        self.inputs: dict[Cell, torch.Tensor | None] = {}
+        self.outputs: dict[Cell, Any] = {}
+        self.gradients: dict[Cell, torch.Tensor | None] = {}
+        self.slots: dict[Cell, BackwardSlot] = {}
+        self.losses: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
+        self.not_synchronised: AbstractContextManager[Any] | None = None
+
+    @property
+    def counters(self) -> list[Counters]:
+        """What this rank's attention calls did, one for each plan of the step."""
+        return self.bounds.counters
+
+    def run(self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any) -> list[Any]:
+        """The reduced losses of the step, on the last stage. Keywords as Megatron's schedules take them."""
+        config = self.config
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        self._hold_gradients()
+        if not self.forward_only:
+            self._gather_parameters()
+        for number, planned in enumerate(self.ticks):
+            bound = self.bounds.take(number)
+            cell = planned.tick.cells[self.stage]
+            if cell is None:
+                self._serve(planned, bound)
+                result = None
+            elif planned.tick.backward:
+                result = self._backward(cell, bound)
+            else:
+                result = self._forward(cell, bound, first_val_step)
+            self._pass_on(planned.tick, result)
+            if cell is not None and not planned.tick.backward:
+                self._keep_or_drop(cell, result)
+        self._release_gradients()
+        if not self.forward_only:
+            self._synchronise_rest()
+            self._finalise(force_all_reduce)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return self.losses
+
+    # Passes
+
+    def _forward(self, cell: Cell, bound: Bound, first_val_step: bool | None) -> torch.Tensor:
+        batch = self._microbatch(cell.microbatch)
+        slot = self.slots[cell] = BackwardSlot()
+        params = BalancedSeqParams(qkv_format="sbhd", bound=bound, position_ids=batch.params.position_ids, backward=slot)
+        first = cell.microbatch == 0
+        output, num_tokens = self.passes.forward_step(
+            forward_step,
+            iter([_with_params(batch, params)]),
+            self.chunks[cell.chunk],
+            self.num_microbatches,
+            None if self._is_first(cell) else self.inputs[cell],
+            self.losses,
+            self.config,
+            mpu.get_context_parallel_world_size(),
+            is_first_microbatch=self.passes.check_first_val_step(first_val_step, self.forward_only, first),
+            current_microbatch=cell.microbatch,
+            vp_stage=cell.chunk if len(self.chunks) > 1 else None,
+            is_last_stage=self._is_last(cell),
+        )
+        self.num_tokens += num_tokens
+        return output
+
+    def _keep_or_drop(self, cell: Cell, output: Any) -> None:
+        """After a forward and its transfer: what the backward needs."""
+        if self.forward_only:
+            self.inputs.pop(cell, None)
+            self.slots.pop(cell)
+            return
+        self.outputs[cell] = output
+        if not self._is_last(cell):
+            self.passes.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def _backward(self, cell: Cell, bound: Bound) -> torch.Tensor | None:
+        self.slots.pop(cell).bound = bound
+        last = cell.microbatch == self.num_microbatches - 1
+        if last and self._sums_in_backward:
+            self._release_gradients()
+        given = None if self._is_last(cell) else self.gradients.pop(cell)
+        inputs = None if self._is_first(cell) else self.inputs.pop(cell)
+        gradient = self.passes.backward_step(inputs, self.outputs.pop(cell), given, self.config)
+        if last and len(self.chunks) > 1:
+            self._hold_gradients()
+        return gradient
+
+    def _serve(self, planned: TickPlan, bound: Bound) -> None:
+        """Attend for others in each of their layers."""
+        job = self.job
+        layers = job.layers_per_chunk
+        calls = backward_calls(self.config, layers) if planned.tick.backward else (False,) * layers
+        for backward in calls:
+            serve(bound, job.dtype, self.num_tokens.device, softmax_scale(self.config), backward=backward)
+        bound.counters.idle_tasks += len(calls) * num_tasks(planned, bound.rank)
+
+    def _is_first(self, cell: Cell) -> bool:
+        return self.stage == 0 and cell.chunk == 0
+
+    def _is_last(self, cell: Cell) -> bool:
+        return self.stage == self.job.pool.num_stages - 1 and cell.chunk == len(self.chunks) - 1
+
+    def _microbatch(self, index: int) -> PlannedMicrobatch:
+        if index not in self.made:
+            self.made[index] = self.microbatches(index)
+        return self.made[index]
+
+    # Between stages
+
+    def _pass_on(self, tick: Tick, result: torch.Tensor | None) -> None:
+        """Send this tick's result to the stage that needs it, and receive what came of its neighbour's."""
+        num_chunks = len(self.chunks)
+        sent = result if passes_on(tick, self.stage, num_chunks) is not None else None
+        cell = passes_on(tick, neighbour(tick, self.stage), num_chunks)
+        shape = None if cell is None else self._shape(cell.microbatch)
+        if sent is None and cell is None:
+            return
+        if tick.backward:
+            received = self.communicator.send_backward_recv_backward(sent, recv_next=cell is not None, tensor_shape=shape)
+        else:
+            received = self.communicator.send_forward_recv_forward(sent, recv_prev=cell is not None, tensor_shape=shape)
+        if cell is not None:
+            (self.gradients if tick.backward else self.inputs)[cell] = received
+
+    def _shape(self, microbatch: int) -> tuple[int, int, int]:
+        """Of the hidden states of a microbatch: those of a rank have the same rows on all stages."""
+        rows = self._microbatch(microbatch).tokens.shape[1]
+        divided = self.job.args.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return rows // divided, 1, self.config.hidden_size
+
+    # Gradients and parameters across replicas, as Megatron's schedules do it
+
+    @property
+    def _sums_in_backward(self) -> bool:
+        """Whether a chunk's last backward sums its gradients, rather than all of them at the end, when the stages are aligned."""
+        return self.config.grad_sync_func is None or (self.stage == 0 and len(self.chunks) == 1)
+
+    def _hold_gradients(self) -> None:
+        if self.not_synchronised is None:
+            self.not_synchronised = _no_sync(self.config.no_sync_func)
+            self.not_synchronised.__enter__()
+
+    def _release_gradients(self) -> None:
+        if self.not_synchronised is not None:
+            self.not_synchronised.__exit__(None, None, None)
+            self.not_synchronised = None
+
+    def _gather_parameters(self) -> None:
+        if self.config.param_sync_func is not None:
+            for gather, chunk in zip(_each(self.config.param_sync_func, len(self.chunks)), self.chunks, strict=True):
+                gather(chunk.parameters())
+
+    def _synchronise_rest(self) -> None:
+        if not self._sums_in_backward:
+            for synchronise, chunk in zip(_each(self.config.grad_sync_func, len(self.chunks)), self.chunks, strict=True):
+                synchronise(chunk.parameters())
+
+    def _finalise(self, force_all_reduce: bool | None) -> None:
+        if self.config.finalize_model_grads_func is not None:
+            self.config.finalize_model_grads_func(
+                self.chunks,
+                self.num_tokens,
+                pg_collection=self.passes._build_default_pg_collection(),  # what Megatron's schedules make where they are given none
+                force_all_reduce=force_all_reduce,
+            )
+
+
+class _Bounds:
+    """The plans of a step's ticks, each bound when first needed and let go after the last tick that runs it."""
+
+    def __init__(self, job: Session, ticks: Sequence[TickPlan]) -> None:
+        self._job = job
+        self._ticks = ticks
+        self._last = {planned.tick.microbatches: number for number, planned in enumerate(ticks)}
+        self._bound: dict[tuple[int | None, ...], Bound] = {}
+        self.counters: list[Counters] = []
+
+    def take(self, number: int) -> Bound:
+        """The bound plan of tick `number`; they are asked for in order."""
+        key = self._ticks[number].tick.microbatches
+        if key not in self._bound:
+            self._bound[key] = self._bind(self._ticks[number])
+            self.counters.append(self._bound[key].counters)
+        return self._bound.pop(key) if self._last[key] == number else self._bound[key]
+
+    def _bind(self, planned: TickPlan) -> Bound:
+        job, joint = self._job, self._job.pool.joint
+        return bind(
+            planned.plan,
+            joint.rank,
+            job.shape,
+            dtype=job.dtype,
+            device=torch.empty(0, device="cuda").device,
+            groups=joint,
+            policy="replay",  # a backward tick's plan is another than that of the forward: it begins with what is at home
+            kernel=job.config.kernel,
+        )
+
+
+def softmax_scale(config: Any) -> float:
+    """What Megatron's attention modules scale with, the same in all layers."""
+    return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+
+def backward_calls(config: Any, layers: int) -> tuple[bool, ...]:
+    """The attention calls of a backward pass through so many layers, in turn: False is one that computes a forward again."""
+    again, back = False, True
+    if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+        return (again, back) * layers
+    if config.recompute_granularity != "full":
+        return (back,) * layers
+    size = config.recompute_num_layers
+    if config.recompute_method == "block":
+        recomputed = min(size, layers)
+        return (back,) * (layers - recomputed) + (again, back) * recomputed
+    segments = [min(size, layers - first) for first in range(0, layers, size)]
+    return tuple(call for each in reversed(segments) for call in (again,) * each + (back,) * each)
+
+
+def num_tasks(planned: TickPlan, rank: int) -> int:
+    """Tasks that a rank of all stages has in one attention call of a tick."""
+    tilings = (zone for zone in planned.plan.zones if isinstance(zone, Tiling))
+    return sum(int((as_array(zone.tasks)[:, 0] == rank).sum()) for zone in tilings)
+
+
+def _with_params(batch: PlannedMicrobatch, params: BalancedSeqParams) -> PlannedMicrobatch:
+    return PlannedMicrobatch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.padding_mask, params)
+
+
+def _with_known_shapes(config: Any) -> Any:
+    """The configuration for a communicator that is told every shape: no stage has to ask another one for it."""
+    known = copy.copy(config)
+    known.variable_seq_lengths = False
+    return known
+
+
+def _no_sync(function: Any) -> AbstractContextManager[Any]:
+    if function is None:
+        return nullcontext()
+    if not isinstance(function, list):
+        return function()
+    stack = ExitStack()
+    for each in function:
+        stack.enter_context(each())
+    return stack
+
+
+def _each(functions: Any, count: int) -> list[Callable[..., Any]]:
+    """One function a model chunk."""
+    return functions if isinstance(functions, list) else [functions] * count

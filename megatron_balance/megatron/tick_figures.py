@@ -1,0 +1,48 @@
+"""What a step's record says where all pipeline stages attend together: figures of its ticks in place of its microbatches'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.core.model import Model
+from megatron_balance.core.tick import TickPlan
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.measured import MeasuredCost
+from megatron_balance.schedules.figures import figures
+
+BACKWARD = 2
+"""A layer's backward pass takes twice its forward pass."""
+
+
+def tick_figures(ticks: Sequence[TickPlan], model: Model, cost: AnalyticCost | MeasuredCost, num_chunks: int) -> dict[str, Any]:
+    """Figures of the ticks. What is received counts, as for microbatches, one layer of every forward pass of a stage.
+
+    Args:
+        ticks: of the step.
+        model: the whole model.
+        cost: its cluster's NICs are those of the ranks.
+        num_chunks: of each stage.
+    """
+    by_plan = {each.tick.microbatches: figures(each.plan, model, cost.cluster.ranks_per_nic) for each in ticks}
+    each = [by_plan[one.tick.microbatches] for one in ticks]
+    forward = [found for one, found in zip(ticks, each, strict=True) if not one.tick.backward]
+    pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
+    tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
+    seconds = [max(map(cost.attention_s, ps)) + max(map(cost.linear_s, ts)) for ps, ts in zip(pairs.tolist(), tokens.tolist(), strict=True)]
+    layers = model.num_layers / (len(ticks[0].tick.cells) * num_chunks)
+    passes = [BACKWARD if one.tick.backward else 1 for one in ticks]
+    return {
+        "planner": ticks[0].plan.planner,
+        "num_ticks": len(ticks),
+        "kv_tokens_received": sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in forward) / num_chunks,
+        "kv_tokens_received_inter_node": sum(float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward) / num_chunks,
+        "routed_transfers": sum(f["routed_transfers"] for f in forward),
+        "bytes_sent_per_nic": (np.sum([f["bytes_sent_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
+        "bytes_received_per_nic": (np.sum([f["bytes_received_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
+        # All ranks meet twice in every layer of a tick, before attention and behind it.
+        "predicted_ms": 1e3 * layers * sum(n * s for n, s in zip(passes, seconds, strict=True)),
+        "attention": pairs,
+    }

@@ -1,0 +1,60 @@
+"""A transformer block over two half batches in turns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.ping_pong import run_block
+from megatron_balance.patches import Patch
+
+
+def in_turns(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`TransformerBlock.forward` that runs a microbatch of two halves in turns, and everything else as before."""
+
+    @functools.wraps(forward)
+    def block(
+        module: Any,
+        hidden_states: Any,
+        attention_mask: Any,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(packed_seq_params, BalancedSeqParams) and packed_seq_params.halves:
+            return run_block(module, hidden_states, rotary_pos_emb, packed_seq_params)
+        return forward(
+            module, hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs
+        )
+
+    return block
+
+
+def read(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function: it is taken apart elsewhere, and only its source must be the one that was read for that."""
+    return forward
+
+
+_TAKEN_APART = "a layer is run in two parts, before and behind core attention; no method of Megatron's ends there"
+
+PATCHES = (
+    Patch(
+        target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
+        wrap=in_turns,
+        digest="e20defb813f6",
+        why="the layers' loop calls one layer after the other; two half batches take turns inside the layers",
+    ),
+    Patch(
+        target="megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention",
+        wrap=read,
+        digest="257c7c162bd0",
+        why=_TAKEN_APART,
+    ),
+    Patch(
+        target="megatron.core.transformer.transformer_layer:TransformerLayer.forward", wrap=read, digest="bdfecfb342cb", why=_TAKEN_APART
+    ),
+    Patch(target="megatron.core.transformer.attention:Attention.forward", wrap=read, digest="b144e903f3ca", why=_TAKEN_APART),
+)

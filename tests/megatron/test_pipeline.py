@@ -1,0 +1,127 @@
+"""Pipeline parallelism: any planner's plans, every stage its own pool, Megatron's schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
+import torch
+
+from megatron_balance.errors import DataError
+from megatron_balance.megatron import planning, tokens
+from megatron_balance.megatron.data import Sequences
+from megatron_balance.megatron.groups import Pool
+from megatron_balance.planners import PLANNERS
+from megatron_balance.runtime.groups import Groups, single
+from tests.megatron.conftest import Run, Train, assert_same_training, started
+from tests.megatron.test_planning import job
+from tests.megatron.test_training import validation_losses
+
+pytestmark = pytest.mark.megatron
+
+LAYERS, MICROBATCHES, STEPS = 4, 4, 2
+DEEP: dict[str, Any] = {
+    "num-layers": LAYERS,
+    "global-batch-size": 2 * MICROBATCHES,
+    "train-iters": STEPS,
+    # The first and the last stage share a weight.
+    "untie-embeddings-and-output-weights": False,
+}
+EVALUATION = {"split": "80,20,0", "eval-interval": 2, "eval-iters": 1}
+TWO_STAGES = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
+ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}, "remap": True, "routing": "always"}
+
+
+@pytest.fixture(scope="module")
+def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
+    """Flags to start from one rank's weights, and one rank's run from there; what initialises a layer depends on its stage."""
+    flags = started(train, tmp_path_factory.mktemp("checkpoint"), DEEP)
+    return flags, train(1, "te_ring", flags)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_planner_trains_on_two_stages_like_one_rank(train: Train, loaded: tuple[dict[str, Any], Run], planner: str) -> None:
+    flags, one = loaded
+    run = train(4, planner, {**flags, **TWO_STAGES}, config={**ONE_RANK_NODES, "pipeline": "stages"})
+    assert_same_training(run, one)
+    halves = 2 if planner == "distca" else 1  # its half batches run in turns
+    calls = [LAYERS // 2 * microbatches * halves for microbatches in run.column("num_microbatches")]
+    for step, expected in zip(run.steps, calls, strict=True):
+        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == [expected] * 4, "two stages of two ranks"
+    assert run.column("num_tokens") == one.column("num_tokens")
+
+
+WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "four stages": (8, {"pipeline-model-parallel-size": 4, "context-parallel-size": 2}, {"plan_ahead": True}),
+    "interleaved, overlapped": (
+        4,
+        {**TWO_STAGES, "num-virtual-stages-per-pipeline-rank": 2, "use-distributed-optimizer": True, "overlap-grad-reduce": True},
+        {"backward": "replay"},
+    ),
+    "tensor-parallel, recomputed": (
+        4,
+        {
+            **TWO_STAGES,
+            "tensor-model-parallel-size": 2,
+            "sequence-parallel": True,
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 1,
+        },
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_ranks", "flags", "config"), WAYS.values(), ids=WAYS)
+def test_a_way_to_lay_out_stages_changes_no_number(
+    train: Train, loaded: tuple[dict[str, Any], Run], num_ranks: int, flags: dict[str, Any], config: dict[str, Any]
+) -> None:
+    start, one = loaded
+    cluster = {"cluster": {"ranks_per_node": num_ranks // 2}} if num_ranks == 8 else {}
+    assert_same_training(train(num_ranks, "zeppelin", {**start, **flags}, config={**cluster, **config}), one)
+
+
+def test_evaluation_is_that_of_one_rank(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
+    flags = {**loaded[0], **EVALUATION, "train-iters": 2}
+    one, four = train(1, "te_ring", flags), train(4, "te_ring", {**flags, "pipeline-model-parallel-size": 4, "context-parallel-size": 1})
+    losses = validation_losses(four.result.log(3))  # only the last stage knows them
+    assert len(losses) == 2
+    assert losses == pytest.approx(validation_losses(one.result.log(0)), rel=1e-5)
+
+
+class OneRank:
+    """A tensor-parallel group of this process alone."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_stages_that_read_different_samples_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(into: list[torch.Tensor], row: torch.Tensor, **_kwargs: Any) -> None:
+        for stage, each in enumerate(into):
+            each.copy_(row + stage)  # the other stage read longer documents
+
+    monkeypatch.setattr(tokens, "job_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(tokens.dist, "all_reduce", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(tokens.dist, "all_gather", gather)
+    pool = Pool(single(), 1, (0,), (0,), stage=0, num_stages=2, pipeline=Groups(0, 2, (4, 5), None))
+    mine = [Sequences(torch.zeros(3), torch.zeros(3), torch.zeros(3), lengths=(3,))]
+    with pytest.raises(DataError, match=r"ranks \[4\].*last pipeline stage read different samples"):
+        tokens.share_lengths(mine, None, 1, pool, tokens.TensorParallel(OneRank(), 0))  # pyright: ignore[reportArgumentType]
+
+
+def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Groups] = []
+    monkeypatch.setattr(planning, "check_agreement", lambda _fingerprint, groups: compared.append(groups))
+    work = job(None)
+    work.pool = Pool(single(), 1, (0,), (0,), stage=1, num_stages=2, pipeline=Groups(1, 2, (4, 5), None))
+    planning.StepPlanner(work, ahead=False).plan(((30, 20),))
+    assert [groups.size for groups in compared] == [2]
