@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# What the sbatch scripts share: one torchrun a node, bare or in a container; made to be sourced.
+#
+#   launch [--dry-run] [flags of Megatron's ...]
+#
+# Variables, all optional but DATA:
+#   EXPERIMENT      model and cluster: llama-3b, llama-7b, llama-13b, llama-30b, moe-8x550m (default llama-7b)
+#   TECHNIQUE       te_ring, llama_all_gather, hybrid_dp, zeppelin (default zeppelin)
+#   DATA            prefix of the corpus, PREFIX.bin and PREFIX.idx ('megatron-balance corpus build' makes one)
+#   TOKENS          context of a batch in tokens (default: 4096 for each GPU)
+#   BALANCE_CONFIG  a YAML of your own in place of configs/experiment/$EXPERIMENT-$TECHNIQUE.yaml
+#   SCRIPT          your own pretrain_gpt.py (default: megatron_balance.pretrain_gpt)
+#   OUT             where logs and steps.jsonl go (default: out/slurm/<job>)
+#   CHECKPOINTS     folder to save to and resume from (default: none are saved)
+#   IMAGE           container image for enroot and pyxis; without it the job runs bare
+#   MOUNTS          more of the container's mounts, as pyxis takes them: /a:/a,/b:/b
+#   VENV            bare: the virtual environment to run in (default: what PATH has)
+#   REPO            checkout of this repository (default: where sbatch was called)
+# shellcheck disable=SC2034  # arrays are filled by name
+
+fail() {
+  printf 'error: %s\n' "$1" >&2
+  exit 2
+}
+
+# Flags of an .args file into the array named second: words, without comments.
+read_flags() {
+  local line
+  local -n flags_of=$2
+  while IFS= read -r line || [ -n "$line" ]; do
+    line=${line%%#*}
+    # shellcheck disable=SC2206  # a line is a flag and its values
+    flags_of+=($line)
+  done <"$1"
+}
+
+# The value after flag $1 among the words that follow; 1 if it is not there.
+value_of() {
+  local flag=$1 found=1
+  shift
+  while [ $# -gt 0 ]; do
+    [ "$1" = "$flag" ] && found=$2
+    shift
+  done
+  printf '%s' "$found"
+}
+
+first_host() {
+  local hosts
+  if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # whole: a pipe that closes early would end the script
+  else
+    hosts=$(hostname)
+  fi
+  printf '%s' "${hosts%%$'\n'*}"
+}
+
+container_options() {
+  local mounts=$1:$1,$2:$2,$3:$3
+  [ -n "${CHECKPOINTS:-}" ] && mounts+=,$CHECKPOINTS:$CHECKPOINTS
+  [ -n "${SCRIPT:-}" ] && mounts+=,$(dirname "$SCRIPT"):$(dirname "$SCRIPT")
+  [ -n "${MOUNTS:-}" ] && mounts+=,$MOUNTS
+  printf '%s\n' "--container-image=$IMAGE" "--container-mounts=$mounts" "--container-workdir=$1" --no-container-mount-home
+}
+
+launch() {
+  local dry_run=false
+  if [ "${1:-}" = --dry-run ]; then
+    dry_run=true
+    shift
+  fi
+  local repo=${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}
+  local experiment=${EXPERIMENT:-llama-7b} technique=${TECHNIQUE:-zeppelin}
+  local config=${BALANCE_CONFIG:-$repo/configs/experiment/$experiment-$technique.yaml}
+  local model=$repo/scripts/slurm/models/$experiment.args
+  local nodes=${SLURM_JOB_NUM_NODES:-1} gpus=${SLURM_GPUS_ON_NODE:-8} job=${SLURM_JOB_ID:-0}
+  [ -f "$repo/scripts/slurm/training.args" ] || fail "$repo is no checkout of megatron_balance; submit from there, or set REPO"
+  [ -f "$model" ] || fail "EXPERIMENT=$experiment: no $model; there are: $(cd "$repo/scripts/slurm/models" && printf '%s ' *.args)"
+  [ -f "$config" ] || fail "TECHNIQUE=$technique: no $config; there are: $(cd "$repo/configs/experiment" && printf '%s ' "$experiment"-*.yaml)"
+  [ -n "${DATA:-}" ] || fail "DATA is not set: the prefix of PREFIX.bin and PREFIX.idx; 'megatron-balance corpus build PREFIX FILES...' makes them"
+  [ -f "$DATA.idx" ] && [ -f "$DATA.bin" ] || fail "DATA=$DATA: no $DATA.bin or no $DATA.idx"
+  [ -z "${SCRIPT:-}" ] || [ -f "$SCRIPT" ] || fail "SCRIPT=$SCRIPT: no such file"
+
+  local flags=() common=()
+  read_flags "$repo/scripts/slurm/training.args" common
+  read_flags "$model" flags
+  local tensor_parallel world=$((nodes * gpus))
+  tensor_parallel=$(value_of --tensor-model-parallel-size "${flags[@]}" "$@")
+  [ $((world % tensor_parallel)) -eq 0 ] || fail "$nodes nodes of $gpus GPUs cannot hold tensor parallelism of $tensor_parallel; change the number of GPUs"
+  local tokens=${TOKENS:-$((4096 * world))} out=${OUT:-$repo/out/slurm/$job}
+
+  local entry=(-m megatron_balance.pretrain_gpt)
+  [ -z "${SCRIPT:-}" ] || entry=(-m megatron_balance.launch "$SCRIPT")
+  local command=(srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1)
+  if [ -n "${IMAGE:-}" ]; then
+    mapfile -t -O "${#command[@]}" command < <(container_options "$repo" "$(dirname "$DATA")" "$out")
+  else
+    command+=("--chdir=$repo")
+  fi
+  # The node's number is known on the node only, hence bash; ranks are numbered node by node, in Slurm's order of the nodes.
+  # shellcheck disable=SC2016  # expanded on the node
+  command+=(bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun)
+  command+=("--nnodes=$nodes" "--nproc-per-node=$gpus" "--master-addr=$(first_host)" "--master-port=$((20000 + job % 20000))")
+  command+=("${entry[@]}" --balance-config "$config" --balance-log "$out" --data-path "$DATA")
+  command+=(--seq-length "$tokens" --max-position-embeddings "$tokens" --context-parallel-size "$((world / tensor_parallel))")
+  command+=("${common[@]}" "${flags[@]}")
+  [ -z "${CHECKPOINTS:-}" ] || command+=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500)
+  command+=("$@")
+
+  # Megatron asks for one connection; one thread a process, since nodes have more processes than memory channels.
+  export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1
+  [ -z "${VENV:-}" ] || export PATH="$VENV/bin:$PATH"
+  if $dry_run; then
+    printf 'CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1'
+    printf ' %q' "${command[@]}"
+    printf '\n'
+    return
+  fi
+  mkdir -p "$out"
+  exec "${command[@]}"
+}
+
+# Asks Slurm whether script $1 could be submitted; only where Slurm is, and outside a job.
+test_submission() {
+  if command -v sbatch >/dev/null && [ -z "${SLURM_JOB_ID:-}" ]; then
+    sbatch --test-only "$1" || fail "sbatch --test-only $1: Slurm would refuse it; its reason is above"
+  fi
+}

@@ -1,0 +1,195 @@
+"""Attention kernels: many fragments in one launch as fast as one dense call, and bf16 results as exact as one flash call's.
+
+Every attention kernel that is installed is held against the plain formula. A CPU has its own flash kernel for the small checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_balance.runtime.kernels import KERNELS, Entries, Kernel, PlainKernel, choose_kernel
+from megatron_balance.runtime.lowered import Packed
+from megatron_balance.runtime.moves import Place, Space, choose_mover
+from tools.gpu.kernels import packed_rows
+from tools.gpu.rows import Context, Figure, Row, Target
+from tools.gpu.timing import gpu_s
+
+BUDGET_S = 80.0
+HEADS, KV_HEADS, DIM = 32, 8, 128
+FRAGMENTS, LEAST, TOKENS = 64, 128, 32768
+CHUNKS = 4
+RESULTS = ("out", "dq", "dk", "dv")
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+ON_A_GPU = tuple(name for name, offer in KERNELS.items() if offer.devices == ("cuda",))
+AGAINST_PLAIN = {
+    name: Figure(
+        f"{name}: largest difference from the plain formula, forward and backward", "of the largest value", Target("at most", 2e-2)
+    )
+    for name in ("cpu_flash", *ON_A_GPU)
+}
+LAUNCHES = Figure(f"launches for {FRAGMENTS} fragments of mixed length", "", Target("equal", 1.0))
+PHASES = ("forward", "backward")
+DENSE = {phase: Figure(f"dense varlen call, {phase}", "TFLOP/s", speed=True) for phase in PHASES}
+SHARE = {
+    phase: Figure(
+        f"{FRAGMENTS} fragments in one launch, {phase}: share of a dense call's throughput", "", Target("at least", 0.95), speed=True
+    )
+    for phase in PHASES
+}
+WAYS = {"one launch": "one launch over fragments", f"{CHUNKS} partials": f"keys in {CHUNKS} parts, merged"}
+ERROR = {
+    (way, name): Figure(f"bf16 {name}, {shown}: error against fp64, of one flash call's", "", Target("at most", 1.1))
+    for way, shown in WAYS.items()
+    for name in RESULTS
+}
+FIGURES = (*AGAINST_PLAIN.values(), LAUNCHES, *DENSE.values(), *SHARE.values(), *ERROR.values())
+
+
+def measure(context: Context) -> Iterator[Row]:
+    """Rows of the kernels that are here, then of the one that is chosen by itself."""
+    device = torch.device(context.device)
+    for name, figure in AGAINST_PLAIN.items():
+        offer = KERNELS[name]
+        if device.type not in offer.devices:
+            yield figure.not_measured(f"does not serve {device.type}")
+        elif not offer.installed:
+            yield figure.not_measured("not installed")
+        else:
+            yield figure.measured(apart_from_plain(choose_kernel(name, device, torch.bfloat16, 64), device))
+    lengths = mixed_lengths(FRAGMENTS, LEAST, TOKENS)
+    kernel = choose_kernel("auto", device, torch.bfloat16, DIM)
+    if context.on_gpu:
+        yield LAUNCHES.measured(kernel.launches(squares(lengths)), kernel.name)
+        yield from _throughput(kernel, lengths, device)
+    else:
+        yield LAUNCHES.not_measured(f"{kernel.name} takes a call for each entry")
+    rows, heads, dim = (4096, 8, 128) if context.on_gpu else (512, 2, 32)
+    yield from _errors(kernel, (rows, heads, dim), device)
+
+
+def squares(lengths: list[int]) -> Entries:
+    """Causal entries, one after the other."""
+    ends = np.cumsum(lengths).tolist()
+    spans = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return Entries(spans, spans, (True,) * len(spans), spans)
+
+
+def mixed_lengths(count: int, least: int, total: int) -> list[int]:
+    """Lengths of at least `least` that add up to `total`, most of them short and a few long."""
+    weights = np.random.default_rng(3).lognormal(0.0, 1.2, count)
+    lengths = least + np.floor(weights / weights.sum() * (total - count * least)).astype(int)
+    lengths[-1] += total - int(lengths.sum())
+    return lengths.tolist()
+
+
+def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Iterator[Row]:
+    """Fragments through our kernel, against one call of equal lengths with the same number of them and as many pairs."""
+    equal = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5)
+    found = {}
+    for what, sizes in (("dense", [equal] * len(lengths)), ("fragments", lengths)):
+        entries, tokens = squares(sizes), sum(sizes)
+        q, k, v = _inputs((tokens, HEADS, KV_HEADS, DIM), torch.bfloat16, device)
+        prepared = kernel.prepare(entries, device)
+        forward_s = gpu_s(lambda p=prepared, x=(q, k, v): kernel.forward(p, *x, DIM**-0.5))
+        out, lse = kernel.forward(prepared, q, k, v, DIM**-0.5)
+        final = (torch.ones_like(out), out, lse)
+        backward_s = gpu_s(lambda p=prepared, f=final, x=(q, k, v): kernel.backward(p, f, *x, DIM**-0.5))
+        flops = 2 * HEADS * DIM * sum(n * (n + 1) for n in sizes)  # two products of 2 FLOPs for half of the square
+        found[what] = {"forward": flops / forward_s, "backward": 2.5 * flops / backward_s}
+    for phase in PHASES:
+        yield DENSE[phase].measured(found["dense"][phase] / 1e12, f"{len(lengths)} sequences of {equal} tokens, {kernel.name}")
+        note = f"{found['fragments'][phase] / 1e12:.0f} TFLOP/s, lengths {min(lengths)} to {max(lengths)}"
+        yield SHARE[phase].measured(found["fragments"][phase] / found["dense"][phase], note)
+
+
+def apart_from_plain(kernel: Kernel, device: torch.device) -> float:
+    """The largest difference of outputs, LSE and gradients, of the largest value; full and causal entries of several shapes."""
+    spans_q = ((0, 33), (40, 41), (50, 120), (120, 150))
+    spans_k = ((12, 45), (0, 1), (2, 119), (119, 150))
+    entries = Entries(spans_q, spans_k, (True, False, True, False), ((0, 33), (33, 34), (34, 104), (104, 134)))
+    inputs = _inputs((150, 4, 2, 64), torch.bfloat16, device)
+    grad = torch.randn(134, 4, 64, device=device, generator=torch.Generator(device).manual_seed(5)).to(torch.bfloat16)
+    results = []
+    for one, (q, k, v) in ((kernel, inputs), (PlainKernel(), [x.double() for x in inputs])):
+        prepared = one.prepare(entries, device)
+        out, lse = one.forward(prepared, q, k, v, 0.125)
+        results.append((out, lse, *one.backward(prepared, (grad.to(out.dtype), out, lse), q, k, v, 0.125)))
+    return max(float((a.double() - b.double()).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))
+
+
+def _inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    rows, heads, kv_heads, dim = shape
+    generator = torch.Generator(device).manual_seed(2)
+    q, k, v = (torch.randn(rows, h, dim, generator=generator, device=device).to(dtype) for h in (heads, kv_heads, kv_heads))
+    return q, k, v
+
+
+def _errors(kernel: Kernel, shape: tuple[int, int, int], device: torch.device) -> Iterator[Row]:
+    """Root mean square errors of our ways to compute one causal sequence, as parts of one call's; heads two by two on one key head."""
+    rows, heads, dim = shape
+    x = _inputs((rows, heads, heads // 2, dim), torch.bfloat16, device)
+    grad = torch.randn(rows, heads, dim, device=device, generator=torch.Generator(device).manual_seed(6)).to(torch.bfloat16)
+    exact = _one_call(PlainKernel(), rows, tuple(t.double() for t in x), grad.double())
+    flash = [_error(a, b) for a, b in zip(_one_call(kernel, rows, x, grad), exact, strict=True)]
+    ways = {"one launch": _fragments(kernel, rows, x, grad), f"{CHUNKS} partials": _merged(kernel, rows, x, grad)}
+    for way, results in ways.items():
+        for name, one, ours, truth in zip(RESULTS, flash, results, exact, strict=True):
+            yield ERROR[way, name].measured(_error(ours, truth) / one, f"one {kernel.name} call: {one:.2e}")
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def _one_call(kernel: Kernel, rows: int, x: tuple[Tensor, ...], grad: Tensor) -> Four:
+    (q, k, v), prepared = x, kernel.prepare(squares([rows]), grad.device)
+    out, lse = kernel.forward(prepared, q, k, v, q.shape[2] ** -0.5)
+    return out, *kernel.backward(prepared, (grad, out, lse), q, k, v, q.shape[2] ** -0.5)
+
+
+def _fragments(kernel: Kernel, rows: int, x: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Four:
+    """The queries in pieces of mixed length, each over all of its keys: entries of one launch."""
+    ends = np.cumsum(mixed_lengths(8, rows // 16, rows)).tolist()
+    spans = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return _by_entries(kernel, [Entries(spans, tuple((0, stop) for stop in ends), (True,) * len(spans), spans)], x, grad)
+
+
+def _merged(kernel: Kernel, rows: int, x: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Four:
+    """The keys in parts, as rounds of a ring bring them: a partial of each, merged."""
+    bounds = [rows * i // CHUNKS for i in range(CHUNKS + 1)]
+    parts = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        q, k, causal = [(start, stop)], [(start, stop)], [True]
+        if stop < rows:
+            q, k, causal = [*q, (stop, rows)], [*k, (start, stop)], [True, False]
+        parts.append(Entries(tuple(q), tuple(k), tuple(causal), tuple(q)))
+    return _by_entries(kernel, parts, x, grad)
+
+
+def _by_entries(kernel: Kernel, parts: list[Entries], x: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Four:
+    """Launches as the executor has them: partials merged by LSE, gradients of the merged output summed in fp32."""
+    device, scale, heads = x[0].device, x[0].shape[2] ** -0.5, (x[0].shape[1], x[1].shape[1])
+    mover = choose_mover("auto", device)
+    sizes = {0: (len(x[0]), heads[0])}
+    space = Space(sizes, (0,), x[0].shape[2], x[0].dtype, torch.float32, lambda s, dtype: torch.empty(s, dtype=dtype, device=device))
+    partials = mover.partials(space)
+    launches = [(part, kernel.prepare(part, device), _packed(part.q, heads[0], device)) for part in parts]
+    for _, prepared, packed in launches:
+        partials.add(packed, (True,) * len(packed.runs), *kernel.forward(prepared, *x, scale))
+    out, lse = partials.final()
+    totals = [torch.zeros(t.shape, device=device) for t in x]
+    for part, prepared, packed in launches:
+        grads = kernel.backward(prepared, (grad, out, lse), *x, scale)
+        keys = _packed(part.k, heads[1], device)
+        mover.add([Place(p, g, (t,) * len(p.runs)) for p, g, t in zip((packed, keys, keys), grads, totals, strict=True)])
+    dq, dk, dv = (t.to(x[0].dtype) for t in totals)
+    return out, dq, dk, dv
+
+
+def _packed(spans: tuple[tuple[int, int], ...], num_heads: int, device: torch.device) -> Packed:
+    return packed_rows(np.concatenate([np.arange(a, b) for a, b in spans]), num_heads, device)

@@ -1,0 +1,178 @@
+"""The Triton kernels: equal to their plain twins, and as fast as their bytes.
+
+Fragments of mixed length are packed into another order, unpacked, packed into a message's bytes, added and merged, at the heads of a
+model of 7B with grouped keys (32, 8, 128). Speeds are shares of the bandwidth of a plain copy measured in the same run; bytes are what
+must be read and written once, indices not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_balance.core.program import Kind
+from megatron_balance.runtime.lowered import Packed
+from megatron_balance.runtime.moves import Fill, Mover, Place, PlainMover, Space, choose_mover
+from megatron_balance.runtime.parcels import Form, parcel_bytes, unpacked
+from megatron_balance.runtime.regions import Run
+from tools.gpu.rows import Context, Figure, Row, Target
+from tools.gpu.timing import copy_bytes_per_s, gpu_s
+
+BUDGET_S = 90.0
+PARTIALS = (2, 4, 8)
+LAST_PLACE = 2.0**-7
+"""Of bf16, in parts of a value."""
+SHARE = Target("at least", 0.85)
+MOVES = ("pack q, k and v", "unpack q, k and v", "pack a message's bytes", "add gradients of q, k and v")
+
+
+def _equal(name: str, limit: float) -> Figure:
+    target = Target("at most", limit) if limit else Target("equal", 0.0)
+    return Figure(f"{name}: largest difference from the plain twin", "of the largest value", target)
+
+
+EQUAL = {name: _equal(name, 2e-6 if name.startswith("add") else 0.0) for name in MOVES}
+# The interpreter cuts off where hardware and torch round, so a converted value may be a whole last place away.
+EQUAL |= {f"merge of {n} partials": _equal(f"merge of {n} partials", 2 * LAST_PLACE) for n in PARTIALS}
+COPY = Figure("plain copy", "GB/s read and written", speed=True)
+SPEED = {name: Figure(f"{name}: share of the copy's bandwidth", "", SHARE, speed=True) for name in EQUAL}
+FIGURES = (*EQUAL.values(), COPY, *SPEED.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens in `fragments` of mixed length, and heads. `tokens` x 8 KiB of queries are far more than a cache holds on a GPU."""
+
+    tokens: int
+    fragments: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+GPU_SHAPE, CPU_SHAPE = Shape(32768, 64, 32, 8, 128), Shape(70, 5, 4, 2, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A move to check and to time: `run` with a mover makes `results`; it must touch `num_bytes`."""
+
+    name: str
+    num_bytes: int
+    run: Callable[[Mover], Callable[[], Any]]
+    results: Callable[[], list[Tensor]]
+
+
+def measure(context: Context) -> Iterator[Row]:
+    """Rows of the moves, then of the merges."""
+    device = torch.device(context.device)
+    shape = GPU_SHAPE if context.on_gpu else CPU_SHAPE
+    fast, plain = choose_mover("triton", device), PlainMover()
+    copied = 0.0
+    if context.on_gpu:
+        copied = copy_bytes_per_s(1 << 29)
+        yield COPY.measured(copied / 1e9)
+    for case in cases(shape, device):
+        expected = _after(case, plain)
+        yield EQUAL[case.name].measured(difference(_after(case, fast), expected))
+        if context.on_gpu:
+            seconds = gpu_s(case.run(fast))
+            yield SPEED[case.name].measured(case.num_bytes / seconds / copied, f"{seconds * 1e6:.0f} us, {case.num_bytes / 1e6:.0f} MB")
+
+
+def _after(case: Case, mover: Mover) -> list[Tensor]:
+    case.run(mover)()
+    return [x.clone() for x in case.results()]
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference, of the largest value of its tensor; infinite where one is not finite."""
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        apart = float((a.float() - b.float()).abs().max()) / max(1e-30, float(b.float().abs().max()))
+        worst = max(worst, apart) if np.isfinite(apart) else float("inf")
+    return worst
+
+
+def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+    """Made one after the other: each holds a gigabyte."""
+    order = shuffled(shape)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    packed = [packed_rows(order, h, device) for h in heads]
+    generator = torch.Generator(device).manual_seed(1)
+
+    def values(num_heads: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape.tokens, num_heads, shape.head_dim, generator=generator, device=device).to(dtype)
+
+    sources = [values(h, torch.bfloat16) for h in heads]
+    targets = [torch.zeros_like(x) for x in sources]
+    num_bytes = 2 * sum(x.nbytes for x in sources)
+    fills = [Fill(p, (x,), y) for p, x, y in zip(packed, sources, targets, strict=True)]
+    yield Case(MOVES[0], num_bytes, lambda mover: lambda: mover.fill(fills), lambda: targets)
+    places = [Place(p, x, (y,)) for p, x, y in zip(packed, sources, targets, strict=True)]
+    yield Case(MOVES[1], num_bytes, lambda mover: lambda: mover.place(places), lambda: targets)
+    form = Form(shape.head_dim, torch.bfloat16, torch.float32)
+    carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
+    raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
+    (q,), (kv,) = unpacked(raw, carried, form)
+    messages = [Fill(p, (x,), y) for p, x, y in zip(packed, sources, (q, kv[0], kv[1]), strict=True)]
+    yield Case(MOVES[2], num_bytes, lambda mover: lambda: mover.fill(messages), lambda: [raw])
+    yield _adding(sources, packed)
+    for num in PARTIALS:
+        yield _merging(shape, num, values)
+
+
+def _adding(sources: list[Tensor], packed: list[Packed]) -> Case:
+    totals = [torch.zeros(x.shape, device=x.device) for x in sources]
+    adds = [Place(p, x, (y,)) for p, x, y in zip(packed, sources, totals, strict=True)]
+    num_bytes = sum(x.nbytes for x in sources) + 2 * sum(y.nbytes for y in totals)
+
+    def run(mover: Mover) -> Callable[[], None]:
+        for total in totals:
+            total.zero_()
+        return lambda: mover.add(adds)
+
+    return Case(MOVES[3], num_bytes, run, lambda: totals)
+
+
+def _merging(shape: Shape, num: int, values: Callable[[int, torch.dtype], Tensor]) -> Case:
+    """Partials of all queries merged into the final type: read once, written once."""
+    rows = packed_rows(np.arange(shape.tokens), shape.num_heads, None)
+    outs = [values(shape.num_heads, torch.bfloat16) for _ in range(num)]
+    lses = [values(shape.num_heads, torch.float32)[:, :, 0].contiguous() for _ in range(num)]
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    sizes = {0: (shape.tokens, shape.num_heads)}
+    space = Space(
+        sizes, (), shape.head_dim, torch.bfloat16, torch.float32, lambda s, dtype: torch.empty(s, dtype=dtype, device=out.device), num
+    )
+
+    def run(mover: Mover) -> Callable[[], Any]:
+        held = mover.partials(space)
+        for index, (x, y) in enumerate(zip(outs, lses, strict=True)):
+            held.add(rows, (index > 0,), x, y.clone())  # the plain twin goes on in the first one's memory
+        return lambda: held.send(rows, (out, lse))
+
+    num_bytes = (num + 1) * (out.nbytes + lse.nbytes)
+    return Case(f"merge of {num} partials", num_bytes, run, lambda: [out, lse])
+
+
+def shuffled(shape: Shape) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The tokens of fragments of mixed length, the fragments in another order."""
+    random = np.random.default_rng(7)
+    cuts = np.sort(random.choice(np.arange(1, shape.tokens), shape.fragments - 1, replace=False))
+    fragments = np.split(np.arange(shape.tokens), cuts)
+    return np.concatenate([fragments[i] for i in random.permutation(len(fragments))])
+
+
+def packed_rows(rows: np.ndarray[Any, np.dtype[np.int64]], num_heads: int, device: torch.device | None) -> Packed:
+    """These rows of one buffer, all heads."""
+    count = len(rows)
+    if (rows == np.arange(count)).all():
+        return Packed((Run(0, count, 0, 0, count, None, 0, num_heads, 0),), count, num_heads, (None,), direct=True)
+    run = Run(0, count, 0, int(rows[0]), int(rows[0]) + count, rows, 0, num_heads, 0)
+    return Packed((run,), count, num_heads, (torch.from_numpy(rows).to(device),), direct=False)

@@ -1,0 +1,13 @@
+"""The parts of the suite in the order they run, what matters most first: modules that the runner imports in processes of their own."""
+
+from __future__ import annotations
+
+PARTS: dict[str, str] = {
+    "kernels": "tools.gpu.kernels",
+    "attention": "tools.gpu.attention",
+    "training": "tools.gpu.training",
+    "ranks": "tools.gpu.ranks",
+    "syncs": "tools.gpu.syncs",
+    "profile": "tools.gpu.cost_table",
+    "step": "tools.gpu.whole_step",
+}

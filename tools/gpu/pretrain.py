@@ -1,0 +1,334 @@
+"""One job of Megatron's own `pretrain` on one device, with balance on or off, over documents of given lengths.
+
+Off, Megatron's layers attend by one dense causal call a document: Transformer Engine's where it is installed, else torch's scaled dot
+product attention in Megatron's local layers, whose own unfused attention would hold all scores in memory. Batches, loss and weights are
+the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import Dataset
+
+from tools.gpu.rows import Device
+
+FLAGS: dict[str, Any] = {
+    "position-embedding-type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable-bias-linear": True,
+    "untie-embeddings-and-output-weights": True,
+    "attention-dropout": 0,
+    "hidden-dropout": 0,
+    "bf16": True,
+    "micro-batch-size": 1,
+    "global-batch-size": 1,
+    "lr": 1e-4,
+    "lr-decay-iters": 100,
+    "weight-decay": 0.01,
+    "tokenizer-type": "NullTokenizer",
+    "make-vocab-size-divisible-by": 16,
+    "eval-iters": 0,
+    "eval-interval": 100000,
+    "log-interval": 1,
+    "num-workers": 0,
+    "seed": 1234,
+    "calculate-per-token-loss": True,
+    "mock-data": True,  # Megatron asks for data or for none; ours come from our own provider
+}
+LOCAL: dict[str, Any] = {
+    "transformer-impl": "local",
+    "no-gradient-accumulation-fusion": True,
+    "no-masked-softmax-fusion": True,
+    "no-rope-fusion": True,
+    "no-persist-layer-norm": True,
+}
+"""Without Transformer Engine and apex."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`documents`: lengths of the documents of each step, which fill the context. `flags`: of the model. `out`: where its figures go, JSON.
+
+    `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`: with balance off, attend by torch's
+    FlashAttention, which a plan runs too; else by what torch takes for the fastest (cuDNN's attention on Hopper).
+    """
+
+    device: Device
+    balance: bool
+    flags: dict[str, Any]
+    vocabulary: int
+    documents: tuple[tuple[int, ...], ...]
+    out: str
+    traced: int | None = None
+    flash: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """By step: loss, gradient norm and seconds. `waits`: of the host in the traced step. `layers`: whose they are."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    seconds: list[float]
+    waits: list[str]
+    layers: str
+
+
+def train(job: Job) -> None:
+    """Run a job; made to be the target of a process of its own."""
+    _sole_rank()
+    if job.device == "cpu":
+        from megatron_balance.megatron import cpu
+
+        cpu.install()
+        torch.set_num_threads(1)
+    from megatron_balance.megatron import entry
+
+    engine = entry.te_available()
+    impl = {} if engine else LOCAL
+    kernel = "auto" if engine or job.device == "cpu" else "torch_varlen"  # the kernel of the other side
+    balance = Path(job.out).with_suffix(".yaml")
+    balance.write_text(f"planner: {{name: zeppelin}}\nplan_ahead: false\nkernel: {kernel}\n", encoding="utf-8")
+    tokens = sum(job.documents[0])
+    flags = {
+        **FLAGS, **impl, **job.flags,
+        "vocab-size": job.vocabulary, "seq-length": tokens, "max-position-embeddings": tokens, "train-iters": len(job.documents),
+        **({"balance-config": balance, "balance-device": job.device} if job.balance else {}),
+        **({"distributed-backend": "gloo"} if job.device == "cpu" else {}),
+    }  # fmt: skip
+    sys.argv = ["pretrain", *(word for name, value in flags.items() for word in _words(name, value))]
+    meter = _Meter(job)
+    meter.install()
+    batches = Batches(job.documents, job.vocabulary)
+    code = entry.run(partial(_balanced, batches) if job.balance else partial(_plain, batches, flash=job.flash and job.device == "cuda"))
+    local = "Megatron's local layers (Transformer Engine is not installed) and torch's FlashAttention on both sides"
+    layers = "Transformer Engine's layers, and its attention with balance off" if engine else local
+    Path(job.out).write_text(json.dumps({**meter.figures, "layers": layers}), encoding="utf-8")
+    sys.exit(code)
+
+
+def _words(name: str, value: object) -> list[str]:
+    return [f"--{name}"] if value is True else [f"--{name}", str(value)]
+
+
+def _sole_rank() -> None:
+    """The launcher's variables of a world of one rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """Sample i is step i's: its documents one after the other, of random tokens."""
+
+    def __init__(self, documents: Sequence[Sequence[int]], vocabulary: int) -> None:
+        """`documents`: lengths by step."""
+        from megatron.core.datasets.utils import Split
+
+        self.split = Split.train  # Megatron's samplers read it
+        self._documents, self._vocabulary = documents, vocabulary
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Tokens, labels, loss_mask and position_ids, each [tokens]; a document's last token has no label."""
+        lengths = self._documents[index]
+        tokens = np.random.default_rng(index).integers(0, self._vocabulary, size=sum(lengths) + 1)
+        last = np.cumsum(lengths) - 1
+        loss_mask = np.ones(sum(lengths), dtype=np.float32)
+        loss_mask[last] = 0
+        position_ids = np.concatenate([np.arange(length) for length in lengths])
+        arrays = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+
+def _provider(batches: Batches) -> Callable[..., Any]:
+    def provide(*_: Any, **__: Any) -> tuple[Batches, None, None]:
+        return batches, None, None
+
+    provide.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
+    return provide
+
+
+def _balanced(batches: Batches) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_balance.megatron import entry
+    from megatron_balance.megatron.arguments import add_balance_arguments
+    from megatron_balance.megatron.forward_step import forward_step
+    from megatron_balance.patches import applied
+    from megatron_balance.patches.selection import for_training
+
+    with applied(for_training(script=False)):
+        args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        with entry.training(config):
+            pretrain(config, _provider(batches), ModelType.encoder_or_decoder, forward_step)
+    torch.distributed.destroy_process_group()
+
+
+def _plain(batches: Batches, *, flash: bool) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_balance.megatron.arguments import CPU_DEFAULTS
+    from megatron_balance.patches import applied, dataset_helpers
+
+    def defaults(parser: Any) -> Any:
+        from megatron_balance.megatron import cpu
+
+        if cpu.installed():
+            parser.set_defaults(**CPU_DEFAULTS)
+        return parser
+
+    with applied(dataset_helpers.PATCHES):
+        args: Any = parse_and_validate_args(extra_args_provider=defaults)
+        model = gpt_config_from_args(args)
+        if args.transformer_impl == "local":
+            model.transformer_layer_spec = partial(_dense_spec, flash)
+        pretrain(pretrain_cfg_container_from_args(args, model), _provider(batches), ModelType.encoder_or_decoder, dense_forward_step)
+    torch.distributed.destroy_process_group()
+
+
+def dense_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Token losses of the next microbatch [1, T], with attention inside each document, and the function that sums them."""
+    from megatron_balance.megatron.forward_step import summed_loss
+
+    batch = next(data_iterator)
+    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    bounds = [*starts, batch["tokens"].shape[1]]
+    on = {name: x.cuda(non_blocking=True) for name, x in batch.items()}
+    params = _packed(bounds) if len(starts) > 1 else None
+    losses = model(on["tokens"], on["position_ids"], None, labels=on["labels"], packed_seq_params=params)
+    return losses, partial(summed_loss, on["loss_mask"])
+
+
+def _packed(bounds: list[int]) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32).cuda(non_blocking=True)
+    longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    both = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    return PackedSeqParams(qkv_format="thd", **both)
+
+
+def _dense_spec(flash: bool, config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's local layers with torch's attention."""
+    from megatron.training.models.gpt import default_layer_spec
+
+    spec: Any = default_layer_spec(config, vp_stage)  # pyright: ignore[reportArgumentType]
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        layer.submodules.self_attention.submodules.core_attention = _dense_attention(flash)
+    return spec
+
+
+def _dense_attention(flash: bool) -> type:
+    """The class is made here, since its base comes with Megatron, which is not imported before the device is known."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class DenseCoreAttention(MegatronModule):
+        """Causal attention by torch's scaled dot product attention, one call a document."""
+
+        def __init__(self, config: Any, **_kwargs: Any) -> None:
+            super().__init__(config=config)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *_args: Any, packed_seq_params: Any = None, **_kwargs: Any) -> Tensor:
+            """Query [T, 1, H, D] to [T, 1, H * D]; packed: [T, H, D] to [T, H * D]."""
+            if packed_seq_params is None:
+                return dense_attention(query[:, 0], key[:, 0], value[:, 0], flash=flash).flatten(1)[:, None]
+            bounds = packed_seq_params.cu_seqlens_q.tolist()
+            spans = list(zip(bounds, bounds[1:], strict=False))
+            return torch.cat([dense_attention(query[a:b], key[a:b], value[a:b], flash=flash) for a, b in spans]).flatten(1)
+
+    return DenseCoreAttention
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
+    """Causal attention of one document: q [T, H, D], k and v [T, G, D] to [T, H, D]."""
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
+        out = F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2], is_causal=True, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
+
+
+class _Meter:
+    """Wraps Megatron's `train_step` in this process, which ends with its job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.figures: dict[str, list[Any]] = {"losses": [], "grad_norms": [], "seconds": [], "waits": []}
+
+    def install(self) -> None:
+        from megatron.training import training as megatron_training
+
+        megatron_training.train_step = self.measured(megatron_training.train_step)
+
+    def measured(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            results: list[Any] = []
+            torch.cuda.synchronize()  # a step's time is from a device that is done to a device that is done
+            start = time.perf_counter()
+
+            def run() -> None:
+                results.append(train_step(*args, **kwargs))
+
+            if len(self.figures["seconds"]) == self.job.traced:
+                from tools.gpu.syncs import waits
+
+                self.figures["waits"] = [str(sync) for sync in waits(run, self.job.device)]
+            else:
+                run()
+            torch.cuda.synchronize()
+            self.figures["seconds"].append(time.perf_counter() - start)
+            self.figures["losses"].append(float(results[0][0]["lm loss"]))
+            self.figures["grad_norms"].append(float(results[0][5]))
+            return results[0]
+
+        return step
+
+
+def run_all(jobs: Sequence[Job]) -> list[Trained]:
+    """What jobs measured, one after the other, each in a process of its own.
+
+    Raises RuntimeError: one failed; its log is above.
+    """
+    import multiprocessing
+
+    os.environ["TORCHDYNAMO_DISABLE"] = (
+        "1"  # for the children: to compile what is a small part of a step would cost most of the suite's time
+    )
+    found: list[Trained] = []
+    for job in jobs:
+        process = multiprocessing.get_context("spawn").Process(target=train, args=(job,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"training with balance {'on' if job.balance else 'off'} ended with code {process.exitcode}")
+        found.append(Trained(**json.loads(Path(job.out).read_text(encoding="utf-8"))))
+    return found

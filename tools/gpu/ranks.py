@@ -1,0 +1,122 @@
+"""Several ranks on one device: the contract of all planners, forward and backward, on the streams of CUDA, with gloo for NCCL's wire."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron_balance import reference
+from megatron_balance.core.batch import Batch
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
+from megatron_balance.core.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.core.rows import Rows
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.planners import PLANNERS
+from megatron_balance.schedules import layout
+from tests.support import dense, jobs
+from tools.gpu.rows import Context, Device, Figure, Row, Target
+
+BUDGET_S = 40.0
+
+NUM_RANKS, RANKS_PER_NODE = 4, 2
+HEAD_DIM = 64
+LENGTHS = (700, 300, 129, 64, 33, 1)
+TOKENS_PER_RANK = 330
+# bf16 keeps 8 bits: inputs, partials and results are each rounded to a 256th, relative to the largest value of each output.
+FIGURES = tuple(
+    Figure(f"{NUM_RANKS} ranks on one device, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02))
+    for name in PLANNERS
+)
+WAYS = ("keep", "replay")
+PATIENCE_S = 60.0
+
+
+def measure(context: Context) -> Iterator[Row]:
+    """Rows of this part; see `tools.gpu.rows.Part`."""
+    plans = [plan(name) for name in PLANNERS]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_ranks(plans, context.device, Path(folder), min(PATIENCE_S, context.left_s()))
+    for figure, (at, planned) in zip(FIGURES, enumerate(plans), strict=True):
+        errors = [worst(planned, [found[at][way] for found in ranks]) for way in range(len(WAYS))]
+        counted = ranks[0][at][0].counters
+        exchanges = sum(counted[f"exchanges_{kind}"] for kind in ("p2p", "all_to_all", "all_gather"))
+        yield figure.measured(max(errors), f"{', '.join(WAYS)}; {exchanges} exchanges, {counted['kernel_calls']} kernel calls of rank 0")
+
+
+def plan(name: str) -> MicrobatchPlan:
+    """A planner's plan of `LENGTHS` on two nodes of two, routed wherever it can be; the last one's tokens are remapped too."""
+    cluster = Cluster(NUM_RANKS, RANKS_PER_NODE)
+    model = Model(num_heads=8, num_kv_heads=4, head_dim=HEAD_DIM, hidden_size=512, ffn_size=1024)
+    options = PLANNERS[name].options(tokens_per_rank=TOKENS_PER_RANK)
+    planned = PLANNERS[name].plan(Batch(LENGTHS), cluster, model, AnalyticCost(cluster, model), options)
+    if name != "zeppelin":
+        return planned
+    moves = Rows.of(3, [(0, 1, 5), (1, 2, 3)])
+    return replace(planned, moves=moves, routing=Routing(1, (REMAP, *range(len(planned.zones)))))
+
+
+def worst(planned: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
+    """The largest difference of output and gradients from dense attention in fp64, each relative to its largest value."""
+    truth = dense.attention(jobs.inputs(planned, HEAD_DIM))
+    homes = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
+    errors: list[float] = []
+    for name in ("out", "q_grad", "k_grad", "v_grad"):
+        values = getattr(truth, name)
+        largest = max(float(abs(x).max()) for x in values)
+        for home, ran in zip(homes, ranks, strict=True):
+            difference = abs(getattr(ran, name) - reference.at_home(home, values))
+            errors.append(float(difference.max()) / largest if difference.size else 0.0)
+    return max(errors)
+
+
+def run_ranks(plans: Sequence[MicrobatchPlan], device: Device, folder: Path, seconds: float) -> list[list[list[jobs.Ran]]]:
+    """By rank, plan and way: what `tests.support.jobs.attend` returns.
+
+    Raises RuntimeError: a rank failed, or the ranks did not end in `seconds`.
+    """
+    context = multiprocessing.get_context("forkserver")  # whose server imports torch once, and never touches the device
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "tools.gpu.ranks"])
+    processes = [context.Process(target=_rank, args=(rank, plans, device, str(folder)), daemon=True) for rank in range(NUM_RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes} (None: not within {seconds:.0f} s)")
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(NUM_RANKS)]
+
+
+def _rank(rank: int, plans: Sequence[MicrobatchPlan], device: Device, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_balance.runtime.groups import make_groups
+    from tests.support.pool import World
+    from tools.gpu.staged import with_staged_streams
+
+    torch.set_num_threads(1)
+    if device == "cpu":
+        from megatron_balance.megatron import cpu
+
+        cpu.install()
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PATIENCE_S)
+    )
+    groups = with_staged_streams(make_groups([range(NUM_RANKS)], RANKS_PER_NODE), RANKS_PER_NODE)
+    world = World(rank, NUM_RANKS, groups)
+    runs: list[Any] = [jobs.Run(policy, "bfloat16", calls=2, device=device) for policy in ("keep", "replay")]
+    results = [jobs.attend(world, planned, HEAD_DIM, runs) for planned in plans]
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""The suite's report: one document, and the same as text and as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.gpu.rows import Row
+
+if TYPE_CHECKING:
+    from tools.gpu.machine import Machine
+
+COLUMNS = ("figure", "value", "unit", "target", "verdict", "note")
+
+
+def document(machine: Machine, rows: Sequence[Row], seconds: float) -> dict[str, Any]:
+    """Everything a run has to say, as plain data."""
+    return {
+        "machine": dataclasses.asdict(machine),
+        "mode": "gpu" if machine.device == "cuda" else "interpreter",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "seconds": round(seconds, 1),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def write(report: dict[str, Any], prefix: Path) -> None:
+    """`<prefix>-suite.json` and `<prefix>-suite.md`."""
+    prefix.with_name(f"{prefix.name}-suite.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    prefix.with_name(f"{prefix.name}-suite.md").write_text(markdown(report), encoding="utf-8")
+
+
+def text(report: dict[str, Any]) -> str:
+    """For a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=io.StringIO(), width=180, highlight=False, markup=False)
+    table = Table(title=title(report), title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column == "value" else "left", overflow="fold")
+    for row in report["rows"]:
+        table.add_row(*cells(row))
+    console.print(table)
+    console.print(closing(report))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip()
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """For docs/measurements."""
+    lines = [f"# {title(report)}", "", "`python -m tools.gpu.run`", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in report["rows"]]
+    return "\n".join([*lines, "", closing(report), ""])
+
+
+def title(report: dict[str, Any]) -> str:
+    """Which machine, when, with which versions."""
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version is not None)
+    where = f"{machine['name']}, CUDA {machine['cuda']}" if report["mode"] == "gpu" else f"no GPU ({machine['name']})"
+    return f"GPU suite on {where}, {report['date']}; {versions}"
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row's cells, as text."""
+    value = "not measured" if row["value"] is None else f"{row['value']:.4g}"
+    verdict = {None: "", True: "met", False: "failed" if row["value"] is None else "missed"}[row["ok"]]
+    return row["name"], value, row["unit"], row["target"], verdict, row["note"]
+
+
+def closing(report: dict[str, Any]) -> str:
+    """How many figures are what they should be."""
+    rows = report["rows"]
+    judged = [row["ok"] for row in rows if row["ok"] is not None]
+    left_out = sum(row["kind"] == "not measured" for row in rows)
+    missing = [name for name, version in report["machine"]["versions"].items() if version is None]
+    without = f" Not installed: {', '.join(missing)}." if missing else ""
+    return (
+        f"{sum(judged)} of {len(judged)} figures with a target are met, {left_out} of {len(rows)} were not measured; "
+        f"{report['seconds']:.0f} s.{without}"
+    )
