@@ -65,22 +65,15 @@ Progress = Callable[[Iterable[Callable[[], None]], int, str], Iterator[Callable[
 """Wraps the points to measure: (points, how many, what they are) -> the same points."""
 
 
-def profile(  # noqa: PLR0913  one more than six, with a default
-    model: Model,
-    device_name: str,
-    options: ProfileOptions,
-    progress: Progress,
-    links: tuple[LinkTable, ...] = (),
-    kernel: Kernel | None = None,
-) -> CostTable:
-    """The table of this machine for `model`'s heads and layers in its element type. `kernel`: measured in place of `options.kernel`.
+def profile(model: Model, device_name: str, options: ProfileOptions, progress: Progress, links: tuple[LinkTable, ...] = ()) -> CostTable:
+    """The table of this machine for `model`'s heads and layers in its element type.
 
     Raises:
         ConfigError: no such device here, or a kernel that does not serve it.
     """
     device = open_device(device_name)
     dtype = torch.float32 if model.bytes_per_element == 4 else torch.bfloat16
-    bench = _Bench(model, device, dtype, kernel or choose_kernel(options.kernel, device, dtype, model.head_dim), options)
+    bench = _Bench(model, device, dtype, choose_kernel(options.kernel, device, dtype, model.head_dim), options)
     return CostTable(FORMAT, _source(device, options), bench.attention(progress), bench.merge(), bench.pack(), bench.layer(progress), links)
 
 

@@ -24,6 +24,7 @@ MODULES = (
     "forward_backward",
     "moe_aux_loss",
     "moe_splits",
+    "ping_pong",
     "pretrain",
     "te_attention",
     "torch_norm",

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.planners.distca.shards import Piece, Shards
-from megatron_balance.planners.distca.work import Edges
+from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Servers:
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, num_seqs: int, caps: Caps) -> None:
         self.shards, self.caps = shards, caps
-        rank, seq, start, stop = edges.homes.T
+        rank, seq, stop = edges.homes[:, RANK], edges.homes[:, SEQ], edges.homes[:, STOP]
         self.homes: list[list[int]] = edges.homes.tolist()
         self.mass: list[float] = shards.mass.tolist()
         self.load: Floats = np.bincount(rank, shards.mass[shards.ends] - shards.mass[shards.begins], num_ranks)
         self.reach: Floats = np.zeros((num_ranks, num_seqs))
         np.maximum.at(self.reach, (rank, seq), stop)
-        own = np.bincount(rank, stop - start, num_ranks)
+        own: Floats = np.bincount(rank, stop - edges.homes[:, START], num_ranks)
         self.own: list[int] = own.astype(np.int64).tolist()
         self.keys: list[int] = (self.reach.sum(axis=1) - own).astype(np.int64).tolist()
         self.queries = [0] * num_ranks
