@@ -16,7 +16,7 @@ from megatron_balance.planners.distca.consolidate import consolidate
 from megatron_balance.planners.distca.greedy import Drain, Rule
 from megatron_balance.planners.distca.servers import Caps, Servers
 from megatron_balance.planners.distca.shards import HeadTail, Plain
-from megatron_balance.planners.distca.work import STOP, Edges, Seconds
+from megatron_balance.planners.distca.work import START, STOP, Edges, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     Raises:
         InfeasibleError: what a rank must hold or receive to attend to its own tokens, and cannot give away, passes a cap.
     """
-    homes = homes[homes[:, STOP] > homes[:, 2]]
+    homes = homes[homes[:, STOP] > homes[:, START]]
     if not len(homes):
         return np.empty((0, 6), dtype=np.int64)
     seconds = Seconds.of(cost, max(lengths))
@@ -82,7 +82,7 @@ def _limit(servers: Servers, homes: Ints, seconds: Seconds, tolerance: float) ->
     A limit of the mean's pairs at the best rate rules that out; where it would leave less than half of the tolerance, seconds decide.
     No limit is below what somebody has to take: the heaviest block.
     """
-    start, stop = homes[:, 2].astype(np.float64), homes[:, STOP].astype(np.float64)
+    start, stop = homes[:, START].astype(np.float64), homes[:, STOP].astype(np.float64)
     pairs = float((stop * (stop + 1) - start * (start + 1)).sum() / 2)
     mean = float(servers.load.mean())
     even = max((1 + tolerance) * pairs * seconds.pair_s / len(servers.load), (1 + tolerance / 2) * mean)
