@@ -113,7 +113,7 @@ def make_pool(ranks_per_node: int | None, sms: Mapping[str, int] | None = None, 
 def _plain_groups(pools: Sequence[tuple[int, ...]]) -> Groups:
     """A group for each pool, for what is shared over it, and nothing that attention takes."""
     me = dist.get_rank()
-    made = {pool: dist.new_group(list(pool)) for pool in pools}
+    made = {pool: cast("dist.ProcessGroup", dist.new_group(list(pool))) for pool in pools}
     mine = next(pool for pool in pools if me in pool)
     return Groups(mine.index(me), len(mine), mine, made[mine] if len(mine) > 1 else None)
 
