@@ -34,9 +34,9 @@ __all__ = ["AttentionShape", "Bound", "Counters", "bind"]
 class Bound:
     """A plan, looked up for one rank. Immutable but for `counters`; one serves all layers of its microbatch.
 
-    `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows,
-    heads) of every buffer, by number. `demand`: memory that a call needs, where it comes from the pool. `counters`: what ran so far. `trace`: filled by every call, if
-    there is one.
+    `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows, heads) of every buffer,
+    by number. `demand`: memory that a call needs, where it comes from the pool. `counters`: what ran so far. `trace`: filled by every
+    call, if there is one.
     """
 
     plan: MicrobatchPlan

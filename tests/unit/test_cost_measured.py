@@ -232,5 +232,5 @@ def test_kernels_take_as_much_longer_beside_transfers_as_was_measured(tmp_path: 
     assert contention.slowdown(intra=False, inter=True) == pytest.approx(1.25, rel=1e-5)
     assert contention.slowdown(intra=False, inter=False) == 1.0
     assert COST.contention == AnalyticCost(CLUSTER, MODEL).contention
-    with pytest.raises(ConfigError, match="inter_node: expected a factor of at least 1, got 0.9"):
+    with pytest.raises(ConfigError, match=r"inter_node: expected a factor of at least 1, got 0\.9"):
         BesideTable(1.0, 0.9)
