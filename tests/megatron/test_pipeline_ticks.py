@@ -36,7 +36,10 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2 x DP4": (2, {}),
     "PP4 x DP2": (4, {}),
-    "PP2 x DP4, interleaved": (2, {"num-virtual-stages-per-pipeline-rank": 2, "use-distributed-optimizer": True, **OVERLAPPED}),
+    "PP2 x DP4, interleaved": (
+        2,
+        {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 6, "use-distributed-optimizer": True, **OVERLAPPED},
+    ),
     "PP2 x TP2 x DP2": (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 4, **RECOMPUTED}),
 }
 

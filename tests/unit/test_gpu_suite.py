@@ -152,17 +152,24 @@ def test_context_counts_down():
 
 
 @pytest.mark.megatron
-def test_the_whole_suite_runs_without_a_gpu():
-    """What a machine without a GPU says: every figure that it can measure is met, the others say why they are not there."""
+def test_the_suite_runs_without_a_gpu():
+    """What a machine without a GPU says: every figure that it can measure is met, the others say why they are not there. (All parts take
+    most of a minute; these are those that train and that compare attention.)
+    """
     pytest.importorskip("megatron.training")
     done = subprocess.run(
-        [str(ROOT / "tools" / "gpu" / "run"), "--json"], capture_output=True, text=True, timeout=240, check=False, env=_environment()
+        [str(ROOT / "tools" / "gpu" / "run"), "--json", "--parts", "attention,training"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=_environment(),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     document = json.loads(done.stdout)
     assert document["mode"] == "interpreter"
     missing = {row["note"] for row in document["rows"] if row["kind"] == "not measured"}
-    assert missing == {"needs a GPU"}
+    assert missing == {"needs a GPU", "does not serve cpu", "cpu_flash takes a call for each entry"}
     assert any(row["name"].startswith("loss of two bf16 steps") and row["ok"] for row in document["rows"])
 
 
