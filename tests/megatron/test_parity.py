@@ -63,7 +63,7 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
 
 @pytest.mark.parametrize(("planner", "num_ranks"), [*((planner, 8) for planner in PLANNERS), ("te_ring", 2), ("zeppelin", 2)])
 def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planner: str, num_ranks: int) -> None:
-    steps = 4
+    steps = 6  # in the first four flexsp has nothing to remap
     config = {**two_nodes(num_ranks), "routing": "always", "remap": True}
     run = train(num_ranks, options_of(planner), {"train-iters": steps}, config=config)
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
