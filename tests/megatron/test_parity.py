@@ -46,9 +46,9 @@ def options_of(planner: str) -> dict[str, Any]:
     return {"name": planner, "slack": 1.0} if planner == "zeppelin" else {"name": planner}
 
 
-# Every planner with both layers and with none; with one of them the planner that has both by default. All of them with any: tests/dist.
-LAYERED = [(planner, routing, routing == "always") for planner in PLANNERS for routing in ("always", "never")]
-LAYERED += [("zeppelin", "always", False), ("zeppelin", "never", True)]
+# Every planner without layers (with both: below, on eight ranks); with any of them the planner that has both by default.
+LAYERED = [(planner, "never", False) for planner in PLANNERS]
+LAYERED += [("te_ring", "always", True), ("zeppelin", "always", True), ("zeppelin", "always", False), ("zeppelin", "never", True)]
 
 
 @pytest.mark.parametrize(("planner", "routing", "remap"), LAYERED)
