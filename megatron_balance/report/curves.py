@@ -44,22 +44,24 @@ def imbalance(runs: Sequence[Figures]) -> Figure:
 
 def keys_and_values(runs: Sequence[Figures]) -> Figure:
     """Received by a rank, mean over ranks; those of other nodes dotted."""
-    data: list[Json] = []
-    for run, colour in zip(runs, COLOURS, strict=False):
-        for key, dash, word in (("kv_tokens_received", "solid", "all"), ("kv_tokens_received_inter_node", "dot", "from other nodes")):
-            if key in run["curves"]:
-                data.append(_line(run, key, f"{run['label']}, {word}", colour, dash=dash))
+    data = _dashed(runs, ("kv_tokens_received", "solid", "all"), ("kv_tokens_received_inter_node", "dot", "from other nodes"))
     return data, layout(340, xaxis=_step_axis(), yaxis=axis("KV tokens, mean rank", rangemode="tozero"))
 
 
 def planning(runs: Sequence[Figures]) -> Figure:
     """How long planning took, and how much of it a step waited for."""
-    data: list[Json] = []
-    for run, colour in zip(runs, COLOURS, strict=False):
-        for key, dash, word in (("plan_ms", "dot", "planning"), ("plan_wait_ms", "solid", "waited for")):
-            if key in run["curves"]:
-                data.append(_line(run, key, f"{run['label']}, {word}", colour, dash=dash))
+    data = _dashed(runs, ("plan_ms", "dot", "planning"), ("plan_wait_ms", "solid", "waited for"))
     return data, layout(330, xaxis=_step_axis(), yaxis=axis("ms", rangemode="tozero"))
+
+
+def _dashed(runs: Sequence[Figures], *curves: tuple[str, str, str]) -> list[Json]:
+    """Lines of each run for those of the curves (key, dash, word) that its log has."""
+    return [
+        _line(run, key, f"{run['label']}, {word}", colour, dash=dash)
+        for run, colour in zip(runs, COLOURS, strict=False)
+        for key, dash, word in curves
+        if key in run["curves"]
+    ]
 
 
 def predicted(runs: Sequence[Figures]) -> Figure:
