@@ -116,7 +116,7 @@ def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> N
     assert (routed > 0) == (routing == "always")
     assert (counted["relayed_bytes_forward"].sum() > 0) == (counted["relayed_bytes_backward"].sum() > 0) == (routed > 0)
     gave_away = planner == PING_PONG and ranks == 4  # on 8 ranks none of these batches has a block to spare
-    assert (counted["q_tokens_received"].sum() > 0) == (planner in TRADE_HEADS or gave_away) or (planner, ranks) == (PING_PONG, 2)
+    assert (counted["q_tokens_received"].sum() > 0) == (planner in TRADE_HEADS or gave_away)
     if remap:
         for step in run.steps:  # counts of a microbatch, or of its halves, differ by one token at most
             plans = step["num_microbatches"] * (1 + (planner == PING_PONG))
