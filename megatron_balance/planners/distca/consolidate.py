@@ -7,7 +7,7 @@ saved, it gives them away whole (paper: no such step; its greedy rule looks at o
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 
 import numpy as np
 
@@ -28,9 +28,9 @@ def consolidate(servers: Servers, rule: Rule) -> None:
     takers = sorted(light)
     for _, name in light:
         giver_load = float(load[-name])  # which has grown if it took from another one
-        takers.remove((giver_load, name))
+        takers.pop(bisect_left(takers, (giver_load, name)))
         at = bisect_right(takers, (rule.limit - giver_load, 1)) - 1
-        if at >= 0 and _pays(servers, -name, -takers[at][1], keys * rule.size_kv * giver_load / mean, rule):
+        if at >= 0 and _pays(servers, -name, -takers[at][1], keys * rule.sizes.kv * giver_load / mean, rule):
             taker = -takers.pop(at)[1]
             for piece in list(servers.pieces[-name]):
                 servers.move(piece, piece[1], piece[2], -name, taker)
@@ -52,7 +52,7 @@ def _pays(servers: Servers, giver: int, taker: int, saved_bytes: float, rule: Ru
     most_bytes = min(saved_bytes, float(servers.load[giver]) / rule.least_score) if rule.least_score else saved_bytes
     for piece in servers.pieces[giver]:
         keys = servers.missing(taker, servers.seq(piece), servers.shards.key_stop(piece)) - servers.freed(giver, piece)
-        num_bytes += servers.num_queries(piece) * rule.size_q + keys * rule.size_kv
+        num_bytes += servers.shards.num_queries(piece) * rule.sizes.query + keys * rule.sizes.kv
         if num_bytes >= most_bytes or not servers.allows(taker, piece):
             return False
     return True

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
-from typing import TypeAlias
 
 import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.passes.tables import Ints
+from megatron_balance.planners.distca.parts import Parts, Sizes, at_least, at_most, num_bytes
+from megatron_balance.planners.distca.room import make_room
 from megatron_balance.planners.distca.servers import Servers
-from megatron_balance.planners.distca.shards import Piece
+from megatron_balance.planners.distca.shards import Items, Piece
 
 _ROUNDING = 1e-9
 """Of the mean load: no difference."""
@@ -26,49 +28,91 @@ _SPARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`size_q`: bytes of a query and its output, `size_kv` of a key and its value. `least_score`: seconds a byte that are worth it."""
+    """`least_score`: seconds a byte that are worth it."""
 
     limit: float
     tolerance: float
-    size_q: float
-    size_kv: float
+    sizes: Sizes
     least_score: float
 
 
-class Drain:
-    """Migration from the servers above the limit. Arrays have a row for each of their pieces.
+class _Columns:
+    """Arrays with a row for each piece of the servers above the limit, and some rows to spare.
 
-    `seconds` of the piece, `block`: of the lightest block that can be cut from it; infinite once its server is not above the limit.
+    `wanted`: seconds of the piece, or its server's surplus if that is less. `per_second`: share of the piece. `block`: seconds of the
+    lightest block that can be cut from it; infinite once its server is not above the limit. What a row without a piece says has no effect.
     """
+
+    def __init__(self, items: Items, size: int) -> None:
+        self.items = items
+        self.values = np.ones((3, size))
+        self.wanted, self.per_second, self.block = self.values
+        self.block[:] = inf
+        self.seqs: Ints = np.zeros(size, dtype=np.int64)
+        self.taken, self.share, self.resident = np.empty((3, size))
+        self.fits = np.empty(size, dtype=bool)
+
+    def only(self, rows: Ints, size: int) -> _Columns:
+        """Some of the rows, in this order."""
+        columns = _Columns(self.items.only(rows, size), size)
+        columns.values[:, : len(rows)], columns.seqs[: len(rows)] = self.values[:, rows], self.seqs[rows]
+        return columns
+
+
+class Drain:
+    """Migration from the servers above the limit."""
 
     def __init__(self, servers: Servers, rule: Rule) -> None:
         self.servers, self.rule, self.limit = servers, rule, rule.limit
         self.mean = float(servers.load.mean())
-        over = np.flatnonzero(servers.load > self.limit).tolist()
-        size = 4 * sum(len(servers.pieces[server]) for server in over) + 64
-        self.rows: list[Piece] = []
-        self.source, self.seqs = np.zeros((2, size), dtype=np.int64)
-        self.low, self.high, self.seconds = np.zeros((3, size))
-        self.block = np.full(size, inf)
+        over: list[int] = np.flatnonzero(servers.load > self.limit).tolist()
+        self.rows: list[tuple[int, Piece]] = []
+        self.rows_of: dict[int, list[int]] = defaultdict(list)
+        size = _rows(sum(len(servers.pieces[server]) for server in over))
+        self.columns = _Columns(servers.shards.items(size), size)
+        self.most_servers = len(over)
         for server in over:
-            for piece in servers.pieces[server]:
-                self._add(server, piece)
+            self._add(server, servers.pieces[server])
 
-    def _add(self, server: int, piece: Piece) -> None:
-        row = len(self.rows)
-        if row == len(self.source):
-            for name in ("source", "seqs", "low", "high", "seconds"):
-                column = getattr(self, name)
-                setattr(self, name, np.append(column, np.zeros_like(column)))
-            self.block = np.append(self.block, np.full_like(self.block, inf))
-        self.rows.append(piece)
-        self._set(row, server, piece)
+    def _add(self, server: int, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if len(self.rows) == len(self.columns.block):
+                self._compact()
+            row = len(self.rows)
+            self.rows.append((server, piece))
+            self.rows_of[server].append(row)
+            self._set(row)
 
-    def _set(self, row: int, server: int, piece: Piece) -> None:
-        self.rows[row] = piece
-        self.source[row], self.seqs[row] = server, self.servers.seq(piece)
-        self.low[row], self.high[row] = self.servers.shards.bounds(piece)
-        self.seconds[row], self.block[row] = self.servers.seconds(piece), self.servers.shards.lightest(piece)
+    def _compact(self) -> None:
+        """Leave out the rows that no longer count."""
+        rows = np.flatnonzero(self.columns.block < inf)
+        self.columns = self.columns.only(rows, _rows(len(rows)))
+        self.rows = [self.rows[row] for row in rows.tolist()]
+        self.rows_of.clear()
+        for row, (server, _) in enumerate(self.rows):
+            self.rows_of[server].append(row)
+        self.most_servers = len(self.rows_of)
+
+    def _set(self, row: int) -> None:
+        """Fill a row."""
+        servers, columns = self.servers, self.columns
+        server, piece = self.rows[row]
+        seconds = servers.seconds(piece)
+        columns.items.set(row, servers.shards.bounds(piece))
+        columns.per_second[row], columns.seqs[row] = 1 / seconds, servers.seq(piece)
+        columns.wanted[row] = min(seconds, float(servers.load[server]) - self.limit)
+        columns.block[row] = servers.shards.lightest(piece)
+
+    def _update(self, server: int) -> None:
+        """Let the rows of a server know how far it is above the limit now."""
+        surplus = float(self.servers.load[server]) - self.limit
+        if surplus <= _ROUNDING * self.mean:
+            self.columns.block[self.rows_of.pop(server, [])] = inf
+            if 2 * len(self.rows_of) < self.most_servers:
+                self._compact()
+            return
+        for row in self.rows_of[server]:
+            self.columns.wanted[row] = min(self.servers.seconds(self.rows[row][1]), surplus)
 
     def run(self) -> None:
         """Migrate until no server is above the limit.
@@ -77,178 +121,113 @@ class Drain:
         limit gives way.
         """
         load = self.servers.load
-        closed = np.zeros(len(load))  # infinite: has room, but for nothing that is worth it
+        closed: set[int] = set()  # they have room, but for nothing that is worth it
         rooms_made, most_rooms, useless = 0, len(load) // 8 + 8, True
-        while load[load.argmax()] > self.limit + _ROUNDING * self.mean:
-            target = int((load + closed).argmin())
-            room = 0.0 if closed[target] else self.limit - float(load[target])
-            if room >= max(float(self.block[self.block.argmin()]), _ROUNDING * self.mean):
+        while self.rows_of:
+            block = self.columns.block
+            lightest = int(block.argmin())
+            target = _lightest(load, closed)
+            room = 0.0 if target in closed else self.limit - float(load[target])
+            if room >= max(float(block[lightest]), _ROUNDING * self.mean):
                 filled = self._fill(target, room)
-                closed[target] = 0.0 if filled else inf
+                if not filled:
+                    closed.add(target)
                 useless = useless and not (filled and rooms_made)
                 continue
-            if self.rule.least_score > 0 and np.count_nonzero(closed):
+            if self.rule.least_score > 0 and closed:
                 return
-            if rooms_made < most_rooms and self._make_room():
+            source = self.rows[lightest][0]
+            if rooms_made < most_rooms and make_room(self.servers, self.limit, float(block[lightest]), source, self.rule.sizes):
                 rooms_made += 1
+                self._update(source)
             else:
-                closed[:] = False
+                closed.clear()
                 self.limit *= 1 + _RAISE
-                self.block[: len(self.rows)][load[self.source[: len(self.rows)]] <= self.limit] = inf
+                for server in list(self.rows_of):
+                    self._update(server)
                 rooms_made, useless = (rooms_made if useless else 0), True
 
     def _fill(self, target: int, room: float) -> bool:
         """Migrate the best part of the best item to a server with room. Returns False if none is worth it."""
-        chosen = (self.block <= room).nonzero()[0]
-        surplus = self.servers.load[self.source[chosen]] - self.limit
-        seconds = self.seconds[chosen]
-        wanted = np.minimum(np.minimum(seconds, surplus), room)
-        scores = wanted / self._least_bytes(chosen, target, wanted / seconds)
-        for _ in range(len(chosen)):
-            best = int(scores.argmax())
-            if scores[best] <= self.rule.least_score:
-                return False
-            row = int(chosen[best])
-            found = self._cut(self.rows[row], target, float(surplus[best]), room + _ROUNDING / 2 * self.mean)
-            if self.servers.allows(target, (self.rows[row][0], *found)):
-                self._migrate(row, found, target)
+        scores = self._scores(target, room)
+        while scores[best := int(scores.argmax())] > self.rule.least_score:
+            server, piece = self.rows[best]
+            surplus = float(self.servers.load[server]) - self.limit
+            low, high = self._cut(piece, target, surplus, room + _ROUNDING / 2 * self.mean)
+            if self.servers.allows(target, (piece[0], low, high)):
+                self._migrate(best, low, high, target)
                 return True
             scores[best] = 0.0
         return False
 
-    def _least_bytes(self, chosen: Ints, target: int, share: Floats) -> Floats:
-        """What it costs at least to migrate a share of each chosen item to a server."""
-        seqs = self.seqs[chosen]
-        resident = self.servers.reach[target][seqs]
-        queries, key_stop = self.servers.shards.part((self.low[chosen], self.high[chosen]), share, resident)
-        keys = np.maximum(key_stop - resident, 0.0)
-        for seq, start, stop in self.servers.shared.get(target, ()):
-            same = seqs == seq
-            if np.count_nonzero(same):
-                keys[same] -= np.maximum(np.minimum(key_stop[same], stop) - np.maximum(resident[same], start), 0.0)
-        return queries * self.rule.size_q + keys * self.rule.size_kv
+    def _scores(self, target: int, room: float) -> Floats:
+        """Of each row: seconds that it would be relieved of for each byte, at best; 0 where no block fits the room."""
+        columns, servers, sizes = self.columns, self.servers, self.rule.sizes
+        seconds = np.minimum(columns.wanted, room, out=columns.taken)
+        share = np.multiply(seconds, columns.per_second, out=columns.share)
+        reach = servers.reach[target]
+        resident = reach.take(columns.seqs, out=columns.resident, mode="clip")
+        queries, key_stop = columns.items.cheapest(share, resident)
+        keys = np.subtract(key_stop, resident, out=share)
+        np.maximum(keys, 0.0, out=keys)
+        for seq, start, stop in servers.shared.get(target, ()):
+            if stop > reach[seq]:
+                same = columns.seqs == seq
+                keys[same] -= np.maximum(np.minimum(key_stop[same], stop) - max(float(reach[seq]), start), 0.0)
+        queries *= sizes.query
+        keys *= sizes.kv
+        queries += keys
+        seconds /= queries
+        seconds *= np.less_equal(columns.block, room, out=columns.fits)
+        return seconds
 
     def _cut(self, piece: Piece, target: int, surplus: float, room: float) -> tuple[int, int]:
         """Bounds of the part of a piece at whole blocks that fills the room, or takes the surplus, most tightly for few bytes."""
-        seconds = self.servers.seconds(piece)
-        if min(surplus, room) >= seconds * (1 - _ROUNDING):
+        if min(surplus, room) >= self.servers.seconds(piece) * (1 - _ROUNDING):
             return piece[1], piece[2]
-        low, high, moved = smallest_parts(self.servers, piece, surplus, room) if surplus <= room else _NO_PARTS
-        wasted = moved - surplus
-        if not len(low):
-            low, high, moved = largest_parts(self.servers, piece, room)
-            wasted = room - moved
-        good = wasted <= max(_SPARE * self.rule.tolerance * self.mean, float(wasted[wasted.argmin()]))
-        low, high = low[good], high[good]
-        best = int(self._bytes(piece, low, high, target).argmin()) if len(low) > 1 else 0
-        return int(low[best]), int(high[best])
+        parts, wasted, allowed = self._parts(piece, surplus, room)
+        low, stop, _ = parts
+        if len(low) == 1:
+            return int(low[0]), stop
+        costs = num_bytes(self.servers, piece, parts, target, self.rule.sizes)
+        costs[wasted > allowed] = inf
+        best = int(costs.argmin())
+        return int(low[best]), stop + best
 
-    def _bytes(self, piece: Piece, low: Ints, high: Ints, target: int) -> Floats:
-        """What the parts [low, high) of a piece cost to migrate."""
-        shards, servers, seq = self.servers.shards, self.servers, self.servers.seq(piece)
-        resident, key_stop = servers.reach[target, seq], shards.key_stops(piece, low, high)
-        keys = np.maximum(key_stop - resident, 0.0)
-        for start, stop in servers.held.get((target, seq), ()):
-            keys -= np.maximum(np.minimum(key_stop, stop) - max(resident, start), 0.0)
-        return shards.queries(piece, low, high) * self.rule.size_q + keys * self.rule.size_kv
+    def _parts(self, piece: Piece, surplus: float, room: float) -> tuple[Parts, Floats, float]:
+        """The parts to choose from, what each of them takes too much or leaves unused, and how much of that is allowed."""
+        shards, spare = self.servers.shards, _SPARE * self.rule.tolerance * self.mean
+        if surplus <= room:
+            parts = at_least(shards, piece, surplus)
+            wasted = parts[2] - surplus
+            tightest = float(wasted[wasted.argmin()])
+            if tightest <= room - surplus:
+                return parts, wasted, min(max(spare, tightest), room - surplus)
+        parts = at_most(shards, piece, room)
+        wasted = room - parts[2]
+        wasted[parts[2] <= 0] = inf
+        return parts, wasted, max(spare, float(wasted[wasted.argmin()]))
 
-    def _migrate(self, row: int, found: tuple[int, int], target: int) -> None:
-        server = int(self.source[row])
-        rest = self.servers.move(self.rows[row], *found, server, target)
-        self.block[row] = inf
-        if self.servers.load[server] <= self.limit + _ROUNDING * self.mean:
-            self.block[: len(self.rows)][self.source[: len(self.rows)] == server] = inf
-        elif rest:
-            self._set(row, server, rest[0])
-            for piece in rest[1:]:
-                self._add(server, piece)
-
-    def _make_room(self) -> bool:
-        """Where all have too little room for a block of what is above the limit: a server sheds light work to have it.
-
-        Another one with room takes it, or the source itself, in exchange for the block. Returns False if that does not help.
-        """
-        load, row = self.servers.load, int(self.block.argmin())
-        heavy, block = int(self.source[row]), float(self.block[row])
-        by_room: list[int] = np.argsort(load, kind="stable")[:_MOST_GIVERS].tolist()
-        best: tuple[float, Piece, int, int, int, int] | None = None
-        for looked_at, giver in enumerate(by_room):
-            if best is not None and looked_at >= _GIVERS:
-                break
-            need = block - (self.limit - float(load[giver]))
-            if not 0 < need < block:
-                continue
-            taker = by_room[giver == by_room[0]]
-            takers = ((taker, self.limit - float(load[taker])), (heavy, block - float(load[heavy]) + self.limit))
-            takers = tuple((to, room) for to, room in takers if to != giver and need <= room)
-            for piece in self.servers.pieces[giver] if takers else ():
-                if self.servers.seconds(piece) >= need:
-                    for num_bytes, low, high, to in self._light_parts(piece, need, takers):
-                        if best is None or num_bytes < best[0]:
-                            best = (num_bytes, piece, low, high, giver, to)
-        if best is None:
-            return self._shed(by_room)
-        self.servers.move(*best[1:])
-        return True
-
-    def _shed(self, by_room: Sequence[int]) -> bool:
-        """Where nobody can shed enough at once: as much as another one takes. Returns False if nobody takes any."""
-        load = self.servers.load
-        best: tuple[float, Piece, int, int, int, int] | None = None
-        for giver in by_room[:_GIVERS]:
-            taker = by_room[giver == by_room[0]]
-            room = self.limit - float(load[taker])
-            for piece in self.servers.pieces[giver]:
-                if giver != taker and self.servers.shards.lightest(piece) <= room:
-                    low, high, moved = largest_parts(self.servers, piece, room + _ROUNDING / 2 * self.mean)
-                    most = int(moved.argmax())
-                    bounds = int(low[most]), int(high[most])
-                    if (best is None or moved[most] > best[0]) and self.servers.allows(taker, (piece[0], *bounds)):
-                        best = (float(moved[most]), piece, *bounds, giver, taker)
-        if best is None:
-            return False
-        self.servers.move(*best[1:])
-        return True
-
-    def _light_parts(self, piece: Piece, need: float, takers: Sequence[tuple[int, float]]) -> Iterator[tuple[float, int, int, int]]:
-        """For each of the takers the cheapest part of a piece that takes at least `need` and at most the taker's room."""
-        for taker, room in takers:
-            low, high, _ = smallest_parts(self.servers, piece, need, room)
-            if len(low):
-                num_bytes = self._bytes(piece, low, high, taker)
-                best = int(num_bytes.argmin())
-                bounds = int(low[best]), int(high[best])
-                if self.servers.allows(taker, (piece[0], *bounds)):
-                    yield float(num_bytes[best]), *bounds, taker
+    def _migrate(self, row: int, low: int, high: int, target: int) -> None:
+        server, piece = self.rows[row]
+        rest = self.servers.move(piece, low, high, server, target)
+        self.columns.block[row] = inf
+        self._update(server)
+        if server in self.rows_of and rest:
+            self.rows[row] = (server, rest[0])
+            self._set(row)
+            self._add(server, rest[1:])
 
 
-_GIVERS, _MOST_GIVERS = 2, 32
-"""How many of the servers with most room are looked at as those that shed light work; and how many if none of the first ones can."""
-
-_NO_PARTS = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
-
-
-Parts: TypeAlias = tuple[Ints, Ints, Floats]
-"""Bounds of parts of a piece, and their seconds."""
-
-
-def smallest_parts(servers: Servers, piece: Piece, least: float, most: float) -> Parts:
-    """For each place where a part of a piece may stop, the smallest of `least` seconds or more, if it has `most` at most."""
-    inside = servers.shards.mass[piece[1] : piece[2] + 1]
-    high = servers.shards.stops(piece)
-    ends = inside[high - piece[1]]
-    low = inside.searchsorted(ends - least, side="right") - 1
-    moved = ends - inside[low]  # of the last element where there is none: nothing or less
-    keep = ((low >= 0) & (moved <= most)).nonzero()[0]
-    return low[keep] + piece[1], high[keep], moved[keep]
+def _lightest(load: Floats, closed: Collection[int]) -> int:
+    """The server with the least load that is not closed; if all are, one of them."""
+    if not closed:
+        return int(load.argmin())
+    left = load.copy()
+    left[list(closed)] = inf
+    return int(left.argmin())
 
 
-def largest_parts(servers: Servers, piece: Piece, most: float) -> Parts:
-    """The same with the largest of `most` seconds or less."""
-    inside = servers.shards.mass[piece[1] : piece[2] + 1]
-    high = servers.shards.stops(piece)
-    ends = inside[high - piece[1]]
-    low = inside.searchsorted(ends - most, side="left")
-    moved = ends - inside[low]
-    keep = (moved > 0).nonzero()[0]
-    return low[keep] + piece[1], high[keep], moved[keep]
+def _rows(pieces: int) -> int:
+    """How many rows are made for so many pieces: some more, as what is cut from the middle of a piece leaves two."""
+    return pieces + pieces // 4 + 8

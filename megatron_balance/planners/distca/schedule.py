@@ -11,12 +11,13 @@ import numpy as np
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.passes.tables import Ints
+from megatron_balance.passes.tables import Ints, run_bounds
 from megatron_balance.planners.distca.consolidate import consolidate
 from megatron_balance.planners.distca.greedy import Drain, Rule
+from megatron_balance.planners.distca.parts import Sizes
 from megatron_balance.planners.distca.servers import Caps, Servers
 from megatron_balance.planners.distca.shards import HeadTail, Plain
-from megatron_balance.planners.distca.work import START, STOP, Edges, Seconds
+from megatron_balance.planners.distca.work import SEQ, START, STOP, Edges, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,12 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
         return np.empty((0, 6), dtype=np.int64)
     seconds = Seconds.of(cost, max(lengths))
     edges = Edges.of(homes, scheduling.block, seconds)
-    size_q, size_kv = 2 * cost.query_bytes(1), cost.kv_bytes(1)
-    shards = Plain(edges, size_q, size_kv) if scheduling.shards == "plain" else HeadTail(edges)
+    sizes = Sizes(2 * cost.query_bytes(1), cost.kv_bytes(1))
+    shards = Plain(edges, sizes.query, sizes.kv) if scheduling.shards == "plain" else HeadTail(edges)
     caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
     servers = Servers(edges, shards, num_ranks, len(lengths), caps)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
-    rule = Rule(_limit(servers, homes, seconds, scheduling.tolerance), scheduling.tolerance, size_q, size_kv, least_score)
+    rule = Rule(_limit(servers, homes, seconds, scheduling.tolerance), scheduling.tolerance, sizes, least_score)
     if scheduling.consolidate:
         consolidate(servers, rule)
     Drain(servers, rule).run()
@@ -100,10 +101,13 @@ def _check(servers: Servers, caps: Caps) -> None:
 
 
 def _tasks(servers: Servers) -> Ints:
-    rows: list[tuple[int, int, int, int, int, int]] = []
-    for rank, pieces in enumerate(servers.pieces):
-        spans = sorted((servers.seq(piece), *span) for piece in pieces for span in servers.shards.spans(piece))
-        for seq, start, stop in spans:
-            touches = bool(rows) and rows[-1][:2] == (rank, seq) and rows[-1][3] == start
-            rows.append((rank, seq, rows.pop()[2] if touches else start, stop, 0, stop))
-    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+    """Rows of tasks. Pieces of a sequence on a rank that touch are one."""
+    held = [len(pieces) for pieces in servers.pieces]
+    pieces = np.array([piece for each in servers.pieces for piece in each], dtype=np.int64)
+    which, start, stop = servers.shards.spans(pieces)
+    rank, seq = np.repeat(np.arange(len(held)), held)[which], servers.edges.homes[pieces[which, 0], SEQ]
+    order = np.lexsort((start, seq, rank))
+    rank, seq, start, stop = rank[order], seq[order], start[order], stop[order]
+    runs = run_bounds((rank[1:] != rank[:-1]) | (seq[1:] != seq[:-1]) | (start[1:] != stop[:-1]), len(rank))
+    first, stop = runs[:-1], stop[runs[1:] - 1]
+    return np.stack((rank[first], seq[first], start[first], stop, np.zeros_like(stop), stop), axis=1)

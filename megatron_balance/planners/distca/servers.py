@@ -28,14 +28,15 @@ class Servers:
     """State of the scheduling.
 
     `load` [R]: seconds. `pieces`: of each server. `reach` [R, sequences]: a server has the first so many keys of a sequence at hand,
-    as its tasks need; `held`: what it holds of them by home. `keys`, `queries` [R]: tokens that it receives.
+    as its tasks need; `held`: what it holds of them by home. `keys`, `queries` [R]: tokens that it receives, kept up where there are caps.
     """
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, num_seqs: int, caps: Caps) -> None:
-        self.shards, self.caps = shards, caps
+        self.edges, self.shards, self.caps = edges, shards, caps
+        self._counted = caps != _NO_CAPS
         rank, seq, stop = edges.homes[:, RANK], edges.homes[:, SEQ], edges.homes[:, STOP]
         self.homes: list[list[int]] = edges.homes.tolist()
-        self.mass: list[float] = shards.mass.tolist()
+        self.mass = shards.seconds
         self.load: Floats = np.bincount(rank, shards.mass[shards.ends] - shards.mass[shards.begins], num_ranks)
         self.reach: Floats = np.zeros((num_ranks, num_seqs))
         np.maximum.at(self.reach, (rank, seq), stop)
@@ -69,62 +70,72 @@ class Servers:
         """The sequence of a piece."""
         return self.homes[piece[0]][1]
 
-    def num_queries(self, piece: Piece) -> int:
-        """Queries of a piece."""
-        return sum(stop - start for start, stop in self.shards.spans(piece))
-
     def missing(self, server: int, seq: int, key_stop: int) -> int:
         """Keys below `key_stop` that the server does not have."""
-        at_hand = int(self.reach[server, seq])
-        if key_stop <= at_hand:
-            return 0
-        held = sum(max(0, min(stop, key_stop) - max(start, at_hand)) for start, stop in self.held.get((server, seq), ()))
-        return key_stop - at_hand - held
+        return self._not_held(server, seq, int(self.reach[server, seq]), key_stop)
 
     def freed(self, server: int, piece: Piece) -> int:
         """Keys that a server no longer needs to receive once the piece, whole, is elsewhere."""
         home, seq, start, _ = self.homes[piece[0]]
         if home == server and start == 0:
             return 0  # it holds them
-        left = max((self.shards.key_stop(other) for other in self.pieces[server] if other != piece and self.seq(other) == seq), default=0)
-        top = int(self.reach[server, seq])
-        held = sum(max(0, min(stop, top) - max(start, left)) for start, stop in self.held.get((server, seq), ()))
-        return max(0, top - left - held)
+        return self._not_held(server, seq, self._needed(server, seq, piece), int(self.reach[server, seq]))
+
+    def _not_held(self, server: int, seq: int, start: int, stop: int) -> int:
+        """Of the keys [start, stop) those that the server does not hold by home."""
+        if stop <= start:
+            return 0
+        count = stop - start
+        for held_start, held_stop in self.held.get((server, seq), ()):
+            if held_start < stop and start < held_stop:
+                count -= min(held_stop, stop) - max(held_start, start)
+        return count
+
+    def _needed(self, server: int, seq: int, but: Piece | None = None) -> int:
+        """Up to where the pieces of a server need keys of a sequence."""
+        homes, key_stop = self.homes, self.shards.key_stop
+        most = 0
+        for piece in self.pieces[server]:
+            if homes[piece[0]][1] == seq and piece != but:
+                most = max(most, key_stop(piece))
+        return most
 
     def allows(self, server: int, piece: Piece) -> bool:
         """Whether the caps of a server leave room for a piece."""
-        if self.caps == _NO_CAPS:
+        if not self._counted:
             return True
         keys = self.missing(server, self.seq(piece), self.shards.key_stop(piece))
         held, received = self.own[server] + self.keys[server] + keys, self.keys[server] + self.queries[server] + keys
-        return held <= self.caps.held and received + self._foreign(server, piece, self.num_queries(piece)) <= self.caps.received
+        return held <= self.caps.held and received + self._foreign(server, piece) <= self.caps.received
 
-    def _foreign(self, server: int, piece: Piece, num_queries: int) -> int:
-        return 0 if self.homes[piece[0]][0] == server else num_queries
+    def _foreign(self, server: int, piece: Piece) -> int:
+        """Queries of a piece that the server has to receive."""
+        return 0 if self.homes[piece[0]][0] == server else self.shards.num_queries(piece)
 
     def move(self, piece: Piece, low: int, high: int, source: int, target: int) -> list[Piece]:
         """Migrate [low, high) of a piece. Returns what is left of it at its source."""
         fragment, first, last = piece
         moved = (fragment, low, high)
-        rest = [part for part in ((fragment, first, low), (fragment, high, last)) if part[1] < part[2]]
-        seq, seconds, key_stop, num_queries = self.seq(piece), self.seconds(moved), self.shards.key_stop(moved), self.num_queries(moved)
+        rest = [(fragment, first, low)] if first < low else []
+        if high < last:
+            rest.append((fragment, high, last))
+        seq, seconds, key_stop = self.homes[fragment][1], self.mass[high] - self.mass[low], self.shards.key_stop(moved)
         pieces = self.pieces[source]
         pieces.remove(piece)
         pieces += rest
         self.pieces[target].append(moved)
         if key_stop == self.reach[source, seq]:
-            left = max((self.shards.key_stop(other) for other in pieces if self.seq(other) == seq), default=0)
-            self.keys[source] -= self._received(source, seq, key_stop) - self._received(source, seq, left)
+            left = self._needed(source, seq)
+            if self._counted:
+                self.keys[source] -= self._not_held(source, seq, left, key_stop)
             self.reach[source, seq] = left
         if key_stop > self.reach[target, seq]:
-            self.keys[target] += self.missing(target, seq, key_stop)
+            if self._counted:
+                self.keys[target] += self.missing(target, seq, key_stop)
             self.reach[target, seq] = key_stop
-        self.queries[source] -= self._foreign(source, moved, num_queries)
-        self.queries[target] += self._foreign(target, moved, num_queries)
+        if self._counted:
+            self.queries[source] -= self._foreign(source, moved)
+            self.queries[target] += self._foreign(target, moved)
         self.load[source] -= seconds
         self.load[target] += seconds
         return rest
-
-    def _received(self, server: int, seq: int, reach: int) -> int:
-        """Of the first `reach` keys those that the server does not hold by home."""
-        return reach - sum(max(0, min(stop, reach) - start) for start, stop in self.held.get((server, seq), ()))

@@ -4,11 +4,12 @@ An item is the attention of queries [start, stop) to all keys before them. It ha
 them shall go to another server, by moving n queries that see the keys up to y. Their bytes are n size_q + max(0, y - resident) size_kv,
 where the server has the first `resident` keys already (the paper counts all of them).
 
-Plain shards are [y - n, y), so that with c = share (stop^2 - start^2) the area says n (2 y - n) = c, or y = (c / n + n) / 2. The bytes are
-convex in n, least at n = sqrt(c size_kv / (2 size_q + size_kv)). The item's ends bound n: y = stop gives stop - sqrt(stop^2 - c), the
-least, and y - n = start gives sqrt(start^2 + c) - start, the most. (The paper prints the latter without its last term, and so more
-queries than the item has: with share 1 it exceeds stop - start unless start is 0.) Keys that are resident are free, and then more
-keys mean fewer queries.
+Plain shards are [y - n, y), so that with c = share (stop^2 - start^2) the area says n (2 y - n) = c, or y = (c / n + n) / 2 and
+n = y - sqrt(y^2 - c). The bytes are convex in n, least at n = sqrt(c r) with r = size_kv / (2 size_q + size_kv), which is
+y = sqrt(c) (1 / sqrt(r) + sqrt(r)) / 2. The item's ends bound it: y is stop at most, and y - n = start gives sqrt(start^2 + c), the
+least. (The paper bounds n instead, and prints the latter without its last term, - start, and so more queries than the item has: with
+share 1 it exceeds stop - start unless start is 0.) Keys that are resident are free, and then more keys mean fewer queries: y is at
+least as many.
 
 Head-tail pairs are a head [start + i, start + j) and the tail [stop - j, stop - i) that mirrors it; a row of the head and its mirror see as
 many keys as any other two, so that a share of the pairs is the same share of the queries. The tail needs all keys up to its end,
@@ -17,6 +18,7 @@ wherever the pair is cut (of a whole document: length - i), fewest for the inner
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -32,64 +34,126 @@ Part: TypeAlias = tuple[Floats, Floats]
 """Queries that move, and up to where they need keys."""
 
 
-def plain_part(start: Floats, stop: Floats, share: Floats, resident: Floats, size_q: float, size_kv: float) -> Part:
-    """The plain shards that hold `share` (more than 0) of the pairs of items for the fewest bytes."""
-    before, whole = start * start, stop * stop
-    area = share * (whole - before)
-    least = stop - np.sqrt(np.maximum(whole - area, 0.0))
-    most = np.sqrt(before + area) - start
-    queries = np.maximum(np.minimum(np.sqrt(area * (size_kv / (2 * size_q + size_kv))), most), least)
-    key_stop = np.minimum((area / queries + queries) / 2, stop)
-    free = np.minimum(resident, stop)
-    if np.count_nonzero(free > key_stop):
-        key_stop = np.maximum(key_stop, free)
-        queries = key_stop - np.sqrt(np.maximum(key_stop * key_stop - area, 0.0))
-    return queries, key_stop
+class Items(Protocol):
+    """Items by row, with memory for what is worked out about all of them at once."""
+
+    def set(self, row: int, bounds: tuple[float, float]) -> None:
+        """Let a row be an item with these `Shards.bounds`."""
+        ...
+
+    def only(self, rows: Ints, size: int) -> Items:
+        """Some of the rows, in this order, and others up to `size`."""
+        ...
+
+    def cheapest(self, share: Floats, resident: Floats) -> Part:
+        """For each row the part with that share (more than 0) of its pairs that costs the fewest bytes, were there no blocks.
+
+        `resident`: so many of the first keys are there already. The result holds until the next call and may be written to.
+        """
+        ...
 
 
-def pair_part(inner: Floats, outer: Floats, share: Floats) -> Part:
-    """The head-tail pairs that hold `share` of those whose tails are [inner, outer), for the fewest bytes; queries of both halves."""
-    moved = share * (outer - inner)
-    return 2 * moved, inner + moved
+class PlainItems:
+    """Plain shards of items [start, stop). `size_q`, `size_kv`: bytes of a token."""
+
+    def __init__(self, size: int, size_q: float, size_kv: float) -> None:
+        self._sizes = size_q, size_kv
+        root = sqrt(size_kv / (2 * size_q + size_kv))
+        self._best = (1 / root + root) / 2
+        self._values = np.ones((3, size))
+        self._before, self._stop, self._area = self._values
+        self._before[:] = 0.0
+        self._moved, self._queries, self._key_stop = np.empty((3, size))
+
+    def set(self, row: int, bounds: tuple[float, float]) -> None:
+        start, stop = bounds
+        self._before[row], self._stop[row], self._area[row] = start * start, stop, (stop - start) * (stop + start)
+
+    def only(self, rows: Ints, size: int) -> PlainItems:
+        items = PlainItems(size, *self._sizes)
+        items._values[:, : len(rows)] = self._values[:, rows]
+        return items
+
+    def cheapest(self, share: Floats, resident: Floats) -> Part:
+        area = np.multiply(share, self._area, out=self._moved)
+        key_stop, other = self._key_stop, self._queries
+        np.sqrt(area, out=key_stop)
+        key_stop *= self._best
+        np.add(self._before, area, out=other)
+        np.sqrt(other, out=other)
+        np.maximum(key_stop, other, out=key_stop)
+        np.maximum(key_stop, resident, out=key_stop)
+        np.minimum(key_stop, self._stop, out=key_stop)
+        queries = np.square(key_stop, out=other)
+        queries -= area
+        np.maximum(queries, 0.0, out=queries)
+        np.sqrt(queries, out=queries)
+        return np.subtract(key_stop, queries, out=queries), key_stop
+
+
+class PairItems:
+    """Head-tail pairs of items whose tails are [inner, outer)."""
+
+    def __init__(self, size: int) -> None:
+        self._values = np.ones((2, size))
+        self._inner, self._tokens = self._values
+        self._queries, self._key_stop = np.empty((2, size))
+
+    def set(self, row: int, bounds: tuple[float, float]) -> None:
+        self._inner[row], self._tokens[row] = bounds[0], bounds[1] - bounds[0]
+
+    def only(self, rows: Ints, size: int) -> PairItems:
+        items = PairItems(size)
+        items._values[:, : len(rows)] = self._values[:, rows]
+        return items
+
+    def cheapest(self, share: Floats, resident: Floats) -> Part:
+        del resident  # all queries see as many keys, wherever they are
+        queries = np.multiply(share, self._tokens, out=self._queries)
+        key_stop = np.add(self._inner, queries, out=self._key_stop)
+        queries *= 2
+        return queries, key_stop
 
 
 class Shards(Protocol):
     """How fragments are cut. Indices are into `mass`, seconds of attention summed up along each fragment, from its begin to its end."""
 
     mass: Floats
+    seconds: list[float]
+    """The same as `mass`, for one look at a time."""
     begins: Ints
     ends: Ints
 
+    def items(self, size: int) -> Items:
+        """So many rows for items."""
+        ...
+
     def bounds(self, piece: Piece) -> tuple[float, float]:
-        """What `part` is told of a piece."""
+        """What `Items` are told of a piece."""
         ...
 
     def lightest(self, piece: Piece) -> float:
         """Seconds of the lightest part that can be cut off a piece at whole blocks."""
         ...
 
-    def part(self, bounds: tuple[Floats, Floats], share: Floats, resident: Floats) -> Part:
-        """The cheapest part of pieces with these bounds, were there no blocks."""
+    def first_stop(self, piece: Piece) -> int:
+        """The least index at which a part of the piece may stop; from there on it may stop anywhere."""
         ...
 
-    def stops(self, piece: Piece) -> Ints:
-        """Indices at which a part of the piece may stop."""
-        ...
-
-    def key_stops(self, piece: Piece, low: Ints, high: Ints) -> Ints:
-        """Up to where the parts [low, high) need keys."""
-        ...
-
-    def queries(self, piece: Piece, low: Ints, high: Ints) -> Ints:
-        """How many queries the parts [low, high) have."""
+    def needs(self, piece: Piece, low: Ints, stop: int) -> tuple[Ints, Ints]:
+        """How many queries parts of a piece have, and up to where they need keys: from each `low` to `stop`, to the index after it, ..."""
         ...
 
     def key_stop(self, piece: Piece) -> int:
-        """The same of a piece as it is."""
+        """Up to where a piece as it is needs keys."""
         ...
 
-    def spans(self, piece: Piece) -> list[tuple[int, int]]:
-        """Queries of a piece."""
+    def num_queries(self, piece: Piece) -> int:
+        """How many queries it has."""
+        ...
+
+    def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
+        """Where the queries of pieces [n, 3] lie: row of the piece, start, stop."""
         ...
 
 
@@ -100,34 +164,36 @@ class Plain:
         self.edges, self.size_q, self.size_kv = edges, size_q, size_kv
         self.mass, self.begins, self.ends = edges.seconds, edges.first, edges.last
         self._positions: list[int] = edges.positions.tolist()
-        self._seconds: list[float] = edges.seconds.tolist()
+        self.seconds: list[float] = edges.seconds.tolist()
+
+    def items(self, size: int) -> PlainItems:
+        return PlainItems(size, self.size_q, self.size_kv)
 
     def bounds(self, piece: Piece) -> tuple[int, int]:
         return self._positions[piece[1]], self._positions[piece[2]]
 
     def lightest(self, piece: Piece) -> float:
-        mass, low, high = self._seconds, piece[1], piece[2]
+        mass, low, high = self.seconds, piece[1], piece[2]
         return min(mass[low + 1] - mass[low], mass[high] - mass[high - 1])  # the last block may be short
 
-    def part(self, bounds: tuple[Floats, Floats], share: Floats, resident: Floats) -> Part:
-        return plain_part(*bounds, share, resident, self.size_q, self.size_kv)
+    def first_stop(self, piece: Piece) -> int:
+        return piece[1] + 1
 
-    def stops(self, piece: Piece) -> Ints:
-        return np.arange(piece[1] + 1, piece[2] + 1)
-
-    def key_stops(self, piece: Piece, low: Ints, high: Ints) -> Ints:
-        del piece, low
-        return self.edges.positions[high]
-
-    def queries(self, piece: Piece, low: Ints, high: Ints) -> Ints:
+    def needs(self, piece: Piece, low: Ints, stop: int) -> tuple[Ints, Ints]:
         del piece
-        return self.edges.positions[high] - self.edges.positions[low]
+        positions = self.edges.positions
+        stops = positions[stop : stop + len(low)]
+        return stops - positions[low], stops
 
     def key_stop(self, piece: Piece) -> int:
         return self._positions[piece[2]]
 
-    def spans(self, piece: Piece) -> list[tuple[int, int]]:
-        return [self.bounds(piece)]
+    def num_queries(self, piece: Piece) -> int:
+        return self._positions[piece[2]] - self._positions[piece[1]]
+
+    def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
+        positions = self.edges.positions
+        return np.arange(len(pieces)), positions[pieces[:, 1]], positions[pieces[:, 2]]
 
 
 class HeadTail:
@@ -145,49 +211,48 @@ class HeadTail:
         head, tail = edges.seconds[first + pair], edges.seconds[np.maximum(last - pair, first)]
         whole = edges.seconds[last] - edges.seconds[first]
         self.mass: Floats = np.where(2 * pair >= blocks[fragment], whole, head - edges.seconds[first] + edges.seconds[last] - tail)
+        self.seconds: list[float] = self.mass.tolist()
 
-    def _edges(self, fragment: int, index: Ints) -> tuple[Ints, Ints]:
+    def _edges(self, fragment: int | Ints, index: Ints) -> tuple[Ints, Ints]:
         """Edges at which the head of the pairs from `index` inwards begins and their tail ends; they meet in the middle."""
         pair = index - self.begins[fragment]
         head = self.edges.first[fragment] + pair
         return head, np.maximum(self.edges.last[fragment] - pair, head)
 
+    def items(self, size: int) -> PairItems:
+        return PairItems(size)
+
     def bounds(self, piece: Piece) -> tuple[float, float]:
-        spans = self.spans(piece)
-        outer = spans[-1][1]
-        return outer - sum(stop - start for start, stop in spans) / 2, outer
+        outer = self.key_stop(piece)
+        return outer - self.num_queries(piece) / 2, outer
 
     def lightest(self, piece: Piece) -> float:
-        return float(self.mass[piece[2]] - self.mass[piece[2] - 1])
+        return self.seconds[piece[2]] - self.seconds[piece[2] - 1]
 
-    def part(self, bounds: tuple[Floats, Floats], share: Floats, resident: Floats) -> Part:
-        del resident  # all queries see as many keys, wherever they are
-        return pair_part(*bounds, share)
+    def first_stop(self, piece: Piece) -> int:
+        return piece[2]
 
-    def stops(self, piece: Piece) -> Ints:
-        return np.array([piece[2]])
-
-    def key_stops(self, piece: Piece, low: Ints, high: Ints) -> Ints:
-        del high
-        return self.edges.positions[self._edges(piece[0], low)[1]]
-
-    def queries(self, piece: Piece, low: Ints, high: Ints) -> Ints:
-        inside, outside = (self._tokens(piece[0], index) for index in (high, low))
-        return outside - inside
+    def needs(self, piece: Piece, low: Ints, stop: int) -> tuple[Ints, Ints]:
+        positions = self.edges.positions
+        (head, tail), inner = self._edges(piece[0], low), self._edges(piece[0], np.array(stop))
+        return positions[tail] - positions[head] - (positions[inner[1]] - positions[inner[0]]), positions[tail]
 
     def key_stop(self, piece: Piece) -> int:
-        return self.spans(piece)[-1][1]
+        return int(self.edges.positions[self._edges(piece[0], np.array(piece[1]))[1]])
 
-    def _tokens(self, fragment: int, index: Ints) -> Ints:
-        """Tokens of the pairs from `index` inwards."""
-        head, tail = self._edges(fragment, index)
-        return self.edges.positions[tail] - self.edges.positions[head]
+    def num_queries(self, piece: Piece) -> int:
+        (outer_head, inner_head), (outer_tail, inner_tail) = (
+            self.edges.positions[each].tolist() for each in self._edges(piece[0], np.array(piece[1:]))
+        )
+        return outer_tail - outer_head - (inner_tail - inner_head)
 
-    def spans(self, piece: Piece) -> list[tuple[int, int]]:
-        fragment, low, high = piece
-        heads, tails = self._edges(fragment, np.array([low, high]))
-        edges = self.edges.positions[np.concatenate([heads, tails])].tolist()
-        head_start, head_stop, tail_stop, tail_start = edges
-        if head_stop >= tail_start:
-            return [(head_start, tail_stop)]
-        return [(head_start, head_stop), (tail_start, tail_stop)]
+    def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
+        fragments, positions = pieces[:, 0], self.edges.positions
+        (start, stop), (inner_start, inner_stop) = (
+            [positions[each] for each in self._edges(fragments, pieces[:, bound])] for bound in (1, 2)
+        )
+        two = np.flatnonzero(inner_start < inner_stop)
+        head_stop = stop.copy()
+        head_stop[two] = inner_start[two]
+        which = np.append(np.arange(len(pieces)), two)
+        return which, np.append(start, inner_stop[two]), np.append(head_stop, stop[two])

@@ -1,0 +1,61 @@
+"""Parts of a piece at whole blocks: how much they take, what they cost."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from megatron_balance.cost.base import Floats
+from megatron_balance.passes.tables import Ints
+from megatron_balance.planners.distca.servers import Servers
+from megatron_balance.planners.distca.shards import Piece, Shards
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a query and its output, and of a key and its value."""
+
+    query: float
+    kv: float
+
+
+Parts: TypeAlias = tuple[Ints, int, Floats]
+"""Parts of a piece: where each begins, where the first one stops (the next one a block later), the seconds of each."""
+
+
+def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
+    """For each place where a part may stop, the smallest of `least` seconds (more than 0, no more than the piece has) or more."""
+    mass, begin, after = shards.mass, piece[1], piece[2] + 1
+    enough = bisect_left(shards.seconds, shards.seconds[begin] + least, begin, after)  # behind the piece, if rounding says so
+    stop = min(max(shards.first_stop(piece), enough), piece[2])
+    ends = mass[stop:after]
+    low = mass[begin + 1 : after].searchsorted(ends - least, side="right")
+    low += begin
+    return low, stop, ends - mass[low]
+
+
+def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
+    """The same with the largest of `most` seconds or less; no seconds where there is none."""
+    mass, after = shards.mass, piece[2] + 1
+    stop = shards.first_stop(piece)
+    ends = mass[stop:after]
+    low = mass[piece[1] : after].searchsorted(ends - most)
+    low += piece[1]
+    return low, stop, ends - mass[low]
+
+
+def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: Sizes) -> Floats:
+    """What it costs a server to take each of the parts of a piece."""
+    seq = servers.seq(piece)
+    queries, key_stop = servers.shards.needs(piece, parts[0], parts[1])
+    resident = float(servers.reach[target, seq])
+    keys = np.maximum(key_stop - resident, 0.0)
+    for start, stop in servers.held.get((target, seq), ()):
+        if stop > resident:
+            keys -= np.maximum(np.minimum(key_stop, stop) - max(resident, start), 0.0)
+    keys *= sizes.kv
+    keys += queries * sizes.query
+    return keys

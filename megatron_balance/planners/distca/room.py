@@ -1,0 +1,97 @@
+"""Room for a block where all servers have too little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+import numpy as np
+
+from megatron_balance.planners.distca.parts import Sizes, at_least, at_most, num_bytes
+from megatron_balance.planners.distca.servers import Servers
+from megatron_balance.planners.distca.shards import Piece
+
+_GIVERS, _MOST_GIVERS = 2, 32
+"""How many of the servers with most room are looked at as those that shed light work; and how many if none of the first ones can."""
+
+_ROUNDING = 1e-9
+"""Of the room: no difference."""
+
+
+def make_room(servers: Servers, limit: float, block: float, source: int, sizes: Sizes) -> bool:
+    """Let a server shed light work so that it has room for a block of that many seconds, which is the source's.
+
+    Another one with room takes it, or the source itself, in exchange for the block. Where nobody can shed enough at once, one sheds as
+    much as another one takes.
+
+    Returns:
+        False if that does not help.
+    """
+    load = servers.load
+    by_room = _lightest(servers, _MOST_GIVERS)
+    best: tuple[float, Piece, int, int, int, int] | None = None
+    for looked_at, giver in enumerate(by_room):
+        if best is not None and looked_at >= _GIVERS:
+            break
+        need = block - (limit - float(load[giver]))
+        if not 0 < need < block:
+            continue
+        taker = by_room[giver == by_room[0]] if len(by_room) > 1 else giver
+        takers = [(taker, limit - float(load[taker])), (source, block - float(load[source]) + limit)]
+        takers = [(to, room) for to, room in takers if to != giver and need <= room]
+        for piece in servers.pieces[giver] if takers else ():
+            if servers.seconds(piece) >= need:
+                for costs, low, high, to in _light_parts(servers, piece, need, takers, sizes):
+                    if best is None or costs < best[0]:
+                        best = (costs, piece, low, high, giver, to)
+    if best is None:
+        return _shed(servers, limit, by_room)
+    servers.move(*best[1:])
+    return True
+
+
+def _lightest(servers: Servers, count: int) -> list[int]:
+    """The servers with the least load, in this order."""
+    load = servers.load
+    if count < len(load):
+        some = np.sort(np.argpartition(load, count)[:count])
+        return some[np.argsort(load[some], kind="stable")].tolist()
+    return np.argsort(load, kind="stable").tolist()
+
+
+def _light_parts(
+    servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]], sizes: Sizes
+) -> Iterator[tuple[float, int, int, int]]:
+    """For each of the takers the cheapest part of a piece that takes at least `need` and at most the taker's room."""
+    parts = low, stop, moved = at_least(servers.shards, piece, need)
+    least = float(moved[moved.argmin()])
+    for taker, room in takers:
+        if least <= room:
+            costs = num_bytes(servers, piece, parts, taker, sizes)
+            costs[moved > room] = inf
+            best = int(costs.argmin())
+            bounds = int(low[best]), stop + best
+            if servers.allows(taker, (piece[0], *bounds)):
+                yield float(costs[best]), *bounds, taker
+
+
+def _shed(servers: Servers, limit: float, by_room: Sequence[int]) -> bool:
+    """Move as much as another one takes. Returns False if nobody takes any."""
+    load = servers.load
+    best: tuple[float, Piece, int, int, int, int] | None = None
+    for looked_at, giver in enumerate(by_room):
+        if best is not None and looked_at >= _GIVERS:
+            break
+        taker = by_room[giver == by_room[0]] if len(by_room) > 1 else giver
+        room = (limit - float(load[taker])) * (1 + _ROUNDING)
+        for piece in servers.pieces[giver]:
+            if giver != taker and servers.shards.lightest(piece) <= room:
+                low, stop, moved = at_most(servers.shards, piece, room)
+                most = int(moved.argmax())
+                bounds = int(low[most]), stop + most
+                if (best is None or moved[most] > best[0]) and servers.allows(taker, (piece[0], *bounds)):
+                    best = (float(moved[most]), piece, *bounds, giver, taker)
+    if best is None:
+        return False
+    servers.move(*best[1:])
+    return True
