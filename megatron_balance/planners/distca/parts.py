@@ -53,7 +53,7 @@ def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: 
     queries, key_stop = servers.shards.needs(piece, parts[0], parts[1])
     resident = float(servers.reach[target, seq])
     keys = np.maximum(key_stop - resident, 0.0)
-    for start, stop in servers.held.get((target, seq), ()):
+    for start, stop in servers.held(target, seq):
         if stop > resident:
             keys -= np.maximum(np.minimum(key_stop, stop) - max(resident, start), 0.0)
     keys *= sizes.kv

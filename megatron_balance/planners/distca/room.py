@@ -29,16 +29,18 @@ def make_room(servers: Servers, limit: float, block: float, source: int, sizes: 
     """
     load = servers.load
     by_room = _lightest(servers, _MOST_GIVERS)
+    room_for = {source: block - float(load[source]) + limit}  # of the source, once it has given the block away
     best: tuple[float, Piece, int, int, int, int] | None = None
-    for looked_at, giver in enumerate(by_room):
+    for looked_at, (giver, taker) in enumerate(_pairs(by_room)):
         if best is not None and looked_at >= _GIVERS:
             break
+        room_for[taker] = limit - float(load[taker])
         need = block - (limit - float(load[giver]))
+        takers = [(to, room_for[to]) for to in (taker, source) if to != giver and need <= room_for[to]]
+        if not takers and looked_at:
+            break  # the next ones have less room, and the same takers
         if not 0 < need < block:
             continue
-        taker = by_room[giver == by_room[0]] if len(by_room) > 1 else giver
-        takers = [(taker, limit - float(load[taker])), (source, block - float(load[source]) + limit)]
-        takers = [(to, room) for to, room in takers if to != giver and need <= room]
         for piece in servers.pieces[giver] if takers else ():
             if servers.seconds(piece) >= need:
                 for costs, low, high, to in _light_parts(servers, piece, need, takers, sizes):
@@ -48,6 +50,12 @@ def make_room(servers: Servers, limit: float, block: float, source: int, sizes: 
         return _shed(servers, limit, by_room)
     servers.move(*best[1:])
     return True
+
+
+def _pairs(by_room: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Who may shed work, and the one with most room among the others."""
+    for giver in by_room[: len(by_room) if len(by_room) > 1 else 0]:
+        yield giver, by_room[giver == by_room[0]]
 
 
 def _lightest(servers: Servers, count: int) -> list[int]:
@@ -76,21 +84,24 @@ def _light_parts(
 
 
 def _shed(servers: Servers, limit: float, by_room: Sequence[int]) -> bool:
-    """Move as much as another one takes. Returns False if nobody takes any."""
-    load = servers.load
+    """Move as much as another one takes, where that makes more room than anybody has. Returns False if it does nowhere."""
     best: tuple[float, Piece, int, int, int, int] | None = None
-    for looked_at, giver in enumerate(by_room):
+    least_load = float(servers.load[by_room[0]])
+    for looked_at, (giver, taker) in enumerate(_pairs(by_room)):
         if best is not None and looked_at >= _GIVERS:
             break
-        taker = by_room[giver == by_room[0]] if len(by_room) > 1 else giver
-        room = (limit - float(load[taker])) * (1 + _ROUNDING)
+        room = (limit - float(servers.load[taker])) * (1 + _ROUNDING)
         for piece in servers.pieces[giver]:
-            if giver != taker and servers.shards.lightest(piece) <= room:
-                low, stop, moved = at_most(servers.shards, piece, room)
+            seconds, low, high = servers.seconds(piece), piece[1], piece[2]
+            if seconds > room:
+                if servers.shards.lightest(piece) > room:
+                    continue
+                starts, stop, moved = at_most(servers.shards, piece, room)
                 most = int(moved.argmax())
-                bounds = int(low[most]), stop + most
-                if (best is None or moved[most] > best[0]) and servers.allows(taker, (piece[0], *bounds)):
-                    best = (float(moved[most]), piece, *bounds, giver, taker)
+                seconds, low, high = float(moved[most]), int(starts[most]), stop + most
+            more = float(servers.load[giver]) - seconds < least_load - _ROUNDING * room
+            if more and (best is None or seconds > best[0]) and servers.allows(taker, (piece[0], low, high)):
+                best = (seconds, piece, low, high, giver, taker)
     if best is None:
         return False
     servers.move(*best[1:])

@@ -17,7 +17,7 @@ from megatron_balance.planners.distca.greedy import Drain, Rule
 from megatron_balance.planners.distca.parts import Sizes
 from megatron_balance.planners.distca.servers import Caps, Servers
 from megatron_balance.planners.distca.shards import HeadTail, Plain
-from megatron_balance.planners.distca.work import SEQ, START, STOP, Edges, Seconds
+from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     homes = homes[homes[:, STOP] > homes[:, START]]
     if not len(homes):
         return np.empty((0, 6), dtype=np.int64)
+    homes = homes[np.argsort(homes[:, RANK], kind="stable")]
     seconds = Seconds.of(cost, max(lengths))
     edges = Edges.of(homes, scheduling.block, seconds)
     sizes = Sizes(2 * cost.query_bytes(1), cost.kv_bytes(1))

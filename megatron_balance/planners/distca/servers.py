@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -25,10 +26,10 @@ _NO_CAPS = Caps()
 
 
 class Servers:
-    """State of the scheduling.
+    """State of the scheduling. The homes of `edges` are in the order of their ranks.
 
     `load` [R]: seconds. `pieces`: of each server. `reach` [R, sequences]: a server has the first so many keys of a sequence at hand,
-    as its tasks need; `held`: what it holds of them by home. `keys`, `queries` [R]: tokens that it receives, kept up where there are caps.
+    as its tasks need, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it receives, kept up where there are caps.
     """
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, num_seqs: int, caps: Caps) -> None:
@@ -42,19 +43,17 @@ class Servers:
         np.maximum.at(self.reach, (rank, seq), stop)
         own: Floats = np.bincount(rank, stop - edges.homes[:, START], num_ranks)
         self.own: list[int] = own.astype(np.int64).tolist()
-        self.keys: list[int] = (self.reach.sum(axis=1) - own).astype(np.int64).tolist()
+        self.keys: list[int] = (self.reach.sum(axis=1) - own).astype(np.int64).tolist() if self._counted else [0] * num_ranks
         self.queries = [0] * num_ranks
-        self.pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
-        self.held: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        bounds: list[int] = rank.searchsorted(np.arange(num_ranks + 1)).tolist()
+        whole = list(zip(range(len(rank)), shards.begins.tolist(), shards.ends.tolist(), strict=True))
+        self.pieces: list[list[Piece]] = [whole[begin:end] for begin, end in pairwise(bounds)]
+        self._at_home = [self.homes[begin:end] for begin, end in pairwise(bounds)]
         self.shared: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """Of each rank, what it holds (seq, start, stop) of sequences that are cut."""
-        cut: list[bool] = (np.bincount(seq, minlength=num_seqs) > 1)[seq].tolist()
-        whole = zip(range(len(self.homes)), shards.begins.tolist(), shards.ends.tolist(), strict=True)
-        for (server, of, begin, end), piece, is_cut in zip(self.homes, whole, cut, strict=True):
-            self.pieces[server].append(piece)
-            self.held[server, of].append((begin, end))
-            if is_cut:
-                self.shared[server].append((of, begin, end))
+        is_cut = (np.bincount(seq, minlength=num_seqs) > 1)[seq]
+        for server, *span in edges.homes[is_cut].tolist():
+            self.shared[server].append(tuple(span))
 
     def heaviest_block(self) -> float:
         """Seconds of the heaviest part that cannot be cut."""
@@ -69,6 +68,10 @@ class Servers:
     def seq(self, piece: Piece) -> int:
         """The sequence of a piece."""
         return self.homes[piece[0]][1]
+
+    def held(self, server: int, seq: int) -> list[tuple[int, int]]:
+        """What a server holds of a sequence by home."""
+        return [(start, stop) for _, of, start, stop in self._at_home[server] if of == seq]
 
     def missing(self, server: int, seq: int, key_stop: int) -> int:
         """Keys below `key_stop` that the server does not have."""
@@ -86,7 +89,7 @@ class Servers:
         if stop <= start:
             return 0
         count = stop - start
-        for held_start, held_stop in self.held.get((server, seq), ()):
+        for held_start, held_stop in self.held(server, seq):
             if held_start < stop and start < held_stop:
                 count -= min(held_stop, stop) - max(held_start, start)
         return count
