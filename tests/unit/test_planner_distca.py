@@ -175,8 +175,8 @@ def _sent_away(zone: object) -> list[int]:
 
 
 def test_light_work_is_shed_by_any_server_before_the_limit_gives_way() -> None:
-    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the two servers with most room have only blocks
-    # that no other one has room for.
+    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the two servers with most room have only
+    # blocks that no other one has room for.
     lengths = [1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352]
     made = make_planner("distca", Cluster(64, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(lengths)
     assert figures(made, MODEL)["imbalance"]["attention"] <= 1.02
