@@ -1,7 +1,7 @@
 """How well each planner balances, how little it moves and what that is predicted to take, on a file of batches.
 
 python tools/bench/planners.py BATCHES.json [--slack 1.0 1.25 1.5 2.0] [--cluster h200] [--model llama-7b] [--links 1] [--planners distca]
-    [--json]
+    [--joined 8] [--json]
 
 BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ranks}, "batches": {"NAME/CONTEXT": [[length, ...], ...]}}.
 Slack is the capacity of a rank over `tokens_per_gpu`. Plan times are CPU time of planning alone, on whatever machine this runs on.
@@ -10,7 +10,8 @@ Predicted is one layer's forward pass as zeppelin prices it (`planners.zeppelin.
 attention and transfers, what a remap moves, and the linear parts, of the mean tokens with a remap and else of the rank that has most.
 distca is printed at tolerances 0.02 and 0.1, beside what DistCA's own planner makes of batches of the same names.
 Each planner has the layers that its system comes with (te_ring: no routing, no remap); planning time includes them. `--links 1000`
-makes all links a thousand times as fast, which shows what balance alone a planner finds.
+makes all links a thousand times as fast, which shows what balance alone a planner finds. `--joined 8` plans eight batches in a row as
+one, on eight times the ranks.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cluster", default="h200")
     parser.add_argument("--model", default="llama-7b")
     parser.add_argument("--links", type=float, default=1.0, help="all links are so many times as fast")
+    parser.add_argument("--joined", type=int, default=1, help="so many batches in a row are one, on so many times the ranks")
     parser.add_argument("--repeats", type=int, default=3, help="plans of each batch that are timed")
     parser.add_argument("--planners", nargs="+", choices=tuple(PLANNERS), default=tuple(PLANNERS))
     parser.add_argument("--json", action="store_true")
@@ -103,8 +105,9 @@ def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
 def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     model = load_model(options.model)
     for variant in (each for each in _variants(options.slack) if each.planner in options.planners):
-        for key, batches in document["batches"].items():
-            num_ranks = document["gpus"][key.split("/")[1]]
+        for key, single in document["batches"].items():
+            batches = list(_joined(single, options.joined))
+            num_ranks = options.joined * document["gpus"][key.split("/")[1]]
             preset = load_cluster(options.cluster).build(num_ranks=num_ranks, ranks_per_node=document["gpus_per_node"])
             cluster = replace(
                 preset,
@@ -121,9 +124,15 @@ def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row
                     times.append(1e3 * (time.process_time() - start))
                 plans.append(made)
             means = _means(plans, model) | {"predicted_ms": _predicted_ms(plans, cluster, model, variant)}
-            reference = REFERENCE.get(variant.options.get("tolerance", -1.0), {}).get(key)
+            reference = REFERENCE.get(variant.options.get("tolerance", -1.0), {}).get(key) if options.joined == 1 else None
             row = {"planner": variant.label, "slack": variant.slack, "batches": key, **means, "plan_ms": _spread(times)}
             yield row | {"reference": reference}
+
+
+def _joined(batches: Sequence[Sequence[int]], count: int) -> Iterator[list[int]]:
+    """As many batches as there are, each of so many in a row; after the last one comes the first."""
+    for first in range(len(batches)):
+        yield [length for at in range(first, first + count) for length in batches[at % len(batches)]]
 
 
 def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
