@@ -19,7 +19,6 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.joint import joint_attention
 
 
 class BalancedCoreAttention(MegatronModule):
@@ -76,16 +75,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: 
 
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the tensor-parallel size): their output is zero.
     """
-    bound = params.bound
-    if params.backward is not None and params.backward.bound is not None:
-        bound = params.backward.bound  # recomputed in its backward tick, with the other stages that are in it
-    assert bound is not None, "a planned microbatch is bound before the model sees it"
+    bound = params.bound_now
     q, k, v = rows_of(query, key, value, bound)
-    if params.backward is None:
-        out_THD = balanced_attention(q, k, v, bound, softmax_scale)
-    else:
-        out_THD = joint_attention(q, k, v, bound, params.backward, softmax_scale)
-    return padded(out_THD, query.shape[0])
+    return padded(balanced_attention(q, k, v, bound, softmax_scale, params.backward), query.shape[0])
 
 
 def rows_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

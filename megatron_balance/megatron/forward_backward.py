@@ -99,7 +99,7 @@ def _run_ticks(
     homes = [layout(plan, job.pool.rank) for plan in planned.plans]
 
     def microbatch(index: int) -> PlannedMicrobatch:
-        return assemble(rows[index], homes[index], job.row_multiple)
+        return halves.together([assemble(rows[at], homes[at], job.row_multiple) for at in planned.plans_of[index]], job.row_multiple)
 
     run = TickRun(job, planned.ticks, microbatch, model, forward_only=forward_only)
     result = run.run(**kwargs)

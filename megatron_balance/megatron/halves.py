@@ -33,6 +33,13 @@ def parts_of(lengths: Sequence[int], *, halved: bool) -> Parts:
     return (tuple(range(len(lengths))),)
 
 
+def parts_alike(microbatches: Sequence[Sequence[int]], *, halved: bool) -> tuple[Parts, ...]:
+    """Every microbatch in as many parts as the others, whose sequences meet in one attention call; a second half may be empty."""
+    if halved and any(len(lengths) >= HALVES for lengths in microbatches):
+        return tuple(halves(lengths) for lengths in microbatches)
+    return tuple(parts_of(lengths, halved=False) for lengths in microbatches)
+
+
 def cut(mine: Sequence[Sequences], shared: PoolLengths, parts: Sequence[Parts], rank: int) -> tuple[list[Sequences], PoolLengths]:
     """What was read here and in the pool, with a microbatch for each part. `mine` [M], or nothing on ranks that read none."""
     if all(len(each) == 1 for each in parts):

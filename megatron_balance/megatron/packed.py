@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.joint import BackwardSlot
 
 
 @dataclass
@@ -30,3 +30,10 @@ class BalancedSeqParams(PackedSeqParams):
 
     def __post_init__(self) -> None:
         """Nothing to derive: the base class precomputes Mamba's sequence index, which needs cu_seqlens."""
+
+    @property
+    def bound_now(self) -> Bound:
+        """What attention runs by now: `bound`, or once the backward tick has begun its plan, with the other stages that are in it."""
+        bound = self.bound if self.backward is None or self.backward.bound is None else self.backward.bound
+        assert bound is not None, "a planned microbatch is bound before the model sees it"
+        return bound

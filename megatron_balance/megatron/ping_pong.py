@@ -12,6 +12,7 @@ import argparse
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from megatron_balance.config import RunConfig
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
+from megatron_balance.megatron.layer_runs import layer_runs
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.passes.interleave import forward as in_turns
 from megatron_balance.runtime.attention import AttentionCall
@@ -56,7 +58,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def wanted(args: argparse.Namespace, config: RunConfig, *, joint: bool) -> bool:
+def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
     """Whether microbatches run as two half batches; by default with planner distca, where every flag allows it.
 
     Raises:
@@ -65,8 +67,6 @@ def wanted(args: argparse.Namespace, config: RunConfig, *, joint: bool) -> bool:
     if config.ping_pong is False or config.planner is None:
         return False
     reasons = [reason for refused, reason in REFUSALS if refused(args)]
-    if joint:
-        reasons.append("pipeline stages that attend together have no second half batch; choose 'pipeline: stages'")
     if config.ping_pong == "auto":
         if config.planner.name != BY_DEFAULT:
             return False
@@ -125,7 +125,9 @@ def run_block(block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Te
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
     with rng:
-        for layers, again in _segments(block):
+        left = iter(cast("list[TransformerLayer]", list(block.layers)))
+        for num_layers, again in layer_runs(block.config, len(block.layers), training=block.training):
+            layers = list(islice(left, num_layers))
             states = _checkpointed(layers, halves, states) if again else _run_layers(layers, halves, states)
     hidden_states = torch.cat(list(states))
     if block.final_layernorm is not None:
@@ -136,17 +138,6 @@ def run_block(block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Te
 def _rows(params: BalancedSeqParams) -> int:
     assert params.position_ids is not None, "a planned microbatch knows its positions"
     return len(params.position_ids)
-
-
-def _segments(block: TransformerBlock) -> list[tuple[list[TransformerLayer], bool]]:
-    """The layers, in runs that are computed again in the backward or are not (`--recompute-method`)."""
-    layers, config = cast("list[TransformerLayer]", list(block.layers)), block.config
-    if config.recompute_granularity != "full" or not block.training:
-        return [(layers, False)]
-    size = config.recompute_num_layers or 1
-    if config.recompute_method == "block":
-        return [([layer], True) for layer in layers[:size]] + [(layers[size:], False)]
-    return [(layers[first : first + size], True) for first in range(0, len(layers), size)]
 
 
 def _checkpointed(layers: Sequence[TransformerLayer], halves: Sequence[_Half], states: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -192,9 +183,9 @@ class _Turning:
 
     def start(self, layer: int) -> None:
         assert self.qkv is not None
-        bound = self.half.params.bound
-        assert bound is not None, "a planned microbatch is bound before the model sees it"
-        self.call = AttentionCall(bound, softmax_scale_of(self.layers[layer].self_attention.core_attention))
+        params = self.half.params
+        bound, scale = params.bound_now, softmax_scale_of(self.layers[layer].self_attention.core_attention)
+        self.call = AttentionCall(bound, scale, params.backward)
         self.call.start(*rows_of(*self.qkv, bound))
         self.qkv = None
 

@@ -2,12 +2,14 @@
 
 Takes the place of Megatron's pipeline schedules for a planner that plans so. Passes, loss, gradient sums and transfers between stages are
 Megatron's own functions; only the order is ours (`schedules.ticks`), and what a stage does without a microbatch of its own: it makes
-the attention calls of the others' layers. All stages and chunks have the same number of layers, which `arguments` sees to.
+the attention calls of the others' layers. All stages and chunks have the same number of layers, which `arguments` sees to. Where
+microbatches run as two half batches (`megatron.ping_pong`), a tick has a plan for each.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,10 +25,11 @@ from megatron.core.utils import get_model_config
 from megatron_balance.core.plan import Tiling
 from megatron_balance.core.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
-from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.layer_runs import attention_passes
 from megatron_balance.passes.tables import as_array
+from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters, bind
-from megatron_balance.runtime.joint import BackwardSlot, serve
+from megatron_balance.runtime.joint import Server
 from megatron_balance.schedules.ticks import neighbour, passes_on
 
 if TYPE_CHECKING:
@@ -38,25 +41,27 @@ MakeMicrobatch = Callable[[int], PlannedMicrobatch]
 class TickRun:
     """One step of this rank."""
 
-    def __init__(self, job: Session, ticks: Sequence[TickPlan], microbatches: MakeMicrobatch, model: Any, *, forward_only: bool) -> None:
+    def __init__(
+        self, job: Session, halves: Sequence[Sequence[TickPlan]], microbatches: MakeMicrobatch, model: Any, *, forward_only: bool
+    ) -> None:
         """Nothing runs yet.
 
         Args:
             job: of this process.
-            ticks: of the step, with their plans.
+            halves: the ticks of the step with their plans, by half batch.
             microbatches: what this rank computes of each, without a bound plan.
             model: Megatron's, a list of chunks or one.
             forward_only: evaluation.
         """
         self.job = job
-        self.ticks = ticks
+        self.ticks = [one.tick for one in halves[0]]
         self.chunks: list[Any] = model if isinstance(model, list) else [model]
         self.config: Any = get_model_config(self.chunks[0])
         self.forward_only = forward_only
         self.stage = job.pool.stage
-        self.num_microbatches = len({m for each in ticks for m in each.tick.microbatches if m is not None})
+        self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = microbatches
-        self.bounds = _Bounds(job, ticks)
+        self.bounds = _Bounds(job, halves)
         self.passes: Any = schedules
         group = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
         self.communicator: Any = P2PCommunicator(group, _with_known_shapes(self.config))
@@ -64,7 +69,7 @@ class TickRun:
         self.inputs: dict[Cell, torch.Tensor | None] = {}
         self.outputs: dict[Cell, Any] = {}
         self.gradients: dict[Cell, torch.Tensor | None] = {}
-        self.slots: dict[Cell, BackwardSlot] = {}
+        self.slots: dict[Cell, tuple[BackwardSlot, ...]] = {}
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self.not_synchronised: AbstractContextManager[Any] | None = None
@@ -82,18 +87,18 @@ class TickRun:
         self._hold_gradients()
         if not self.forward_only:
             self._gather_parameters()
-        for number, planned in enumerate(self.ticks):
-            bound = self.bounds.take(number)
-            cell = planned.tick.cells[self.stage]
+        for number, tick in enumerate(self.ticks):
+            bounds = self.bounds.take(number)
+            cell = tick.cells[self.stage]
             if cell is None:
-                self._serve(planned, bound)
+                self._serve(tick, bounds)
                 result = None
-            elif planned.tick.backward:
-                result = self._backward(cell, bound)
+            elif tick.backward:
+                result = self._backward(cell, bounds)
             else:
-                result = self._forward(cell, bound, first_val_step)
-            self._pass_on(planned.tick, result)
-            if cell is not None and not planned.tick.backward:
+                result = self._forward(cell, bounds, first_val_step)
+            self._pass_on(tick, result)
+            if cell is not None and not tick.backward:
                 self._keep_or_drop(cell, result)
         self._release_gradients()
         if not self.forward_only:
@@ -105,14 +110,13 @@ class TickRun:
 
     # Passes
 
-    def _forward(self, cell: Cell, bound: Bound, first_val_step: bool | None) -> torch.Tensor:
-        batch = self._microbatch(cell.microbatch)
-        slot = self.slots[cell] = BackwardSlot()
-        params = BalancedSeqParams(qkv_format="sbhd", bound=bound, position_ids=batch.params.position_ids, backward=slot)
+    def _forward(self, cell: Cell, bounds: Sequence[Bound], first_val_step: bool | None) -> torch.Tensor:
+        slots = self.slots[cell] = tuple(BackwardSlot() for _ in bounds)
+        batch = _with_plans(self._microbatch(cell.microbatch), bounds, slots)
         first = cell.microbatch == 0
         output, num_tokens = self.passes.forward_step(
             forward_step,
-            iter([_with_params(batch, params)]),
+            iter([batch]),
             self.chunks[cell.chunk],
             self.num_microbatches,
             None if self._is_first(cell) else self.inputs[cell],
@@ -137,8 +141,9 @@ class TickRun:
         if not self._is_last(cell):
             self.passes.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
-    def _backward(self, cell: Cell, bound: Bound) -> torch.Tensor | None:
-        self.slots.pop(cell).bound = bound
+    def _backward(self, cell: Cell, bounds: Sequence[Bound]) -> torch.Tensor | None:
+        for slot, bound in zip(self.slots.pop(cell), bounds, strict=True):
+            slot.bound = bound
         last = cell.microbatch == self.num_microbatches - 1
         if last and self._sums_in_backward:
             self._release_gradients()
@@ -149,14 +154,16 @@ class TickRun:
             self._hold_gradients()
         return gradient
 
-    def _serve(self, planned: TickPlan, bound: Bound) -> None:
+    def _serve(self, tick: Tick, bounds: Sequence[Bound]) -> None:
         """Attend for others in each of their layers."""
-        job = self.job
-        layers = job.layers_per_chunk
-        calls = backward_calls(self.config, layers) if planned.tick.backward else (False,) * layers
-        for backward in calls:
-            serve(bound, job.dtype, self.num_tokens.device, softmax_scale(self.config), backward=backward)
-        bound.counters.idle_tasks += len(calls) * num_tasks(planned, bound.rank)
+        server = Server(self.job.dtype, self.num_tokens.device, softmax_scale(self.config))
+        layers, training = self.job.layers_per_chunk, not self.forward_only
+        passes = attention_passes(self.config, layers, len(bounds), backward=tick.backward, training=training)
+        for backward, turns in passes:
+            server.serve(bounds, turns, backward=backward)
+        calls = sum(turn.half == 0 and turn.part == "attend" for _, turns in passes for turn in turns)
+        for bound in bounds:
+            bound.counters.idle_tasks += calls * num_tasks(bound)
 
     def _is_first(self, cell: Cell) -> bool:
         return self.stage == 0 and cell.chunk == 0
@@ -232,22 +239,22 @@ class TickRun:
 class _Bounds:
     """The plans of a step's ticks, each bound when first needed and let go after the last tick that runs it."""
 
-    def __init__(self, job: Session, ticks: Sequence[TickPlan]) -> None:
+    def __init__(self, job: Session, halves: Sequence[Sequence[TickPlan]]) -> None:
         self._job = job
-        self._ticks = ticks
-        self._last = {planned.tick.microbatches: number for number, planned in enumerate(ticks)}
-        self._bound: dict[tuple[int | None, ...], Bound] = {}
+        self._halves = halves
+        self._last = {planned.tick.microbatches: number for number, planned in enumerate(halves[0])}
+        self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
         self.counters: list[Counters] = []
 
-    def take(self, number: int) -> Bound:
-        """The bound plan of tick `number`; they are asked for in order."""
-        key = self._ticks[number].tick.microbatches
+    def take(self, number: int) -> tuple[Bound, ...]:
+        """The bound plans of tick `number`, by half batch; they are asked for in order."""
+        key = self._halves[0][number].tick.microbatches
         if key not in self._bound:
-            self._bound[key] = self._bind(self._ticks[number])
-            self.counters.append(self._bound[key].counters)
+            self._bound[key] = tuple(self._bind(ticks[number], half) for half, ticks in enumerate(self._halves))
+            self.counters += [bound.counters for bound in self._bound[key]]
         return self._bound.pop(key) if self._last[key] == number else self._bound[key]
 
-    def _bind(self, planned: TickPlan) -> Bound:
+    def _bind(self, planned: TickPlan, half: int) -> Bound:
         job, joint = self._job, self._job.pool.joint
         return bind(
             planned.plan,
@@ -258,6 +265,7 @@ class _Bounds:
             groups=joint,
             policy="replay",  # a backward tick's plan is another than that of the forward: it begins with what is at home
             kernel=job.config.kernel,
+            half=half,
         )
 
 
@@ -266,29 +274,21 @@ def softmax_scale(config: Any) -> float:
     return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
 
-def backward_calls(config: Any, layers: int) -> tuple[bool, ...]:
-    """The attention calls of a backward pass through so many layers, in turn: False is one that computes a forward again."""
-    again, back = False, True
-    if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
-        return (again, back) * layers
-    if config.recompute_granularity != "full":
-        return (back,) * layers
-    size = config.recompute_num_layers
-    if config.recompute_method == "block":
-        recomputed = min(size, layers)
-        return (back,) * (layers - recomputed) + (again, back) * recomputed
-    segments = [min(size, layers - first) for first in range(0, layers, size)]
-    return tuple(call for each in reversed(segments) for call in (again,) * each + (back,) * each)
+def num_tasks(bound: Bound) -> int:
+    """Tasks that a rank has in one attention call."""
+    tilings = (zone for zone in bound.plan.zones if isinstance(zone, Tiling))
+    return sum(int((as_array(zone.tasks)[:, 0] == bound.rank).sum()) for zone in tilings)
 
 
-def num_tasks(planned: TickPlan, rank: int) -> int:
-    """Tasks that a rank of all stages has in one attention call of a tick."""
-    tilings = (zone for zone in planned.plan.zones if isinstance(zone, Tiling))
-    return sum(int((as_array(zone.tasks)[:, 0] == rank).sum()) for zone in tilings)
-
-
-def _with_params(batch: PlannedMicrobatch, params: BalancedSeqParams) -> PlannedMicrobatch:
-    return PlannedMicrobatch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.padding_mask, params)
+def _with_plans(batch: PlannedMicrobatch, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
+    """A microbatch with the plans of a tick, by half."""
+    whole = batch.params
+    parts = [
+        dataclasses.replace(params, bound=bound, backward=slot)
+        for params, bound, slot in zip(whole.halves or (whole,), bounds, slots, strict=True)
+    ]
+    params = dataclasses.replace(whole, halves=tuple(parts)) if whole.halves else parts[0]
+    return dataclasses.replace(batch, params=params)
 
 
 def _with_known_shapes(config: Any) -> Any:

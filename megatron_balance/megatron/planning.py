@@ -45,13 +45,15 @@ class PlannedStep:
     plan_s: float
     wait_s: float
     parts: tuple[Parts, ...] = ()
-    ticks: tuple[TickPlan, ...] = ()
-    """Where all pipeline stages attend together: then `plans` say where tokens are at home, and these how they attend."""
+    ticks: tuple[tuple[TickPlan, ...], ...] = ()
+    """Where all pipeline stages attend together: then `plans` say where tokens are at home, and these how they attend, by half batch."""
 
     @property
     def fingerprint(self) -> str:
         plans = BatchPlan(self.plans).fingerprint()
-        return hashlib.sha256((plans + fingerprint(self.ticks)).encode()).hexdigest()[:16] if self.ticks else plans
+        if not self.ticks:
+            return plans
+        return hashlib.sha256("".join([plans, *map(fingerprint, self.ticks)]).encode()).hexdigest()[:16]
 
     @property
     def plans_of(self) -> tuple[range, ...]:
@@ -95,10 +97,9 @@ class StepPlanner:
         """
         if self._last is not None and self._last[0] == lengths:
             return self._last[1]
-        parts = tuple(parts_of(microbatch, halved=self._job.ping_pong) for microbatch in lengths)
-        each = [_part(microbatch, part) for microbatch, own in zip(lengths, parts, strict=True) for part in own]
-        step = self._from_ahead(each, parts) if self._ahead is not None else self._now(each)
-        step = dataclasses.replace(step, parts=parts)
+        parts = self._parts(lengths)
+        each = [part_lengths(microbatch, part) for microbatch, own in zip(lengths, parts, strict=True) for part in own]
+        step = dataclasses.replace(self._planned(each, parts), parts=parts)
         self._steps += 1
         if self._steps <= ALWAYS_AGREE or self._steps % self._job.config.agreement_every == 0:
             check_agreement(step.fingerprint, self._job.pool.joint)
@@ -110,6 +111,14 @@ class StepPlanner:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+
+    def _parts(self, lengths: Sequence[tuple[int, ...]]) -> tuple[Parts, ...]:
+        """By microbatch, the sequences that are planned together."""
+        return tuple(parts_of(microbatch, halved=self._job.ping_pong) for microbatch in lengths)
+
+    def _planned(self, lengths: Sequence[tuple[int, ...]], parts: Sequence[Parts]) -> PlannedStep:
+        """Plans for `lengths` of each part of each microbatch, made ahead or now."""
+        return self._from_ahead(lengths, parts) if self._ahead is not None else self._now(lengths)
 
     def _now(self, lengths: Sequence[tuple[int, ...]]) -> PlannedStep:
         start = time.perf_counter()
@@ -175,11 +184,11 @@ class StepPlanner:
             if (consumed, m, 0) in self._submitted or lengths is None:
                 continue
             for at, part in enumerate(parts_of(lengths, halved=self._job.ping_pong)):
-                self._ahead.submit((consumed, m, at), _part(lengths, part))
+                self._ahead.submit((consumed, m, at), part_lengths(lengths, part))
                 self._submitted.add((consumed, m, at))
 
 
-def _part(lengths: Sequence[int], part: Sequence[int]) -> tuple[int, ...]:
+def part_lengths(lengths: Sequence[int], part: Sequence[int]) -> tuple[int, ...]:
     """Lengths of the sequences of one part."""
     return tuple(lengths[i] for i in part)
 

@@ -43,7 +43,7 @@ class Session:
         self.te_patched = te_patched
         self.joint = attends_jointly(args, config)
         """Whether all pipeline stages attend together, tick by tick."""
-        self.ping_pong = ping_pong.wanted(args, config, joint=self.joint)
+        self.ping_pong = ping_pong.wanted(args, config)
         """Whether microbatches run as two half batches."""
         self.steps = StepLog(args, config)
         self.train_data: DocumentDataset | None = None

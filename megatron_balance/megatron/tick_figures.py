@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,17 @@ BACKWARD = 2
 """A layer's backward pass takes twice its forward pass."""
 
 
-def tick_figures(ticks: Sequence[TickPlan], model: Model, cost: AnalyticCost | MeasuredCost, num_chunks: int) -> dict[str, Any]:
+def tick_figures(halves: Sequence[Sequence[TickPlan]], model: Model, cost: AnalyticCost | MeasuredCost, num_chunks: int) -> dict[str, Any]:
     """Figures of the ticks. What is received counts, as for microbatches, one layer of every forward pass of a stage.
 
     Args:
-        ticks: of the step.
+        halves: the ticks of the step, by half batch.
         model: the whole model.
         cost: its cluster's NICs are those of the ranks.
         num_chunks: of each stage.
     """
-    by_plan = {each.tick.microbatches: figures(each.plan, model, cost.cluster.ranks_per_nic) for each in ticks}
-    each = [by_plan[one.tick.microbatches] for one in ticks]
+    each = list(chain.from_iterable(_by_tick(ticks, model, cost.cluster.ranks_per_nic) for ticks in halves))
+    ticks = list(chain.from_iterable(halves))
     forward = [found for one, found in zip(ticks, each, strict=True) if not one.tick.backward]
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
@@ -36,7 +37,7 @@ def tick_figures(ticks: Sequence[TickPlan], model: Model, cost: AnalyticCost | M
     passes = [BACKWARD if one.tick.backward else 1 for one in ticks]
     return {
         "planner": ticks[0].plan.planner,
-        "num_ticks": len(ticks),
+        "num_ticks": len(halves[0]),
         "kv_tokens_received": sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in forward) / num_chunks,
         "kv_tokens_received_inter_node": sum(float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward) / num_chunks,
         "routed_transfers": sum(f["routed_transfers"] for f in forward),
@@ -46,3 +47,9 @@ def tick_figures(ticks: Sequence[TickPlan], model: Model, cost: AnalyticCost | M
         "predicted_ms": 1e3 * layers * sum(n * s for n, s in zip(passes, seconds, strict=True)),
         "attention": pairs,
     }
+
+
+def _by_tick(ticks: Sequence[TickPlan], model: Model, ranks_per_nic: int) -> list[dict[str, Any]]:
+    """Figures of each tick's plan; those of the same microbatches share one."""
+    by_plan = {one.tick.microbatches: figures(one.plan, model, ranks_per_nic) for one in ticks}
+    return [by_plan[one.tick.microbatches] for one in ticks]

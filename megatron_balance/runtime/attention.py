@@ -9,21 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
 
 
-def balanced_attention(q: Tensor, k: Tensor, v: Tensor, bound: Bound, softmax_scale: float | None = None) -> Tensor:
+@dataclass(slots=True)
+class BackwardSlot:
+    """Where the backward of a call finds its plan. Pipeline stages that attend together put it here before the backward pass begins: a
+    stage attends forward with the stages of its forward tick and backward with those of its backward tick, which are others.
+    """
+
+    bound: Bound | None = None
+
+    def found(self, num_tokens: int) -> Bound:
+        """The plan that is here by now.
+
+        Raises:
+            InvalidProgramError: none, or one that has not `num_tokens` rows of this rank at home.
+        """
+        if self.bound is None or self.bound.num_tokens != num_tokens:
+            held = "none" if self.bound is None else f"one with {self.bound.num_tokens}"
+            raise InvalidProgramError(f"the backward of {num_tokens} rows needs the plan of its tick with as many at home, got {held}")
+        return self.bound
+
+
+def balanced_attention(
+    q: Tensor, k: Tensor, v: Tensor, bound: Bound, softmax_scale: float | None = None, backward: BackwardSlot | None = None
+) -> Tensor:
     """Causal attention of this rank's queries within their sequences, wherever the keys lie. Differentiable.
 
     q [T, H, D], k and v [T, G, D] in the order of `bound.home`; returns [T, H, D]. `softmax_scale`: default 1 / sqrt(D).
+    `backward`: where the backward finds its plan, if that is not `bound`; then both are bound with policy `replay`.
     Collective: every rank of the pool calls it, also one without tokens (T = 0).
 
-    Raises ConfigError: the tensors do not have the plan's rows and heads.
+    Raises ConfigError: the tensors do not have the plan's rows and heads. InvalidProgramError: in the backward, as `BackwardSlot.found`.
     """
     _check(q, k, v, bound)
-    return _Attention.apply(q, k, v, bound, _scale(softmax_scale, bound))
+    return _Attention.apply(q, k, v, (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound)))
 
 
 class AttentionCall:
@@ -34,8 +57,10 @@ class AttentionCall:
     another's as those of the forward did.
     """
 
-    def __init__(self, bound: Bound, softmax_scale: float | None = None) -> None:
-        self._runs = _Runs(bound, _scale(softmax_scale, bound))
+    def __init__(self, bound: Bound, softmax_scale: float | None = None, backward: BackwardSlot | None = None) -> None:
+        """Arguments as for `balanced_attention`."""
+        self._bound = bound
+        self._runs = _Runs(backward or BackwardSlot(bound), bound.num_tokens, _scale(softmax_scale, bound))
         self._link: Tensor | None = None
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -44,9 +69,9 @@ class AttentionCall:
 
         Raises ConfigError: the tensors do not have the plan's rows and heads.
         """
-        _check(q, k, v, self._runs.bound)
+        _check(q, k, v, self._bound)
         self._inputs = (q.detach(), k.detach(), v.detach())
-        self._link = _Start.apply(q, k, v, self._runs)
+        self._link = _Start.apply(q, k, v, self._bound, self._runs)
 
     def attend(self) -> None:
         """Attend to what has come, and issue what goes home."""
@@ -75,25 +100,30 @@ def _scale(softmax_scale: float | None, bound: Bound) -> float:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: Bound, scale: float) -> Tensor:
-        out, lse, ctx.received = run_forward(bound, q, k, v, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple[Bound, BackwardSlot, float]) -> Tensor:
+        bound, ctx.slot, ctx.scale = call
+        out, lse, ctx.received = run_forward(bound, q, k, v, ctx.scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.bound, ctx.scale = bound, scale
+        ctx.num_tokens = bound.num_tokens
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = run_backward(ctx.bound, dout, (q, k, v), (out, lse), ctx.received, ctx.scale)
+        bound = ctx.slot.found(ctx.num_tokens)
+        grads = run_backward(bound, dout, (q, k, v), (out, lse), ctx.received, ctx.scale)
         ctx.received = None
-        return (*grads, None, None)
+        return (*grads, None)
 
 
 @dataclass(slots=True)
 class _Runs:
-    """What the parts of a call share while one of its phases is under way."""
+    """What the parts of a call share; a run while its phase is under way. Not the forward's plan, which may be another than the
+    backward's and need not be kept for it.
+    """
 
-    bound: Bound
+    slot: BackwardSlot
+    num_tokens: int
     scale: float
     forward: ForwardRun | None = None
     backward: BackwardRun | None = None
@@ -103,9 +133,9 @@ class _Start(torch.autograd.Function):
     """The parts of a call are linked by an empty tensor, which is all that autograd needs to know to keep their order."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runs: _Runs) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: Bound, runs: _Runs) -> Tensor:
         ctx.runs = runs
-        runs.forward = ForwardRun(runs.bound, q, k, v, runs.scale)
+        runs.forward = ForwardRun(bound, q, k, v, runs.scale)
         runs.forward.start()
         return q.new_empty(0)
 
@@ -113,7 +143,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, _link: Tensor) -> tuple[Tensor | None, ...]:
         run, ctx.runs.backward = ctx.runs.backward, None
         assert run is not None, "the backward of an attention call begins with its output"
-        return (*run.gradients(), None)
+        return (*run.gradients(), None, None)
 
 
 class _Attend(torch.autograd.Function):
@@ -145,7 +175,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         runs: _Runs = ctx.runs
-        runs.backward = BackwardRun(runs.bound, dout, (q, k, v), (out, lse), ctx.received, runs.scale)
+        runs.backward = BackwardRun(runs.slot.found(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale)
         ctx.received = None
         runs.backward.start()
         return dout.new_empty(0), None, None, None, None

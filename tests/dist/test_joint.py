@@ -1,4 +1,6 @@
-"""Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own, wherever and with whom it ran."""
+"""Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own, wherever, with whom and in turns with what
+it ran, and all ranks make the same calls in the same order.
+"""
 
 from __future__ import annotations
 
@@ -7,63 +9,84 @@ import torch
 
 from megatron_balance.core.plan import MicrobatchPlan, Tiling
 from megatron_balance.core.rows import Rows
-from megatron_balance.core.tick import TickPlan
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.passes import interleave
 from megatron_balance.passes.verify import verify
 from megatron_balance.reference import at_home
+from megatron_balance.runtime.attention import BackwardSlot, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import single
-from megatron_balance.runtime.joint import BackwardSlot, joint_attention, serve
+from megatron_balance.runtime.joint import Server
 from megatron_balance.schedules import expand, layout
 from megatron_balance.schedules.joint import plan_ticks
 from megatron_balance.schedules.ticks import ticks
 from tests.support import dense
-from tests.support.jobs import inputs
 from tests.support.pool import Pool
-from tests.support.tick_jobs import attend_in_ticks
+from tests.support.tick_jobs import LAYERS, HalfStep, Way, alone, attend_in_ticks, seed_of
 
-HEADS, KV_HEADS, DIM = 4, 2, 8
-MICROBATCHES = ((37, 20, 3), (60,), (11, 12, 13, 14))
+HEADS, KV_HEADS, DIM, RANKS = 4, 2, 8, 8
+FIRST = ((37, 20, 3), (60,), (11, 12, 13, 14), (1,))
+SECOND = ((41,), (), (25, 9), (7, 1, 5))
+"""Of the same microbatches, of which one has no second half."""
 
 
 def dealt(lengths: tuple[int, ...], homes: Rows) -> MicrobatchPlan:
-    """Shards of 8 queries dealt to all four ranks, with or without tokens of their own."""
+    """Shards of 8 queries dealt to all ranks, with or without tokens of their own."""
     shards = [(seq, a, min(a + 8, stop)) for _, seq, start, stop in homes for a in range(start, stop, 8)]
-    tasks = sorted((at % 4, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
-    return MicrobatchPlan("dealt", lengths, 4, 2, HEADS, KV_HEADS, (Tiling("dealt", homes, Rows.of(6, tasks)),))
+    tasks = sorted((at % RANKS, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
+    zones = (Tiling("dealt", homes, Rows.of(6, tasks)),) if lengths else ()
+    return MicrobatchPlan("dealt", lengths, RANKS, 2, HEADS, KV_HEADS, zones)
 
 
-def in_two(lengths: tuple[int, ...]) -> MicrobatchPlan:
-    """Each sequence in two parts on the two ranks of a stage."""
-    homes = Rows.of(
-        4, [row for row in sorted((r, s, n // 2 * r, n if r else n // 2) for s, n in enumerate(lengths) for r in (0, 1)) if row[3]]
-    )
-    return MicrobatchPlan("in two", lengths, 2, 2, HEADS, KV_HEADS, (Tiling("in two", homes, Rows(6)),))
+def spread(lengths: tuple[int, ...], num_ranks: int) -> MicrobatchPlan:
+    """Each sequence in as many parts as a stage has ranks."""
+    parts = [(r, s, n * r // num_ranks, n * (r + 1) // num_ranks) for r in range(num_ranks) for s, n in enumerate(lengths)]
+    homes = Rows.of(4, [row for row in parts if row[2] < row[3]])
+    return MicrobatchPlan("spread", lengths, num_ranks, 2, HEADS, KV_HEADS, (Tiling("spread", homes, Rows(6)),) if lengths else ())
 
 
-def planned() -> tuple[list[MicrobatchPlan], tuple[TickPlan, ...]]:
-    plans = [in_two(lengths) for lengths in MICROBATCHES]
-    return plans, plan_ticks(ticks(2, len(plans)), plans, dealt)
+def half_step(microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1) -> HalfStep:
+    plans = tuple(spread(lengths, RANKS // num_stages) for lengths in microbatches)
+    return HalfStep(plans, plan_ticks(ticks(num_stages, len(plans), num_chunks), plans, dealt))
 
 
 @pytest.mark.dist
-def test_every_stage_gets_the_attention_of_its_own_microbatches(pool: Pool) -> None:
-    plans, order = planned()
-    ranks = pool.run(attend_in_ticks, 4, order, plans, DIM)
-    for number, found in enumerate(ranks):
-        stage, rank = divmod(number, 2)
-        assert sorted(found) == [0, 1, 2]
-        for microbatch, values in found.items():
-            truth = dense.attention(inputs(plans[microbatch], DIM, stage))
-            home = Rows.of(3, layout(plans[microbatch], rank).tolist())
-            for name, value in zip(("out", "q_grad", "k_grad", "v_grad"), values, strict=True):
-                assert dense.worst([value], [at_home(home, getattr(truth, name))]) < 1e-10, (number, microbatch, name)
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "halves", "way"),
+    [
+        (2, 1, (FIRST,), Way(again=True)),
+        (2, 1, (FIRST, SECOND), Way(streams=True)),
+        (2, 2, (FIRST, SECOND), Way(again=True, streams=True)),
+        (4, 2, (FIRST, SECOND), Way()),
+    ],
+    ids=["whole, again", "halves", "halves, chunks, again", "halves, four stages, chunks"],
+)
+def test_every_stage_gets_the_attention_of_its_own_microbatches(
+    pool: Pool, num_stages: int, num_chunks: int, halves: tuple[tuple[tuple[int, ...], ...], ...], way: Way
+) -> None:
+    steps = [half_step(microbatches, num_stages, num_chunks) for microbatches in halves]
+    ranks = pool.run(attend_in_ticks, RANKS, steps, DIM, way)
+    for number, attended in enumerate(ranks):
+        stage, rank = divmod(number, RANKS // num_stages)
+        assert len(attended.values) == len(halves) * len(FIRST) * num_chunks
+        for (cell, half), values in attended.values.items():
+            plan = steps[half].plans[cell.microbatch]
+            home = Rows.of(3, layout(plan, rank).tolist())
+            assert len(values[0]) == sum(stop - start for _, start, stop in home)
+            truth = alone(plan, DIM, seed_of(stage, cell, half)) if len(home) else [[]] * 4
+            for name, value, wanted in zip(("out", "q_grad", "k_grad", "v_grad"), values, truth, strict=True):
+                assert not len(home) or dense.worst([value], [at_home(home, wanted)]) < 1e-10, (number, cell, half, name)
+        assert attended.order == ranks[0].order, "a rank that serves makes the calls of those that compute, in their order"
+    turns = interleave.forward(LAYERS, len(halves))
+    forwards, backwards = ([turn for turn in ts if turn.part != "linear"] for ts in (turns, interleave.backward(turns)))
+    num_ticks = len(steps[0].ticks) // 2
+    assert len(ranks[0].order) == num_ticks * (len(forwards) * (1 + way.again) + len(backwards))
 
 
 def test_ticks_are_proved_like_any_plan() -> None:
-    _, order = planned()
-    assert {one.tick.microbatches for one in order} == {(0, None), (1, 0), (2, 1), (None, 2), (None, 0), (0, 1), (1, 2), (2, None)}
-    for one in order:
+    step = half_step(FIRST[:3])
+    assert {one.tick.microbatches for one in step.ticks} == {(0, None), (1, 0), (2, 1), (None, 2), (None, 0), (0, 1), (1, 2), (2, None)}
+    for one in step.ticks:
         verify(expand(one.plan, "replay"))
 
 
@@ -77,11 +100,11 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
     bound = bind(alone(5), 0, shape, groups=single(), policy="replay")
     q, k, v = (torch.randn(5, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     slot = BackwardSlot()
-    out = joint_attention(q, k, v, bound, slot, 1.0)
+    out = balanced_attention(q, k, v, bound, 1.0, slot)
     with pytest.raises(InvalidProgramError, match="needs the plan of its tick with as many at home, got none"):
         out.sum().backward()
     slot.bound = bind(alone(6), 0, shape, groups=single(), policy="replay")
     with pytest.raises(InvalidProgramError, match="got one with 6"):
-        joint_attention(q, k, v, bound, slot, 1.0).sum().backward()
+        balanced_attention(q, k, v, bound, 1.0, slot).sum().backward()
     with pytest.raises(InvalidProgramError, match="rank 0 has 5 rows of its own"):
-        serve(bound, torch.float32, torch.device("cpu"), 1.0, backward=False)
+        Server(torch.float32, torch.device("cpu"), 1.0).serve([bound], interleave.forward(1, 1), backward=False)

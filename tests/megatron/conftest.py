@@ -156,6 +156,11 @@ def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathF
     return run
 
 
+def at_once(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags under which one rank takes a step's samples as one microbatch, which is faster and changes no number."""
+    return {**flags, "micro-batch-size": flags.get("global-batch-size", RUN["global-batch-size"])}
+
+
 def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
     """Flags under which any run starts from the weights of one rank's checkpoint.
 
@@ -163,7 +168,7 @@ def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]
     the number of ranks, so parity needs both sides to start from the same weights.
     """
     checkpoint = {**flags, "ckpt-format": "torch_dist"}
-    train(1, "te_ring", {**checkpoint, "save": folder, "save-interval": 1000, "train-iters": 1})
+    train(1, "te_ring", {**at_once(checkpoint), "save": folder, "save-interval": 1000, "train-iters": 1})
     return {**checkpoint, "load": folder, "finetune": True, "no-load-optim": True, "no-load-rng": True}
 
 

@@ -1,7 +1,8 @@
-"""All pipeline stages attending together, tick by tick: the losses of one rank, and idle stages that work."""
+"""All pipeline stages attending together, tick by tick, two half batches in turns: the losses of one rank, and idle stages that work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.arguments import check_joint_arguments
-from megatron_balance.megatron.pipeline_ticks import backward_calls
-from tests.megatron.conftest import Run, Train, assert_same_training, started
+from megatron_balance.megatron.layer_runs import attention_passes
+from tests.megatron.conftest import SEQ_LENGTH, Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_pipeline import EVALUATION, LAYERS
 from tests.megatron.test_training import validation_losses
@@ -21,8 +22,7 @@ pytestmark = pytest.mark.megatron
 STEPS, BATCH = 20, 8
 # Blocks so small that these documents are cut, and a balance so strict that they must be.
 DISTCA = {"name": "distca", "block": 16, "tolerance": 0.02}
-TWO_NODES = {"cluster": {"ranks_per_node": 4}}
-OVERLAPPED = {"overlap-grad-reduce": True, "overlap-param-gather": True}
+OVERLAPPED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 
 
@@ -30,42 +30,55 @@ RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "r
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
     """Flags to start from one rank's weights, and one rank's run from there."""
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), {"num-layers": LAYERS, "global-batch-size": BATCH})
-    return flags, train(1, "te_ring", flags)
+    return flags, train(1, "te_ring", at_once(flags))
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "PP2 x DP4": (2, {}),
-    "PP4 x DP2": (4, {}),
-    "PP2 x DP4, interleaved": (
-        2,
-        {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 6, "use-distributed-optimizer": True, **OVERLAPPED},
-    ),
-    "PP2 x TP2 x DP2": (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 4, **RECOMPUTED}),
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "PP2 x DP4": (8, 2, {}),
+    "PP4 x DP2": (8, 4, {}),
+    "PP2 x DP2, interleaved": (4, 2, {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 4, **OVERLAPPED}),
+    "PP2 x TP2": (4, 2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 3, **RECOMPUTED}),
 }
 
 
-@pytest.mark.parametrize(("stages", "flags"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("ranks", "stages", "flags"), LAYOUTS.values(), ids=LAYOUTS)
 def test_stages_that_attend_together_train_like_one_rank(
-    train: Train, loaded: tuple[dict[str, Any], Run], stages: int, flags: dict[str, Any]
+    train: Train, loaded: tuple[dict[str, Any], Run], ranks: int, stages: int, flags: dict[str, Any]
 ) -> None:
+    """Planned ahead, a half of all microbatches at a time."""
     start, one = loaded
     parallel = {"pipeline-model-parallel-size": stages, "context-parallel-size": 1, **flags}
-    run = train(8, DISTCA, {**start, **parallel}, config={**TWO_NODES, "plan_ahead": True})
+    pool = ranks // flags.get("tensor-model-parallel-size", 1)
+    run = train(ranks, DISTCA, {**start, **parallel}, config={"cluster": {"ranks_per_node": pool // 2}, "plan_ahead": True})
     steps = flags.get("train-iters", STEPS)
     assert_same_training(run, Run(one.result, one.steps[:steps]))
     assert run.column("step") == list(range(1, steps + 1))
+    assert run.column("num_tokens") == one.column("num_tokens")[:steps]
+    assert run.column("num_sequences") == one.column("num_sequences")[:steps]
     assert run.column("plan_wait_ms")[0] == run.column("plan_ms")[0], "the first step is planned on the spot"
     assert sum(run.column("plan_wait_ms")[2:]) < sum(run.column("plan_ms")[2:])
     assert "planning on the spot" not in run.result.log(0)
     chunks = flags.get("num-virtual-stages-per-pipeline-rank", 1)
-    replicas = 8 // stages // flags.get("tensor-model-parallel-size", 1)
-    assert_ticks_ran(
-        run, 2 * (BATCH // replicas * chunks + stages - 1), LAYERS // (stages * chunks), 1 + (RECOMPUTED.keys() <= flags.keys())
-    )
+    replicas = pool // stages
+    again = RECOMPUTED.keys() <= flags.keys()
+    num_ticks = 2 * (BATCH // replicas * chunks + stages - 1)
+    layers = LAYERS // (stages * chunks)
+    assert_ticks_ran(run, num_ticks, 2 * layers, 1 + again)
+    if not again:
+        assert_counted_once(run, chunks * layers)
+
+
+def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
+    """Without half batches, and with core attention alone computed again, which they do not do."""
+    start, one = loaded
+    flags = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1, "recompute-granularity": "selective", "train-iters": 2}
+    run = train(4, DISTCA, {**start, **flags}, config={"cluster": {"ranks_per_node": 2}, "ping_pong": False})
+    assert_same_training(run, Run(one.result, one.steps[:2]))
+    assert_ticks_ran(run, 2 * (BATCH // 2 + 1), LAYERS // 2, 2)
 
 
 def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> None:
-    """Every rank attends in every layer of every tick, also for others while its own stage has nothing to do."""
+    """Every rank attends in every layer (of each half) of every tick, also for others while its own stage has nothing to do."""
     for step in run.steps:
         counted = step["counters"]
         assert step["num_ticks"] == num_ticks
@@ -75,18 +88,46 @@ def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> No
     assert all(sum(step["counters"]["idle_tasks"][rank] for step in run.steps) > 0 for rank in range(len(counted["idle_tasks"])))
 
 
-def test_a_resumed_run_ends_with_the_same_bits(train: Train, tmp_path: Path) -> None:
-    flags = {"num-layers": LAYERS, "global-batch-size": 4, "train-iters": 4, "ckpt-format": "torch_dist", **EVALUATION}
-    flags |= {"pipeline-model-parallel-size": 2, "context-parallel-size": 1, "save": tmp_path, "load": tmp_path, "save-interval": 2}
-    whole = train(4, DISTCA, flags)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = train(4, DISTCA, {**flags, "save": None})
+def assert_counted_once(run: Run, layers: int) -> None:
+    """What the plans say is received and crosses nodes in one layer, both halves together, is what the ranks counted in so many."""
+    for step in run.steps:
+        counted = step["counters"]
+        assert step["kv_tokens_received"] * len(counted["kv_tokens_received"]) * layers == pytest.approx(sum(counted["kv_tokens_received"]))
+        for way in ("sent", "received"):
+            planned = sum(map(sum, step[f"bytes_{way}_per_nic"]))
+            assert planned * layers == pytest.approx(sum(counted[f"inter_node_bytes_{way}_forward"])) != 0
+        assert 1 <= step["imbalance_after"]["attention"] < 1.2
+        assert step["imbalance_after"]["tokens"] < 1.01
+
+
+ODD = (SEQ_LENGTH, 301, 210, SEQ_LENGTH, SEQ_LENGTH, 509, 1)
+"""Documents of which some fill a sample, so that on one rank a stage a microbatch has one document and no second half."""
+
+
+def test_microbatches_of_one_document_and_a_resumed_run(train: Train, loaded: tuple[dict[str, Any], Run], tmp_path: Path) -> None:
+    flags = {**loaded[0], **EVALUATION, "global-batch-size": 4, "train-iters": 4, "data-path": write_corpus(tmp_path / "odd", ODD * 8)}
+    one = train(1, "te_ring", at_once(flags))
+    saved = tmp_path / "saved"
+    stages = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
+    whole = train(2, DISTCA, {**flags, **stages, "save": saved, "save-interval": 2})
+    assert_same_training(whole, one)
+    sequences, microbatches = whole.column("num_sequences"), whole.column("num_microbatches")
+    alone = [n == m for n, m in zip(sequences, microbatches, strict=True)]
+    assert alone == [False, True, False, False], "one document in every microbatch"
+    assert all(n < 2 * m for n, m in zip(sequences, microbatches, strict=True)), "one document in some microbatch"
+    for step, whole_step in zip(whole.steps, alone, strict=True):
+        assert_ticks_ran(Run(whole.result, (step,)), 2 * (4 + 1), (1 if whole_step else 2) * LAYERS // 2, 1)
+    losses = validation_losses(whole.result.log(1))
+    assert len(losses) == 3
+    assert losses == pytest.approx(validation_losses(one.result.log(0)), rel=1e-5)
+
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    as_it_was = {"load": saved, "finetune": False, "no-load-optim": False, "no-load-rng": False}
+    resumed = train(2, DISTCA, {**flags, **stages, **as_it_was})
     assert resumed.column("step") == [3, 4]
     for name in ("loss", "grad_norm", "fingerprint"):
         assert resumed.column(name) == whole.column(name)[2:]
-    losses = validation_losses(whole.result.log(3))
-    assert len(losses) == 3
-    assert validation_losses(resumed.result.log(3)) == losses[1:]
+    assert validation_losses(resumed.result.log(1)) == losses[1:]
 
 
 REFUSED = {
@@ -107,14 +148,28 @@ def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[st
 @pytest.mark.parametrize(
     ("options", "calls"),
     [
-        ({}, "bbb"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "bbb"),
-        ({"recompute_granularity": "selective"}, "fbfbfb"),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, "fbffbb"),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, "bfbfb"),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9}, "fbfbfb"),
+        ({}, "b3"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "b3"),
+        ({"recompute_granularity": "selective"}, "f1 b1 f1 b1 f1 b1"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, "f1 b1 f2 b2"),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, "b1 f1 b1 f1 b1"),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9}, "f1 b1 f1 b1 f1 b1"),
     ],
 )
 def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[str, Any], calls: str) -> None:
+    """Passes through so many layers, f: forward, b: backward; each half attends once in each layer, forward and evaluating too."""
     config = SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
-    assert backward_calls(config, 3) == tuple(call == "b" for call in calls)
+    for num_halves in (1, 2):
+        passes = attention_passes(config, 3, num_halves, backward=True)
+        assert " ".join(f"{'fb'[each.backward]}{attended(each.turns, num_halves)}" for each in passes) == calls
+        for training in (True, False):
+            forward = attention_passes(config, 3, num_halves, backward=False, training=training)
+            assert sum(attended(each.turns, num_halves) for each in forward) == 3
+        assert len(forward) == 1, "nothing is computed again in an evaluation"
+
+
+def attended(turns: Sequence[Any], num_halves: int) -> int:
+    """Layers in which every half attends."""
+    counts = {sum(turn.half == half and turn.part == "attend" for turn in turns) for half in range(num_halves)}
+    assert len(counts) == 1
+    return counts.pop()

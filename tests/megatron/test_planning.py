@@ -23,8 +23,11 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.megatron import log, planning
 from megatron_balance.megatron.groups import Pool, node_size
+from megatron_balance.megatron.halves import parts_alike
 from megatron_balance.megatron.log import before, together
 from megatron_balance.megatron.session import of_pool
+from megatron_balance.megatron.tick_figures import tick_figures
+from megatron_balance.megatron.tick_planning import JointStepPlanner
 from megatron_balance.megatron.tokens import PoolLengths, mask_of
 from megatron_balance.passes.atoms import ranges
 from megatron_balance.runtime.counters import Counters
@@ -64,6 +67,15 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
     )
 
 
+def joint_job(data: Data | None) -> Any:
+    """Two stages of one rank, half batches in turns."""
+    work = job(data, "distca", micro_batch_size=1, seq_length=600, virtual_pipeline_model_parallel_size=None)
+    work.ping_pong = True
+    work.config.planner = choose_planner("distca", {"block": 8})
+    work.joint_cluster = lambda: Cluster(num_ranks=2, ranks_per_node=1)
+    return work
+
+
 @pytest.fixture(autouse=True)
 def one_microbatch() -> Any:
     num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2, 2, 1, False)
@@ -87,6 +99,44 @@ def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pyte
     finally:
         planner.close()
     assert not caplog.records
+
+
+def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_ticks(caplog: pytest.LogCaptureFixture) -> None:
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2, 1, 1, False)
+    here, ahead = (JointStepPlanner(joint_job(data), ahead=True, forward_only=False) for data in (None, Data()))
+    try:
+        for first in (0, 2, 4, 6):
+            here._job.args.consumed_train_samples = ahead._job.args.consumed_train_samples = first
+            lengths = SAMPLES[first : first + 2]
+            planned = ahead.plan(lengths)
+            assert (planned.wait_s == planned.plan_s) == (first == 0), "all but the first step are planned ahead"
+            assert (planned.plans, planned.ticks) == (here.plan(lengths).plans, here.plan(lengths).ticks)
+            parts = [tuple(lengths[m][i] for i in part) for m, own in enumerate(planned.parts) for part in own]
+            assert [plan.lengths for plan in planned.plans] == parts
+            assert [len(own) for own in planned.parts] == [2, 2], "of a microbatch of one document the second half is empty"
+            order, other = ([one.tick for one in ticks] for ticks in planned.ticks)
+            assert order == other
+            for half, ticks in enumerate(planned.ticks):
+                assert ticks[0].plan.lengths == planned.plans[half].lengths
+    finally:
+        ahead.close()
+    assert "planning on the spot" not in caplog.text
+    assert parts_alike(((5,), (6,)), halved=True) == (((0,),), ((0,),)), "nobody has a second half"
+
+
+def test_figures_of_ticks_count_each_half_once() -> None:
+    work = joint_job(None)
+    planned = JointStepPlanner(work, ahead=False, forward_only=False).plan(((300, 200, 40), (170,), (90, 90)))
+    cost = AnalyticCost(work.joint_cluster(), work.model())
+    both, first, second = (tick_figures(halves, work.model(), cost, 1) for halves in (planned.ticks, planned.ticks[:1], planned.ticks[1:]))
+    assert both["num_ticks"] == first["num_ticks"] == 2 * (3 + 1)
+    assert first["kv_tokens_received"] > second["kv_tokens_received"] > 0
+    for name in ("kv_tokens_received", "kv_tokens_received_inter_node", "predicted_ms"):
+        assert both[name] == pytest.approx(first[name] + second[name])
+    for name in ("bytes_sent_per_nic", "bytes_received_per_nic"):
+        assert np.array(both[name]) == pytest.approx(np.add(first[name], second[name]))
+    assert len(both["attention"]) == 2 * both["num_ticks"]
 
 
 def test_lengths_that_were_not_expected_are_planned_on_the_spot_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

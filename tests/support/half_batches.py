@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from megatron_balance.core.rows import Rows
 from megatron_balance.passes.interleave import Turn
 from megatron_balance.passes.transpose import Policy
 from megatron_balance.reference import Floats, at_home
-from megatron_balance.runtime.attention import AttentionCall, balanced_attention
+from megatron_balance.runtime.attention import AttentionCall, BackwardSlot, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.phase_run import PhaseRun
 from megatron_balance.schedules import layout
@@ -45,16 +46,15 @@ def layers(world: World, plans: Sequence[MicrobatchPlan], turns: Sequence[Turn] 
     bounds = [
         bind(plan, world.rank, shape, groups=groups, dtype=torch.float64, policy=policy, half=half) for half, plan in enumerate(plans)
     ]
-    inputs = [_inputs(plan, world.rank, shape) for plan in plans]
-    with _recorded(bounds) as order:
+    inputs = [leaves(plan, world.rank, shape)[0] for plan in plans]
+    with recorded(bounds.index) as order:
         if turns is None:
-            out = [_one_call_a_layer(bound, own, 2) for bound, own in zip(bounds, inputs, strict=True)]
+            out = [one_call_a_layer(bound, own, 2) for bound, own in zip(bounds, inputs, strict=True)]
         else:
-            out = _in_turns(bounds, inputs, turns)
+            out = in_turns([AttentionOf(bound) for bound in bounds], inputs, turns)
         # One backward over both halves, as a training step has it.
-        leaves = [x for own in inputs for x in own]
         douts = [torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos() for x in out]
-        grads = torch.autograd.grad(out, leaves, douts)
+        grads = torch.autograd.grad(out, [x for own in inputs for x in own], douts)
     return Halves(
         [_array(x) for x in out],
         [[_array(x) for x in grads[3 * half : 3 * half + 3]] for half in range(len(plans))],
@@ -63,7 +63,15 @@ def layers(world: World, plans: Sequence[MicrobatchPlan], turns: Sequence[Turn] 
     )
 
 
-def _in_turns(bounds: Sequence[Bound], inputs: Sequence[QKV], turns: Sequence[Turn]) -> list[Tensor]:
+class AttentionOf(NamedTuple):
+    """A half's plan, and where its backward finds another, if it does."""
+
+    bound: Bound
+    backward: BackwardSlot | None = None
+
+
+def in_turns(halves: Sequence[AttentionOf], inputs: Sequence[QKV], turns: Sequence[Turn]) -> list[Tensor]:
+    """Outputs of the last layer, by half."""
     num_layers = max(turn.layer for turn in turns)
     calls: dict[int, AttentionCall] = {}
     qkv: list[QKV] = list(inputs)
@@ -74,7 +82,7 @@ def _in_turns(bounds: Sequence[Bound], inputs: Sequence[QKV], turns: Sequence[Tu
                 if 0 < layer < num_layers:
                     qkv[half] = _linear(out[half], qkv[half])
             case "start":
-                calls[half] = AttentionCall(bounds[half])
+                calls[half] = AttentionCall(halves[half].bound, backward=halves[half].backward)
                 calls[half].start(*qkv[half])
             case "attend":
                 calls[half].attend()
@@ -83,7 +91,8 @@ def _in_turns(bounds: Sequence[Bound], inputs: Sequence[QKV], turns: Sequence[Tu
     return out
 
 
-def _one_call_a_layer(bound: Bound, qkv: QKV, num_layers: int) -> Tensor:
+def one_call_a_layer(bound: Bound, qkv: QKV, num_layers: int) -> Tensor:
+    """Output of the last layer."""
     out = balanced_attention(*qkv, bound)
     for _ in range(num_layers - 1):
         qkv = _linear(out, qkv)
@@ -99,14 +108,14 @@ def _linear(out: Tensor, qkv: QKV) -> QKV:
 
 
 @contextmanager
-def _recorded(bounds: Sequence[Bound]) -> Iterator[list[Done]]:
+def recorded(half_of: Callable[[Bound], int]) -> Iterator[list[Done]]:
     """Notes every part that runs."""
     done: list[Done] = []
     originals = {name: getattr(PhaseRun, name) for name in ("start", "attend", "end")}
 
     def noting(name: str) -> Callable[[PhaseRun], None]:
         def part(run: PhaseRun) -> None:
-            done.append((bounds.index(run.bound), "forward" if run.forward else "backward", name))
+            done.append((half_of(run.bound), "forward" if run.forward else "backward", name))
             originals[name](run)
 
         return part
@@ -120,13 +129,14 @@ def _recorded(bounds: Sequence[Bound]) -> Iterator[list[Done]]:
             setattr(PhaseRun, name, original)
 
 
-def _inputs(plan: MicrobatchPlan, rank: int, shape: AttentionShape) -> QKV:
+def leaves(plan: MicrobatchPlan, rank: int, shape: AttentionShape, seed: int = 0) -> tuple[QKV, Tensor]:
+    """A rank's inputs, and the gradient of its output."""
     home = Rows.of(3, layout(plan, rank).tolist())
-    x = jobs.inputs(plan, shape.head_dim)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    rows = [at_home(home, values) if values else np.empty((0, h, shape.head_dim)) for values, h in zip((x.q, x.k, x.v), heads, strict=True)]
-    q, k, v = (torch.from_numpy(r).requires_grad_() for r in rows)
-    return q, k, v
+    x = jobs.inputs(plan, shape.head_dim, seed)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+    values = zip((x.q, x.k, x.v, x.dout), heads, strict=True)
+    q, k, v, dout = (torch.from_numpy(at_home(home, of) if of else np.empty((0, h, shape.head_dim))) for of, h in values)
+    return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout
 
 
 def _array(x: Tensor) -> Floats:

@@ -1,48 +1,139 @@
-"""What ranks do when pipeline stages attend together: one layer a stage, forward and backward in ticks."""
+"""What ranks do when pipeline stages attend together: layers of attention on each stage, forward and backward in ticks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.core.plan import MicrobatchPlan, Tiling
 from megatron_balance.core.rows import Rows
-from megatron_balance.core.tick import TickPlan
-from megatron_balance.reference import Floats, at_home
-from megatron_balance.runtime.bind import AttentionShape, bind
-from megatron_balance.runtime.joint import BackwardSlot, joint_attention, serve
-from megatron_balance.schedules import layout
-from tests.support.jobs import inputs
+from megatron_balance.core.tick import Cell, TickPlan
+from megatron_balance.passes import interleave
+from megatron_balance.passes.interleave import Turn
+from megatron_balance.reference import Floats
+from megatron_balance.runtime.attention import BackwardSlot
+from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.groups import single
+from megatron_balance.runtime.joint import Server
+from tests.support.half_batches import AttentionOf, Done, in_turns, leaves, one_call_a_layer, recorded
 from tests.support.pool import World
+from tests.support.stream_threads import with_streams
 
+LAYERS = 2
 Values = tuple[Floats, Floats, Floats, Floats]
 """Output and gradients of q, k and v, this rank's rows."""
 
 
-def attend_in_ticks(world: World, ticks: Sequence[TickPlan], plans: Sequence[MicrobatchPlan], head_dim: int) -> dict[int, Values]:
-    """By microbatch, what this rank has of its stage's attention, in fp64. A stage's inputs are those of seed `stage`."""
-    size = plans[0].num_ranks
-    stage, rank = divmod(world.rank, size)
-    shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, head_dim)
-    under_way: dict[int, tuple[BackwardSlot, list[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
-    found: dict[int, Values] = {}
-    for one in ticks:
-        bound = bind(one.plan, world.rank, shape, groups=world.groups, dtype=torch.float64, policy="replay")
-        cell, scale = one.tick.cells[stage], head_dim**-0.5
+@dataclass(frozen=True)
+class HalfStep:
+    """One half of every microbatch: where its tokens are at home (`plans`, over one stage's ranks), and the ticks over all ranks."""
+
+    plans: tuple[MicrobatchPlan, ...]
+    ticks: tuple[TickPlan, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """`again`: the forward is computed once more in the backward. `streams`: what NCCL will carry, messages matching by order alone."""
+
+    again: bool = False
+    streams: bool = False
+
+
+@dataclass(frozen=True)
+class Attended:
+    """By cell and half, what this rank has of its stage's attention, in fp64; and every part of a call that it ran, in order."""
+
+    values: dict[tuple[Cell, int], Values]
+    order: list[Done]
+
+
+def seed_of(stage: int, cell: Cell, half: int) -> int:
+    """Of the inputs."""
+    return 1000 * half + 100 * cell.chunk + 10 * stage + cell.microbatch
+
+
+def attend_in_ticks(world: World, halves: Sequence[HalfStep], head_dim: int, way: Way) -> Attended:
+    """All ticks of a step."""
+    run = _Run(world, halves, head_dim, way)
+    with recorded(run.half_of.__getitem__) as order:
+        for number, one in enumerate(halves[0].ticks):
+            run.tick(one, [run.bind(half.ticks[number].plan, at) for at, half in enumerate(halves)])
+    return Attended(run.found, order)
+
+
+class _Run:
+    def __init__(self, world: World, halves: Sequence[HalfStep], head_dim: int, way: Way) -> None:
+        plan = halves[0].plans[0]
+        self.groups = with_streams(world.groups, plan.ranks_per_node) if way.streams else world.groups
+        self.stage, self.rank = divmod(world.rank, plan.num_ranks)
+        self.shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
+        self.halves, self.way = halves, way
+        self.turns: tuple[Turn, ...] = interleave.forward(LAYERS, len(halves))
+        self.half_of: dict[Bound, int] = {}
+        self.under_way: dict[Cell, tuple[list[BackwardSlot], list[Tensor], tuple[Tensor, ...], list[Tensor]]] = {}
+        self.found: dict[tuple[Cell, int], Values] = {}
+
+    def bind(self, plan: MicrobatchPlan, half: int) -> Bound:
+        bound = bind(plan, self.groups.rank, self.shape, groups=self.groups, dtype=torch.float64, policy="replay", half=half)
+        self.half_of[bound] = half
+        return bound
+
+    def tick(self, one: TickPlan, bounds: Sequence[Bound]) -> None:
+        cell = one.tick.cells[self.stage]
         if cell is None:
-            serve(bound, torch.float64, torch.device("cpu"), scale, backward=one.tick.backward)
+            self.serve(bounds, backward=one.tick.backward)
         elif one.tick.backward:
-            slot, leaves, out, dout = under_way.pop(cell.microbatch)
-            slot.bound = bound
-            grads = torch.autograd.grad(out, leaves, dout)
-            q_grad, k_grad, v_grad = (grad.numpy() for grad in grads)
-            found[cell.microbatch] = (out.detach().numpy(), q_grad, k_grad, v_grad)
+            self.backward(cell, bounds)
         else:
-            plan = plans[cell.microbatch]
-            x = inputs(plan, head_dim, stage)
-            home = Rows.of(3, layout(plan, rank).tolist())
-            q, k, v, dout = (torch.from_numpy(at_home(home, values)) for values in (x.q, x.k, x.v, x.dout))
-            leaves, slot = [each.requires_grad_() for each in (q, k, v)], BackwardSlot()
-            under_way[cell.microbatch] = slot, leaves, joint_attention(q, k, v, bound, slot, x.scale), dout
-    return found
+            self.forward(cell, bounds)
+
+    def serve(self, bounds: Sequence[Bound], *, backward: bool) -> None:
+        server = Server(torch.float64, torch.device("cpu"), self.shape.head_dim**-0.5)
+        if not backward or self.way.again:
+            server.serve(bounds, self.turns, backward=False)
+        if backward:
+            server.serve(bounds, interleave.backward(self.turns), backward=True)
+
+    def forward(self, cell: Cell, bounds: Sequence[Bound]) -> None:
+        drawn = [
+            leaves(half.plans[cell.microbatch], self.rank, self.shape, seed_of(self.stage, cell, at)) for at, half in enumerate(self.halves)
+        ]
+        slots = [BackwardSlot() for _ in bounds]
+
+        def layers(*flat: Tensor) -> tuple[Tensor, ...]:
+            inputs = [(flat[at], flat[at + 1], flat[at + 2]) for at in range(0, len(flat), 3)]
+            now = [AttentionOf(slot.bound or bound, slot) for slot, bound in zip(slots, bounds, strict=True)]
+            return tuple(in_turns(now, inputs, self.turns))
+
+        flat = [x for qkv, _ in drawn for x in qkv]
+        out = checkpoint(layers, *flat, use_reentrant=True) if self.way.again else layers(*flat)
+        self.under_way[cell] = slots, flat, out, [dout for _, dout in drawn]  # pyright: ignore[reportArgumentType]  checkpoint is untyped
+
+    def backward(self, cell: Cell, bounds: Sequence[Bound]) -> None:
+        slots, flat, out, douts = self.under_way.pop(cell)
+        for slot, bound in zip(slots, bounds, strict=True):
+            slot.bound = bound
+        torch.autograd.backward(out, douts)
+        grads = [x.grad for x in flat]
+        for half, of in enumerate(out):
+            q, k, v = (x.numpy() for x in grads[3 * half : 3 * half + 3] if x is not None)
+            self.found[cell, half] = of.detach().numpy(), q, k, v
+
+
+def alone(plan: MicrobatchPlan, head_dim: int, seed: int) -> list[list[Floats]]:
+    """What `Values` are made of, by sequence, of a rank that holds and attends to everything itself."""
+    lengths = plan.lengths
+    homes = Rows.of(4, [(0, seq, 0, n) for seq, n in enumerate(lengths)])
+    tasks = Rows.of(6, [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)])
+    whole = MicrobatchPlan("alone", lengths, 1, 1, plan.num_heads, plan.num_kv_heads, (Tiling("alone", homes, tasks),) if lengths else ())
+    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
+    bound = bind(whole, 0, shape, groups=single(), dtype=torch.float64)
+    qkv, dout = leaves(whole, 0, shape, seed)
+    out = one_call_a_layer(bound, qkv, LAYERS)
+    values = [out, *torch.autograd.grad(out, qkv, dout)]
+    return [[part.detach().numpy() for part in x.split(list(lengths))] for x in values]

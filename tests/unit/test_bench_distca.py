@@ -9,12 +9,12 @@ import pytest
 
 from tools.bench.distca import point as distca
 from tools.bench.distca import report
-from tools.bench.distca.job import VARIANTS, Experiment
+from tools.bench.distca.job import VARIANTS, Turns
 from tools.bench.emulated.point import TOKENS, Kernels, Point
 from tools.bench.emulated.steps import WARM_UP
 
 KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
-EXPERIMENT = Experiment("out", 1, 2, 0, 2, "keep", None, 1.0, 0.06)
+EXPERIMENT = Turns(out="out", batches=1, repeats=2, seed=0, layers=2, backward="keep", nic_mbit=None, calibration_s=1.0, core_share=0.06)
 
 
 def test_batches_hold_several_contexts_and_no_document_longer_than_one() -> None:
@@ -35,7 +35,7 @@ def test_every_batch_is_trained_under_every_variant_in_an_order_that_rotates() -
     assert all(len({(s.dataset, s.batch, s.repeat) for s in turn}) == 1 for turn in turns)
     assert all(sorted(s.variant for s in turn) == ids for turn in turns)
     assert turns[0][0].variant != turns[1][0].variant
-    assert Experiment.parse(EXPERIMENT.text()) == EXPERIMENT
+    assert Turns.parse(EXPERIMENT.text()) == EXPERIMENT
 
 
 def test_the_bandwidth_needed_follows_the_computation() -> None:
@@ -45,6 +45,7 @@ def test_the_bandwidth_needed_follows_the_computation() -> None:
     slower = replace(KERNELS, forward_s=2 * KERNELS.forward_s, backward_s=2 * KERNELS.backward_s, linear_flops_per_s=10e9)
     assert distca.needed_bytes_per_s(drawn, distca.machine(Point.of(slower), 2)) == pytest.approx(needed / 2, rel=0.05)
     assert needed > 0
+    assert EXPERIMENT.point(KERNELS) == distca.point(KERNELS, [n for each in distca.batches(1, 0).values() for n in each], 2)
 
 
 def record(variant: int, repeat: int, step_s: float, waited_s: float) -> report.Record:

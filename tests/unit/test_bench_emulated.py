@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from tools.bench.emulated import __main__ as command
-from tools.bench.emulated import report
+from tools.bench.emulated import launch, report
 from tools.bench.emulated.batches import DATASETS, draw_batches, scaled
 from tools.bench.emulated.device import share_of_core
 from tools.bench.emulated.point import HOP_BYTES, TOKENS, TRANSFER_TO_ROUND, Kernels, Point
-from tools.bench.emulated.steps import WARM_UP, Experiment
+from tools.bench.emulated.steps import WARM_UP, Ablation
 from tools.bench.emulated.variants import BASELINE, VARIANTS
 
 KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
 
 
-def experiment(**changes: Any) -> Experiment:
+def experiment(**changes: Any) -> Ablation:
     keys: dict[str, Any] = {
         "out": "out",
         "nics": (4, 2),
@@ -32,7 +32,7 @@ def experiment(**changes: Any) -> Experiment:
         "calibration_s": 1.0,
         "core_share": 0.2,
     }
-    return Experiment(**{**keys, **changes})
+    return Ablation(**{**keys, **changes})
 
 
 def test_scaled_batches_hold_exactly_the_context_and_keep_proportions() -> None:
@@ -67,7 +67,7 @@ def test_every_batch_is_trained_under_every_variant_each_repeat_in_an_order_that
     assert all(len({(s.dataset, s.batch, s.repeat, s.lengths) for s in turn}) == 1 for turn in turns)
     assert [tuple(s.variant for s in turn) for turn in turns[:4]] == [(0, 1, 4), (1, 4, 0), (4, 0, 1), (0, 1, 4)]
     assert len(run.steps(1)) == 3 + 3 * 2 * len(DATASETS)
-    assert Experiment.parse(run.text()) == run
+    assert Ablation.parse(run.text()) == run
 
 
 def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any) -> report.Record:
@@ -140,7 +140,7 @@ def test_all_ranks_together_leave_room_for_transfers() -> None:
 def test_where_namespaces_are_not_permitted_it_says_so_and_runs_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "check", lambda: "needs root or user namespaces")
+    monkeypatch.setattr(launch, "check", lambda: "needs root or user namespaces")
     assert command.main(["--out", str(tmp_path / "out")]) == 77
     assert capsys.readouterr().out == "SKIP: no emulated cluster on this machine: needs root or user namespaces\n"
     assert not (tmp_path / "out").exists()

@@ -27,7 +27,7 @@ from megatron_balance.simulator.tables import Tables
 from megatron_balance.solvers.halves import halves
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.batches import DATASETS, draw_batches
-from tools.bench.emulated.point import BYTES_PER_ELEMENT, FFN_SIZE, SCALE, Point
+from tools.bench.emulated.point import BYTES_PER_ELEMENT, FFN_SIZE, GOODPUT, SCALE, Kernels, Point
 
 CONTEXTS = 4
 """In a batch: documents are no longer than a quarter of it, two ranks' tokens."""
@@ -76,6 +76,12 @@ def machine(point: Point, num_layers: int) -> Machine:
     cluster = ClusterChoice({**load_cluster("emulated").given, **keys}).build()
     of = model(num_layers)
     return Machine(cluster, of, AnalyticCost(cluster, of))
+
+
+def point(kernels: Kernels, drawn: Sequence[Lengths], num_layers: int) -> Point:
+    """The point at which NICs have `MARGIN` times the bandwidth that these batches need."""
+    needed = needed_bytes_per_s(drawn, machine(Point.of(kernels), num_layers))
+    return Point(kernels, round(8 * MARGIN * needed / GOODPUT))
 
 
 def needed_bytes_per_s(drawn: Sequence[Lengths], on: Machine) -> float:

@@ -9,14 +9,15 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from tools.bench.emulated import device
 from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, NUM_RANKS, TOKENS_PER_RANK, Kernels, Point
-from tools.bench.emulated.steps import Experiment
+from tools.bench.emulated.steps import Ablation, Experiment, Planned
+from tools.bench.emulated.variants import VARIANTS, Variant
 from tools.emulated_cluster import Topology, run
 
 POINT_FILE = "operating-point.json"
@@ -24,8 +25,31 @@ STEPS_FILE = "steps.jsonl"
 DEADLINE_S = 7200.0
 
 
+class OnTopology(NamedTuple):
+    """What is trained on one topology. `nics`: of a node."""
+
+    nics: int
+    steps: tuple[Planned, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a benchmark trains: variants, and Megatron's flags beside the usual ones."""
+
+    topologies: tuple[OnTopology, ...]
+    variants: tuple[Variant, ...]
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
 def main() -> int:
-    """Run the experiment that the only argument describes."""
+    """Run the ablation that the only argument describes."""
+    experiment = Ablation.parse(sys.argv[1])
+    topologies = [OnTopology(nics, experiment.steps(at)) for at, nics in enumerate(experiment.nics)]
+    return carry_out(experiment, Task(tuple(topologies), VARIANTS), Point.of)
+
+
+def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], Point]) -> int:
+    """Import Megatron, measure the kernels, fix the point (by `point_of`, if the rate is not given), train."""
     from megatron_balance.megatron import cpu
 
     cpu.install()
@@ -38,24 +62,25 @@ def main() -> int:
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which torch imports in a process's first backward
     from tools.bench.emulated import training
 
-    experiment = Experiment.parse(sys.argv[1])
     folder = experiment.folder
     share = device.share_of_core(experiment.core_share, NUM_RANKS) if experiment.core_share else None
     kernels = calibrated(share, experiment.calibration_s, folder / "kernels")
-    point = Point.of(kernels) if experiment.nic_mbit is None else Point(kernels, round(1e6 * experiment.nic_mbit))
+    point = point_of(kernels) if experiment.nic_mbit is None else Point(kernels, round(1e6 * experiment.nic_mbit))
     # Written before anything is compared: the point must not depend on how planners fare there.
     (folder / POINT_FILE).write_text(json.dumps(asdict(point)) + "\n")
     with (folder / STEPS_FILE).open("w") as records:
-        for at, nics in enumerate(experiment.nics):
+        for nics, steps in task.topologies:
             job = training.Run(
                 topology=point.topology(nics),
                 cluster=point.cluster(nics),
-                steps=tuple(experiment.steps(at)),
+                steps=steps,
                 layers=experiment.layers,
                 backward=experiment.backward,
                 folder=folder,
                 share=kernels.share,
-                record=writer(records),
+                record=_writer(records),
+                variants=task.variants,
+                flags=task.flags,
             )
             run(
                 job.topology,
@@ -66,7 +91,7 @@ def main() -> int:
     return 0
 
 
-def writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
+def _writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
     """Writes what each step measured as a line of JSON."""
 
     def write(record: dict[str, Any]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.batches import DATASETS, draw_batches
@@ -25,21 +25,27 @@ class Planned:
     lengths: Lengths
 
 
-@dataclass(frozen=True, slots=True)
+def in_turns(drawn: Mapping[str, Sequence[Lengths]], variants: Sequence[int], repeats: int) -> tuple[Planned, ...]:
+    """A warm-up of every variant, then every batch under all variants in turn, in an order that rotates. `drawn`: by data set."""
+    first = next(iter(drawn))
+    steps = [Planned(first, 0, WARM_UP, variant, drawn[first][0]) for variant in variants]
+    num_batches = len(drawn[first])
+    turns = ((repeat, batch, name) for repeat in range(repeats) for batch in range(num_batches) for name in drawn)
+    for turn, (repeat, batch, name) in enumerate(turns):
+        rotated = (variants[(at + turn) % len(variants)] for at in range(len(variants)))
+        steps += [Planned(name, batch, repeat, variant, drawn[name][batch]) for variant in rotated]
+    return tuple(steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What a run of the benchmark does; text for the process that does it."""
+    """What a run of a benchmark does; text for the process that does it."""
 
     out: str
-    nics: tuple[int, ...]
-    """NICs of a node, by topology."""
-    batches: tuple[int, ...]
-    """Batches of each data set, by topology."""
     repeats: int
     seed: int
     layers: int
     backward: str
-    variants: tuple[int, ...]
-    """Places in `VARIANTS`."""
     nic_mbit: float | None
     """Rate of a NIC; None: by the operating point."""
     calibration_s: float
@@ -51,28 +57,29 @@ class Experiment:
         """Where logs and records go."""
         return Path(self.out)
 
-    def steps(self, topology: int) -> list[Planned]:
-        """The steps of one topology: a warm-up of every variant, then every batch under all variants in turn, in an order that rotates."""
-        drawn = {name: draw_batches(name, self.batches[topology], self.seed) for name in DATASETS}
-        first = DATASETS[0]
-        steps = [Planned(first, 0, WARM_UP, variant, drawn[first][0]) for variant in self.variants]
-        turns = ((repeat, batch, name) for repeat in range(self.repeats) for batch in range(self.batches[topology]) for name in DATASETS)
-        for turn, (repeat, batch, name) in enumerate(turns):
-            steps += [Planned(name, batch, repeat, variant, drawn[name][batch]) for variant in _rotated(self.variants, turn)]
-        return steps
-
     def text(self) -> str:
-        """One line that `Experiment.parse` reads back."""
+        """One line that `parse` reads back."""
         return json.dumps(asdict(self))
 
-    @staticmethod
-    def parse(text: str) -> Experiment:
+    @classmethod
+    def parse(cls, text: str) -> Self:
         """The experiment that `text` was made from."""
         keys: dict[str, Any] = json.loads(text)
         values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()}
-        return Experiment(**values)
+        return cls(**values)
 
 
-def _rotated(variants: Sequence[int], by: int) -> Iterator[int]:
-    for at in range(len(variants)):
-        yield variants[(at + by) % len(variants)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation(Experiment):
+    """Variants of the list, on several topologies."""
+
+    nics: tuple[int, ...]
+    """NICs of a node, by topology."""
+    batches: tuple[int, ...]
+    """Batches of each data set, by topology."""
+    variants: tuple[int, ...]
+    """Places in `VARIANTS`."""
+
+    def steps(self, topology: int) -> tuple[Planned, ...]:
+        """The steps of one topology."""
+        return in_turns({name: draw_batches(name, self.batches[topology], self.seed) for name in DATASETS}, self.variants, self.repeats)
