@@ -41,6 +41,8 @@ from megatron_balance.solvers.remap import Objective, Sides, Solver
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULT_CLUSTER = "h200"
 DEFAULT_MODEL = "llama-7b"
+HALVED_BY_DEFAULT = "distca"
+"""The planner whose microbatches run as two half batches unless somebody says otherwise (`RunConfig.ping_pong`)."""
 
 Section: TypeAlias = Literal["cluster", "model", "planner"]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
+
+if TYPE_CHECKING:
+    from megatron_balance.config import PlannerChoice
 
 BASELINE = "te_ring"
 
@@ -18,6 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("compare", help="planners side by side: step time, speedup, balance, memory", description=__doc__)
     inputs.add_options(parser)
     laboratory.add_options(parser)
+    laboratory.add_way_options(parser)
     parser.add_argument("--baseline", metavar="NAME", help=f"speedups are over this planner (default {BASELINE}, else the first)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
@@ -50,21 +54,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A row for each planner; of planners that nobody named, one that cannot place the batch is left out, with its reason."""
+    """A row for each planner; of planners that nobody named, one that cannot place the batch, or run as asked, is left out."""
     from megatron_balance.errors import InfeasibleError
 
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for choice in given.planners:
+        reason = None if explicit else _refusal(bench, choice)
         try:
-            planned = bench.plan(choice)
+            if reason is None:
+                planned = bench.plan(choice)
+                rows.append(row(bench, planned, bench.simulate(planned)))
         except InfeasibleError as error:
             if explicit:
                 raise
-            left_out[choice.name] = str(error)
-            continue
-        rows.append(row(bench, planned, bench.simulate(planned)))
+            reason = str(error)
+        if reason is not None:
+            left_out[choice.name] = reason
     return rows, left_out
+
+
+def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
+    """Why a planner's plans cannot be run as asked, if they cannot."""
+    try:
+        bench.way(choice)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +95,7 @@ def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, A
         "plan_ms": planned.plan_ms,
         "peak_bytes": peak,
         "fits": peak <= bench.given.cluster.memory_bytes,
+        **planned.described(),
     }
 
 
@@ -88,8 +105,8 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
     console = laboratory.console()
     console.print(bench.headline())
     table = Table(title=f"simulated; speedup over {baseline}", title_justify="left")
-    for column in ("planner", "step s", "tokens/s", "speedup", "imbalance: tokens", "attention", "plan ms", "peak GB"):
-        table.add_column(column, justify="left" if column == "planner" else "right")
+    for column in ("planner", "step s", "tokens/s", "speedup", "imbalance: tokens", "attention", "plan ms", "peak GB", "runs as"):
+        table.add_column(column, justify="left" if column in ("planner", "runs as") else "right")
     for row in sorted(rows, key=lambda row: row["step_s"]):
         balance = row["imbalance"]
         cells = (f"{row['step_s']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x")
@@ -99,10 +116,16 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
             f"{row['plan_ms']:.1f}",
             f"{row['peak_bytes'] / 1e9:.1f}{'' if row['fits'] else ' !'}",
         )
-        table.add_row(row["planner"], *cells, *more)
+        table.add_row(row["planner"], *cells, *more, _runs_as(row))
     console.print(table)
     if not all(row["fits"] for row in rows):
         memory = f"{bench.given.cluster.memory_bytes / 1e9:.0f} GB"
         console.print(f"! more than the {memory} of a rank: fewer tokens, --policy replay or --recompute full")
     for name, reason in left_out.items():
         console.print(f"{name} left out: {reason}")
+
+
+def _runs_as(row: dict[str, Any]) -> str:
+    """How its plans were run, in a word or two."""
+    stages = {"joint": ["stages attend together"], "stages": ["stages apart"], None: []}[row["pipeline"]]
+    return ", ".join(["halves in turns"] * row["ping_pong"] + stages)

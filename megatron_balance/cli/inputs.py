@@ -60,11 +60,12 @@ class Inputs:
     tensor_parallel: int = 1
     """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
 
-    def planning_cost(self) -> CostModel:
-        """What planners plan by: a measured table, or data sheets."""
+    def planning_cost(self, cluster: Cluster | None = None) -> CostModel:
+        """What planners plan by: a measured table, or data sheets. `cluster`: other ranks of the same kind."""
+        cluster = cluster or self.cluster
         if self.plan_costs is None:
-            return AnalyticCost(self.cluster, self.model, self.tensor_parallel)
-        return planning_cost(self.cluster, self.model, self.plan_costs)
+            return AnalyticCost(cluster, self.model, self.tensor_parallel)
+        return planning_cost(cluster, self.model, self.plan_costs)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,60 +19,114 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_balance.config import PlannerChoice
+    from megatron_balance.core.cluster import Cluster
     from megatron_balance.core.plan import BatchPlan
     from megatron_balance.cost.base import MachineCost
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
-    from megatron_balance.simulator.step import Setup
+    from megatron_balance.simulator.setup import Setup
+    from megatron_balance.simulator.training import PingPong, Stages, StepPlan, Way
 
 T = TypeVar("T")
+
+PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One planner's steps. `plan_ms`: planning a batch took on average."""
+    """One planner's steps, as they run. `plan_ms`: planning a batch took on average."""
 
     name: str
-    steps: tuple[BatchPlan, ...]
+    runs: tuple[StepPlan, ...]
     plan_ms: float
+
+    @property
+    def steps(self) -> tuple[BatchPlan, ...]:
+        """The plans of each step's microbatches, or of their halves."""
+        return tuple(run.plans for run in self.runs)
+
+    def described(self) -> dict[str, Any]:
+        """What of it was simulated, for JSON: as the keys of a configuration say it, `pipeline` null where there is one stage."""
+        way = self.runs[0].way
+        return {"ping_pong": way.halved, "pipeline": way.pipeline}
+
+    def in_words(self) -> str:
+        """The same in words; nothing where microbatches run whole, on one stage."""
+        way = self.runs[0].way
+        parts = ["microbatches as two half batches in turns"] * way.halved
+        parts += {"joint": ["all pipeline stages attending together"], "stages": ["each pipeline stage attending for itself"], None: []}[
+            way.pipeline
+        ]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The machine and the kind of step that plans are simulated on. `group`: batches of a step."""
+    """The machine and the kind of step that plans are simulated on. `group`: batches of a step.
+
+    `pool`: the machine of all pipeline stages' ranks; `machine` where there is one stage. `ping_pong`, `stages`: as the keys `ping_pong`
+    and `pipeline` of a configuration.
+    """
 
     given: Inputs
     machine: Machine
     setup: Setup
     perturbation: Perturbation
     group: int
+    pool: Machine
+    ping_pong: PingPong = False
+    stages: Stages = "stages"
+
+    def way(self, choice: PlannerChoice) -> Way:
+        """How a planner's plans are run.
+
+        Raises:
+            ConfigError: as it was asked for, they cannot be.
+        """
+        from megatron_balance.simulator.training import way_of
+
+        return way_of(choice, self.given.model, self.setup.pipeline, self.ping_pong, self.stages)
 
     def plan(self, choice: PlannerChoice) -> Planned:
-        """Plan all steps, for the cluster as its configuration has it; a system that makes microbatches of its own makes them."""
-        given, cost = self.given, self.given.planning_cost()
+        """Plan all steps, for the cluster as its configuration has it; a system that makes microbatches of its own makes them.
+
+        Raises:
+            ConfigError: a way of running that the planner or the model does not allow.
+            InfeasibleError: a batch that does not fit.
+        """
+        from megatron_balance.simulator.training import Pipeline, Ranks, plan_step
+
+        given, way = self.given, self.way(choice)
+        stage, pool = (Ranks(each, given.planning_cost(each)) for each in (given.cluster, self.pool.cluster))
+        pipeline = Pipeline(stage, pool, self.setup.interleave)
         begin = time.perf_counter()
         groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
-        steps = [choice.plan_step(group, given.cluster, given.model, cost) for group in progress(groups, f"{choice.name}: plan")]
+        runs = [plan_step(choice, group, way, given.model, pipeline) for group in progress(groups, f"{choice.name}: plan")]
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
-        return Planned(choice.name, tuple(steps), plan_ms)
+        return Planned(choice.name, tuple(runs), plan_ms)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
         """The figures of all steps (`simulator.report.summary`)."""
-        from megatron_balance.simulator.report import simulate_plans, summary
+        from megatron_balance.simulator.report import summary
+        from megatron_balance.simulator.training import simulate_planned
 
+        machines = list(zip(self.perturbation.machines(self.machine), self.perturbation.machines(self.pool), strict=True))
         steps = [
-            step
-            for plan in progress(planned.steps, f"{planned.name}: simulate")
-            for step in simulate_plans([plan], self.machine, self.setup, self.perturbation)
+            simulate_planned(run, stage, pool, self.setup)
+            for run in progress(planned.runs, f"{planned.name}: simulate")
+            for stage, pool in machines
         ]
-        return summary(steps)
+        return {**summary(steps), **planned.described()}
 
     def imbalance(self, planned: Planned) -> dict[str, float]:
-        """Largest over mean load of the ranks, mean over microbatches."""
+        """Largest over mean load of the ranks: tokens in the mean over microbatches, attention over all that attends."""
         from megatron_balance.schedules.figures import figures
 
-        found = [figures(plan, self.given.model)["imbalance"] for step in planned.steps for plan in step.microbatches]
-        return {key: fmean(each[key] for each in found) for key in ("tokens", "attention")}
+        plans = {
+            "tokens": [plan for run in planned.runs for plan in run.plans.microbatches],
+            "attention": [plan for run in planned.runs for plan in run.attention],
+        }
+        return {key: fmean(figures(plan, self.given.model)["imbalance"][key] for plan in found) for key, found in plans.items()}
 
     def described(self) -> dict[str, Any]:
         """What was simulated, for JSON."""
@@ -134,6 +188,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_way_options(parser: argparse.ArgumentParser) -> None:
+    """Options of how training would run the plans; without them a step runs as training would run it."""
+    parser.add_argument(
+        "--ping-pong",
+        choices=tuple(PING_PONG),
+        help="microbatches as two half batches in turns, as the key ping_pong of a configuration (default auto: for planner distca)",
+    )
+    parser.add_argument(
+        "--stages",
+        choices=("joint", "stages"),
+        help="with --pipeline: all stages attend together, or each for itself under Megatron's schedule, as the key pipeline of a "
+        "configuration (default: joint where the planner can)",
+    )
+
+
 def read(args: argparse.Namespace) -> Inputs:
     """The inputs of a verb of the laboratory.
 
@@ -174,7 +243,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     """
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
-    from megatron_balance.simulator.step import Setup
+    from megatron_balance.simulator.setup import Setup
 
     if args.microbatches < 1 or len(given.batches) % args.microbatches:
         raise ConfigError(
@@ -193,19 +262,38 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
         transport=args.transport,
     )
     perturbation = Perturbation(args.spread, 20 if args.draws is None else args.draws, args.spread_seed)
-    machine = Machine(given.cluster, given.model, _cost(args, given), _slowdown(args.slow, given.cluster.num_ranks))
-    return Bench(given, machine, setup, perturbation, args.microbatches)
+    slow = _slowdown(args.slow, given.cluster.num_ranks)
+    machine = Machine(given.cluster, given.model, _cost(args, given, given.cluster), slow)
+    return Bench(given, machine, setup, perturbation, args.microbatches, _pool(args, given, slow), *_way(args, given))
 
 
-def _cost(args: argparse.Namespace, given: Inputs) -> MachineCost:
+def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> Machine:
+    """The ranks of all pipeline stages, stage by stage; a slow rank is so in every stage."""
+    from megatron_balance.simulator.machine import Machine
+
+    cluster = replace(given.cluster, num_ranks=args.pipeline * given.cluster.num_ranks)
+    return Machine(cluster, given.model, _cost(args, given, cluster), slow * args.pipeline)
+
+
+def _way(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:
+    """How training would run the plans: the command line's word, else the configuration's. A verb without the options: whole, apart."""
+    if not hasattr(args, "stages"):
+        return False, "stages"
+    if args.stages is not None and args.pipeline == 1:
+        raise ConfigError(f"--stages {args.stages} goes with --pipeline P of several stages")
+    ping_pong = given.config.ping_pong if args.ping_pong is None else PING_PONG[args.ping_pong]
+    return ping_pong, given.config.pipeline if args.stages is None else args.stages
+
+
+def _cost(args: argparse.Namespace, given: Inputs, cluster: Cluster) -> MachineCost:
     if args.costs is None:
         from megatron_balance.cost.analytic import AnalyticCost
 
-        return AnalyticCost(given.cluster, given.model, given.tensor_parallel)
+        return AnalyticCost(cluster, given.model, given.tensor_parallel)
     from megatron_balance.cost.measured import MeasuredCost
     from megatron_balance.cost.table import load_table
 
-    return MeasuredCost(load_table(args.costs), given.cluster, given.model)
+    return MeasuredCost(load_table(args.costs), cluster, given.model)
 
 
 def _slowdown(given: Sequence[str], num_ranks: int) -> tuple[float, ...]:

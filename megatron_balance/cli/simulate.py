@@ -19,8 +19,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("simulate", help="step time, phases, memory and utilisation on a cluster", description=__doc__)
     inputs.add_options(parser)
     laboratory.add_options(parser)
+    laboratory.add_way_options(parser)
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a Chrome/Perfetto trace of one layer of the first batch, all ranks"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a Chrome/Perfetto trace of one layer of the first batch (or of a full tick), all ranks",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
@@ -45,21 +49,29 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(next(iter(reports.values())) if len(reports) == 1 else {"planners": reports}))
     else:
-        _show(reports, bench)
+        _show(reports, bench, {each.name: each.in_words() for each in planned})
     return 0
 
 
 def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
     from megatron_balance.simulator.timeline import timeline
 
-    document = timeline(planned.steps[0].microbatches[0], bench.machine, bench.setup.policy)
+    run = planned.runs[0]
+    if run.way.halved:
+        raise ConfigError(
+            f"--trace {path} is of one attention call, and {planned.name} runs two half batches in turns; add --ping-pong false"
+        )
+    if run.way.joint:
+        document = timeline(run.fullest_tick().plan, bench.pool, "replay")
+    else:
+        document = timeline(run.plans.microbatches[0], bench.machine, bench.setup.policy)
     try:
         path.write_text(json.dumps(document), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--trace {path}: cannot be written: {error.strerror}") from None
 
 
-def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench) -> None:
+def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dict[str, str]) -> None:
     from rich.table import Table
 
     console = laboratory.console()
@@ -67,7 +79,8 @@ def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench) -> None:
     for name, report in reports.items():
         step, peak = report["step_s"], report["peak_bytes_per_rank"]
         spread = f" ({step['p5']:.3f} to {step['p95']:.3f})" if step["p5"] != step["p95"] else ""
-        console.print(f"{name}: {step['median']:.3f} s a step{spread}, {report['tokens_per_s']:,.0f} tokens/s, simulated")
+        how = f", {runs[name]}" if runs[name] else ""
+        console.print(f"{name}: {step['median']:.3f} s a step{spread}, {report['tokens_per_s']:,.0f} tokens/s, simulated{how}")
         table = Table("phase", "s", "share", title="where the slowest rank's time goes", title_justify="left")
         total = sum(report["phases_s"].values())
         for phase, seconds in report["phases_s"].items():

@@ -15,7 +15,8 @@ class Cluster:
     `ranks_per_nic` ranks share a NIC. The alphas are the fixed seconds of a message. `flops_per_s` is the peak of a rank in dense
     bf16 matrix products, `attention_efficiency` the share of it that the forward attention kernel reaches over long sequences without
     a mask, `linear_efficiency` the share that a large matrix product reaches. `memory_bytes_per_s` is the rank's memory, read or
-    written. `num_sms`: processors of a rank that communication takes some of; 0: it takes none.
+    written. `num_sms`: processors of a rank that communication takes some of; 0: it takes none. `transfers_wait`: a transfer waits for
+    processors that an attention kernel under way holds (`cost.contention`).
     """
 
     num_ranks: int
@@ -30,6 +31,7 @@ class Cluster:
     linear_efficiency: float = 0.8
     memory_bytes_per_s: float = 4.8e12
     num_sms: int = 132
+    transfers_wait: bool = False
     intra_alpha_s: float = 3.4e-6
     inter_alpha_s: float = 9.6e-6
 

@@ -180,4 +180,5 @@ class AnalyticCost:
     def contention(self) -> Contention:
         """What NCCL's transfers take of a GPU's SMs."""
         gpus = self.tensor_parallel
-        return Contention.of_links(self.cluster.num_sms // gpus, self.cluster.intra_bytes_per_s / gpus)
+        cluster = self.cluster
+        return Contention.of_links(cluster.num_sms // gpus, cluster.intra_bytes_per_s / gpus, waits=cluster.transfers_wait)

@@ -25,19 +25,23 @@ PARTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What transfers take of a rank's `num_sms` SMs (0: they take none, as copy engines do not)."""
+    """What transfers take of a rank's `num_sms` SMs (0: they take none, as copy engines do not).
+
+    `waits`: before that they wait until an attention kernel that fills the GPU lets go of some.
+    """
 
     num_sms: int
     intra_sms: int
     inter_sms: int
+    waits: bool = False
 
     @staticmethod
-    def of_links(num_sms: int, intra_bytes_per_s: float) -> Contention:
+    def of_links(num_sms: int, intra_bytes_per_s: float, *, waits: bool = False) -> Contention:
         """What NCCL's point-to-point kernels hold on a GPU with these many SMs and NVLinks of this rate in all, one direction."""
         if not num_sms:
             return Contention(0, 0, 0)
         num_links = max(1, round(intra_bytes_per_s / NVLINK_BYTES_PER_S))
-        return Contention(num_sms, min(MAX_CHANNELS, LINK_CHANNELS * num_links), NET_CHANNELS)
+        return Contention(num_sms, min(MAX_CHANNELS, LINK_CHANNELS * num_links), NET_CHANNELS, waits)
 
     @staticmethod
     def of_slowdowns(intra: float, inter: float) -> Contention:
@@ -49,6 +53,10 @@ class Contention:
         """Factor on the time of a kernel that fills the GPU while transfers inside the node, between nodes, or both run beside it."""
         taken = (self.intra_sms if intra else 0) + (self.inter_sms if inter else 0)
         return self.num_sms / (self.num_sms - taken) if taken else 1.0
+
+    def block_s(self, kernel_s: float, num_blocks: float) -> float:
+        """Seconds of a thread block of a kernel of so many, on its SM; 0 for a kernel that leaves SMs free."""
+        return kernel_s * self.num_sms / num_blocks if num_blocks > self.num_sms else 0.0
 
     def wait_s(self, kernel_left_s: float, block_s: float, *, prioritised: bool) -> float:
         """Seconds until a communication kernel gets its SMs from one that fills the GPU.

@@ -93,11 +93,15 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What is held for the backward: received keys and values by `policy`, activations by `recompute`; of so many microbatches in all."""
+    """What is held for the backward: received keys and values by `policy`, activations by `recompute`; of so many microbatches in all.
+
+    `in_flight`: microbatches whose activations a stage holds at once; None: those of the 1F1B schedule.
+    """
 
     policy: Policy = "keep"
     recompute: Recompute = "none"
     num_microbatches: int = 1
+    in_flight: float | None = None
 
 
 def rank_memory(
@@ -110,7 +114,8 @@ def rank_memory(
     brings. The fp32 partial outputs are of one layer at a time.
     """
     parameters = _parameters_of_rank(model, sharding)
-    layers = model.num_layers / sharding.pipeline * sharding.in_flight(holding.num_microbatches)
+    in_flight = sharding.in_flight(holding.num_microbatches) if holding.in_flight is None else holding.in_flight
+    layers = model.num_layers / sharding.pipeline * in_flight
     one_layer = PARTIAL_BYTES * model.num_heads * (model.head_dim + 1)
     if holding.recompute == "full":
         one_layer += layer_activation_bytes(model)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_balance.config import PlannerChoice, choose_planner, under_layers
+from megatron_balance.config import HALVED_BY_DEFAULT, PlannerChoice, choose_planner, under_layers
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.plan import BatchPlan
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
@@ -136,7 +136,14 @@ def _other_planners(case: Case) -> Iterator[Try]:
         if name != case.choice.name:
             layers = replace(planner.layers, **told)
             choice = choose_planner(name, {"tokens_per_rank": case.choice.options.tokens_per_rank}, layers=layers)
-            yield _planner(case, f"the planner {name}", f"--planner {name}", choice)
+            yield _planner(case, f"the planner {name}", f"--planner {name}{_whole(case, name)}", choice)
+
+
+def _whole(case: Case, name: str) -> str:
+    """The options without which `simulate` would run the planner's microbatches, or its stages, as training does: a report does not."""
+    halves = " --ping-pong false" if name == HALVED_BY_DEFAULT else ""
+    stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].plan_homes is not None else ""
+    return halves + stages
 
 
 def _other_layers(case: Case) -> Iterator[Try]:

@@ -20,7 +20,7 @@ def simulate(
 ) -> dict[str, Any]:
     """Steps of these plans, one each, on the clocks of `cluster`: step_s, tokens_per_s, phases_s, peak_bytes_per_rank, utilisation.
 
-    `cost`: what things take; not given: `cost.analytic.AnalyticCost`. `options`: those of `simulator.step.Setup`.
+    `cost`: what things take; not given: `cost.analytic.AnalyticCost`. `options`: those of `simulator.setup.Setup`.
 
     Raises:
         ConfigError: no such option; a plan for other ranks than the cluster's.

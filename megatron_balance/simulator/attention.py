@@ -45,14 +45,26 @@ def attention_call(
     """Run a plan; `enter_s`: when each rank [num_ranks] enters the forward and the backward, not given: all at once.
 
     Raises:
-        ConfigError: the round engine is asked for sockets, which it does not know.
+        ConfigError: the round engine is asked for sockets, or for transfers that wait for SMs, which it does not know.
     """
+    check_engine(name, machine)
     if name == "rounds" and transport == "sockets":
         raise ConfigError("the engine 'rounds' knows the transport 'streams' only; use the engine 'events' for 'sockets'")
     forward_s, backward_s = (np.zeros(machine.num_ranks),) * 2 if enter_s is None else enter_s
-    if name == "rounds" or (name == "auto" and machine.num_ranks > SMALL and transport == "streams"):
+    small = machine.num_ranks <= SMALL or transport == "sockets" or machine.cost.contention.waits
+    if name == "rounds" or (name == "auto" and not small):
         return Call(*rounds.play(plan, machine, policy, (forward_s, backward_s)))
     return events(plan, machine, policy, (forward_s, backward_s), transport)
+
+
+def check_engine(name: EngineName, machine: Machine) -> None:
+    """See that an engine knows what the machine does.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if name == "rounds" and machine.cost.contention.waits:
+        raise ConfigError(f"the engine 'rounds' has no transfers that wait for SMs, and those of {machine.cluster.name} do; use 'events'")
 
 
 def events(

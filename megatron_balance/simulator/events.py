@@ -1,14 +1,12 @@
-"""The clocks of the event engine: every rank's compute stream, and every transfer with its share of the links.
+"""The clocks of the event engine: every rank's compute stream.
 
-A rank's compute stream takes its steps in order. What a step waits for, and when a transfer begins, is the transport's
-(`simulator.streams`, `simulator.sockets`). Transfers under way share links and NICs max-min fairly, and slow their ranks' kernels by
-the SMs that they hold.
+A rank's compute stream takes its steps in order. What a step waits for, and how bytes travel, is the transport's (`simulator.streams`,
+`simulator.sockets`). Transfers under way slow their ranks' kernels by the SMs that they hold.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -17,7 +15,7 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.passes.order import Finish, Run, Start
-from megatron_balance.simulator.machine import Machine, fair_rates
+from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Flow, Phase
 
 _SAME_TIME = 1e-12
@@ -85,10 +83,6 @@ class Events:
         self.alpha_s: list[float] = machine.alpha_s(a, b).tolist()
         self.capacity = machine.capacity()
         self.bytes_moved = np.zeros(len(self.capacity))
-        self.left = [float(flow.num_bytes) for flow in flows]
-        self.rate, self.since, self.version = [0.0] * len(flows), [0.0] * len(flows), [0] * len(flows)
-        self.running: defaultdict[int, set[int]] = defaultdict(set)  # flows, by resource
-        self.changed: set[int] = set()  # resources of which the flows have changed
         for rank, start in enumerate(self.end_s):
             self.push(start, "enter", rank)
 
@@ -106,13 +100,16 @@ class Events:
         """Whether a rank's compute stream cannot pass the end of an exchange yet."""
         raise NotImplementedError
 
-    def carried(self, flow: int) -> None:
-        """The last byte of a transfer has come."""
+    def flow_event(self, flow: int, version: int) -> None:
+        """Something that was to happen to a transfer now."""
         raise NotImplementedError
 
     def other(self, which: int) -> None:
         """An event of the transport's own."""
         raise NotImplementedError
+
+    def settle(self) -> None:
+        """All that happens at this time has happened."""
 
     # Time
 
@@ -122,7 +119,7 @@ class Events:
             self.now = self.queue[0][0]
             while self.queue and self.queue[0][0] <= self.now * (1 + _SAME_TIME):
                 self._take(*heapq.heappop(self.queue)[2:])
-            self._share()
+            self.settle()
         stuck = [rank for rank, computing in enumerate(self.ranks) if computing.at < len(self.phase.steps[rank])]
         assert not stuck, f"ranks {stuck} wait for what nobody sends"
         busy = np.array([computing.busy_s for computing in self.ranks])
@@ -137,6 +134,28 @@ class Events:
         """Something of a rank has ended now."""
         self.end_s[rank] = max(self.end_s[rank], self.now)
 
+    def sm_wait_s(self, rank: int, *, prioritised: bool) -> float:
+        """Seconds until a communication kernel that is launched now gets SMs from the attention kernel at work on a rank."""
+        computing = self.ranks[rank]
+        if not (self.contention.waits and computing.working):
+            return 0.0
+        left_s = max(0.0, computing.left_s / computing.speed - (self.now - computing.since_s))
+        block_s = self.phase.blocks_s[rank][computing.at] / computing.speed
+        return self.contention.wait_s(left_s, block_s, prioritised=prioritised) if block_s else 0.0
+
+    def hold(self, flow: int, change: int) -> None:
+        """A transfer holds SMs of its ranks from now on (1), or no longer (-1)."""
+        if not self.contention.num_sms:
+            return
+        for rank in (self.flows[flow].a, self.flows[flow].b):
+            self.ranks[rank].held[self.crossing[flow]] += change
+            self._pace(rank)
+
+    def has_moved(self, flow: int) -> None:
+        """Count the bytes of a transfer that is done."""
+        for resource in self.uses[flow].tolist():
+            self.bytes_moved[resource] += self.flows[flow].num_bytes
+
     def _take(self, what: _What, who: int, version: int) -> None:
         match what:
             case "enter":
@@ -146,8 +165,7 @@ class Events:
                 if self.ranks[who].version == version:
                     self._step_done(who)
             case "flow":
-                if self.version[who] == version:
-                    self._flow_event(who)
+                self.flow_event(who, version)
             case "other":
                 self.other(who)
 
@@ -207,67 +225,3 @@ class Events:
         computing.at += 1
         if isinstance(step, Start):
             self.started(rank, exchange)
-
-    # Transfers
-
-    def _flow_event(self, flow: int) -> None:
-        """The first byte of a transfer goes, or the last one has come."""
-        starts = not self.rate[flow] and self.left[flow] > 0
-        ends = self.uses[flow].tolist()
-        for resource in ends:
-            (self.running[resource].add if starts else self.running[resource].remove)(flow)
-        self.changed.update(ends)
-        self.version[flow] += 1
-        self._hold(flow, 1 if starts else -1)
-        if starts:
-            self.since[flow] = self.now
-            return
-        for resource in ends:
-            self.bytes_moved[resource] += self.flows[flow].num_bytes
-        self.left[flow] = 0.0
-        self.carried(flow)
-
-    def _hold(self, flow: int, change: int) -> None:
-        if not self.contention.num_sms:
-            return
-        for rank in (self.flows[flow].a, self.flows[flow].b):
-            self.ranks[rank].held[self.crossing[flow]] += change
-            self._pace(rank)
-
-    def _share(self) -> None:
-        """Share links and NICs anew among the flows that the changes since the last time reach."""
-        while self.changed:
-            flows = self._reached(self.changed.pop())
-            if flows:
-                uses = self.uses[flows]
-                resources, place = np.unique(uses, return_inverse=True)
-                self.changed.difference_update(resources.tolist())
-                alone = len(flows) == 1
-                rates = (
-                    [float(self.capacity[uses].min())]
-                    if alone
-                    else fair_rates(place.reshape(uses.shape), self.capacity[resources]).tolist()
-                )
-                for flow, rate in zip(flows, rates, strict=True):
-                    self._set_rate(flow, rate)
-
-    def _set_rate(self, flow: int, rate: float) -> None:
-        if rate == self.rate[flow]:
-            return
-        self.left[flow] -= (self.now - self.since[flow]) * self.rate[flow]
-        self.since[flow], self.rate[flow] = self.now, rate
-        self.version[flow] += 1
-        self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
-
-    def _reached(self, resource: int) -> list[int]:
-        """Running flows that share a resource with those of `resource`, or with one that does, and so on."""
-        found: set[int] = set()
-        seen, waiting = {resource}, [resource]
-        while waiting:
-            for flow in self.running[waiting.pop()] - found:
-                found.add(flow)
-                for other in self.uses[flow].tolist():
-                    if other not in seen:
-                        seen.add(other)
-                        waiting.append(other)
-        return sorted(found)

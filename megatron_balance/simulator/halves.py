@@ -27,7 +27,7 @@ from megatron_balance.schedules import project
 from megatron_balance.schedules.early import early
 from megatron_balance.schedules.payload import HEAD_START, HEAD_STOP, TOKENS
 from megatron_balance.simulator import engine
-from megatron_balance.simulator.attention import SMALL, EngineName, linear_tokens
+from megatron_balance.simulator.attention import SMALL, EngineName, check_engine, linear_tokens
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
@@ -72,9 +72,11 @@ def layers(halves: Sequence[MicrobatchPlan], machine: Machine, num_layers: int, 
         machine.check(half)
     tilings = all(isinstance(zone, Tiling) for half in halves for zone in half.zones) and not any(half.moves for half in halves)
     able = tilings and way.transport == "streams"
+    check_engine(way.engine, machine)
     if way.engine == "rounds" and not able:
         raise ConfigError("the engine 'rounds' runs half batches of tilings on streams only; use the engine 'events'")
-    rounds = able and (way.engine == "rounds" or (way.engine == "auto" and machine.num_ranks > SMALL))
+    small = machine.num_ranks <= SMALL or machine.cost.contention.waits
+    rounds = able and (way.engine == "rounds" or (way.engine == "auto" and not small))
     linear = [linear_s(half, machine) for half in halves]
     simulated = _Rounds(halves, machine, linear, way) if rounds else _Events(halves, machine, linear, way)
     found: list[Outcome] = []
@@ -120,7 +122,8 @@ class _Events:
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
         ranks = self.machine.num_ranks
-        joint = Phase([()] * ranks, [[] for _ in range(ranks)], [[] for _ in range(ranks)])
+        seconds, blocks_s = ([list[float]() for _ in range(ranks)] for _ in range(2))
+        joint = Phase([()] * ranks, seconds, [list[int]() for _ in range(ranks)], blocks_s)
         steps: list[list[Step]] = [[] for _ in range(ranks)]
         stride = 1 + max((max(ids, default=-1) for half in self.halves for ids in half.phases[backward].exchanges), default=0)
         for turn in _turns(num_layers, self.way, backward=backward):
@@ -130,6 +133,7 @@ class _Events:
                         steps[rank].append(Run(-1))
                         joint.seconds[rank].append(seconds)
                         joint.exchanges[rank].append(-1)
+                        joint.blocks_s[rank].append(0.0)
                 continue
             first = (turn.layer * len(self.halves) + turn.half) * stride
             self._append(joint, steps, turn, first, backward=backward)
@@ -150,6 +154,7 @@ class _Events:
             begin, stop = {"start": (0, attend), "attend": (attend, end), "end": (end, whole)}[turn.part]
             steps[rank] += phase.steps[rank][begin:stop]
             joint.seconds[rank] += phase.seconds[rank][begin:stop]
+            joint.blocks_s[rank] += phase.blocks_s[rank][begin:stop]
             joint.exchanges[rank] += [first + at if at >= 0 else at for at in phase.exchanges[rank][begin:stop]]
 
 
@@ -190,6 +195,7 @@ def _reorder(phase: Phase, rank: int, steps: tuple[Step, ...]) -> None:
     phase.steps[rank] = steps
     phase.seconds[rank] = [phase.seconds[rank][at] for at in where]
     phase.exchanges[rank] = [phase.exchanges[rank][at] for at in where]
+    phase.blocks_s[rank] = [phase.blocks_s[rank][at] for at in where]
 
 
 class _Rounds:

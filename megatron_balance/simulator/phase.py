@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_balance.core.program import PAIR_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Pattern, RankProgram
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.kernel import tiles
 from megatron_balance.passes.order import Finish, Leg, Run, Start, Step, collective_stream, hops, lane, order, stream_name
 from megatron_balance.passes.tables import as_array, concat
 from megatron_balance.schedules.payload import KIND, Parcels, cut, is_collective, of_transfers
@@ -63,11 +64,15 @@ class Collective:
 
 @dataclass(slots=True)
 class Phase:
-    """By rank: `steps`, seconds of each step beside waiting (same order), the exchange of each step (-1: a launch)."""
+    """By rank: `steps`, seconds of each step beside waiting (same order), the exchange of each step (-1: a launch).
+
+    `blocks_s`: of each step, seconds of one of the kernel's thread blocks, 0 where transfers need not wait for them.
+    """
 
     steps: list[tuple[Step, ...]]
     seconds: list[list[float]]
     exchanges: list[list[int]]
+    blocks_s: list[list[float]]
     flows: list[Flow] = field(default_factory=list[Flow])
     collectives: list[Collective] = field(default_factory=list[Collective])
 
@@ -75,17 +80,18 @@ class Phase:
 def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
     """The tasks of a phase of all ranks. `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not)."""
     ops = [program.backward if backward else program.forward for program in programs]
-    run_s = _launch_seconds(ops, machine, backward=backward)
-    phase = Phase([], [], [])
+    run_s, blocks_s = _launch_seconds(ops, machine, backward=backward)
+    phase = Phase([], [], [], [])
     groups: dict[int, Exchange] = {}
     sent: dict[int, list[Ints]] = {}
-    for program, own, launch_s in zip(programs, ops, run_s, strict=True):
+    for program, own, launch_s, block_s in zip(programs, ops, run_s, blocks_s, strict=True):
         steps = order(own, program.rank)
         pack, unpack = _handling(own, program.rank, machine, sums=sums)
         seconds = {Run: launch_s, Start: pack, Finish: unpack}
         phase.steps.append(steps)
         phase.seconds.append([seconds[type(step)][step.op] for step in steps])
         phase.exchanges.append([_id_of(own[step.op]) for step in steps])
+        phase.blocks_s.append([block_s.get(step.op, 0.0) if isinstance(step, Run) else 0.0 for step in steps])
         for op in own:
             if not isinstance(op, Exchange):
                 continue
@@ -104,8 +110,10 @@ def _id_of(op: Op) -> int:
     return op.id if isinstance(op, Exchange) else -1
 
 
-def _launch_seconds(ops: Sequence[Sequence[Op]], machine: Machine, *, backward: bool) -> list[dict[int, float]]:
-    """By rank and op: seconds of its launch and of the merging that belongs to it."""
+def _launch_seconds(
+    ops: Sequence[Sequence[Op]], machine: Machine, *, backward: bool
+) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
+    """By rank and op: seconds of its launch and of the merging that belongs to it; and of a thread block that transfers wait for."""
     found = [(rank, index, op) for rank, own in enumerate(ops) for index, op in enumerate(own) if isinstance(op, Attend | AttendGrad)]
     pairs = concat([op.pairs for _, _, op in found], PAIR_WIDTH)
     launch = np.repeat(np.arange(len(found)), [len(op.pairs) for _, _, op in found])
@@ -113,9 +121,15 @@ def _launch_seconds(ops: Sequence[Sequence[Op]], machine: Machine, *, backward: 
     costs = launches(pairs, launch, merging, machine, backward=backward)
     slow = machine.slow()
     seconds: list[dict[int, float]] = [{} for _ in ops]
+    blocks_s: list[dict[int, float]] = [{} for _ in ops]
     for (rank, index, _), each in zip(found, costs.seconds.tolist(), strict=True):
         seconds[rank][index] = each * float(slow[rank])
-    return seconds
+    contention = machine.cost.contention
+    if contention.waits:
+        blocks = np.bincount(launch, weights=(pairs[:, 4] - pairs[:, 3]) * tiles(pairs)[1], minlength=len(found))
+        for (rank, index, _), kernel_s, count in zip(found, costs.kernel.tolist(), blocks.tolist(), strict=True):
+            blocks_s[rank][index] = contention.block_s(kernel_s * float(slow[rank]), count)
+    return seconds, blocks_s
 
 
 def _merges_after(ops: Sequence[Op], index: int) -> bool:

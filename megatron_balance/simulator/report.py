@@ -13,7 +13,8 @@ from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.step import Setup, Step, simulate_step
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import Step, simulate_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,47 +1,33 @@
 """Exchanges on gloo's sockets, as `runtime.gloo` issues them and gloo carries them (its transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
 
 Every message is a call of its own. The receiver says that it is ready, and only then the sender's bytes go. Two ranks have one connection:
-what one of them sends to the other, bytes and words of readiness alike, goes in the order in which it was given, so that a word said late
-waits behind the bytes of another message. (A word alone takes no time here: of ranks that begin at the same moment one is the first.) A
-rank therefore says so two exchanges ahead; and what it passes on for others it expects from the beginning, and sends on when it has come.
+what one of them sends to the other, bytes and words of readiness alike, goes in the order in which it was given (`simulator.tcp`), so that
+a word said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead; and what it passes on for
+others it expects from the beginning, and sends on when it has come. A sender has done its part when its socket has the message.
 
 A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two under way at a time; an all-to-all
-gives every message to its connection at once, each send before the receive that is its counterpart.
+gives every message to its connection at once, each send before the receive that is its counterpart. Where a rank's word is there when
+the other one comes to its send, the bytes go at once, and the other one's own word behind them: the two take turns, unless they begin at
+the same moment.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.passes.order import Start
 from megatron_balance.simulator.events import Events, Occupied
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Collective, Flow, Phase
+from megatron_balance.simulator.tcp import WORD_BYTES, Network
 
 AHEAD = 2
 """Exchanges whose receives are posted before they are due (`runtime.gloo.Gloo.ahead`)."""
 
 HALVES = 2
 """Parts of a block of an all-gather, and how many of them are under way at once."""
-
-
-class _Item(NamedTuple):
-    """On a connection: the bytes of a message, or the word that its receiver is ready, the earliest time at which it gets there."""
-
-    flow: int
-    is_word: bool
-    ready_s: float
-
-
-@dataclass(slots=True)
-class _Line:
-    """One direction of a connection. `busy`: bytes are under way."""
-
-    items: deque[_Item] = field(default_factory=deque[_Item])
-    busy: bool = False
 
 
 @dataclass(slots=True)
@@ -65,7 +51,8 @@ class Sockets(Events):
             flows += _messages(each)
             groups.append((each, range(groups[-1][1].stop if groups else len(phase.flows), len(flows))))
         super().__init__(phase, flows, machine, enter_s, trace=trace)
-        self.lines: defaultdict[tuple[int, int], _Line] = defaultdict(_Line)
+        longest = max((flow.num_bytes for flow in flows), default=0)
+        self.network = Network(machine, lambda: self.now, lambda seconds, number: self.push(seconds, "other", number), self, longest)
         self.given, self.awaited = [False] * len(flows), [False] * len(flows)  # its sender has it; its receiver's word has come
         self.begun_s = [0.0] * len(flows)
         self.upcoming: list[deque[int]] = [
@@ -146,29 +133,53 @@ class Sockets(Events):
         """For what the exchange brings, and for what those before it have sent to leave."""
         return self.arriving[rank, exchange] > 0 or any(left and at < exchange for at, left in self.leaving[rank].items())
 
-    def carried(self, flow: int) -> None:
-        """Who has waited for the message goes on, and the next one goes on its connection."""
+    def other(self, which: int) -> None:
+        """Something has moved on a connection."""
+        self.network.event(which)
+
+    def left(self, message: int) -> None:
+        """A sender may change what it sent."""
+        flow, is_word = divmod(message, 2)
+        if is_word:
+            return
         of = self.flows[flow]
-        line = self.lines[of.a, of.b]
-        line.busy = False
-        self._serve(line)
+        if ring := self.rings.get((of.a, of.exchange)):
+            ring.left += 1
+            self._turned(of.a, of.exchange)
+        elif (of.a, of.exchange) in self.together:
+            self.arriving[of.a, of.exchange] -= 1
+        elif of.a == of.src:
+            self.leaving[of.a][of.exchange] -= 1
+        self.ended(of.a)
+        self.retry(of.a)
+
+    def came(self, message: int) -> None:
+        """A receiver's word has come, or all of a message: then it takes a moment to be told."""
+        flow, is_word = divmod(message, 2)
+        if not is_word:
+            self.push(self.now + self.call_s + self.alpha_s[flow], "flow", flow)
+            return
+        self.awaited[flow] = True
+        if self.given[flow]:
+            self._go(flow)
+
+    def flow_event(self, flow: int, version: int) -> None:
+        """Who has waited for a message goes on."""
+        del version
+        of = self.flows[flow]
+        self.hold(flow, -1)
+        self.has_moved(flow)
         if self.trace:
             self.occupied += [Occupied(rank, of.stream, of.leg, of.exchange, self.begun_s[flow], self.now) for rank in (of.a, of.b)]
         if flow in self.onward:
             self._send(self.onward[flow])
-        if (of.a, of.exchange) in self.rings:
-            self._turned(of)
-        elif (of.a, of.exchange) in self.together:
-            self.arriving[of.a, of.exchange] -= 1
+        if ring := self.rings.get((of.b, of.exchange)):
+            ring.came += 1
+            self._turned(of.b, of.exchange)
+        elif of.b == of.dst:
             self.arriving[of.b, of.exchange] -= 1
-        else:
-            if of.a == of.src:
-                self.leaving[of.a][of.exchange] -= 1
-            if of.b == of.dst:
-                self.arriving[of.b, of.exchange] -= 1
-        for rank in (of.a, of.b):
-            self.ended(rank)
-            self.retry(rank)
+        self.ended(of.b)
+        self.retry(of.b)
 
     # Connections
 
@@ -178,31 +189,19 @@ class Sockets(Events):
                 self._receive(flow)
 
     def _receive(self, flow: int) -> None:
-        self._put(flow, is_word=True)
+        of = self.flows[flow]
+        self.network.give(of.b, of.a, 2 * flow + 1, WORD_BYTES)
 
     def _send(self, flow: int) -> None:
         self.given[flow] = True
         if self.awaited[flow]:
-            self._put(flow, is_word=False)
+            self._go(flow)
 
-    def _put(self, flow: int, *, is_word: bool) -> None:
+    def _go(self, flow: int) -> None:
         of = self.flows[flow]
-        line = self.lines[(of.b, of.a) if is_word else (of.a, of.b)]
-        line.items.append(_Item(flow, is_word, self.now + self.call_s + self.alpha_s[flow]))
-        self._serve(line)
-
-    def _serve(self, line: _Line) -> None:
-        """Let go what is first on a line."""
-        while line.items and not line.busy:
-            flow, is_word, ready_s = line.items.popleft()
-            if is_word:
-                self.awaited[flow] = True
-                if self.given[flow]:
-                    self._put(flow, is_word=False)
-            else:
-                line.busy = True
-                self.begun_s[flow] = max(self.now, ready_s)
-                self.push(self.begun_s[flow], "flow", flow)
+        self.begun_s[flow] = self.now
+        self.hold(flow, 1)
+        self.network.give(of.a, of.b, 2 * flow, of.num_bytes)
 
     # All-gathers
 
@@ -213,14 +212,10 @@ class Sockets(Events):
             self._receive(ring.receives[ring.posted])
             ring.posted += 1
 
-    def _turned(self, of: Flow) -> None:
-        """A half block has been passed on."""
-        sender, receiver = self.rings[of.a, of.exchange], self.rings[of.b, of.exchange]
-        sender.left += 1
-        receiver.came += 1
-        for rank, ring in ((of.a, sender), (of.b, receiver)):
-            self.arriving[rank, of.exchange] -= 1
-            self._turn(ring)
+    def _turned(self, rank: int, exchange: int) -> None:
+        """A half block has left a rank, or has come to it."""
+        self.arriving[rank, exchange] -= 1
+        self._turn(self.rings[rank, exchange])
 
 
 def _messages(each: Collective) -> list[Flow]:

@@ -9,59 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.cost import memory, parallel
-from megatron_balance.cost.base import Floats, Ints, Link
-from megatron_balance.cost.collectives import Group, group_of
-from megatron_balance.cost.memory import Holding, Policy, Recompute, Sharding
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.memory import Holding
 from megatron_balance.errors import ConfigError
 from megatron_balance.schedules.figures import figures
 from megatron_balance.simulator import halves, pipeline
-from megatron_balance.simulator.attention import Call, EngineName, attention_call, coupled, linear_tokens
-from megatron_balance.simulator.engine import Transport
+from megatron_balance.simulator.around import Around
+from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.pipeline import Pass
 from megatron_balance.simulator.received import most_in_a_round
+from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
 
 PHASES = ("forward_linear", "forward_attention", "backward_linear", "backward_attention", "head", "waiting", "gradient_sync", "optimizer")
-
-
-Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
-"""The plan of a microbatch, or of each of its halves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """How a step is run around its plans.
-
-    `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many ranks as the plan; `interleave`: model
-    chunks of a stage. `tensor`: GPUs of a rank, among which its bytes are split. `experts`: ranks that share a layer's experts.
-    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `interleaved`: half batches run in turns,
-    else one after the other. `transport`: as in `simulator.engine`.
-    """
-
-    policy: Policy = "keep"
-    recompute: Recompute = "none"
-    pipeline: int = 1
-    interleave: int = 1
-    tensor: int = 1
-    experts: int = 1
-    overlap_sync: bool = True
-    interleaved: bool = True
-    engine: EngineName = "auto"
-    transport: Transport = "streams"
-
-    def __post_init__(self) -> None:
-        for name in ("pipeline", "interleave", "tensor", "experts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
-        if self.interleave > 1 and self.pipeline == 1:
-            raise ConfigError(f"interleave {self.interleave} goes with a pipeline of several stages; pipeline is 1")
 
 
 @dataclass(slots=True)
@@ -89,7 +55,7 @@ class _Layer:
     call: Call
 
 
-def simulate_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = Setup()) -> Step:
+def simulate_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAIN) -> Step:
     """The step whose microbatches have these plans, in order.
 
     Raises:
@@ -102,7 +68,7 @@ def simulate_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = 
 
 class _Run:
     def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup) -> None:
-        self.plans, self.machine, self.setup = plans, machine, setup
+        self.plans, self.machine, self.setup, self.around = plans, machine, setup, Around(machine, setup)
         self.chunks = setup.pipeline * setup.interleave
         self.layers_per_chunk, rest = divmod(machine.model.num_layers, self.chunks)
         if rest:
@@ -110,9 +76,9 @@ class _Run:
         known: dict[tuple[str, ...], _Layer] = {}
         self.layers: list[_Layer] = []
         for microbatch in plans:
-            for plan in _parts(microbatch):
+            for plan in parts_of(microbatch):
                 machine.check(plan)
-            name = tuple(plan.fingerprint() for plan in _parts(microbatch))
+            name = tuple(plan.fingerprint() for plan in parts_of(microbatch))
             if name not in known:
                 known[name] = self._halved(microbatch) if isinstance(microbatch, tuple) else self._layer(microbatch)
             self.layers.append(known[name])
@@ -121,7 +87,7 @@ class _Run:
         machine, setup, cost = self.machine, self.setup, self.machine.cost
         tokens, slow = linear_tokens(plan), machine.slow()
         counts, place = np.unique(tokens, return_inverse=True)
-        experts_s = self._expert_s(float(tokens.max()))
+        experts_s = self.around.experts_s(float(tokens.max()))
 
         def of_tokens(seconds: list[float]) -> Floats:
             return np.array(seconds)[place] * slow
@@ -157,25 +123,19 @@ class _Run:
         )
         return _Layer(tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, Call(*attention))
 
-    def _expert_s(self, num_tokens: float) -> float:
-        """Seconds of a layer's exchange of tokens between experts, one way through the layer."""
-        cluster, ranks = self.machine.cluster, self.setup.experts
-        if ranks == 1 or not self.machine.model.num_experts:
-            return 0.0
-        here = min(ranks, cluster.node_size)
-        return parallel.expert_exchange_s(self.machine.model, num_tokens, group_of(cluster, ranks, here, busy_nics=True))
-
     def step(self) -> Step:
         stages = self._stages()
         last = max(range(len(stages)), key=lambda stage: float(stages[stage].max()))
         rank = int(stages[last].argmax())
         phases = self._phases(last, rank)
         phases["waiting"] = max(0.0, float(stages[last][rank]) - sum(phases.values()))
-        phases["gradient_sync"], phases["optimizer"] = self._sync_s(), self._optimizer_s()
+        num_layers = self.layers_per_chunk * self.setup.interleave
+        phases["gradient_sync"] = self.around.sync_s(num_layers, float(self.layers[-1].backward_s.max()))
+        phases["optimizer"] = self.around.optimizer_s()
         step_s = sum(phases.values())
         return Step(
             step_s,
-            sum(plan.num_tokens for each in self.plans for plan in _parts(each)),
+            sum(plan.num_tokens for each in self.plans for plan in parts_of(each)),
             phases,
             self._peak_bytes(),
             self._utilisation(step_s),
@@ -212,43 +172,6 @@ class _Run:
                 phases["head"] += float(layer.head_s[0][rank] + layer.head_s[1][rank])
         return phases
 
-    # Around the layers
-
-    def _num_parameters(self) -> float:
-        """Of the stage with the most."""
-        return max(memory.rank_memory(self.machine.model, 0, 0, self._sharding(s)).weights for s in self._ends()) * (
-            self.setup.tensor / memory.WEIGHT_BYTES
-        )
-
-    def _ends(self) -> tuple[int, int]:
-        return 0, self.setup.pipeline - 1
-
-    def _sharding(self, stage: int) -> Sharding:
-        setup = self.setup
-        return Sharding(setup.tensor, setup.pipeline, stage, self.machine.num_ranks, setup.experts)
-
-    def _sync_s(self) -> float:
-        cluster = self.machine.cluster
-        if cluster.num_ranks == 1:
-            return 0.0
-        seconds = parallel.gradient_sync_s(self._num_parameters(), self._group())
-        if not self.setup.overlap_sync:
-            return seconds
-        # The first layer's gradients come last and have nothing left to hide behind.
-        num_layers = self.layers_per_chunk * self.setup.interleave
-        hidden = (num_layers - 1) * float(self.layers[-1].backward_s.max())
-        return max(seconds / num_layers, seconds - hidden)
-
-    def _group(self) -> Group:
-        machine = self.machine
-        group = group_of(machine.cluster, machine.num_ranks, machine.cluster.node_size, busy_nics=True)
-        nics = machine.cluster.node_size / machine.cluster.ranks_per_nic
-        inter = Link(machine.inter.alpha_s, machine.inter.bytes_per_s * max(1.0, nics))
-        return Group(group.num_ranks, group.ranks_per_node, machine.intra, inter)
-
-    def _optimizer_s(self) -> float:
-        return self.machine.cost.optimizer_s(self._num_parameters() / self.machine.num_ranks) * float(self.machine.slow().max())
-
     def _peak_bytes(self) -> Floats:
         """By rank, the largest over microbatches; stage by stage."""
         model, setup = self.machine.model, self.setup
@@ -257,10 +180,10 @@ class _Run:
         for stage in range(setup.pipeline):
             found = np.zeros(self.machine.num_ranks)
             for each, layer in {id(layer): (each, layer) for each, layer in zip(self.plans, self.layers, strict=True)}.values():
-                received = [self._received(plan) for plan in _parts(each)]  # of both halves at once, also where they are replayed
+                received = [self._received(plan) for plan in parts_of(each)]  # of both halves at once, also where they are replayed
                 pairs = np.stack([layer.tokens, np.sum(received, axis=0)], 1)
                 kinds, place = np.unique(pairs, axis=0, return_inverse=True)
-                sizes = [memory.rank_memory(model, held, got, self._sharding(stage), holding).total for held, got in kinds.tolist()]
+                sizes = [memory.rank_memory(model, held, got, self.around.sharding(stage), holding).total for held, got in kinds.tolist()]
                 found = np.maximum(found, np.array(sizes)[place.reshape(-1)])
             peak.append(found)
         return np.concatenate(peak)
@@ -291,10 +214,6 @@ class _Run:
             "link": float(full[: 2 * ranks].mean() / step_s),
             "nic": float(full[2 * ranks :].mean() / step_s),
         }
-
-
-def _parts(microbatch: Microbatch) -> tuple[MicrobatchPlan, ...]:
-    return microbatch if isinstance(microbatch, tuple) else (microbatch,)
 
 
 def _together(seconds: Floats, group: Ints) -> Floats:

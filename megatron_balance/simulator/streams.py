@@ -3,6 +3,9 @@
 Each leg of an exchange is one call on its stream: it begins when the stream's call before has ended, when the compute stream has come to
 its start (unless the rank only passes on), and, routed, when the leg before it has ended on this rank. A transfer runs when both ends
 have begun: call, alpha, then its bytes; a call ends with the last of its transfers.
+
+Where transfers wait for SMs, a call that is launched while its rank attends begins when a thread block has ended if it goes between nodes,
+since these streams have a higher priority (`runtime.groups`), else when the kernel's last blocks run.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from dataclasses import dataclass, field
 from megatron_balance.cost.base import Floats
 from megatron_balance.passes.order import LEGS, Start
 from megatron_balance.simulator.collective import Taken
-from megatron_balance.simulator.events import Events, Occupied
+from megatron_balance.simulator.events import Occupied
+from megatron_balance.simulator.links import Links
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Collective, Phase, Place
 
@@ -47,7 +51,7 @@ class _Together:
     waits: int
 
 
-class Streams(Events):
+class Streams(Links):
     """A phase on clocks, its exchanges on streams."""
 
     def __init__(self, phase: Phase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
@@ -58,6 +62,7 @@ class Streams(Events):
         self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)  # calls that still bring something
         self.passing_on: defaultdict[int, list[_Call]] = defaultdict(list)
         self.together: list[_Together] = []
+        self.waiting: list[_Call] = []  # calls that were launched and wait for SMs
         for index, flow in enumerate(phase.flows):
             for rank, place in zip((flow.a, flow.b), flow.places, strict=True):
                 call = self._call(place)
@@ -126,7 +131,10 @@ class Streams(Events):
             self._end_of_part(self.calls[place])
 
     def other(self, which: int) -> None:
-        """A collective has ended."""
+        """A collective has ended; numbers below 0: a call that waited for SMs has them."""
+        if which < 0:
+            self._begin(self.waiting[-1 - which])
+            return
         self.bytes_moved += self.together[which].taken.load
         for call in self.together[which].calls:
             self._end_of_part(call)
@@ -136,6 +144,15 @@ class Streams(Events):
         call.waits -= 1
         if call.waits:
             return
+        rank, _, _, stream = call.place
+        wait_s = self.sm_wait_s(rank, prioritised=stream.startswith("inter_node"))
+        if not wait_s:
+            self._begin(call)
+            return
+        self.waiting.append(call)
+        self.push(self.now + wait_s, "other", -len(self.waiting))
+
+    def _begin(self, call: _Call) -> None:
         call.begun_s = self.now
         if call.together >= 0:
             group = self.together[call.together]

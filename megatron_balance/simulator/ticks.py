@@ -19,22 +19,26 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
 from megatron_balance.schedules.ticks import neighbour, passes_on
 from megatron_balance.simulator import halves
+from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.step import Setup
-
-PLAIN = Setup()
+from megatron_balance.simulator.setup import PLAIN, Setup
 
 
 @dataclass(frozen=True, slots=True)
 class TickTimes:
     """`end_s` [ticks]: when the last rank is through each tick. `compute_s` [ranks]: how long each rank computed in all.
 
-    Gradient synchronisation and optimizer are not in it; they are those of any plan of a stage (`simulator.step`).
+    `phases_s` [ranks]: seconds of the layers' modules, of attention beside them (waiting inside a layer included) and of the loss;
+    `done_s` [ranks]: when each rank is through the last tick; `bytes_moved` by resource (`Machine.resources`). Gradient synchronisation
+    and optimizer are not in it (`simulator.joint`).
     """
 
     end_s: Floats
     compute_s: Floats
+    done_s: Floats
+    phases_s: dict[str, Floats]
+    bytes_moved: Floats
 
     @property
     def step_s(self) -> float:
@@ -65,6 +69,32 @@ def simulate_ticks(ticks: Sequence[TickPlan], machine: Machine, setup: Setup = P
     return _Run(machine, setup, len(ticks[0].tick.cells)).run(ticks, second)
 
 
+_PHASES = {False: ("forward_linear", "forward_attention"), True: ("backward_linear", "backward_attention")}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A tick's layers on each rank [ranks]: all of it, the modules, what is computed of it, attention included; bytes by resource."""
+
+    seconds: Floats
+    linear_s: Floats
+    compute_s: Floats
+    bytes_moved: Floats
+
+    @property
+    def attention_s(self) -> Floats:
+        return self.seconds - self.linear_s
+
+    def after(self, other: _Pass) -> _Pass:
+        """The other one, then this."""
+        return _Pass(
+            self.seconds + other.seconds,
+            self.linear_s + other.linear_s,
+            self.compute_s + other.compute_s,
+            self.bytes_moved + other.bytes_moved,
+        )
+
+
 class _Run:
     def __init__(self, machine: Machine, setup: Setup, num_stages: int) -> None:
         self.machine, self.setup, self.num_stages = machine, setup, num_stages
@@ -78,46 +108,62 @@ class _Run:
                 f"{machine.model.num_layers} layers of {machine.model.name} on {machine.num_ranks} ranks cannot be cut into {chunks} "
                 f"chunks on {num_stages} pipeline stages"
             )
-        self.known: dict[tuple[tuple[int | None, ...], bool], tuple[Floats, Floats]] = {}
+        self.known: dict[tuple[tuple[int | None, ...], bool], _Pass] = {}
 
     def run(self, ticks: Sequence[TickPlan], second: Sequence[TickPlan]) -> TickTimes:
-        clock, busy = np.zeros((2, self.machine.num_ranks))
+        clock, busy, done = np.zeros((3, self.machine.num_ranks))
+        phases = {name: np.zeros(self.machine.num_ranks) for name in (*_PHASES[False], *_PHASES[True], "head")}
+        bytes_moved = np.zeros(len(self.machine.capacity()))
         ends: list[float] = []
         for number, one in enumerate(ticks):
             plans = [each.plan for each in (one, *second[number : number + 1])]
-            seconds, computed = self._layers(one.tick, plans)
+            layers = self._layers(one.tick, plans)
             head = self._head(one.tick, plans)
-            groups = [coupled(plan) for plan in plans]
-            clock = _together(clock, groups) + seconds + head
-            busy += computed + head
+            clock = _together(clock, [coupled(plan) for plan in plans]) + layers.seconds + head
+            busy += layers.compute_s + head
+            bytes_moved += layers.bytes_moved
+            for name, seconds in zip((*_PHASES[one.tick.backward], "head"), (layers.linear_s, layers.attention_s, head), strict=True):
+                phases[name] += seconds
+            done = clock
             clock = self._passed_on(one.tick, plans, clock)
             ends.append(float(clock.max()))
-        return TickTimes(np.array(ends), busy)
+        return TickTimes(np.array(ends), busy, done, phases, bytes_moved)
 
-    def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> tuple[Floats, Floats]:
-        """Seconds of each rank in a tick's layers, and how long of them it computes."""
+    def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _Pass:
+        """A tick's layers."""
         key = (tick.microbatches, tick.backward)
         if key not in self.known:
             forward, backward = self._both(plans)
-            again = forward if self.setup.recompute == "full" else (0.0, 0.0)
             self.known[tick.microbatches, False] = forward
-            self.known[tick.microbatches, True] = (backward[0] + again[0], backward[1] + again[1])
+            self.known[tick.microbatches, True] = backward.after(forward) if self.setup.recompute == "full" else backward
         return self.known[key]
 
-    def _both(self, plans: Sequence[MicrobatchPlan]) -> list[tuple[Floats, Floats]]:
-        setup = self.setup
+    def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_Pass]:
+        """Forward and backward."""
+        setup, groups = self.setup, [coupled(plan) for plan in plans]
+        linear = np.sum([halves.linear_s(plan, self.machine) for plan in plans], axis=0) + self._experts_s(plans)
         if len(plans) > 1:
+            if self.machine.model.num_experts:
+                raise ConfigError(f"{self.machine.model.name} has experts, whose exchanges are not simulated between half batches")
             way = halves.Way("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
+            found = halves.layers(plans, self.machine, self.layers, way)
             return [
-                (_together(o.end_s, [coupled(p) for p in plans]), o.compute_s) for o in halves.layers(plans, self.machine, self.layers, way)
+                _Pass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
+                for o, own in zip(found, linear, strict=True)
             ]
-        (plan,) = plans
-        linear = halves.linear_s(plan, self.machine)
-        call = attention_call(plan, self.machine, "replay", linear, setup.engine, setup.transport)
+        call = attention_call(plans[0], self.machine, "replay", (linear[0], linear[1]), setup.engine, setup.transport)
         return [
-            (self.layers * _together(outcome.end_s, [coupled(plan)]), self.layers * (outcome.compute_s + linear[backward]))
-            for backward, outcome in enumerate(call)
+            _Pass(
+                *(self.layers * each for each in (_together(o.end_s, groups), own, o.compute_s + own, o.bytes_moved)),
+            )
+            for o, own in zip(call, linear, strict=True)
         ]
+
+    def _experts_s(self, plans: Sequence[MicrobatchPlan]) -> Floats:
+        """Seconds of a layer's exchange between experts, which are the ranks' of one stage."""
+        tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0).reshape(self.num_stages, self.size)
+        around = Around(self.machine, self.setup)
+        return np.repeat([around.experts_s(float(most)) if most else 0.0 for most in tokens.max(axis=1)], self.size)
 
     def _head(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> Floats:
         """Seconds of the loss, on the ranks of the last stage's last chunk."""

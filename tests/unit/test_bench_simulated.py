@@ -38,7 +38,7 @@ class Spinning:
 
 def line(planner: str, measured: float, simulated: float, spread: float = 0.0) -> Line:
     low, high = measured * (1 - spread / 2), measured * (1 + spread / 2)
-    return Line(4, 25.0, "keep", "arxiv", 0, planner, (), measured, low, high, simulated, 0.0, 0.0, 0.0)
+    return Line(4, 25.0, "keep", "arxiv", 0, planner, (), measured, low, high, simulated, 0.0, 0.0, 0.0, 3)
 
 
 def test_a_paced_launch_takes_its_time_of_the_processor_over_the_share() -> None:
@@ -47,6 +47,7 @@ def test_a_paced_launch_takes_its_time_of_the_processor_over_the_share() -> None
     kernel.forward((), torch.zeros(1), torch.zeros(1), torch.zeros(1), 1.0)
     assert time.perf_counter() - begin >= 0.04
     assert kernel.computed_s >= 0.01
+    assert kernel.spent_s >= 0.04
 
 
 def test_tables_are_averaged_and_slowed_to_the_pace_of_the_ranks() -> None:
@@ -54,11 +55,11 @@ def test_tables_are_averaged_and_slowed_to_the_pace_of_the_ranks() -> None:
     other = replace(one, attention=replace(one.attention, launch_s=3 * one.attention.launch_s))
     assert mean_of([one, other]).attention.launch_s == pytest.approx(2 * one.attention.launch_s)
     assert mean_of([one, one]) == one
-    paced = at_pace(one, Pace(OfPhase(8.0, 0.001), OfPhase(10.0, 0.002), 1.1, 1.2))
+    paced = at_pace(one, Pace(OfPhase(8.0, 0.001), OfPhase(10.0, 0.002), 1.1, 1.2, (0.003, 0.004)))
     assert paced.attention.full_s[0][0] == pytest.approx(8 * one.attention.full_s[0][0])
     assert paced.attention.causal_backward_s[1][1] == pytest.approx(10 * one.attention.causal_backward_s[1][1])
-    assert paced.attention.launch_s == pytest.approx(8 * one.attention.launch_s + 0.001)
-    assert paced.attention.backward_launch_s == pytest.approx(10 * one.attention.backward_launch_s + 0.002)
+    assert paced.attention.launch_s == pytest.approx(8 * one.attention.launch_s + 0.004)
+    assert paced.attention.backward_launch_s == pytest.approx(10 * one.attention.backward_launch_s + 0.006)
     assert paced.merge == one.merge
     assert paced.beside is not None
     assert (paced.beside.intra_node, paced.beside.inter_node) == (1.1, 1.2)
@@ -115,11 +116,13 @@ def test_a_folder_is_simulated_with_its_own_costs_and_reported(tmp_path: Path, c
     assert (found.measured_s, found.shortest_s, found.longest_s) == pytest.approx((3.2, 3.0, 3.4))
     assert found.spread == pytest.approx(0.4 / 3.2)
     assert found.simulated_s > 0
+    (tmp_path / command.NOTE).write_text("Measured at night.\n")
     assert command.main(["compare", str(tmp_path), "--json", "--write", str(tmp_path / "found")]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["summary"]["cases"] == len(rows)
     assert json.loads((tmp_path / "found.json").read_text()) == printed
     assert (tmp_path / "found.md").read_text().count("| te_ring |") == 1
+    assert "\n\nMeasured at night.\n\n" in (tmp_path / "found.md").read_text()
 
 
 def test_slower_kernels_are_simulated_slower(tmp_path: Path) -> None:
@@ -143,6 +146,11 @@ def test_close_planners_are_in_order_where_their_repetitions_do_not_overlap() ->
     assert found.worst_error == pytest.approx(0.3)
     assert sum("Wrong order" in sentence for sentence in report.in_words(lines)) == 2
     assert Pair(first, second).apart == pytest.approx(0.1)
+
+
+def test_a_right_order_that_is_a_tie_in_the_simulation_is_said_to_be_one() -> None:
+    sentences = report.in_words([line("a", 1.0, 1.0), line("b", 1.1, 1.001)])
+    assert sum(sentence.startswith("No more than a tie in the simulation (0.1% apart)") for sentence in sentences) == 1
 
 
 def test_planners_on_other_links_or_batches_are_not_compared() -> None:

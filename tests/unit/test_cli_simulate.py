@@ -113,9 +113,66 @@ def test_compare_takes_named_planners_and_another_baseline(run):
     assert "te_ring" not in out
 
 
+PIPED = (
+    "--dataset github --tokens 12000 --batches 4 --microbatches 4 --pipeline 2 --ranks 4 --ranks-per-node 4 --tokens-per-rank 6000 --json"
+)
+
+
+def test_plans_are_run_as_training_would_run_them(run):
+    found = {
+        more: json.loads(run(f"simulate --planner distca {INPUTS} --json {more}")[1])
+        for more in ("", "--ping-pong true", "--ping-pong false")
+    }
+    assert [each["ping_pong"] for each in found.values()] == [True, True, False]
+    assert {each["pipeline"] for each in found.values()} == {None}
+    usual, asked, whole = (each["step_s"]["median"] for each in found.values())
+    assert usual == asked != whole
+    assert "two half batches in turns" in run(f"simulate --planner distca {INPUTS}")[1]
+    assert "halves in turns" in run(f"compare --planner distca {INPUTS} --baseline distca")[1]
+    assert not json.loads(run(f"simulate --planner te_ring {INPUTS} --json")[1])["ping_pong"]
+
+
+def test_stages_attend_together_where_training_would_have_them(run):
+    joint, apart = (json.loads(run(f"simulate --planner distca {PIPED} {more}")[1]) for more in ("", "--stages stages"))
+    assert (joint["pipeline"], apart["pipeline"]) == ("joint", "stages")
+    assert joint["step_s"]["median"] != apart["step_s"]["median"]
+    assert len(joint["peak_bytes_per_rank"]) == 8
+    assert sum(joint["phases_s"].values()) == pytest.approx(joint["step_s"]["median"])
+    rows = json.loads(run(f"compare --planner te_ring --planner distca {PIPED}")[1])["rows"]
+    assert [(row["planner"], row["ping_pong"], row["pipeline"]) for row in rows] == [
+        ("te_ring", False, "stages"),
+        ("distca", True, "joint"),
+    ]
+    left_out = json.loads(run(f"compare {PIPED} --stages joint --baseline distca")[1])["left_out"]
+    assert "plans each stage for itself" in left_out["te_ring"]
+
+
+def test_a_configuration_says_how_plans_are_run(run, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("planner: {name: distca, tokens_per_rank: 6000}\nping_pong: false\npipeline: stages\n")
+    found = json.loads(run(f"simulate --config {config} {PIPED}")[1])
+    assert (found["ping_pong"], found["pipeline"]) == (False, "stages")
+    assert json.loads(run(f"simulate --config {config} {PIPED} --stages joint")[1])["pipeline"] == "joint"
+
+
+def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
+    path = tmp_path / "trace.json"
+    assert run(f"simulate --planner distca --ping-pong false {PIPED} --trace {path}")[0] == 0
+    assert {event["pid"] for event in json.loads(path.read_text())["traceEvents"]} == set(range(8))
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        (f"simulate --planner distca {INPUTS} --stages joint", "--stages joint goes with --pipeline P of several stages"),
+        (
+            f"simulate --planner te_ring {PIPED} --stages joint",
+            "pipeline: joint: planner te_ring plans each stage for itself; choose distca, or 'stages'",
+        ),
+        (
+            f"simulate --planner distca {INPUTS} --trace x.json",
+            "--trace x.json is of one attention call, and distca runs two half batches in turns; add --ping-pong false",
+        ),
         (f"compare --planner ulysses {INPUTS} --baseline te_ring", "--baseline te_ring is not among the planners of this run: ulysses"),
         (f"simulate --planner te_ring {INPUTS} --slow 9=2", "--slow 9=2: expected RANK=FACTOR with a rank from 0 to 7, such as 3=1.5"),
         (f"simulate --planner te_ring {INPUTS} --slow 1=x", "--slow 1=x: expected RANK=FACTOR, such as 3=1.5"),

@@ -10,23 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.core.cluster import Cluster
+from megatron_balance.core.model import Model
 from megatron_balance.core.plan import MicrobatchPlan, Zone
 from megatron_balance.core.program import ROUTE_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.core.rows import Rows
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.contention import Contention
+from megatron_balance.errors import ConfigError
+from megatron_balance.layers import Layers, with_layers
 from megatron_balance.passes.join import split
-from megatron_balance.passes.order import streams
+from megatron_balance.passes.order import Finish, Leg, Run, Start, Step, streams
 from megatron_balance.passes.route import Nics, with_routes
 from megatron_balance.passes.transpose import POLICIES, transpose
 from megatron_balance.schedules import expand, project
 from megatron_balance.schedules.traffic import traffic
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events
-from megatron_balance.simulator.engine import TRANSPORTS, Transport
 from megatron_balance.simulator.machine import Machine, fair_ends, fair_rates
-from megatron_balance.simulator.phase import phase_of
+from megatron_balance.simulator.phase import Flow, Phase, phase_of
 from megatron_balance.simulator.timeline import timeline
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
@@ -45,9 +48,9 @@ def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1)
     return Program((10_000,) * num_ranks, 2, 2, homes, tuple(ops))
 
 
-def forward_s(program: Program, machine: Machine, transport: Transport = "streams") -> np.ndarray:
+def forward_s(program: Program, machine: Machine) -> np.ndarray:
     programs = [split(program, rank) for rank in range(program.num_ranks)]
-    return engine.play(phase_of(programs, machine, backward=False), machine, np.zeros(machine.num_ranks), transport).end_s
+    return engine.play(phase_of(programs, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
 
 
 def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
@@ -98,33 +101,15 @@ def test_one_stream_takes_exchanges_in_turn():
     assert stop[2] == pytest.approx(2 * (CALL + INTRA.time_s(100 * KV_BYTES)))
 
 
-def test_sockets_take_exchanges_beside_one_another():
-    machine = flat_machine(4, 4)
-    stop = forward_s(moving(4, (0, 1, 100), (0, 2, 100), exchanges=2), machine, "sockets")
-    assert stop[:3] == pytest.approx(CALL + INTRA.time_s(2 * 100 * KV_BYTES))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_piece_is_passed_on_when_it_has_come(transport: Transport):
+def test_a_piece_is_passed_on_when_it_has_come():
     machine = flat_machine(8, 4)
     program = moving(8, (0, 4, 128))
     op = program.forward[0]
     assert isinstance(op, Exchange)
     program = replace(program, forward=(replace(op, routes=Rows.of(ROUTE_WIDTH, [(0, 4, 0, 1, 5)])),))
-    stop = forward_s(program, machine, transport)
+    stop = forward_s(program, machine)
     near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
     assert stop[[0, 1, 5, 4]] == pytest.approx([near, near + far, near + far + near, near + far + near])
-
-
-def test_sockets_let_pieces_overtake_one_another():
-    machine = flat_machine(8, 4)
-    whole_s, cut_s = (forward_s(with_routes(moving(8, (0, 4, 4096)), Nics(4, 1, pieces=n)), machine, "sockets").max() for n in (1, 4))
-    num_bytes, near, far = 4096 * KV_BYTES, INTRA.bytes_per_s, INTER.bytes_per_s
-    # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out and on happens beside the crossing.
-    assert whole_s == pytest.approx(3 * CALL + machine.cost.routed_s(num_bytes, 1, 4))
-    # A connection takes the next piece while the last bytes of the one before are on their way.
-    expected_s = 2 * (CALL + INTRA.alpha_s) + CALL + INTER.alpha_s + num_bytes / 4 * (1 / far + 2 * 3 / 4 / near)
-    assert cut_s == pytest.approx(expected_s, rel=1e-6)
 
 
 def test_a_ring_that_computes_longer_than_it_transfers_takes_its_launches():
@@ -149,6 +134,43 @@ def test_a_kernel_is_slowed_down_while_a_transfer_holds_its_processors():
     # Beside the transfer the first launch does 0.8 of its work; one chunk of each block stays.
     slower = call.forward.end_s.max() - 20.0
     assert 0 < slower <= lasts * 0.2 + 1e-9
+
+
+@pytest.mark.parametrize(("waits", "across_s", "combine_s"), [(False, 0.0, 0.0), (True, 2.0, 8.0)])
+def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_inside(waits: bool, across_s: float, combine_s: float):
+    """From rank 0 over proxies 1 and 5 to rank 4, while all of them attend for 10 s in thread blocks of 2 s."""
+    machine = flat_machine(8, 4, contention=Contention(100, 0, 0, waits))
+    num_bytes = 128 * KV_BYTES
+    legs: list[tuple[Leg, str, int, int]] = [("dispatch", "dispatch", 0, 1), ("across", "inter_node", 1, 5), ("combine", "combine", 5, 4)]
+    flows = [Flow(0, leg, stream, a, b, 0, 4, num_bytes) for leg, stream, a, b in legs]
+    steps: list[tuple[Step, ...]] = [(Start(0), Run(1), Finish(0)) if rank in (0, 1, 4, 5) else (Run(1),) for rank in range(8)]
+    seconds = [[10.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
+    exchanges = [[-1 if isinstance(step, Run) else 0 for step in own] for own in steps]
+    blocks_s = [[2.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
+    phase = Phase(steps, seconds, exchanges, blocks_s, flows)
+    found = engine.play(phase, machine, np.zeros(8), trace=True).occupied
+    near, far = CALL + INTRA.time_s(num_bytes), CALL + INTER.time_s(num_bytes)
+    stop = {each.name: each.stop_s for each in found if each.name in ("dispatch", "across", "combine")}
+    crossed = near + across_s + far
+    assert stop == pytest.approx({"dispatch": near, "across": crossed, "combine": max(crossed, combine_s) + near})
+
+
+def test_thread_blocks_are_a_kernels_time_on_its_processors_and_a_kernel_that_leaves_some_free_has_none_to_wait_for():
+    contention = Contention(100, 20, 2, True)
+    assert contention.block_s(10.0, 400) == pytest.approx(10.0 / 4)
+    assert contention.block_s(10.0, 100) == 0.0
+
+
+def test_transfers_that_wait_make_a_routed_ring_slower_and_are_for_the_event_engine():
+    whole = MicrobatchPlan("ring", (65536,), 16, 8, 32, 8, (Zone("pool", "ring", tuple(range(16)), (0,)),))
+    planned = with_layers(whole, Cluster(16, 8), flat_machine(16, 8).cost, Layers(routing="always"))
+    clusters = [Cluster(16, 8, transfers_wait=waits) for waits in (False, True)]
+    model = Model(num_heads=32, num_kv_heads=8, head_dim=128)
+    usual, waiting = (Machine(cluster, model, AnalyticCost(cluster, model)) for cluster in clusters)
+    usual_s, waiting_s = (attention_call(planned, each, name="auto").forward.end_s.max() for each in (usual, waiting))
+    assert waiting_s > usual_s
+    with pytest.raises(ConfigError, match="transfers that wait for SMs"):
+        attention_call(planned, waiting, name="rounds")
 
 
 def test_a_straggler_computes_slower_and_the_ring_waits_for_it():
@@ -219,8 +241,10 @@ def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str)
                 if stream != "compute" and not stream.endswith("collective")
             }
             began = sorted((e for e in outcome.occupied if e.rank == rank), key=lambda e: (e.start_s, e.stop_s))
+            # Ranks without a communicator of their own send a collective's messages one by one.
+            together = {op.id for op in ops if isinstance(op, Exchange) and op.pattern != "p2p"}
             for stream, issued in expected.items():
-                done = [e.exchange for e in began if e.stream == stream]
+                done = [e.exchange for e in began if e.stream == stream and e.exchange not in together]
                 # Of a parcel of a few bytes some pieces hold none, and these are not sent.
                 assert done == [at for at in issued if at in done]
                 assert len(done) == len(issued) or min(planned.lengths) * machine.model.head_dim <= 16

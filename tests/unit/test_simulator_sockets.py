@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.core.plan import MicrobatchPlan, Zone
-from megatron_balance.core.program import TRANSFER_WIDTH, Exchange, Kind, Pattern, Program
+from megatron_balance.core.program import ROUTE_WIDTH, TRANSFER_WIDTH, Exchange, Kind, Pattern, Program
 from megatron_balance.core.rows import Rows
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.passes.join import split
+from megatron_balance.passes.route import Nics, with_routes
 from megatron_balance.schedules import expand
 from megatron_balance.schedules.traffic import traffic
-from megatron_balance.simulator import engine, sockets
+from megatron_balance.simulator import engine, sockets, tcp
 from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
@@ -43,31 +44,84 @@ def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> O
     return engine.play(phase_of(programs, machine, backward=False), machine, start, "sockets")
 
 
+def one_by_one(ways: list[tuple[int, int]]) -> Program:
+    """An exchange for each way, of 100 tokens."""
+    whole = program(4, [(src, dst, 100) for src, dst in ways])
+    op = whole.forward[0]
+    assert isinstance(op, Exchange)
+    return replace(whole, forward=tuple(Exchange(at, Rows.of(TRANSFER_WIDTH, [row])) for at, row in enumerate(op.transfers)))
+
+
+def routed(tokens: int, routes: Rows) -> Program:
+    """One transfer from rank 0 to rank 4 of 8."""
+    whole = program(8, [(0, 4, tokens)])
+    op = whole.forward[0]
+    assert isinstance(op, Exchange)
+    return replace(whole, forward=(replace(op, routes=routes),))
+
+
 def everyone(num_ranks: int, tokens: int) -> list[tuple[int, int, int]]:
     return [(src, dst, tokens) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
 
 
+@pytest.fixture
+def even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments so small that sockets that take turns have equal shares, and buckets that save nothing."""
+    monkeypatch.setattr(tcp, "SEGMENT_BYTES", (KV_BYTES, KV_BYTES))
+    monkeypatch.setattr(tcp, "BURST_BYTES", (0, 0))
+
+
+@pytest.mark.usefixtures("even")
 def test_two_ranks_that_post_receives_first_send_both_ways_at_once() -> None:
     machine = flat_machine(2, 1)
-    end = play(program(2, [(0, 1, 100), (1, 0, 100)]), machine).end_s
-    assert end == pytest.approx(CALL + INTER.time_s(100 * KV_BYTES))
+    end = play(program(2, [(0, 1, 1000), (1, 0, 1000)]), machine).end_s
+    assert end == pytest.approx(CALL + INTER.time_s(1000 * KV_BYTES), rel=0.01)
 
 
-def test_an_all_to_all_of_two_ranks_takes_turns_as_gloos_does() -> None:
+@pytest.mark.usefixtures("even")
+@pytest.mark.parametrize(("later_s", "turns"), [(0.0, 1), (0.01, 2)])
+def test_an_all_to_all_of_two_ranks_takes_turns_as_gloos_does_unless_they_begin_at_once(later_s: float, turns: int) -> None:
     machine = flat_machine(2, 1)
-    end = play(program(2, [(0, 1, 100), (1, 0, 100)], "all_to_all"), machine).end_s
-    assert end == pytest.approx(2 * (CALL + INTER.time_s(100 * KV_BYTES)))
+    end = play(program(2, [(0, 1, 1000), (1, 0, 1000)], "all_to_all"), machine, [0.0, later_s]).end_s
+    assert end.max() == pytest.approx(later_s + CALL + INTER.time_s(turns * 1000 * KV_BYTES), rel=0.01)
 
 
+@pytest.mark.usefixtures("even")
 def test_an_all_gather_goes_around_one_ring_however_many_nics_a_node_has() -> None:
-    block = 100 * KV_BYTES
+    block = 1000 * KV_BYTES
     for ranks_per_nic in (1, 4):
         machine = flat_machine(8, 4, ranks_per_nic)
-        end = play(program(8, everyone(8, 100), "all_gather"), machine).end_s
+        end = play(program(8, everyone(8, 1000), "all_gather"), machine).end_s
         # Seven blocks cross on the NIC between the nodes; the last half block may have to go on inside.
         crossing_s = 7 * block / INTER.bytes_per_s
         assert crossing_s < end.max() < 1.1 * crossing_s
-    assert play(program(8, everyone(8, 100), "all_gather"), machine).bytes_moved[16:].tolist() == [7 * block] * 4
+    assert play(program(8, everyone(8, 1000), "all_gather"), machine).bytes_moved[16:].tolist() == [7 * block] * 4
+
+
+@pytest.mark.usefixtures("even")
+def test_exchanges_go_beside_one_another() -> None:
+    stop = play(one_by_one([(0, 1), (0, 2)]), flat_machine(4, 4)).end_s
+    assert stop[1:3] == pytest.approx(CALL + INTRA.time_s(2 * 100 * KV_BYTES), rel=0.01)
+
+
+@pytest.mark.usefixtures("even")
+def test_a_piece_is_passed_on_when_it_has_come() -> None:
+    stop = play(routed(128, Rows.of(ROUTE_WIDTH, [(0, 4, 0, 1, 5)])), flat_machine(8, 4)).end_s
+    near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
+    # Whoever sends is through when its socket has the bytes.
+    assert stop[[1, 5, 4]] == pytest.approx([near, near + far, near + far + near], rel=0.02)
+
+
+@pytest.mark.usefixtures("even")
+def test_pieces_overtake_one_another() -> None:
+    machine = flat_machine(8, 4)
+    whole_s, cut_s = (play(with_routes(program(8, [(0, 4, 4096)]), Nics(4, 1, pieces=n)), machine).end_s.max() for n in (1, 4))
+    num_bytes, near, far = 4096 * KV_BYTES, INTRA.bytes_per_s, INTER.bytes_per_s
+    # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out and on happens beside the crossing.
+    assert whole_s == pytest.approx(3 * CALL + machine.cost.routed_s(num_bytes, 1, 4), rel=0.01)
+    # A connection takes the next piece while the last bytes of the one before are on their way.
+    expected_s = 2 * (CALL + INTRA.alpha_s) + CALL + INTER.alpha_s + num_bytes / 4 * (1 / far + 2 * 3 / 4 / near)
+    assert cut_s == pytest.approx(expected_s, rel=0.05)
 
 
 @pytest.mark.parametrize(("transport", "meanwhile"), [("sockets", True), ("streams", False)])

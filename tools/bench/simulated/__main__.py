@@ -29,6 +29,8 @@ OUT = ROOT / "out" / "bench-simulated"
 SKIPPED = 77
 USAGE_ERROR = 2
 SHARE = 0.125
+NOTE = "note.md"
+"""What whoever measured has to say of a folder."""
 NAMES = tuple(variant.name for variant in VARIANTS)
 
 
@@ -112,7 +114,9 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _text(lines: Sequence[report.Line], folders: Sequence[Path]) -> str:
     command = " ".join(["python -m tools.bench.simulated compare", *(folder.name for folder in folders)])
-    parts = ["# Simulated against measured", f"`{command}`", *report.EXPLANATION, *report.in_words(lines), report.markdown(lines)]
+    notes = [(folder / NOTE).read_text().strip() for folder in folders if (folder / NOTE).exists()]
+    words = [*report.EXPLANATION, *dict.fromkeys(notes), *report.in_words(lines)]
+    parts = ["# Simulated against measured", f"`{command}`", *words, report.markdown(lines)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -20,12 +21,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_balance.core.plan import MicrobatchPlan, Zone
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import BesideTable, CostTable, LinkTable
+from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.runtime.executor import run_backward, run_forward
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import Entries, choose_kernel
 from megatron_balance.runtime.profile import ProfileOptions, model_scale, profile, world_links
 from tools.bench.emulated import device
-from tools.bench.emulated.point import RANKS_PER_NODE
+from tools.bench.emulated.point import NUM_RANKS, RANKS_PER_NODE
 from tools.bench.simulated.cases import MODEL, Rates, cluster_of
 from tools.bench.simulated.paced import PacedKernel
 
@@ -49,6 +54,9 @@ LAUNCHES = (((512, 512), (256, 256), (128, 128), (64, 64), (32, 32)), ((2048, 40
 
 MESSAGE_BYTES = 1 << 19
 
+HOSTED, HOST_TIMES = (4, 1024), 5
+"""Sequences of a rank and tokens of each, launched one by one to see what the executor takes around a launch; and how often."""
+
 COPIES = 8
 """Operands that a rank's pace is measured with in turn, so that none is still in a cache."""
 
@@ -71,12 +79,16 @@ class OfPhase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast ranks are at their share of a core: alone, and how much slower beside transfers in their node and to the other one."""
+    """How fast ranks are at their share of a core: alone, and how much slower beside transfers in their node and to the other one.
+
+    `host_s`: what the executor takes around each launch, forward and backward.
+    """
 
     forward: OfPhase
     backward: OfPhase
     intra_node: float
     inter_node: float
+    host_s: tuple[float, float] = (0.0, 0.0)
 
 
 def alone(call: Callable[[], Value]) -> Value:
@@ -97,33 +109,36 @@ def measure_table() -> CostTable:
 
 
 class Pacer:
-    """Launches at `share` of a core on all ranks at once, of known time by the table."""
+    """Launches at `share` of a core on all ranks at once, of known time by the table, alone and beside transfers that keep links full."""
 
-    def __init__(self, table: CostTable, share: float) -> None:
+    def __init__(self, table: CostTable, share: float, rates: Rates) -> None:
         device.prefer_transfers()
         self._launches = [_Launch(entries, table, share) for entries in LAUNCHES]
-        self._found: list[list[float]] = []
+        self._rates = rates
+        self._alone: list[list[float]] = []
+        self._beside: list[list[float]] = []
 
     def sample(self, seconds: float) -> None:
-        """Collective: how fast the ranks are now, alone. A machine that others have a part in is not always as fast."""
-        self._found.append(self._mean_s(seconds))
+        """Collective: how fast the ranks are now. A machine that others have a part in is not always as fast."""
+        alone_s = self._mean_s(seconds)
+        self._alone.append(alone_s)
+        short_s, beside = alone_s[: len(self._launches[0].calls)], list[float]()
+        for step, bytes_per_s in ((1, self._rates.intra), (RANKS_PER_NODE, self._rates.inter)):
+            begin = partial(_transfers, step, 1.2 * seconds * bytes_per_s)
+            beside.append(sum(self._mean_s(seconds, slice(1), begin)) / sum(short_s))
+        self._beside.append(beside)
 
-    def pace(self, rates: Rates, seconds: float) -> Pace:
-        """Collective: the median of the samples; and how much slower launches are beside transfers that keep the links full."""
-        alone_s, beside = self._mean_s(seconds, slice(1)), list[float]()
-        for step, bytes_per_s in ((1, rates.intra), (RANKS_PER_NODE, rates.inter)):
-            works = _transfers(step, 1.2 * len(alone_s) * seconds * bytes_per_s)
-            beside.append(max(1.0, sum(self._mean_s(seconds, slice(1))) / sum(alone_s)))
-            for work in works:
-                work.wait()
-        wall_s = [median(each) for each in zip(*self._found, strict=True)]
+    def pace(self, host_s: tuple[float, float]) -> Pace:
+        """The medians of the samples."""
+        wall_s = [median(each) for each in zip(*self._alone, strict=True)]
         table_s = [each for launch in self._launches for each in launch.table_s]
         forward, backward = (of_phase(table_s[at::2], wall_s[at::2]) for at in (0, 1))
-        return Pace(forward, backward, beside[0], beside[1])
+        intra, inter = (max(1.0, median(each)) for each in zip(*self._beside, strict=True))
+        return Pace(forward, backward, intra, inter, host_s)
 
-    def _mean_s(self, seconds: float, which: slice = slice(None)) -> list[float]:
-        """Of the short launch forward and backward, then of the long one."""
-        return mean_of(gathered([_mean_s(calls, seconds) for launch in self._launches[which] for calls in launch.calls]))
+    def _mean_s(self, seconds: float, which: slice = slice(None), begin: Callable[[], list[dist.Work]] = list[dist.Work]) -> list[float]:
+        """Of the short launch forward and backward, then of the long one, beside what `begin` begins."""
+        return mean_of(gathered([_mean_s(calls, seconds, begin) for launch in self._launches[which] for calls in launch.calls]))
 
 
 def of_phase(table_s: Sequence[float], wall_s: Sequence[float]) -> OfPhase:
@@ -136,9 +151,36 @@ def at_pace(table: CostTable, pace: Pace) -> CostTable:
     """The table of ranks at this pace."""
     found = table.attention
     slow = {name: scaled(getattr(found, name), (pace.backward if "backward" in name else pace.forward).factor) for name in TIMES}
-    slow["launch_s"] += pace.forward.launch_s
-    slow["backward_launch_s"] += pace.backward.launch_s
+    slow["launch_s"] += pace.forward.launch_s + pace.host_s[0]
+    slow["backward_launch_s"] += pace.backward.launch_s + pace.host_s[1]
     return replace(table, attention=replace(found, **slow), beside=BesideTable(pace.intra_node, pace.inter_node))
+
+
+def host_s(groups: Groups, share: float) -> tuple[float, float]:
+    """Collective: seconds around a launch, forward and backward, of an executor that exchanges nothing: `HOSTED` sequences, one by one."""
+    size, (count, tokens) = NUM_RANKS, HOSTED
+    zones = tuple(Zone("local", "ring", (rank,), (rank * count + at,)) for rank in range(size) for at in range(count))
+    plan = MicrobatchPlan("host", (tokens,) * (size * count), size, RANKS_PER_NODE, MODEL.num_heads, MODEL.num_kv_heads, zones)
+    kernel, shape = paced(share), AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
+    bound = replace(bind(plan, groups.rank, shape, groups=groups, policy="keep"), kernel=kernel)
+    q, dout = (torch.randn(count * tokens, MODEL.num_heads, MODEL.head_dim) / 8 for _ in range(2))
+    k, v = (torch.randn(count * tokens, MODEL.num_kv_heads, MODEL.head_dim) / 8 for _ in range(2))
+    found: list[tuple[float, float]] = []
+    for _ in range(HOST_TIMES + 1):
+        dist.barrier()
+        (out, lse, received), forward_s = _around(kernel, partial(run_forward, bound, q, k, v, model_scale(MODEL)))
+        final = (out, lse)
+        _, backward_s = _around(kernel, partial(run_backward, bound, dout, (q, k, v), final, received, model_scale(MODEL)))
+        found.append((forward_s / count, backward_s / count))
+    forward, backward = mean_of(gathered([median(each) for each in zip(*found[1:], strict=True)]))  # the first finds the launches' times
+    return forward, backward
+
+
+def _around(kernel: PacedKernel, call: Callable[[], Value]) -> tuple[Value, float]:
+    """What a call returns, and how long it takes outside the kernel."""
+    spent_s, begin_s = kernel.spent_s, time.perf_counter()
+    value = call()
+    return value, time.perf_counter() - begin_s - (kernel.spent_s - spent_s)
 
 
 def gathered(mine: Value) -> list[Value]:
@@ -235,13 +277,16 @@ def _transfers(step: int, num_bytes: float) -> list[dist.Work]:
     return [work for work in works if work is not None]
 
 
-def _mean_s(calls: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Mean wall-clock seconds of calls in turn, two or more, for so long, while all ranks do the same."""
+def _mean_s(calls: Sequence[Callable[[], object]], seconds: float, begin: Callable[[], list[dist.Work]]) -> float:
+    """Mean wall-clock seconds of calls in turn, two or more, for so long, while all ranks do the same, beside what `begin` begins."""
     dist.barrier()
+    works = begin()  # behind the barrier, whose messages would wait for them on the same connections
     start, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - start < seconds:
         calls[count % len(calls)]()
         count += 1
     mean = (time.perf_counter() - start) / count
+    for work in works:
+        work.wait()
     dist.barrier()
     return mean

@@ -18,13 +18,13 @@ from megatron_balance.runtime.groups import Groups, make_groups
 from megatron_balance.runtime.profile import model_scale
 from tools.bench.emulated import device
 from tools.bench.emulated.point import NUM_RANKS, RANKS_PER_NODE
-from tools.bench.simulated.calibrate import Pace, Pacer, keep_memory, measure_links, paced
+from tools.bench.simulated.calibrate import Pace, Pacer, host_s, keep_memory, measure_links, paced
 from tools.bench.simulated.cases import MODEL, Case, rates_of, topology_of
 from tools.bench.simulated.paced import PacedKernel
 from tools.bench.together import from_common_start
 from tools.emulated_cluster import Controller
 
-PACE_S, PACED_EVERY = 0.6, 9
+PACE_S, PACED_EVERY = 0.4, 13
 """How long the ranks' pace is timed, forward and backward, and after how many calls again."""
 
 importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which torch imports in a process's first backward
@@ -77,10 +77,12 @@ class Job:
         return found
 
     def _at_one_rate(self, cases: Sequence[Case], groups: Groups, rank: int) -> list[Measured]:
-        links, pacer, kernel = measure_links(), Pacer(self.table, self.share), paced(self.share)
+        links, around_s, kernel = measure_links(), host_s(groups, self.share), paced(self.share)
+        pacer = Pacer(self.table, self.share, rates_of(cases[0].nics, cases[0].mbit))
         calls = [_Call(case, groups, kernel) for case in cases]
-        calls[0].run()  # connections and memory are there after that
-        calls[0].repeats.clear()
+        for call in calls:  # connections, memory and the times of launches are there after that
+            call.run()
+            call.repeats.clear()
         for repeat in range(self.repeats):
             for at in range(len(calls)):  # in an order that rotates, so that what passes on the machine meets all
                 if at % PACED_EVERY == 0:
@@ -89,8 +91,7 @@ class Job:
                 call.run()
                 if rank == 0:
                     self.done(f"{call.case.mbit:g} Mbit/s, {call.case.planner}")
-        pace = pacer.pace(rates_of(cases[0].nics, cases[0].mbit), PACE_S)
-        return [Measured(links, pace, kernel.late_share, tuple(call.repeats)) for call in calls]
+        return [Measured(links, pacer.pace(around_s), kernel.late_share, tuple(call.repeats)) for call in calls]
 
 
 class _Call:

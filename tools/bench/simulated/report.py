@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,19 @@ EXPLANATION = (
     "core (`tools/bench/simulated/paced.py`), its links are shaped (docs/emulated-cluster.md). Error: simulated over measured time - 1, of "
     "both phases together, and of each.",
     "The simulator has the same plans, transport `sockets`, and a cost table that was measured on the ranks just before, by "
-    "microbenchmarks alone: the kernel over a grid of queries and keys, how fast it is on all ranks at once and beside transfers, merging, "
-    "packing, messages on links as they are shaped. Planners were told the links' rates and the kernel's, not this table. Planners that "
-    "made the same plan for a batch are one case. Simulated: the mean of 5 orders in which ranks may begin, within 3 ms (`STAGGER_S`).",
+    "microbenchmarks alone: the kernel over a grid of queries and keys, how fast it is on all ranks at once and beside transfers, what the "
+    "executor takes around a launch, merging, packing, messages on links as they are shaped. Planners were told the links' rates and the "
+    "kernel's, not this table. Planners that made the same plan for a batch are one case. Simulated: the mean of 10 orders in which ranks "
+    "may begin, within 3 ms (`STAGGER_S`).",
 )
 
-STAGGER_S, DRAWS = 0.003, 5
+STAGGER_S, DRAWS = 0.003, 10
 """Ranks that wait for the same moment wake within so long of one another (3.3 ms, median of 30 times, 8 ranks on two cores), in an order
 that chance decides; and how many of these are simulated.
 """
+
+TIE = 0.005
+"""Planners simulated no further apart are in the right order by chance."""
 
 HEADINGS = ("NICs", "Mbit/s", "batch", "planner", "measured s", "spread", "simulated s", "error", "forward", "backward")
 _NO_FLOPS = 1.0  # the cluster's rate, which a measured table does not ask for
@@ -58,6 +63,7 @@ class Line:
     forward_error: float
     backward_error: float
     late_share: float
+    repeats: int
 
     @property
     def error(self) -> float:
@@ -77,8 +83,8 @@ class Line:
 class Pair:
     """Two planners whose times are close.
 
-    `decided`: no repetition of the faster one took as long as any of the other's; of three repetitions each, those of two equal planners
-    do so one time in ten. `clear`: their medians are further apart than either one's repetitions.
+    `decided`: no repetition of the faster one took as long as any of the other's. `clear`: their medians are further apart than either
+    one's repetitions.
     """
 
     faster: Line
@@ -95,6 +101,10 @@ class Pair:
     @property
     def clear(self) -> bool:
         return self.apart > max(self.faster.spread, self.slower.spread)
+
+    @property
+    def simulated_apart(self) -> float:
+        return self.slower.simulated_s / self.faster.simulated_s - 1
 
     @property
     def right(self) -> bool:
@@ -137,6 +147,7 @@ def line_of(row: Row) -> Line:
         forward_error=forward / measured[0] - 1,
         backward_error=backward / measured[1] - 1,
         late_share=row.late_share,
+        repeats=len(row.repeats),
     )
 
 
@@ -184,20 +195,25 @@ def cells(line: Line) -> tuple[str, ...]:
 
 def in_words(lines: Sequence[Line]) -> list[str]:
     """The summary, and what is wrong, a sentence each."""
-    found = summary(lines)
+    found, repeats = summary(lines), min(line.repeats for line in lines)
     text = [
         f"{found.cases} cases: median error {found.median_error:.1%}, worst {found.worst_error:.1%}, "
         f"{found.within_ten_percent} within 10 %.",
         f"{found.close} cases have a planner within {CLOSE:.0%} of theirs: {found.pairs} pairs. In {found.clear} of them the medians are "
         f"further apart than either one's repetitions; the simulator has {found.clear - found.clear_wrong} of these in the right order. "
-        f"In {found.decided} every repetition of one planner was faster than any of the other's (of three each, those of two equal "
-        f"planners are one time in ten); {found.decided - found.wrong} of these are in the right order.",
+        f"In {found.decided} every repetition of one planner was faster than any of the other's (of {repeats} each, those of two equal "
+        f"planners are one time in {comb(2 * repeats, repeats) // 2}); {found.decided - found.wrong} of these are in the right order.",
     ]
+    for pair in close_pairs(lines):
+        if pair.clear and pair.right and pair.simulated_apart < TIE:
+            text.append(
+                f"No more than a tie in the simulation ({pair.simulated_apart:.1%} apart), though in the right order: "
+                f"{_where(pair)}: {pair.faster.planner} was {pair.apart:.1%} faster than {pair.slower.planner}."
+            )
     for pair in _wrong(lines):
-        nics, mbit, policy, dataset, batch = pair.faster.group
         text.append(
-            f"Wrong order: {nics} NICs, {mbit:g} Mbit/s, {dataset} {batch}, {policy}: {pair.faster.planner} was {pair.apart:.1%} faster "
-            f"than {pair.slower.planner} ({pair.faster.simulated_s:.3f} and {pair.slower.simulated_s:.3f} s simulated)."
+            f"Wrong order: {_where(pair)}: {pair.faster.planner} was {pair.apart:.1%} faster than {pair.slower.planner} "
+            f"({pair.faster.simulated_s:.3f} and {pair.slower.simulated_s:.3f} s simulated)."
         )
     return text
 
@@ -206,6 +222,11 @@ def markdown(lines: Sequence[Line]) -> str:
     """The table of all cases."""
     rows = [HEADINGS, ("---:", "---:", "---", "---", *("---:",) * 6), *map(cells, lines)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _where(pair: Pair) -> str:
+    nics, mbit, policy, dataset, batch = pair.faster.group
+    return f"{nics} NICs, {mbit:g} Mbit/s, {dataset} {batch}, {policy}"
 
 
 def _wrong(lines: Sequence[Line]) -> list[Pair]:

@@ -1,0 +1,58 @@
+"""What a step takes around the layers: gradient synchronisation and the optimizer; and how the model is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_balance.cost import memory, parallel
+from megatron_balance.cost.base import Link
+from megatron_balance.cost.collectives import Group, group_of
+from megatron_balance.cost.memory import Sharding
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.setup import Setup
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Of the ranks of one pipeline stage, which are those of `machine`."""
+
+    machine: Machine
+    setup: Setup
+
+    def sharding(self, stage: int) -> Sharding:
+        """How the state of a stage's layers is spread."""
+        return Sharding(pipeline=self.setup.pipeline, stage=stage, optimizer=self.machine.num_ranks, experts=self.setup.experts)
+
+    def sync_s(self, num_layers: int, backward_s: float) -> float:
+        """Seconds of gradient synchronisation that nothing hides; `backward_s`: of each of a stage's layers in the last backward."""
+        if self.machine.cluster.num_ranks == 1:
+            return 0.0
+        seconds = parallel.gradient_sync_s(self._num_parameters(), self._group())
+        if not self.setup.overlap_sync:
+            return seconds
+        # The first layer's gradients come last and have nothing left to hide behind.
+        return max(seconds / num_layers, seconds - (num_layers - 1) * backward_s)
+
+    def experts_s(self, num_tokens: float) -> float:
+        """Seconds of a layer's exchange of tokens between experts, one way through the layer."""
+        cluster, ranks = self.machine.cluster, self.setup.experts
+        if ranks == 1 or not self.machine.model.num_experts:
+            return 0.0
+        here = min(ranks, cluster.node_size)
+        return parallel.expert_exchange_s(self.machine.model, num_tokens, group_of(cluster, ranks, here, busy_nics=True))
+
+    def optimizer_s(self) -> float:
+        """Seconds of the optimizer's update."""
+        return self.machine.cost.optimizer_s(self._num_parameters() / self.machine.num_ranks) * float(self.machine.slow().max())
+
+    def _num_parameters(self) -> float:
+        """Of the stage with the most."""
+        ends = (0, self.setup.pipeline - 1)
+        return max(memory.rank_memory(self.machine.model, 0, 0, self.sharding(s)).weights for s in ends) / memory.WEIGHT_BYTES
+
+    def _group(self) -> Group:
+        machine = self.machine
+        group = group_of(machine.cluster, machine.num_ranks, machine.cluster.node_size, busy_nics=True)
+        nics = machine.cluster.node_size / machine.cluster.ranks_per_nic
+        inter = Link(machine.inter.alpha_s, machine.inter.bytes_per_s * max(1.0, nics))
+        return Group(group.num_ranks, group.ranks_per_node, machine.intra, inter)

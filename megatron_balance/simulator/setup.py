@@ -1,0 +1,51 @@
+"""How a simulated step is run, and what its microbatches are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.cost.memory import Policy, Recompute
+from megatron_balance.errors import ConfigError
+from megatron_balance.simulator.attention import EngineName
+from megatron_balance.simulator.engine import Transport
+
+Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
+"""The plan of a microbatch, or of each of its halves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a step is run around its plans.
+
+    `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many ranks as the plan; `interleave`: model
+    chunks of a stage. `experts`: ranks that share a layer's experts.
+    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `interleaved`: half batches run in turns,
+    else one after the other. `transport`: as in `simulator.engine`.
+    """
+
+    policy: Policy = "keep"
+    recompute: Recompute = "none"
+    pipeline: int = 1
+    interleave: int = 1
+    experts: int = 1
+    overlap_sync: bool = True
+    interleaved: bool = True
+    engine: EngineName = "auto"
+    transport: Transport = "streams"
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "interleave", "experts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.interleave > 1 and self.pipeline == 1:
+            raise ConfigError(f"interleave {self.interleave} goes with a pipeline of several stages; pipeline is 1")
+
+
+PLAIN = Setup()
+
+
+def parts_of(microbatch: Microbatch) -> tuple[MicrobatchPlan, ...]:
+    """The plans of a microbatch: one, or one of each half."""
+    return microbatch if isinstance(microbatch, tuple) else (microbatch,)
