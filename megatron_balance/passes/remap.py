@@ -12,11 +12,12 @@ one transfer on the way (`resourced`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.core.program import HOME_WIDTH, TRANSFER_WIDTH, Exchange, Kind, Op, Program, RankProgram
+from megatron_balance.core.program import HOME_WIDTH, TRANSFER_WIDTH, Exchange, Kind, Program, RankProgram
 from megatron_balance.core.rows import Rows
 from megatron_balance.passes.join import join, split
 from megatron_balance.passes.tables import Ints, as_array, as_rows
@@ -85,12 +86,31 @@ def resourced(rows: Ints, regions: Ints) -> tuple[Ints, Ints]:
     return np.concatenate(stay), np.concatenate(sent)
 
 
-@dataclass(frozen=True, slots=True)
-class SentOn:
+class SentOn(NamedTuple):
     """Transfers of `resourced` that join the remap's first exchange: in the forward only, and in a replayed backward too."""
 
     once: Ints
     again: Ints
+
+
+NOTHING_SENT_ON = SentOn(*np.empty((2, 0, TRANSFER_WIDTH), dtype=np.int64))
+
+
+class Ends(NamedTuple):
+    """Transfers of the remap's two exchanges: `inputs` open the forward, `again` a replayed backward, `outputs` close the forward."""
+
+    inputs: Ints
+    again: Ints
+    outputs: Ints
+
+    @classmethod
+    def of(cls, regions: Ints, heads: tuple[int, int], sent_on: SentOn) -> Ends:
+        """Of `regions`, rows of `away`; arguments as in `remap`. Inputs are in one order, however a rank came to know of each."""
+        num_heads, num_kv_heads = heads
+        queries, keys = _transfers(Kind.Q, regions, num_heads, HOME, HOLDER), _transfers(Kind.KV, regions, num_kv_heads, HOME, HOLDER)
+        again = np.concatenate([queries, keys, sent_on.again])
+        inputs = np.concatenate([again, sent_on.once])
+        return cls(_in_order(inputs), _in_order(again), _transfers(Kind.OUT, regions, num_heads, HOLDER, HOME))
 
 
 def _part(row: Ints, start: int, stop: int, src: int) -> Ints:
@@ -104,39 +124,33 @@ def _key(seq: Ints, position: Ints) -> Ints:
     return (seq << _SHIFT) | position
 
 
-def remap(program: RankProgram, linear: Ints, regions: Ints, heads: tuple[int, int], sent_on: SentOn | None = None) -> RankProgram:
+def remap(program: RankProgram, linear: Ints, regions: Ints, heads: tuple[int, int], sent_on: SentOn = NOTHING_SENT_ON) -> RankProgram:
     """`program`, made for the attention layout, for one rank of a remapped batch. All other exchange ids rise by one.
 
     `linear`: the rank's linear layout. `regions`: rows of `away` of which the rank is the home or the holder. `heads`: of queries and
     of keys. `sent_on`: transfers of `resourced` that join the first exchange.
     """
-    num_heads, num_kv_heads = heads
-    rest = tuple(replace(op, id=op.id + 1) if isinstance(op, Exchange) else op for op in program.forward)
-    opening: tuple[Op, ...] = ()
-    closing: tuple[Op, ...] = ()
-    handed_over = [_transfers(kind, regions, count, HOME, HOLDER) for kind, count in ((Kind.Q, num_heads), (Kind.KV, num_kv_heads))]
-    again = np.concatenate([*handed_over, *([] if sent_on is None else [sent_on.again])])
-    inputs = np.concatenate([again, *([] if sent_on is None else [sent_on.once])])
-    replays = tuple((at + 1, replace(op, id=op.id + 1)) for at, op in program.replays)
-    if len(inputs):
-        opening = (_opening(inputs),)
-        replays = ((0, _opening(again)), *replays)
-    if len(regions):
-        closing = (Exchange(program.num_exchanges + 1, as_rows(_transfers(Kind.OUT, regions, num_heads, HOLDER, HOME))),)
+    ends = Ends.of(regions, heads, sent_on)
+    opening = (Exchange(0, as_rows(ends.inputs)),) if len(ends.inputs) else ()
+    closing = (Exchange(program.num_exchanges + 1, as_rows(ends.outputs)),) if len(regions) else ()
+    again = ((0, Exchange(0, as_rows(ends.again))),) if opening else ()
     return replace(
         program,
         home=as_rows(linear),
-        forward=(*opening, *rest, *closing),
+        forward=(*opening, *(_later(op) if isinstance(op, Exchange) else op for op in program.forward), *closing),
         num_exchanges=program.num_exchanges + 2,
-        replays=replays,
+        replays=(*again, *((at + 1, _later(op)) for at, op in program.replays)),
         queues=(("remap", len(opening)), *program.queues, ("remap", len(closing))),
         opening=1,
     )
 
 
-def _opening(inputs: Ints) -> Exchange:
-    """The first exchange, its rows in one order, however a rank came to know of each."""
-    return Exchange(0, as_rows(inputs[np.lexsort(inputs.T[::-1])]))
+def _later(op: Exchange) -> Exchange:
+    return Exchange(op.id + 1, op.transfers, op.pattern, op.group, op.routes)
+
+
+def _in_order(rows: Ints) -> Ints:
+    return rows[np.lexsort(rows.T[::-1])]
 
 
 def _transfers(kind: Kind, regions: Ints, num_heads: int, src: int, dst: int) -> Ints:

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeAlias
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_balance.core.program import ROUTE_WIDTH, TRANSFER_WIDTH, Exchange, Op, Program, RankProgram
 from megatron_balance.core.rows import Rows
-from megatron_balance.passes.tables import Ints, as_array, as_rows, concat
+from megatron_balance.passes.tables import Bools, Ints, as_array, as_rows, run_bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +41,62 @@ class Nics:
     def per_node(self) -> int:
         return -(-self.ranks_per_node // self.ranks_per_nic)
 
-    def proxies(self, rank: int) -> list[int]:
-        """The rank that serves `rank` on each NIC of its node."""
-        first = rank - rank % self.ranks_per_node
-        own, place = divmod(rank - first, self.ranks_per_nic)
-        found: list[int] = []
-        for nic in range(self.per_node):
-            size = min(self.ranks_per_nic, self.ranks_per_node - nic * self.ranks_per_nic)
-            found.append(rank if nic == own else first + nic * self.ranks_per_nic + place % size)
+    def proxies(self, ranks: Ints) -> Ints:
+        """The rank that serves each of `ranks` [n] on each NIC of its node: [n, NICs of a node]."""
+        own, place = np.divmod(ranks % self.ranks_per_node, self.ranks_per_nic)
+        before = np.arange(self.per_node) * self.ranks_per_nic  # ranks on the NICs before each
+        sharing = np.minimum(self.ranks_per_nic, self.ranks_per_node - before)
+        found = (ranks - ranks % self.ranks_per_node)[:, None] + before + place[:, None] % sharing
+        found[np.arange(len(ranks)), own] = ranks
         return found
 
 
 Pair: TypeAlias = tuple[int, int]
 """(src, dst)."""
+
+Listed: TypeAlias = Sequence[tuple[int, Ints]]
+"""Transfers of exchanges, by their numbers; those of one number may be listed in parts."""
+
+
+class Passing(NamedTuple):
+    """What the other ranks of a node exchange with other nodes in forward and in replayed exchanges that are routed."""
+
+    forward: Listed
+    replays: Listed
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Pairs of ranks in exchanges, `keys` rows (number, src, dst) ascending, and what they move: `rows[begin[i] : begin[i + 1]]`."""
+
+    keys: Ints
+    begin: Ints
+    rows: Ints
+
+    @classmethod
+    def between_nodes(cls, listed: Listed, nics: Nics) -> _Pairs:
+        """Those on different nodes that move enough to be routed; none at all where a node has one NIC."""
+        rows = np.concatenate([np.empty((0, TRANSFER_WIDTH), dtype=np.int64), *(table for _, table in listed)])
+        number = np.repeat(np.array([at for at, _ in listed], dtype=np.int64), [len(table) for _, table in listed])
+        across = rows[:, 6] // nics.ranks_per_node != rows[:, 7] // nics.ranks_per_node
+        across &= nics.per_node > 1
+        rows, number = rows[across], number[across]
+        order = np.lexsort((rows[:, 7], rows[:, 6], number))
+        rows = rows[order]
+        keys = np.column_stack([number[order], rows[:, 6:8]])
+        begin = run_bounds((keys[1:] != keys[:-1]).any(axis=1), len(rows)) if len(rows) else np.zeros(1, dtype=np.int64)
+        pairs = cls(keys[begin[:-1]], begin, rows)
+        return pairs.only(np.add.reduceat(rows[:, 3] - rows[:, 2], begin[:-1]) >= nics.min_tokens) if len(rows) else pairs
+
+    def only(self, chosen: Bools) -> _Pairs:
+        sizes = np.diff(self.begin)
+        return _Pairs(self.keys[chosen], np.append(0, np.cumsum(sizes[chosen])), self.rows[np.repeat(chosen, sizes)])
+
+    def passed_on(self, rank: int, nics: Nics) -> _Pairs:
+        """Those for which `rank` is a proxy and neither source nor target."""
+        ends = self.keys[:, 1:]
+        serves = (nics.proxies(ends.ravel()) == rank).any(axis=1).reshape(ends.shape)
+        return self.only(serves.any(axis=1) & (ends != rank).all(axis=1))
 
 
 def pairs_between_nodes(exchanges: Iterable[tuple[int, Exchange]], nics: Nics) -> dict[int, dict[Pair, Ints]]:
@@ -60,67 +104,66 @@ def pairs_between_nodes(exchanges: Iterable[tuple[int, Exchange]], nics: Nics) -
 
     None at all where a node has one NIC.
     """
-    listed = [] if nics.per_node == 1 else list(exchanges)
-    rows = concat([op.transfers for _, op in listed], TRANSFER_WIDTH)
-    number = np.repeat(np.array([at for at, _ in listed], dtype=np.int64), [len(op.transfers) for _, op in listed])
-    across = rows[:, 6] // nics.ranks_per_node != rows[:, 7] // nics.ranks_per_node
-    if not across.any():
-        return {}
-    rows, number = rows[across], number[across]
-    order = np.lexsort((rows[:, 7], rows[:, 6], number))
-    rows, number = rows[order], number[order]
-    keys = np.column_stack([number, rows[:, 6:8]])
-    begin = np.flatnonzero(np.append(True, (keys[1:] != keys[:-1]).any(axis=1)))
-    tokens = np.add.reduceat(rows[:, 3] - rows[:, 2], begin)
+    pairs = _Pairs.between_nodes([(at, as_array(op.transfers)) for at, op in exchanges], nics)
     found: dict[int, dict[Pair, Ints]] = {}
-    ends = np.append(begin[1:], len(rows))
-    for (at, src, dst), start, stop, count in zip(keys[begin].tolist(), begin.tolist(), ends.tolist(), tokens.tolist(), strict=True):
-        if count >= nics.min_tokens:
-            found.setdefault(at, {})[src, dst] = rows[start:stop]
+    for (at, src, dst), start, stop in zip(pairs.keys.tolist(), pairs.begin[:-1].tolist(), pairs.begin[1:].tolist(), strict=True):
+        found.setdefault(at, {})[src, dst] = pairs.rows[start:stop]
     return found
 
 
 def routes(pairs: Iterable[Pair], nics: Nics) -> Rows:
     """Route rows (src, dst, piece, send_proxy, receive_proxy) of these pairs."""
-    return Rows.of(
-        ROUTE_WIDTH,
-        [
-            (src, dst, piece, send_proxy, receive_proxy)
-            for src, dst in sorted(pairs)
-            for piece, (send_proxy, receive_proxy) in enumerate(nics.pieces * list(zip(nics.proxies(src), nics.proxies(dst), strict=True)))
-        ],
-    )
+    return as_rows(_routes(np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2), nics))
 
 
-def route(program: RankProgram, neighbours: Sequence[RankProgram], ids: frozenset[int], nics: Nics) -> RankProgram:
-    """`program` with its transfers between nodes routed, and with what the rank passes on for its `neighbours`.
+def _routes(pairs: Ints, nics: Nics) -> Ints:
+    """The same of pairs [n, 2], one pair after the other."""
+    count = nics.pieces * nics.per_node
+    rows = np.empty((len(pairs), count, ROUTE_WIDTH), dtype=np.int64)
+    rows[:, :, :2] = pairs[:, None]
+    rows[:, :, 2] = np.arange(count)
+    for column in (0, 1):
+        rows[:, :, 3 + column] = np.tile(nics.proxies(pairs[:, column]), (1, nics.pieces))
+    return rows.reshape(-1, ROUTE_WIDTH)
 
-    `neighbours`: programs, not routed, of the other ranks of its node that exchange anything with other nodes. `ids`: the forward
-    exchanges that are routed.
+
+def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nics) -> RankProgram:
+    """`program` with its transfers between nodes routed, and with what the rank passes on for others of its node.
+
+    `passing`: transfers, not routed, of which others of the node are source or target; others may be listed beside them. `ids`: the
+    forward exchanges that are routed.
     """
-    listed = [[(op.id, op) for op in other.forward if isinstance(op, Exchange) and op.id in ids] for other in (program, *neighbours)]
-    again = [[(at, op) for at, op in other.replays if at in ids] for other in (program, *neighbours)]
-    routed = _all_routed(listed[0], [pair for other in listed[1:] for pair in other], program.rank, nics)
-    replays = dict(program.replays) | _all_routed(again[0], [pair for other in again[1:] for pair in other], program.rank, nics)
+    exchanges = {op.id: op for op in program.forward if isinstance(op, Exchange) and op.id in ids}
+    routed = _all_routed(exchanges, passing.forward, program.rank, nics)
+    again = {at: op for at, op in program.replays if at in ids}
+    # A rank that passes something on in the forward alone has nothing to bring again.
+    silent = {at: Exchange(at, Rows(TRANSFER_WIDTH)) for at, _ in passing.replays if at in routed}
+    replays = silent | dict(program.replays) | _all_routed(again, passing.replays, program.rank, nics)
     forward, queues = _weave(program, routed)
-    return replace(program, forward=forward, queues=queues, replays=tuple(sorted(replays.items(), key=lambda item: item[0])))
+    return replace(program, forward=forward, queues=queues, replays=tuple(sorted(replays.items(), key=itemgetter(0))))
 
 
-def _all_routed(own: list[tuple[int, Exchange]], others: list[tuple[int, Exchange]], rank: int, nics: Nics) -> dict[int, Exchange]:
-    """By number, every exchange of `own` and of the neighbours, routed: what the rank takes part in and what it passes on."""
-    mine, theirs = pairs_between_nodes(own, nics), pairs_between_nodes(others, nics)
-    bare = dict(own)
+def _all_routed(own: dict[int, Exchange], others: Listed, rank: int, nics: Nics) -> dict[int, Exchange]:
+    """By number, every exchange that the rank takes part in or passes something on in, routed."""
+    mine = _Pairs.between_nodes([(at, as_array(op.transfers)) for at, op in own.items()], nics)
+    passed_on = _Pairs.between_nodes(others, nics).passed_on(rank, nics)
+    numbers = sorted({*own, *passed_on.keys[:, 0].tolist()})
+    keys = np.concatenate([mine.keys, passed_on.keys])
+    keys = keys[np.lexsort(keys.T[::-1])]
+    pieces = _cut(_routes(keys[:, 1:], nics), np.repeat(keys[:, 0], nics.pieces * nics.per_node), numbers)
+    carried = _cut(passed_on.rows, np.repeat(passed_on.keys[:, 0], np.diff(passed_on.begin)), numbers)
     found: dict[int, Exchange] = {}
-    for at in sorted({*bare, *(at for at, _ in others)}):
-        passed_on = {
-            (src, dst): rows
-            for (src, dst), rows in theirs.get(at, {}).items()
-            if rank not in (src, dst) and (rank in nics.proxies(src) or rank in nics.proxies(dst))
-        }
-        tables = [as_array(bare[at].transfers)] if at in bare else []
-        rows = np.concatenate([*tables, *passed_on.values(), np.empty((0, TRANSFER_WIDTH), dtype=np.int64)])
-        found[at] = Exchange(at, as_rows(rows), routes=routes([*mine.get(at, {}), *passed_on], nics))
+    for at, taken, routing in zip(numbers, carried, pieces, strict=True):
+        bare = own[at].transfers.data if at in own else b""
+        found[at] = Exchange(at, Rows(TRANSFER_WIDTH, bare + taken), routes=Rows(ROUTE_WIDTH, routing))
     return found
+
+
+def _cut(table: Ints, number: Ints, numbers: Sequence[int]) -> list[bytes]:
+    """The rows of `table` of each of `numbers`; `number` [n], ascending: whose each row is."""
+    data, width = as_rows(table).data, 8 * table.shape[1]
+    begin, end = (np.searchsorted(number, numbers, side=side) * width for side in ("left", "right"))
+    return [data[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
 
 
 def _weave(program: RankProgram, routed: dict[int, Exchange]) -> tuple[tuple[Op, ...], tuple[tuple[str, int], ...]]:

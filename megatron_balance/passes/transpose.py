@@ -12,17 +12,30 @@ a program that does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias, assert_never
 
 import numpy as np
 
-from megatron_balance.core.program import MERGE_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Pattern, Program, RankProgram
+from megatron_balance.core.program import (
+    MERGE_WIDTH,
+    PAIR_WIDTH,
+    TRANSFER_WIDTH,
+    Attend,
+    AttendGrad,
+    Exchange,
+    Kind,
+    Merge,
+    Op,
+    Pattern,
+    Program,
+    RankProgram,
+)
 from megatron_balance.core.rows import Rows
 from megatron_balance.passes.atoms import Atoms
 from megatron_balance.passes.join import join, routes_of, split
-from megatron_balance.passes.tables import Ints, as_array, as_rows
+from megatron_balance.passes.tables import Ints, as_array, as_rows, concat
 
 Policy: TypeAlias = Literal["keep", "replay"]
 POLICIES: tuple[Policy, ...] = ("keep", "replay")
@@ -78,11 +91,14 @@ def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
             case _:
                 assert_never(op)
     replays = dict(program.replays) if policy == "replay" else {}
+    gradients = _gradients(exchanges)
 
     def replay(at: int, exchange_id: int) -> Iterator[Exchange]:
+        if policy != "replay":
+            return
         source = replays[at] if at in replays else _inputs(exchanges[at])
-        if policy == "replay" and (source.transfers or source.group):
-            yield replace(source, id=exchange_id)
+        if source.transfers or source.group:
+            yield Exchange(exchange_id, source.transfers, source.pattern, source.group, source.routes)
 
     occurring = set(segments) | set(replays)
     for at in range(program.opening):
@@ -95,32 +111,45 @@ def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
         for op in reversed(segments.get(at, [])):
             yield AttendGrad(op.rank, op.pairs)
         if at in exchanges:
-            yield _transposed(exchanges[at], again + 1)
+            yield _transposed(exchanges[at], gradients[at], again + 1)
 
 
 def _inputs(op: Exchange) -> Exchange:
     """Only the queries and keys of an exchange (a group's collective is left out where it moves none at all)."""
     rows = as_array(op.transfers)
-    rows = rows[rows[:, 0] <= Kind.KV]
-    if not len(rows) and len(op.transfers):
+    inputs = rows[:, 0] <= Kind.KV
+    if inputs.all():
+        return op
+    rows = rows[inputs]
+    if not len(rows):
         return Exchange(op.id, as_rows(rows))
     return Exchange(op.id, as_rows(rows), op.pattern, op.group, routes_of(op.routes, rows))
 
 
-def _transposed(op: Exchange, exchange_id: int) -> Exchange:
+def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
+    """The transfers of each exchange as those of gradients, the other way; worked out for all of them at once."""
+    rows = concat([op.transfers for op in exchanges.values()], TRANSFER_WIDTH)
+    back = np.empty_like(rows)
+    back[:, 0] = _GRAD_OF[rows[:, 0]]
+    back[:, 1:6] = rows[:, 1:6]
+    back[:, 6], back[:, 7] = rows[:, 7], rows[:, 6]
+    data, at = back.tobytes(), 0
+    found: dict[int, Rows] = {}
+    for exchange_id, op in exchanges.items():
+        found[exchange_id] = Rows(TRANSFER_WIDTH, data[at : at + len(op.transfers.data)])
+        at += len(op.transfers.data)
+    return found
+
+
+def _transposed(op: Exchange, gradients: Rows, exchange_id: int) -> Exchange:
     """The other way, over the same proxies."""
-    rows = as_array(op.transfers).copy()
-    rows[:, 0] = _GRAD_OF[rows[:, 0]]
-    rows[:, [6, 7]] = rows[:, [7, 6]]
     routes = as_rows(as_array(op.routes)[:, [1, 0, 2, 4, 3]]) if op.routes else op.routes
-    return Exchange(exchange_id, as_rows(rows), _REVERSED[op.pattern], op.group, routes)
+    return Exchange(exchange_id, gradients, _REVERSED[op.pattern], op.group, routes)
 
 
 def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:
     """`ops`, each followed by a Merge of the regions of which `rank` then holds two partial gradients or more."""
-    tables = [_events(op, rank) for op in ops]
-    origin = np.repeat(np.arange(len(ops)), [len(t) for t in tables])
-    table = np.concatenate([np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64), *tables])
+    table, origin = _events(ops, rank)
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
     found: list[Ints] = [np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
     for kind in (Kind.Q_GRAD, Kind.KV_GRAD):
@@ -157,21 +186,25 @@ def _first_of(at: Ints, atom: Ints) -> Ints:
     return fresh
 
 
-def _events(op: Op, rank: int) -> Ints:
-    """Rows (1 or 0, kind, region) of the partial gradients that `rank` gains by `op`, or gives away."""
-    if isinstance(op, AttendGrad):
-        pairs = as_array(op.pairs)
-        both = np.empty((2 * len(pairs), 1 + MERGE_WIDTH), dtype=np.int64)
-        both[:, 0] = 1
-        both[: len(pairs), 1], both[len(pairs) :, 1] = Kind.Q_GRAD, Kind.KV_GRAD
-        both[: len(pairs), 2:] = pairs[:, [0, 1, 2, 3, 4]]
-        both[len(pairs) :, 2:] = pairs[:, [0, 5, 6, 7, 8]]
-        # Queries that see none of the keys, and keys that none of the queries sees, take no part.
-        both[: len(pairs), 3] = np.maximum(pairs[:, 1], pairs[:, 5])
-        both[len(pairs) :, 4] = np.minimum(pairs[:, 6], pairs[:, 2])
-        return both
-    if isinstance(op, Exchange):
-        rows = as_array(op.transfers)
-        rows = rows[((rows[:, 7] == rank) | (rows[:, 6] == rank)) & (rows[:, 0] >= Kind.Q_GRAD)]
-        return np.concatenate([rows[:, 7:8] == rank, rows[:, :MERGE_WIDTH]], axis=1).astype(np.int64)
-    return np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64)
+def _events(ops: Sequence[Op], rank: int) -> tuple[Ints, Ints]:
+    """Rows (1 or 0, kind, region) of the partial gradients that `rank` gains by an op, or gives away; and the op of each."""
+    launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, AttendGrad)]
+    exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
+    (pairs, launch), (rows, exchange) = _listed(launches, PAIR_WIDTH), _listed(exchanges, TRANSFER_WIDTH)
+    moved = ((rows[:, 7] == rank) | (rows[:, 6] == rank)) & (rows[:, 0] >= Kind.Q_GRAD)
+    rows, exchange, count = rows[moved], exchange[moved], len(pairs)
+    table = np.empty((2 * count + len(rows), 1 + MERGE_WIDTH), dtype=np.int64)
+    queries, keys, carried = table[:count], table[count : 2 * count], table[2 * count :]
+    queries[:, 0], queries[:, 1], queries[:, 2:] = 1, Kind.Q_GRAD, pairs[:, :5]
+    keys[:, 0], keys[:, 1], keys[:, 2:] = 1, Kind.KV_GRAD, pairs[:, [0, 5, 6, 7, 8]]
+    # Queries that see none of the keys, and keys that none of the queries sees, take no part.
+    queries[:, 3] = np.maximum(pairs[:, 1], pairs[:, 5])
+    keys[:, 4] = np.minimum(pairs[:, 6], pairs[:, 2])
+    carried[:, 0], carried[:, 1:] = rows[:, 7] == rank, rows[:, :MERGE_WIDTH]
+    return table, np.concatenate([launch, launch, exchange])
+
+
+def _listed(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:
+    """All rows of numbered tables, and the number of each."""
+    numbers = np.array([at for at, _ in tables], dtype=np.int64)
+    return concat([rows for _, rows in tables], width), np.repeat(numbers, [len(rows) for _, rows in tables])

@@ -59,7 +59,9 @@ class Counters:
         """Add what one run of a phase moved."""
         phase = "forward" if forward else "backward"
         for name in ("bytes_received", "relayed_bytes", "inter_node_bytes_sent", "inter_node_bytes_received"):
-            setattr(self, f"{name}_{phase}", getattr(self, f"{name}_{phase}") + getattr(traffic, name))
+            count = getattr(traffic, name)
+            if count:
+                setattr(self, f"{name}_{phase}", getattr(self, f"{name}_{phase}") + count)
 
 
 @dataclass(slots=True)

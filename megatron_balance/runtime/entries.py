@@ -15,18 +15,18 @@ from megatron_balance.passes.tables import Bools, Ints, run_bounds
 
 
 def simple_pairs(pairs: Ints, launch: Ints) -> tuple[Ints, Ints]:
-    """Pairs [n, 9] without rows and keys that take no part, each either full or causal at the bottom right; and their launches."""
+    """Pairs [9, n] without rows and keys that take no part, each either full or causal at the bottom right; and their launches."""
     pairs = pairs.copy()
-    pairs[:, 1] = np.maximum(pairs[:, 1], pairs[:, 5])
-    pairs[:, 6] = np.minimum(pairs[:, 6], pairs[:, 2])
-    neither = (pairs[:, 6] > pairs[:, 1] + 1) & (pairs[:, 6] < pairs[:, 2])
+    pairs[1] = np.maximum(pairs[1], pairs[5])
+    pairs[6] = np.minimum(pairs[6], pairs[2])
+    neither = (pairs[6] > pairs[1] + 1) & (pairs[6] < pairs[2])
     if not neither.any():
         return pairs, launch
-    upper, lower = pairs.copy(), pairs[neither]
-    upper[neither, 2] = upper[neither, 6]  # the queries up to the last key: causal
-    lower[:, 1] = lower[:, 6]  # the queries behind it see all of the keys
-    order = np.argsort(np.concatenate([np.arange(len(pairs)), np.flatnonzero(neither)]), kind="stable")
-    return np.concatenate([upper, lower])[order], np.concatenate([launch, launch[neither]])[order]
+    upper, lower = pairs.copy(), pairs[:, neither]
+    upper[2, neither] = upper[6, neither]  # the queries up to the last key: causal
+    lower[1] = lower[6]  # the queries behind it see all of the keys
+    order = np.argsort(np.concatenate([np.arange(len(launch)), np.flatnonzero(neither)]), kind="stable")
+    return np.concatenate([upper, lower], axis=1)[:, order], np.concatenate([launch, launch[neither]])[order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Fused:
 
 
 def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
-    """Entries of simple `pairs` [n, 9] of launches [n] (ascending) whose regions begin at operand rows `q_row`, `k_row` [n]."""
-    q_stop = q_row + pairs[:, 2] - pairs[:, 1]
-    k_stop = k_row + pairs[:, 6] - pairs[:, 5]
-    causal = pairs[:, 6] > pairs[:, 1] + 1
+    """Entries of simple `pairs` [9, n] of launches [n] (ascending) whose regions begin at operand rows `q_row`, `k_row` [n]."""
+    q_stop = q_row + pairs[2] - pairs[1]
+    k_stop = k_row + pairs[6] - pairs[5]
+    causal = pairs[6] > pairs[1] + 1
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
-    linked &= (pairs[1:, 0] == pairs[:-1, 0]) & (launch[1:] == launch[:-1])
-    bounds = run_bounds(~linked, len(pairs))
+    linked &= (pairs[0, 1:] == pairs[0, :-1]) & (launch[1:] == launch[:-1])
+    bounds = run_bounds(~linked, len(launch))
     first, last = bounds[:-1], bounds[1:] - 1
     a, b, c, d, e = q_row[first], q_stop[first], k_row[first], k_stop[last], causal[last]
     # One below the other, queries of the same keys: all full over the same keys, or a staircase that is causal as a whole.

@@ -129,10 +129,11 @@ class BackwardRun(PhaseRun):
         self.bound.mover.add([self.query_place(step.dq, dq), *self.key_places(step.dk, (dk, dv))])
 
     def query_place(self, packed: Packed, grad: Tensor) -> Place:
-        return Place(packed, grad, tuple(self.query_grad(run.buffer) for run in packed.runs))
+        return Place(packed, grad, tuple([self.query_grad(run.buffer) for run in packed.runs]))
 
-    def key_places(self, packed: Packed, grads: Tensor | tuple[Tensor, Tensor]) -> list[Place]:
-        return [Place(packed, grads[i], tuple(self.key_grad(run.buffer)[i] for run in packed.runs)) for i in (0, 1)]
+    def key_places(self, packed: Packed, grads: Sequence[Tensor]) -> list[Place]:
+        both = [self.key_grad(run.buffer).unbind(0) for run in packed.runs]
+        return [Place(packed, grads[i], tuple([pair[i] for pair in both])) for i in (0, 1)]
 
     def final_operand(self, operand: Operand, of: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         if operand.buffer >= 0:
@@ -160,7 +161,7 @@ class BackwardRun(PhaseRun):
             case Kind.Q_GRAD:
                 self.bound.mover.add([self.query_place(packed, tensors[0])])
             case _:
-                self.bound.mover.add(self.key_places(packed, (tensors[0][0], tensors[0][1])))
+                self.bound.mover.add(self.key_places(packed, tensors[0].unbind(0)))
 
     def place_final(self, packed: Packed, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
         """The gradient, output and LSE of queries that this rank serves for another."""

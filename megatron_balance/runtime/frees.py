@@ -21,11 +21,10 @@ def frees(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
             case Start(swap):
                 touched = _taken(swap)
             case Finish(swap):
-                touched = {(m.kind, m.buffer) for m in swap.receives if m.buffer > 0}
+                touched = {(m.kind, m.buffer) for m in swap.receives}
             case Launch() | GradLaunch():
-                touched = set(step.reads)
-        touched |= grads_of(step)
-        for value in touched:
+                touched = step.reads
+        for value in (*touched, *grads_of(step)):
             if value[1] > 0:
                 last[value] = index
     found: list[list[Value]] = [[] for _ in steps]

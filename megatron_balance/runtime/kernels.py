@@ -147,6 +147,8 @@ class CpuFlashKernel:
     name = "cpu_flash"
 
     def launches(self, entries: Entries) -> int:
+        if True not in entries.causal:
+            return len(entries.causal)
         return sum(
             2 if _is_staircase(a, b, c, d, mask) else 1 for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True)
         )
@@ -159,39 +161,39 @@ class CpuFlashKernel:
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
         parts: list[tuple[Tensor, Tensor]] = []
         for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True):
-            queries = q[:, :, a:b]
+            queries = _rows(q, a, b)
             if not _is_staircase(a, b, c, d, mask):
-                parts.append(_flash(queries, k[:, :, c:d], v[:, :, c:d], mask, scale))
+                parts.append(_flash(queries, _rows(k, c, d), _rows(v, c, d), mask, scale))
                 continue
             middle = d - (b - a)
-            before = _flash(queries, k[:, :, c:middle], v[:, :, c:middle], False, scale)
-            parts.append(merge(before, _flash(queries, k[:, :, middle:d], v[:, :, middle:d], True, scale)))
+            before = _flash(queries, _rows(k, c, middle), _rows(v, c, middle), False, scale)
+            parts.append(merge(before, _flash(queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)))
         if len(parts) == 1:
             out, lse = parts[0]
         else:
             out, lse = torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-        return out[0].transpose(0, 1), lse[0].T
+        return out.squeeze(0).transpose(0, 1), lse.squeeze(0).T
 
     def backward(
         self, entries: Entries, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
-        final = (_heads_first(dout[0]), _heads_first(dout[1]), dout[2].T[None])
+        final = (_heads_first(dout[0]), _heads_first(dout[1]), dout[2].T.unsqueeze(0))
         grads: list[tuple[Tensor, Tensor, Tensor]] = []
         for (a, b), (c, d), (e, f), mask in zip(entries.q, entries.k, entries.dout, entries.causal, strict=True):
-            queries, own = q[:, :, a:b], (final[0][:, :, e:f], final[1][:, :, e:f], final[2][:, :, e:f])
+            queries, own = _rows(q, a, b), (_rows(final[0], e, f), _rows(final[1], e, f), _rows(final[2], e, f))
             if not _is_staircase(a, b, c, d, mask):
-                grads.append(_flash_grad(own, queries, k[:, :, c:d], v[:, :, c:d], mask, scale))
+                grads.append(_flash_grad(own, queries, _rows(k, c, d), _rows(v, c, d), mask, scale))
                 continue
             middle = d - (b - a)
-            first = _flash_grad(own, queries, k[:, :, c:middle], v[:, :, c:middle], False, scale)
-            second = _flash_grad(own, queries, k[:, :, middle:d], v[:, :, middle:d], True, scale)
+            first = _flash_grad(own, queries, _rows(k, c, middle), _rows(v, c, middle), False, scale)
+            second = _flash_grad(own, queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)
             grads.append((first[0] + second[0], torch.cat([first[1], second[1]], 2), torch.cat([first[2], second[2]], 2)))
         if len(grads) == 1:
             dq, dk, dv = grads[0]
         else:
             dq, dk, dv = (torch.cat([g[i] for g in grads], 2) for i in range(3))
-        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+        return dq.squeeze(0).transpose(0, 1), dk.squeeze(0).transpose(0, 1), dv.squeeze(0).transpose(0, 1)
 
 
 def _is_staircase(a: int, b: int, c: int, d: int, causal: bool) -> bool:
@@ -200,7 +202,12 @@ def _is_staircase(a: int, b: int, c: int, d: int, causal: bool) -> bool:
 
 def _heads_first(x: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D], a view."""
-    return x.transpose(0, 1)[None]
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of `x` [1, H, T, ...]: a view, `x` itself if that is all of them."""
+    return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -219,8 +226,8 @@ def _flash_grad(
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge two partials of the same queries: out [..., D] in the first one's type, natural-log LSE [...]."""
     lse = torch.logaddexp(one[1], other[1])
-    out = one[0] * torch.exp(one[1] - lse)[..., None] + other[0] * torch.exp(other[1] - lse)[..., None]
-    return out.to(one[0].dtype), lse
+    weights = (torch.exp(part.sub(lse)).unsqueeze(-1) for part in (one[1], other[1]))
+    return one[0].mul(next(weights)).add(other[0].mul(next(weights))).to(one[0].dtype), lse
 
 
 _WIDE = (torch.float32, torch.float64)

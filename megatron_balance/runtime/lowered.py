@@ -19,8 +19,7 @@ from megatron_balance.runtime.parcels import Carried
 from megatron_balance.runtime.regions import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """Rows taken from (or added to) buffers: [num_rows, num_heads, ...] in the order of `runs`.
 
     `indices`: of each run, on the device. `direct`: all rows are consecutive rows of one buffer with the wanted heads, so a view
@@ -34,8 +33,7 @@ class Packed:
     direct: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """A kernel operand and where each entry's rows lie in it.
 
     `buffer` >= 0: the whole buffer, heads [head, head + num_heads); -1: `packed` is gathered first.
@@ -47,8 +45,7 @@ class Operand:
     packed: Packed
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """One forward kernel call. `entries`: what the kernel prepared; `calls`: how many launches it takes; `op`: its place in the program.
 
     `out`: packed output rows -> query buffers; `merges[i]`: run i adds to what is there.
@@ -65,8 +62,7 @@ class Launch:
     calls: int
 
 
-@dataclass(frozen=True, slots=True)
-class GradLaunch:
+class GradLaunch(NamedTuple):
     """One backward kernel call. `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors."""
 
     op: int
@@ -81,8 +77,7 @@ class GradLaunch:
     calls: int
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Rows of one kind and one head span between this rank and `peer`.
 
     Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to `packed`.
@@ -147,8 +142,7 @@ class Duty(NamedTuple):
     way: Way
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(NamedTuple):
     """One exchange of this rank. `pattern` and `group` as in `core.program.Exchange`; `op`: its place in the program.
 
     Messages with one peer stand together. `routed_sends`, `routed_receives`: by peer, the pieces that all messages with it travel as.
@@ -162,11 +156,11 @@ class Swap:
     group: tuple[int, ...]
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
-    tag: int = 0
-    routed_sends: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
-    routed_receives: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
-    far: frozenset[int] = frozenset()
-    stream: str = ""
+    tag: int
+    routed_sends: dict[int, tuple[Piece, ...]]
+    routed_receives: dict[int, tuple[Piece, ...]]
+    far: frozenset[int]
+    stream: str
 
     def places(self) -> list[tuple[str, str]]:
         """(stream, leg) of all that this rank sends and receives for itself in it, each once, in order."""
@@ -179,13 +173,11 @@ class Swap:
         return sorted(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     swap: Swap
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     swap: Swap
 
 

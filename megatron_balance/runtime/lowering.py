@@ -5,30 +5,30 @@ A ring over 64 ranks has 64 launches and 126 messages a phase; looked up one by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_balance.core.program import MOVED, PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
+from megatron_balance.core.program import MOVED, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.passes import order
 from megatron_balance.passes.interleave import Cuts, parts
 from megatron_balance.passes.order import collective_stream, stream_name
 from megatron_balance.passes.tables import Ints, as_array, concat, run_bounds
 from megatron_balance.passes.transpose import Policy, forward_id
 from megatron_balance.runtime.counters import counts
-from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.frees import INPUTS, frees
-from megatron_balance.runtime.kernels import Entries, Kernel
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap, Work
-from megatron_balance.runtime.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs, without
+from megatron_balance.runtime.kernels import Kernel
+from megatron_balance.runtime.launches import LaunchesOf, Launching, pack_runs
+from megatron_balance.runtime.lowered import Finish, Launch, Message, Packed, Phase, Start, Step, Swap, Work
+from megatron_balance.runtime.regions import Table, grouped_runs, without
 from megatron_balance.runtime.routes import Routed, lower_routes, tag_base
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.schedules.early import Early
 
-_SHIFT = 40
 _BOTH = (False, True)
 
 
@@ -73,7 +73,6 @@ class Lowering:
         self.program = program
         self.ranks_per_node, self.early, self.half = setting
         self.device = device
-        self.kernel = kernel
         home = as_array(program.home)
         sizes = home[:, 2] - home[:, 1]
         heads = {Kind.Q: shape.num_heads, Kind.KV: shape.num_kv_heads}
@@ -89,17 +88,27 @@ class Lowering:
         self.space = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
         self.values = self.space
         queues, names = _forward_queues(program)
-        self.forward = self.phase(program.forward, (sent, received), (queues, names), forward=True, free=policy == "replay")
+        launching = Launching(device, kernel)
+        looked_up = launching.look_up(program.forward, self.values)
+        launches = launching.forward(looked_up, names, self.space)
+        self.forward = self.phase(program.forward, (sent, received), (queues, names), launches, forward=True, free=policy == "replay")
         sent, received, instances = self.exchange_sides(program.backward, forward=False)
+        places = _backward_queues(program)
         if policy == "replay":
             self.values = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
-        self.backward = self.phase(program.backward, (sent, received), _backward_queues(program), forward=False, free=True)
+            looked_up = launching.look_up(program.backward, self.values)
+        elif looked_up is not None:  # the same launches in reverse, over the same rows
+            looked_up = looked_up.reversed(program)
+        launches = launching.backward(looked_up, places[1], self.space)
+        self.backward = self.phase(program.backward, (sent, received), places, launches, forward=False, free=True)
 
     # Messages
 
     def exchange_sides(self, ops: Sequence[Op], *, forward: bool) -> tuple[_Messages, _Messages, dict[Kind, list[Ints]]]:
         """Messages sent and received, and the received inputs as instances of new buffers."""
-        home = [self.home_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops]
+        home = [(False, False)] * len(ops)
+        if self.program.opening:
+            home = [self.home_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops]
         tables = [op.transfers if isinstance(op, Exchange) else None for op in ops]
         rows = concat([t for t in tables if t is not None], TRANSFER_WIDTH)
         op_index = np.repeat([i for i, t in enumerate(tables) if t is not None], [len(t) for t in tables if t is not None]).astype(np.int64)
@@ -107,26 +116,28 @@ class Lowering:
         sent = self.messages(rows[mine], op_index[mine], 7, [sends for sends, _ in home])
         mine = rows[:, 7] == self.program.rank
         received = self.messages(rows[mine], op_index[mine], 6, [receives for _, receives in home])
-        instances: dict[Kind, list[Ints]] = {kind: [] for kind in INPUTS}
+        return sent, received, self.instances(received)
+
+    def instances(self, received: _Messages) -> dict[Kind, list[Ints]]:
+        """A new buffer for each message of inputs, numbered in order: the regions that then lie in it."""
+        rows, begin = received.rows, received.begin
+        sizes = rows[:, 3] - rows[:, 2]
+        before = np.append(0, sizes.cumsum())
+        totals, heads = np.diff(before[begin]).tolist(), (rows[begin[:-1], 5] - rows[begin[:-1], 4]).tolist()
         for i, kind in enumerate(received.kind):
-            if kind not in INPUTS:
-                continue
-            part = received.rows[received.begin[i] : received.begin[i + 1]]
-            sizes = part[:, 3] - part[:, 2]
-            buffer = received.buffer[i] = self.num_buffers
-            self.num_buffers += 1
-            instance = np.empty((len(part), 7), dtype=np.int64)
-            instance[:, :5] = part[:, 1:6]
-            instance[:, 5] = buffer
-            instance[:, 6] = np.cumsum(sizes) - sizes
-            instances[kind].append(instance)
-            self.sizes[kind][buffer] = (int(sizes.sum()), int(part[0, 5] - part[0, 4]))
-        return sent, received, instances
+            if kind in INPUTS:
+                received.buffer[i] = self.num_buffers
+                self.sizes[kind][self.num_buffers] = (totals[i], heads[i])
+                self.num_buffers += 1
+        of = np.repeat(np.arange(len(received.kind)), np.diff(begin))
+        table = np.empty((len(rows), 7), dtype=np.int64)
+        table[:, :5] = rows[:, 1:6]
+        table[:, 5] = np.array(received.buffer, dtype=np.int64)[of]
+        table[:, 6] = before[:-1] - before[begin[of]]
+        return {kind: [table[rows[:, 0] == kind]] for kind in INPUTS}
 
     def home_sides(self, exchange_id: int, *, forward: bool) -> tuple[bool, bool]:
-        """Whether what an exchange sends, and what it receives, lies in the linear layout: at the ends of a remapped call."""
-        if not self.program.opening:
-            return False, False
+        """Whether what an exchange of a remapped call sends, and what it receives, lies in the linear layout: at the ends."""
         if forward:
             return exchange_id < self.program.opening, exchange_id == self.program.num_exchanges - 1
         of = forward_id(exchange_id, self.program)
@@ -135,12 +146,16 @@ class Lowering:
 
     def messages(self, rows: Ints, op_index: Ints, peers: int, at_home: Sequence[bool]) -> _Messages:
         """A message is what one exchange moves of one kind and head span to or from one peer; both sides cut alike."""
-        order = np.lexsort((rows[:, 5], rows[:, 4], rows[:, 0], rows[:, peers], op_index))
-        rows, op_index = rows[order], op_index[order]
-        keys = np.column_stack([op_index, rows[:, peers], rows[:, 0], rows[:, 4], rows[:, 5]])
-        bounds = run_bounds((keys[1:] != keys[:-1]).any(axis=1), len(rows))
+        keys = np.stack([op_index, rows[:, peers], rows[:, 0], rows[:, 4], rows[:, 5]])
+        changes = keys[:, 1:] != keys[:, :-1]
+        first = changes.argmax(axis=0), np.arange(max(0, len(rows) - 1))  # the column that tells a row from the one before
+        if (keys[:, 1:][first] < keys[:, :-1][first]).any():
+            order = np.lexsort(keys[::-1])
+            rows, op_index, keys = rows[order], op_index[order], keys[:, order]
+            changes = keys[:, 1:] != keys[:, :-1]
+        bounds = run_bounds(changes.any(axis=0), len(rows))
         begin = bounds[:-1]
-        kinds = [Kind(k) for k in rows[begin, 0].tolist()]
+        kinds = [_KINDS[k] for k in rows[begin, 0].tolist()]
         peer = rows[begin, peers].tolist()
         ops = op_index[begin].tolist()
         return _Messages(rows, bounds, ops, peer, kinds, [-1] * len(begin), [at_home[op] for op in ops])
@@ -149,31 +164,29 @@ class Lowering:
         self, ops: Sequence[Op], sides: tuple[_Messages, _Messages], zones: Sequence[str], routed: dict[int, Routed], *, forward: bool
     ) -> dict[int, Swap]:
         """The exchanges of a phase by op index."""
-        sends: dict[int, list[Message]] = {i: [] for i, op in enumerate(ops) if isinstance(op, Exchange)}
-        receives: dict[int, list[Message]] = {i: [] for i in sends}
-        for side, lists in zip(sides, (sends, receives), strict=True):
-            for message in self.side_messages(side):
-                lists[message[0]].append(message[1])
-        found: dict[int, Swap] = {}
+        sends, receives = (self.messages_of(side) for side in sides)
         node = self.program.rank // self.ranks_per_node
+        found: dict[int, Swap] = {}
         for i, op in enumerate(ops):
             if isinstance(op, Exchange):
+                out, back = sends.get(i, ()), receives.get(i, ())
                 part = routed.get(i, _NOT_ROUTED)
-                far = frozenset(m.peer for m in (*sends[i], *receives[i]) if m.peer // self.ranks_per_node != node)
+                far = frozenset([m.peer for m in (*out, *back) if m.peer // self.ranks_per_node != node])
                 stream = collective_stream(op.group, self.ranks_per_node) if op.pattern != "p2p" else ""
-                swap = Swap(
-                    *(i, op.id, zones[i], op.pattern, op.group, tuple(sends[i]), tuple(receives[i])),
-                    *(tag_base(op.id, forward=forward, half=self.half), part.sends, part.receives, far, stream),
-                )
-                found[i] = swap
+                tag = tag_base(op.id, forward=forward, half=self.half)
+                found[i] = Swap(i, op.id, zones[i], op.pattern, op.group, out, back, tag, part.sends, part.receives, far, stream)
         return found
 
-    def side_messages(self, side: _Messages) -> Iterator[tuple[int, Message]]:
-        """(op index, message) of one side of all exchanges."""
-        node = self.program.rank // self.ranks_per_node
+    def messages_of(self, side: _Messages) -> dict[int, tuple[Message, ...]]:
+        """One side of all exchanges by op index."""
         moved = {(op, peer) for op, peer, kind in zip(side.op, side.peer, side.kind, strict=True) if kind in MOVED}
-        for op, peer, kind, buffer, packed in zip(side.op, side.peer, side.kind, side.buffer, self.packed_messages(side), strict=True):
-            yield op, Message(peer, kind, packed, buffer, (), _DIRECT[peer // self.ranks_per_node != node, (op, peer) in moved])
+        node, size = self.program.rank // self.ranks_per_node, self.ranks_per_node
+        messages = [
+            Message(peer, kind, packed, buffer, (), _DIRECT[peer // size != node, (op, peer) in moved])
+            for op, peer, kind, buffer, packed in zip(side.op, side.peer, side.kind, side.buffer, self.packed_messages(side), strict=True)
+        ]
+        bounds = run_bounds(np.diff(side.op) != 0, len(side.op)).tolist() if messages else [0]
+        return {side.op[a]: tuple(messages[a:b]) for a, b in pairwise(bounds)}
 
     def packed_messages(self, side: _Messages) -> list[Packed]:
         """Rows of every message; received inputs have none, they become buffers."""
@@ -185,90 +198,17 @@ class Lowering:
         tables = {"values": self.values, "space": self.space, "home": self.home}
         places = zip(side.kind, side.at_home, side.buffer, strict=True)
         table_of = [_NO_TABLE if buffer >= 0 else _TABLE_OF[at_home][kind] for kind, at_home, buffer in places]
-        for name in sorted(set(table_of) - {_NO_TABLE}):
-            which = [i for i, table in enumerate(table_of) if table == name]
-            mine = np.zeros(len(table_of), dtype=bool)
-            mine[which] = True
+        names = sorted(set(table_of) - {_NO_TABLE})
+        number_of = np.array([names.index(name) if name in names else -1 for name in table_of], dtype=np.int64)
+        for number, (name, kind) in enumerate(names):
+            mine = number_of == number
             chosen = mine[owner]
-            regions = side.rows[chosen, 1:6]
-            renumbered = (np.cumsum(mine) - 1)[owner[chosen]]
-            table = tables[name[0]][name[1]]
-            for i, runs in zip(which, grouped_runs(regions, table.resolve(regions), renumbered, len(which)), strict=True):
-                found[i] = self.packed(runs, num_rows[i], num_heads[i])
+            renumbered = (mine.cumsum() - 1)[owner[chosen]]
+            pieces = tables[name][kind].resolve(side.rows[chosen, 1:6].T)
+            which = np.flatnonzero(mine).tolist()
+            for i, runs in zip(which, grouped_runs(sizes[chosen], pieces, renumbered, len(which)), strict=True):
+                found[i] = pack_runs(runs, num_rows[i], num_heads[i], self.device)
         return [p if p is not None else Packed((), num_rows[i], num_heads[i]) for i, p in enumerate(found)]
-
-    def packed(self, runs: tuple[Run, ...], num_rows: int, num_heads: int) -> Packed:
-        if len(runs) == 1 and runs[0].index is None:
-            return Packed(runs, num_rows, num_heads, _CONSECUTIVE, runs[0].num_heads == num_heads)
-        indices = tuple(None if r.index is None else torch.from_numpy(r.index).to(self.device, non_blocking=True) for r in runs)
-        return Packed(runs, num_rows, num_heads, indices, direct=False)
-
-    # Launches
-
-    def operands(self, table: Table, regions: Ints, launch: Ints, count: int) -> tuple[list[Operand], Ints]:
-        """For each launch an operand that holds its `regions` [n, 5] (of one head span), and the row where each region begins."""
-        pieces = table.resolve(regions)
-        begin = np.searchsorted(launch[pieces[:, REGION]], np.arange(count))
-        first = np.searchsorted(pieces[:, REGION], np.arange(len(regions)))
-        row = pieces[first, BUFFER_ROW] - pieces[first, ROW]
-        wanted = regions[:, 4] - regions[:, 3]
-        in_row = pieces[:, BUFFER_ROW] - pieces[:, ROW] == row[pieces[:, REGION]]
-        in_row &= pieces[:, NUM_HEADS] == wanted[pieces[:, REGION]]
-        direct = np.logical_and.reduceat(in_row, begin)
-        for column in (BUFFER, BUFFER_HEAD):
-            direct &= np.minimum.reduceat(pieces[:, column], begin) == np.maximum.reduceat(pieces[:, column], begin)
-        found: list[Operand] = []
-        starts = np.searchsorted(launch, np.arange(count + 1)).tolist()
-        heads = wanted[starts[:-1]].tolist()
-        buffers, buffer_heads = pieces[begin, BUFFER].tolist(), pieces[begin, BUFFER_HEAD].tolist()
-        for i, is_direct in enumerate(direct.tolist()):
-            if is_direct:
-                found.append(Operand(buffers[i], buffer_heads[i], heads[i], _NOTHING))
-                continue
-            part = slice(starts[i], starts[i + 1])
-            union = _union(regions[part])
-            runs = grouped_runs(union, table.resolve(union), np.zeros(len(union), dtype=np.int64), 1)[0]
-            sizes = union[:, 2] - union[:, 1]
-            at = np.searchsorted((union[:, 0] << _SHIFT) | union[:, 1], (regions[part, 0] << _SHIFT) | regions[part, 1], side="right") - 1
-            row[part] = (np.cumsum(sizes) - sizes)[at] + regions[part, 1] - union[at, 1]
-            found.append(Operand(-1, 0, heads[i], self.packed(runs, int(sizes.sum()), heads[i])))
-        return found, row
-
-    def launches(self, ops: Sequence[Op], zones: Sequence[str], *, forward: bool) -> dict[int, list[Launch | GradLaunch]]:
-        """Launches by op index; an op has one for each head span of its pairs."""
-        indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
-        tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
-        if not indices:
-            return {}
-        pairs = concat(tables, PAIR_WIDTH)
-        pairs, launch, op_of = _by_heads(pairs, np.repeat(indices, [len(t) for t in tables]))
-        count = len(op_of)
-        pairs, launch = simple_pairs(pairs, launch)
-        queries, keys = pairs[:, :5], pairs[:, [0, 5, 6, 7, 8]]
-        q, q_row = self.operands(self.values[Kind.Q], queries, launch, count)
-        k, k_row = self.operands(self.values[Kind.KV], keys, launch, count)
-        fused = fuse(pairs, launch, q_row, k_row)
-        out = self.targets(self.space[Kind.Q], queries, launch, fused.q_pairs, count, distinct=forward)
-        dk = [] if forward else self.targets(self.space[Kind.KV], keys, launch, fused.k_pairs, count)
-        entries = _entries(fused, count, [] if forward else out)
-        found: dict[int, list[Launch | GradLaunch]] = {}
-        for i, op in enumerate(op_of):
-            prepared, calls, reads = self.kernel.prepare(entries[i], self.device), self.kernel.launches(entries[i]), _reads(q[i], k[i])
-            if forward:
-                step = Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads, calls)
-            else:
-                step = GradLaunch(op, zones[op], q[i], k[i], _final_rows(out[i]), prepared, out[i], dk[i], reads, calls)
-            found.setdefault(op, []).append(step)
-        return found
-
-    def targets(self, table: Table, regions: Ints, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False) -> list[Packed]:
-        """Where the packed rows of each launch go: `chosen` regions, in order."""
-        regions, owner = regions[chosen], launch[chosen]
-        runs = grouped_runs(regions, table.resolve(regions), owner, count, distinct=distinct)
-        begin = np.searchsorted(owner, np.arange(count))
-        rows = np.add.reduceat(regions[:, 2] - regions[:, 1], begin).tolist()
-        heads = (regions[begin, 4] - regions[begin, 3]).tolist()
-        return [self.packed(r, n, h) for r, n, h in zip(runs, rows, heads, strict=True)]
 
     # Phases
 
@@ -277,17 +217,17 @@ class Lowering:
         ops: Sequence[Op],
         sides: tuple[_Messages, _Messages],
         places: tuple[Sequence[int], Sequence[str]],
+        launches: LaunchesOf,
         *,
         forward: bool,
         free: bool,
     ) -> Phase:
-        """Steps of one phase. `sides`: messages sent and received; `places`: queue and zone name of each op; `free`: drop received
-        inputs once nothing reads them.
+        """Steps of one phase. `sides`: messages sent and received; `places`: queue and zone name of each op; `launches`: by op; `free`:
+        drop received inputs once nothing reads them.
         """
         queues, zones = places
         routed, duties = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, half=self.half)
         swaps = self.swaps(ops, sides, zones, routed, forward=forward)
-        launches = self.launches(ops, zones, forward=forward)
         steps: list[Step] = []
         early = self.early.forward if forward else self.early.backward
         ordered, where = parts(ops, order.order(ops, self.program.rank), early)
@@ -318,27 +258,36 @@ class Lowering:
         by_rows = all(run.num_heads == sizes[run.buffer][1] for packed in outputs for run in packed.runs)  # no run splits heads
         written = {buffer: np.zeros((rows, 1 if by_rows else heads), dtype=bool) for buffer, (rows, heads) in sizes.items()}
         blank: set[int] = set()
+        whole: set[tuple[int, ...]] = set()  # (buffer, start, stop, head, heads) of consecutive rows that are all written
 
         def mark(packed: Packed) -> tuple[bool, ...]:
-            merges = []
+            merges: list[bool] = []
             for run in packed.runs:
-                rows = slice(run.start, run.stop) if run.index is None else run.index
-                part = written[run.buffer][rows, run.buffer_head : run.buffer_head + run.num_heads]
-                some = bool(part.any())
-                merges.append(some)
-                if some and not part.all():
+                place = (run.buffer, run.start, run.stop, run.buffer_head, run.num_heads)
+                if run.index is None and place in whole:
+                    merges.append(True)
+                    continue
+                part = (
+                    slice(run.start, run.stop) if run.index is None else run.index,
+                    slice(run.buffer_head, run.buffer_head + run.num_heads),
+                )
+                before = written[run.buffer][part]
+                merges.append(bool(before.any()))
+                if merges[-1] and not before.all():
                     blank.add(run.buffer)
-                if not some or run.buffer in blank:
-                    written[run.buffer][rows, run.buffer_head : run.buffer_head + run.num_heads] = True
+                if not merges[-1] or run.buffer in blank:
+                    written[run.buffer][part] = True
+                if run.index is None:
+                    whole.add(place)
             return tuple(merges)
 
         marked: list[Step] = []
         for step in steps:
             if isinstance(step, Launch):
-                marked.append(replace(step, merges=mark(step.out)))
+                marked.append(step._replace(merges=mark(step.out)))
             elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.swap.receives):
-                receives = tuple(replace(m, merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.swap.receives)
-                marked.append(Finish(replace(step.swap, receives=receives)))
+                receives = tuple(m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.swap.receives)
+                marked.append(Finish(step.swap._replace(receives=receives)))
             else:
                 marked.append(step)
         return marked, tuple(sorted(blank))
@@ -346,8 +295,7 @@ class Lowering:
 
 _DIRECT = {(crosses, moved): stream_name("direct", crosses, "moved" if moved else "copied") for crosses in _BOTH for moved in _BOTH}
 """The stream of a direct message, by whether it crosses nodes and whether its lane is "moved"."""
-_NOTHING = Packed((), 0, 0)
-_CONSECUTIVE = (None,)
+_KINDS = tuple(Kind)
 _NO_TABLE = ("", Kind.Q)
 _AWAY = {
     **{kind: ("values", kind) for kind in INPUTS},
@@ -386,62 +334,3 @@ def _backward_queues(program: RankProgram) -> tuple[list[int], list[str]]:
             place = next(remaining)
         places.append(exchanges.get(forward_id(op.id, program), place) if isinstance(op, Exchange) else place)
     return [queue for queue, _ in places], [name for _, name in places]
-
-
-def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
-    """Pairs sorted by launch (an op and a head span), the launch of each pair, and the op of each launch."""
-    keys = np.column_stack([op_index, pairs[:, 3], pairs[:, 4], pairs[:, 7], pairs[:, 8]])
-    changes = (keys[1:] != keys[:-1]).any(axis=1)
-    if int((changes & (keys[1:, 0] == keys[:-1, 0])).sum()):
-        order = np.lexsort(keys.T[::-1])
-        pairs, keys = pairs[order], keys[order]
-        changes = (keys[1:] != keys[:-1]).any(axis=1)
-    bounds = run_bounds(changes, len(pairs))
-    return pairs, np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), keys[bounds[:-1], 0].tolist()
-
-
-def _entries(fused: Fused, count: int, out: list[Packed]) -> list[Entries]:
-    """Per launch. With `out` (backward): entries also say where their rows of the output gradient lie."""
-    q = list(zip(fused.q_start.tolist(), fused.q_stop.tolist(), strict=True))
-    k = list(zip(fused.k_start.tolist(), fused.k_stop.tolist(), strict=True))
-    causal = fused.causal.tolist()
-    begin = np.searchsorted(fused.launch, np.arange(count + 1)).tolist()
-    sizes = fused.q_stop - fused.q_start
-    packed = np.cumsum(sizes) - sizes
-    found = []
-    for i in range(count):
-        a, b = begin[i], begin[i + 1]
-        dout: tuple[tuple[int, int], ...] = ()
-        if out:
-            start = packed[a:b] - packed[a] + (out[i].runs[0].start if out[i].direct else 0)
-            dout = tuple(zip(start.tolist(), (start + sizes[a:b]).tolist(), strict=True))
-        found.append(Entries(tuple(q[a:b]), tuple(k[a:b]), tuple(causal[a:b]), dout))
-    return found
-
-
-def _final_rows(packed: Packed) -> Operand:
-    """The output's gradient, the output and its LSE of the packed rows: a view of one buffer, or gathered."""
-    if packed.direct:
-        return Operand(packed.runs[0].buffer, packed.runs[0].buffer_head, packed.num_heads, packed)
-    return Operand(-1, 0, packed.num_heads, packed)
-
-
-def _union(regions: Ints) -> Ints:
-    """Disjoint regions, in order, over the same tokens as `regions` (which have the same heads)."""
-    begin, end = (regions[:, 0] << _SHIFT) | regions[:, 1], (regions[:, 0] << _SHIFT) | regions[:, 2]
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
-    reach = np.maximum.accumulate(end)
-    bounds = run_bounds(begin[1:] > reach[:-1], len(begin))
-    first, last = bounds[:-1], bounds[1:] - 1
-    union = np.tile(regions[0], (len(first), 1))
-    union[:, 0], union[:, 1] = begin[first] >> _SHIFT, begin[first] & ((1 << _SHIFT) - 1)
-    union[:, 2] = reach[last] & ((1 << _SHIFT) - 1)
-    return union
-
-
-def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:
-    found: set[tuple[Kind, int]] = set()
-    for kind, operand in ((Kind.Q, q), (Kind.KV, k)):
-        found |= {(kind, operand.buffer)} if operand.buffer >= 0 else {(kind, run.buffer) for run in operand.packed.runs}
-    return frozenset(found)

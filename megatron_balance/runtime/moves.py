@@ -123,13 +123,13 @@ def choose_mover(name: str, device: torch.device) -> Mover:
 
 def part(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
     """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view, `x` itself if that is all of it."""
-    rows = x if stop - start == x.shape[0] else x[start:stop]
-    return part_heads(rows, head, num_heads)
+    rows = x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
+    return rows if num_heads == rows.shape[1] else rows.narrow(1, head, num_heads)
 
 
 def part_heads(x: Tensor, head: int, num_heads: int) -> Tensor:
     """Heads [head, head + num_heads) of `x`: a view, `x` itself if that is all of them."""
-    return x if num_heads == x.shape[1] else x[:, head : head + num_heads]
+    return x if num_heads == x.shape[1] else x.narrow(1, head, num_heads)
 
 
 class PlainMover:
@@ -140,16 +140,20 @@ class PlainMover:
     def fill(self, fills: Sequence[Fill]) -> None:
         for packed, sources, target in fills:
             for run, index, source in zip(packed.runs, packed.indices, sources, strict=True):
-                rows = source[run.start : run.stop] if index is None else source.index_select(0, index)
-                taken = part(rows, 0, run.count, run.buffer_head, run.num_heads)
+                if index is None:
+                    taken = part(source, run.start, run.stop, run.buffer_head, run.num_heads)
+                else:
+                    taken = part_heads(source.index_select(0, index), run.buffer_head, run.num_heads)
                 part(target, run.row, run.row + run.count, run.head, run.num_heads).copy_(taken)
 
     def place(self, places: Sequence[Place]) -> None:
         for packed, source, targets in places:
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
                 own = part(source, run.row, run.row + run.count, run.head, run.num_heads)
-                rows = slice(run.start, run.stop) if index is None else index
-                target[rows, run.buffer_head : run.buffer_head + run.num_heads] = own.to(target.dtype)
+                if index is None:
+                    part(target, run.start, run.stop, run.buffer_head, run.num_heads).copy_(own)
+                else:
+                    part_heads(target, run.buffer_head, run.num_heads)[index] = own.to(target.dtype)
 
     def add(self, places: Sequence[Place]) -> None:
         for packed, source, targets in places:
@@ -191,13 +195,19 @@ class PlainPartials:
             self.make(run.buffer)
             new_out = part(out, run.row, run.row + run.count, run.head, run.num_heads)
             new_lse = part(lse, run.row, run.row + run.count, run.head, run.num_heads)
-            held_out = part_heads(self.out[run.buffer], run.buffer_head, run.num_heads)
-            held_lse = part_heads(self.lse[run.buffer], run.buffer_head, run.num_heads)
-            rows = slice(run.start, run.stop) if index is None else index
+            held = self.out[run.buffer], self.lse[run.buffer]
+            if index is None:
+                held_out, held_lse = (part(x, run.start, run.stop, run.buffer_head, run.num_heads) for x in held)
+                if merging:
+                    new_out, new_lse = merge((held_out, held_lse), (new_out, new_lse))
+                held_out.copy_(new_out)
+                held_lse.copy_(new_lse)
+                continue
+            held_out, held_lse = (part_heads(x, run.buffer_head, run.num_heads) for x in held)
             if merging:
-                new_out, new_lse = merge((held_out[rows], held_lse[rows]), (new_out, new_lse))
-            held_out[rows] = new_out.to(self.space.wide)
-            held_lse[rows] = new_lse
+                new_out, new_lse = merge((held_out[index], held_lse[index]), (new_out, new_lse))
+            held_out[index] = new_out.to(self.space.wide)
+            held_lse[index] = new_lse
 
     def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         if into is None and packed.direct and self.space.dtype == self.space.wide:

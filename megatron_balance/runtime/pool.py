@@ -99,9 +99,11 @@ class BufferPool:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor that is not filled. Its memory is its own until the last tensor on it is gone."""
+        if not self.lends(device):
+            return torch.empty(shape, dtype=dtype, device=device)
         num_elements = prod(shape)
         num_bytes = _aligned(num_elements * dtype.itemsize)
-        if not num_bytes or not self.lends(device):
+        if not num_bytes:
             return torch.empty(shape, dtype=dtype, device=device)
         with self._lock:
             self._take_back()

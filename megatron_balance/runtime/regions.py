@@ -6,7 +6,7 @@ message in a buffer of its own). `Table.resolve` turns regions into *pieces*, ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,46 +23,50 @@ class Table:
 
     def __init__(self, instances: Ints) -> None:
         order = np.argsort((instances[:, 0] << _SHIFT) | instances[:, 1], kind="stable")
-        self.rows = instances[order]
-        self.start = (self.rows[:, 0] << _SHIFT) | self.rows[:, 1]
-        self.stop = (self.rows[:, 0] << _SHIFT) | self.rows[:, 2]
+        self.columns = instances.T[:, order]
+        self.start = (self.columns[0] << _SHIFT) | self.columns[1]
+        self.stop = (self.columns[0] << _SHIFT) | self.columns[2]
         self.disjoint = bool((self.stop[:-1] <= self.start[1:]).all())
 
     def resolve(self, regions: Ints) -> Ints:
-        """Pieces of regions [n, 5]: rows (region, row in it, count, head in it, heads, buffer, buffer row, buffer head).
+        """Pieces [8, m] of regions [5, n]: (region, row in it, count, head in it, heads, buffer, buffer row, buffer head) of each.
 
         Raises InvalidProgramError: part of a region is not held.
         """
-        begin = (regions[:, 0] << _SHIFT) | regions[:, 1]
-        end = (regions[:, 0] << _SHIFT) | regions[:, 2]
-        if not self.disjoint or not len(self.rows):
+        seq, start, stop, head_start, head_stop = regions
+        begin, end = (seq << _SHIFT) | start, (seq << _SHIFT) | stop
+        if not self.disjoint or not len(self.start):
             return self._resolve_overlapping(regions, begin, end)
-        first = np.searchsorted(self.start, begin, side="right") - 1
-        region, found = ranges(first, np.searchsorted(self.start, end, side="left"))
-        low = np.maximum(begin[region], self.start[found])
-        high = np.minimum(end[region], self.stop[found])
-        held, wanted = self.rows[found], regions[region]
-        pieces = np.empty((len(region), 8), dtype=np.int64)
-        pieces[:, REGION] = region
-        pieces[:, ROW] = low - begin[region]
-        pieces[:, COUNT] = high - low
-        pieces[:, HEAD] = 0
-        pieces[:, NUM_HEADS] = wanted[:, 4] - wanted[:, 3]
-        pieces[:, BUFFER] = held[:, 5]
-        pieces[:, BUFFER_ROW] = held[:, 6] + low - self.start[found]
-        pieces[:, BUFFER_HEAD] = wanted[:, 3] - held[:, 3]
-        whole = int(np.maximum(pieces[:, COUNT], 0).sum()) == int((end - begin).sum()) and (pieces[:, COUNT] > 0).all()
-        if not (whole and (found >= 0).all() and (held[:, 3] <= wanted[:, 3]).all() and (held[:, 4] >= wanted[:, 4]).all()):
+        first = self.start.searchsorted(begin, side="right") - 1
+        whole = (end <= self.stop[first]).all()  # each lies in one instance, which is the rule
+        region, found = (np.arange(len(first)), first) if whole else ranges(first, self.start.searchsorted(end, side="left"))
+        _, _, _, held_start, held_stop, buffer, row = self.columns[:, found]
+        began, wanted_begin, wanted_end = self.start[found], begin, end
+        if not whole:
+            wanted_begin, wanted_end, head_start, head_stop = begin[region], end[region], head_start[region], head_stop[region]
+        low, high = np.maximum(wanted_begin, began), np.minimum(wanted_end, self.stop[found])
+        count = high - low
+        if not (
+            (first >= 0).all()
+            and (count > 0).all()
+            and count.sum() == (end - begin).sum()
+            and (held_start <= head_start).all()
+            and (held_stop >= head_stop).all()
+        ):
             return self._resolve_overlapping(regions, begin, end)
+        pieces = np.empty((8, len(region)), dtype=np.int64)
+        pieces[REGION], pieces[ROW], pieces[COUNT], pieces[HEAD] = region, low - wanted_begin, count, 0
+        pieces[NUM_HEADS], pieces[BUFFER] = head_stop - head_start, buffer
+        pieces[BUFFER_ROW], pieces[BUFFER_HEAD] = row + low - began, head_start - held_start
         return pieces
 
     def _resolve_overlapping(self, regions: Ints, begin: Ints, end: Ints) -> Ints:
         """The same for instances that share tokens (other heads of the same tokens, say): region by region."""
         pieces: list[tuple[int, ...]] = []
-        for index, (region, low, high) in enumerate(zip(regions.tolist(), begin.tolist(), end.tolist(), strict=True)):
+        for index, (region, low, high) in enumerate(zip(regions.T.tolist(), begin.tolist(), end.tolist(), strict=True)):
             missing = [(low, high, region[3], region[4])]
             for at in np.flatnonzero((self.start < high) & (self.stop > low)).tolist():
-                _, _, _, head_start, head_stop, buffer, row = self.rows[at].tolist()
+                _, _, _, head_start, head_stop, buffer, row = self.columns[:, at].tolist()
                 left: list[tuple[int, int, int, int]] = []
                 for a, b, c, d in missing:
                     x, y = max(a, int(self.start[at])), min(b, int(self.stop[at]))
@@ -78,7 +82,7 @@ class Table:
                     f"a rank does not hold all of s{region[0]}[{region[1]}:{region[2]}) heads [{region[3]}:{region[4]})"
                 )
         table = np.array(pieces, dtype=np.int64).reshape(-1, 8)
-        return table[np.lexsort((table[:, HEAD], table[:, ROW], table[:, REGION]))]
+        return table[np.lexsort((table[:, HEAD], table[:, ROW], table[:, REGION]))].T
 
 
 def without(instances: Ints, regions: Ints) -> Ints:
@@ -100,8 +104,7 @@ def without(instances: Ints, regions: Ints) -> Ints:
     return left[low < high]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`.
 
     `start` to `stop` are the buffer's rows if they are consecutive, else `index` lists them. Heads [head, head + num_heads)
@@ -119,41 +122,48 @@ class Run:
     buffer_head: int
 
 
-def grouped_runs(regions: Ints, pieces: Ints, owner: Ints, num_owners: int, *, distinct: bool = False) -> list[tuple[Run, ...]]:
-    """For each owner, the pieces of its regions packed one after the other, joined into as few runs as possible.
+def grouped_runs(sizes: Ints, pieces: Ints, owner: Ints, num_owners: int, *, distinct: bool = False) -> list[tuple[Run, ...]]:
+    """For each owner, the pieces [8, m] of its regions packed one after the other, joined into as few runs as possible.
 
-    `owner` [n], ascending: whose each region is. `distinct`: no run names a row twice (for writing: partials of one query from
-    several entries of a launch).
+    `sizes`, `owner` [n]: tokens of each region, and whose it is, ascending. `distinct`: no run names a row twice (for writing: partials
+    of one query from several entries of a launch).
     """
     found: list[list[Run]] = [[] for _ in range(num_owners)]
-    if not len(pieces):
+    if not pieces.shape[1]:
         return [tuple(f) for f in found]
-    sizes = regions[:, 2] - regions[:, 1]
-    offsets = np.cumsum(sizes) - sizes
-    whose = owner[pieces[:, REGION]]
-    base = offsets[np.minimum(np.searchsorted(owner, np.arange(num_owners)), len(regions) - 1)]
-    row = offsets[pieces[:, REGION]] + pieces[:, ROW] - base[whose]
-    behind = pieces[1:, BUFFER_ROW] == pieces[:-1, BUFFER_ROW] + pieces[:-1, COUNT]
-    same = (whose[1:] == whose[:-1]) & (row[1:] == row[:-1] + pieces[:-1, COUNT])
+    offsets = sizes.cumsum() - sizes
+    region, count, begin = pieces[REGION], pieces[COUNT], pieces[BUFFER_ROW]
+    whose = owner[region]
+    base = offsets[np.minimum(owner.searchsorted(np.arange(num_owners)), len(sizes) - 1)]
+    row = offsets[region] + pieces[ROW] - base[whose]
+    behind = begin[1:] == begin[:-1] + count[:-1]
+    same = (whose[1:] == whose[:-1]) & (row[1:] == row[:-1] + count[:-1])
     for column in (BUFFER, HEAD, NUM_HEADS, BUFFER_HEAD):
-        same &= pieces[1:, column] == pieces[:-1, column]
-    bounds = run_bounds(~same, len(pieces))
+        same &= pieces[column, 1:] == pieces[column, :-1]
+    bounds = run_bounds(~same, len(row))
     begins, ends = bounds[:-1], bounds[1:]
-    gaps = np.zeros(len(pieces), dtype=np.int64)
+    gaps = np.zeros(len(row), dtype=np.int64)
     np.cumsum(~behind, out=gaps[1:])
-    consecutive = (gaps[ends - 1] == gaps[begins]).tolist()
-    counts = np.add.reduceat(pieces[:, COUNT], begins).tolist()
-    columns = pieces[begins][:, [BUFFER, BUFFER_ROW, HEAD, NUM_HEADS, BUFFER_HEAD]].tolist()
-    for at, (a, b) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        buffer, start, head, num_heads, buffer_head = columns[at]
-        if consecutive[at]:
-            found[whose[a]].append(Run(int(row[a]), counts[at], buffer, start, start + counts[at], None, head, num_heads, buffer_head))
-            continue
-        index = ranges(pieces[a:b, BUFFER_ROW], pieces[a:b, BUFFER_ROW] + pieces[a:b, COUNT])[1]
-        if distinct and not (index[1:] > index[:-1]).all() and len(set(index.tolist())) < len(index):
-            for one in range(a, b):
-                begin, count = int(pieces[one, BUFFER_ROW]), int(pieces[one, COUNT])
-                found[whose[a]].append(Run(int(row[one]), count, buffer, begin, begin + count, None, head, num_heads, buffer_head))
-            continue
-        found[whose[a]].append(Run(int(row[a]), counts[at], buffer, start, start + counts[at], index, head, num_heads, buffer_head))
+    consecutive = gaps[ends - 1] == gaps[begins]
+    counts = np.add.reduceat(count, begins)
+    columns = (whose, row, pieces[BUFFER], begin, pieces[HEAD], pieces[NUM_HEADS], pieces[BUFFER_HEAD])
+    of_runs = zip(*(column[begins].tolist() for column in columns), counts.tolist(), consecutive.tolist(), strict=True)
+    for at, (who, first, buffer, start, head, num_heads, buffer_head, total, together) in enumerate(of_runs):
+        index = None
+        if not together:
+            a, b = int(begins[at]), int(ends[at])
+            if distinct and _repeats(begin[a:b], count[a:b]):
+                for rows in zip(row[a:b].tolist(), count[a:b].tolist(), begin[a:b].tolist(), strict=True):
+                    one, many, lies = rows
+                    found[who].append(Run(one, many, buffer, lies, lies + many, None, head, num_heads, buffer_head))
+                continue
+            index = ranges(begin[a:b], begin[a:b] + count[a:b])[1]
+        found[who].append(Run(first, total, buffer, start, start + total, index, head, num_heads, buffer_head))
     return [tuple(f) for f in found]
+
+
+def _repeats(begin: Ints, count: Ints) -> bool:
+    """Whether two of the ranges [begin, begin + count) share anything."""
+    order = np.argsort(begin)
+    stop = begin[order] + count[order]
+    return bool((begin[order[1:]] < stop[:-1]).any())

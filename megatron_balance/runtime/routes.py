@@ -13,11 +13,13 @@ from megatron_balance.core.rows import Rows
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.interleave import HALVES
 from megatron_balance.passes.order import LEGS, Lane, Leg, Role, hops, is_moved, relay_role, stream_name
-from megatron_balance.passes.tables import concat, run_bounds
+from megatron_balance.passes.tables import Ints, as_array, concat, run_bounds
 from megatron_balance.runtime.lowered import Duty, Hop, Piece, Way
 from megatron_balance.runtime.parcels import Carried
 
 _RANK = (1 << 20) - 1
+_KINDS = tuple(Kind)
+_LANES: tuple[Lane, Lane] = ("copied", "moved")
 
 
 def tag_base(exchange_id: int, *, forward: bool, half: int = 0) -> int:
@@ -42,21 +44,37 @@ class Routed:
 
 
 @lru_cache(maxsize=256)
-def _part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]) -> tuple[Routed, tuple[Way, ...]]:
+def part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]) -> tuple[Routed, tuple[Way, ...]]:
     """What this rank is to the pieces of an exchange: its own, and those it passes on. `moved`: pairs whose lane is not "copied".
 
     Everything is by source, target and piece: the order in which both ends of every hop have them.
     """
-    table = sorted(routes)
-    counts: dict[tuple[int, ...], int] = {}
-    for row in table:
-        counts[row[:2]] = counts.get(row[:2], 0) + 1
+    table = as_array(routes)
+    table = table[np.lexsort(table.T[::-1])]
+    _check(table)
+    sizes = np.diff(run_bounds((table[1:, :2] != table[:-1, :2]).any(axis=1), len(table)))
+    counts = np.repeat(sizes, sizes)
+    concerned = (table[:, [0, 1, 3, 4]] == rank).any(axis=1)
+    table, counts = table[concerned], counts[concerned]
+    made: dict[tuple[int, ...], Hop] = {}  # many pieces take the same
+
+    def hop(end: Sequence[int], is_moved: bool) -> Hop | None:
+        key = (*end, is_moved)
+        leg, peer, first, last = end
+        if leg < 0:
+            return None
+        if key not in made:
+            crosses, of = peer // ranks_per_node != rank // ranks_per_node, _LANES[is_moved]
+            tag = _hop_tag(LEGS[leg], first=bool(first), last=bool(last))
+            made[key] = Hop(peer, LEGS[leg], tag, stream_name(LEGS[leg], crosses, of), crosses)
+        return made[key]
+
     sends: dict[int, list[Piece]] = {}
     receives: dict[int, list[Piece]] = {}
     ways: list[Way] = []
-    for src, dst, index, send_proxy, receive_proxy in table:
-        count = counts[src, dst]
-        arrives, leaves = _ends((src, send_proxy, receive_proxy, dst), rank, ranks_per_node, "moved" if (src, dst) in moved else "copied")
+    ends = (side.tolist() for side in _ends(table, rank))
+    for (src, dst, index), count, come, go in zip(table[:, :3].tolist(), counts.tolist(), *ends, strict=True):
+        arrives, leaves = hop(come, (src, dst) in moved), hop(go, (src, dst) in moved)
         if arrives is None and leaves is not None:
             sends.setdefault(dst, []).append(Piece(index, count, leaves))
         elif leaves is None and arrives is not None:
@@ -67,22 +85,33 @@ def _part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[i
     return own, tuple(ways)
 
 
-def _ends(route: tuple[int, int, int, int], rank: int, ranks_per_node: int, of: Lane) -> tuple[Hop | None, Hop | None]:
-    """The hops by which a piece comes to this rank and leaves it."""
-    path = hops(route)
-    stations = [a for _, a, _ in path] + [route[-1]]
-    if len(set(stations)) < len(stations):
-        raise InvalidProgramError(f"a piece from rank {route[0]} to rank {route[-1]} passes a rank twice: {stations}")
-    if rank not in stations:
-        return None, None
+def _check(table: Ints) -> None:
+    """No piece comes back to a rank that it has left. Raises InvalidProgramError."""
+    src, dst, _, send_proxy, receive_proxy = table.T
+    left, far = src != send_proxy, receive_proxy != dst
+    twice = ((src == receive_proxy) & left) | ((send_proxy == dst) & far) | ((src == dst) & (left | far | (send_proxy != receive_proxy)))
+    for source, target, _, *proxies in table[twice].tolist():
+        stations = [a for _, a, _ in hops((source, *proxies, target))] + [target]
+        raise InvalidProgramError(f"a piece from rank {source} to rank {target} passes a rank twice: {stations}")
 
-    def hop(at: int, peer: int) -> Hop:
-        leg, a, b = path[at]
-        crosses = a // ranks_per_node != b // ranks_per_node
-        return Hop(peer, leg, _hop_tag(leg, first=at == 0, last=at == len(path) - 1), stream_name(leg, crosses, of), crosses)
 
-    at = stations.index(rank)
-    return hop(at - 1, stations[at - 1]) if at else None, hop(at, stations[at + 1]) if at < len(path) else None
+def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
+    """The hops by which pieces come to this rank, and by which they leave it: rows (leg, peer, first, last) [n, 4] each.
+
+    `leg`: a place in `LEGS`, -1: there is none; `first`, `last`: whether it is the first of the piece, the last.
+    """
+    stations = table.T[[0, 3, 4, 1]]
+    goes = stations[1:] != stations[:-1]
+    leads = np.logical_and.accumulate(~np.insert(goes[:-1], 0, False, axis=0))  # nothing goes on a leg before
+    ends = np.logical_and.accumulate(~np.insert(goes[:0:-1], 0, False, axis=0))[::-1]
+    found: list[Ints] = []
+    for here, there in ((stations[1:], stations[:-1]), (stations[:-1], stations[1:])):
+        takes = goes & (here == rank)
+        leg, piece = takes.argmax(axis=0), np.arange(len(table))
+        rows = np.stack([leg, there[leg, piece], leads[leg, piece], ends[leg, piece]], axis=1)
+        rows[~takes.any(axis=0), 0] = -1
+        found.append(rows)
+    return found[0], found[1]
 
 
 def lower_routes(
@@ -99,7 +128,7 @@ def lower_routes(
     carried, moved = _tables(routed, rank)
     for i, op in routed.items():
         pairs = moved.get(i, frozenset())
-        found[i], ways = _part(op.routes, rank, ranks_per_node, pairs)
+        found[i], ways = part(op.routes, rank, ranks_per_node, pairs)
         tag = tag_base(op.id, forward=forward, half=half)
         for way in ways:
             messages = carried.get((i, way.src, way.dst))
@@ -132,5 +161,5 @@ def _tables(
         begin = run_bounds((keys[1:] != keys[:-1]).any(axis=1), len(rows))[:-1]
         tokens = np.add.reduceat(rows[:, 3] - rows[:, 2], begin)
         for (op, src, dst, kind, h0, h1), count in zip(keys[begin].tolist(), tokens.tolist(), strict=True):
-            carried.setdefault((op, src, dst), []).append((Kind(kind), count, h1 - h0))
+            carried.setdefault((op, src, dst), []).append((_KINDS[kind], count, h1 - h0))
     return {pair: tuple(messages) for pair, messages in carried.items()}, {op: frozenset(pairs) for op, pairs in moved.items()}

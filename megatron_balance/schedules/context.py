@@ -12,12 +12,15 @@ from megatron_balance.passes.tables import Ints, as_rows
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Facts of the microbatch. `lengths`: int64 [num_seqs]; `base`: the zone's first exchange id."""
+    """Facts of the microbatch. `lengths`: int64 [num_seqs]; `base`: the zone's first exchange id. `attends`: whether anything but
+    exchanges is asked for.
+    """
 
     lengths: Ints
     num_heads: int
     num_kv_heads: int
     base: int = 0
+    attends: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,11 @@ class Share:
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
-def cut_by(table: Ints, groups: Ints, num_groups: int) -> list[bytes]:
-    """The rows of `table`, sorted by `groups` (ascending), as one little-endian block of bytes per group."""
-    ends = np.searchsorted(groups, np.arange(num_groups + 1)).tolist()
+def cut_by(table: Ints, counts: Ints) -> list[bytes]:
+    """So many rows of `table` after one another as one little-endian block of bytes each."""
+    ends = counts.cumsum().tolist()
     table = np.ascontiguousarray(table, dtype="<i8")
-    return [table[a:b].tobytes() for a, b in zip(ends, ends[1:], strict=False)]
+    return [table[a:b].tobytes() for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def exchange(context: Context, step: int, rows: Ints, pattern: Pattern = "p2p", group: tuple[int, ...] = ()) -> Exchange:

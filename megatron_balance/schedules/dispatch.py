@@ -1,23 +1,24 @@
 """Dispatch: any tiling of the (query, key) triangle. Queries and keys go to the rank of each task, outputs come home.
 
 The general movement (DistCA, section 4): one Exchange in, one Attend a rank, one Exchange back, one Merge where a fragment's
-partials meet. Tables are built in Python per task; planners with very many tasks are what will make this NumPy.
+partials meet.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import lru_cache
 
 import numpy as np
 
 from megatron_balance.core.plan import Tiling
-from megatron_balance.core.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
+from megatron_balance.core.program import MERGE_WIDTH, PAIR_WIDTH, Kind, Op
 from megatron_balance.core.rows import Rows
+from megatron_balance.passes.atoms import ranges
 from megatron_balance.passes.tables import Ints, as_array, as_rows
 from megatron_balance.schedules.context import Context, Share, attend, exchange, merge
 
-Interval = tuple[int, int]
+_SHIFT = 40  # a token's position needs fewer bits than this
+_RANK, _SEQ, _QUERIES, _KEYS = 0, 1, 2, 4  # columns of tasks: of two each, where the queries and the keys begin
 
 
 def num_exchanges(zone: Tiling) -> int:
@@ -35,12 +36,9 @@ def place(zone: Tiling, lengths: Ints, rank: int) -> Ints:
 def project(zone: Tiling, context: Context, rank: int) -> Share:
     """The ops of `rank`."""
     there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
-    ops: list[Op] = []
-    mine = there[(there[:, 6] == rank) | (there[:, 7] == rank)]
-    if len(mine):
-        ops.append(exchange(context, 0, mine))
-    tasks = _visible(zone)
-    tasks = tasks[tasks[:, 0] == rank]
+    there, back = (rows[(rows[:, 6] == rank) | (rows[:, 7] == rank)] for rows in (there, back))
+    ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
+    tasks = _visible(zone, rank) if context.attends else np.empty((0, 6), dtype=np.int64)
     if len(tasks):
         pairs = np.zeros((len(tasks), PAIR_WIDTH), dtype=np.int64)
         pairs[:, :3] = tasks[:, 1:4]
@@ -48,81 +46,92 @@ def project(zone: Tiling, context: Context, rank: int) -> Share:
         pairs[:, 5:7] = tasks[:, 4:6]
         pairs[:, 8] = context.num_kv_heads
         ops.append(attend(rank, pairs))
-    mine = back[(back[:, 6] == rank) | (back[:, 7] == rank)]
-    if len(mine):
-        ops.append(exchange(context, 1, mine))
-    values = _merges(zone, back, rank, context.num_heads)
-    if len(values):
-        ops.append(merge(rank, values))
+    if len(back):
+        ops.append(exchange(context, 1, back))
+    if context.attends:
+        values = _merges(tasks, place(zone, context.lengths, rank), back[back[:, 7] == rank], context.num_heads)
+        ops += [merge(rank, values)] if len(values) else []
     return Share(ops)
 
 
-def _visible(zone: Tiling) -> Ints:
-    """The tasks without queries that see none of their keys and keys that none of their queries sees: those stay at home."""
-    tasks = as_array(zone.tasks).copy()
+def _visible(zone: Tiling, rank: int | None = None) -> Ints:
+    """The tasks (of a rank) without queries that see none of their keys and keys that none of their queries sees: those stay at home."""
+    table = as_array(zone.tasks)
+    tasks = table.copy() if rank is None else table[table[:, _RANK] == rank]
     tasks[:, 2] = np.maximum(tasks[:, 2], tasks[:, 4])
     tasks[:, 5] = np.minimum(tasks[:, 5], tasks[:, 3])
     return tasks
 
 
-def union(intervals: list[Interval]) -> list[Interval]:
-    """Disjoint intervals, in order, that cover the same tokens; touching ones are joined."""
-    joined: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
-
-
 @lru_cache(maxsize=64)
 def transfers(zone: Tiling, num_heads: int, num_kv_heads: int) -> tuple[Rows, Rows]:
     """All transfers in and all transfers back, for every rank."""
-    owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for rank, seq, start, stop in zone.fragments:
-        owners[seq].append((start, stop, rank))
-    queries: dict[tuple[int, int], list[Interval]] = defaultdict(list)
-    keys: dict[tuple[int, int], list[Interval]] = defaultdict(list)
-    for rank, seq, q0, q1, k0, k1 in _visible(zone).tolist():
-        queries[rank, seq].append((q0, q1))
-        keys[rank, seq].append((k0, k1))
-    there: list[tuple[int, ...]] = []
-    back: list[tuple[int, ...]] = []
-    for kind, needs, heads in ((Kind.Q, queries, num_heads), (Kind.KV, keys, num_kv_heads)):
-        for (rank, seq), intervals in sorted(needs.items()):
-            for a, b in union(intervals):
-                for start, stop, owner in owners[seq]:
-                    lo, hi = max(a, start), min(b, stop)
-                    if lo < hi and owner != rank:
-                        there.append((kind, seq, lo, hi, 0, heads, owner, rank))
-                        if kind == Kind.Q:
-                            back.append((Kind.OUT, seq, lo, hi, 0, heads, rank, owner))
-    return Rows.of(TRANSFER_WIDTH, there), Rows.of(TRANSFER_WIDTH, back)
+    tasks, homes = _visible(zone), as_array(zone.fragments)
+    there: list[Ints] = []
+    for kind, column, heads in ((Kind.Q, _QUERIES, num_heads), (Kind.KV, _KEYS, num_kv_heads)):
+        needs = _union(tasks[:, [_RANK, _SEQ, column, column + 1]])
+        need, home, start, stop = _met(needs[:, 1:], homes[:, 1:])
+        rows = np.column_stack([need, homes[home, 1], start, stop, need, need, homes[home, 0], needs[need, 0]])
+        rows[:, 0], rows[:, 4], rows[:, 5] = kind, 0, heads
+        there.append(rows[rows[:, 6] != rows[:, 7]])
+    back = there[0][:, [0, 1, 2, 3, 4, 5, 7, 6]]
+    back[:, 0] = Kind.OUT
+    return as_rows(np.concatenate(there)), as_rows(back)
 
 
-def _merges(zone: Tiling, back: Ints, rank: int, num_heads: int) -> Ints:
-    """Regions of which `rank` holds two partials or more once all outputs are home."""
-    parts: dict[int, list[Interval]] = defaultdict(list)
-    local: dict[int, list[Interval]] = defaultdict(list)
-    for task_rank, seq, q0, q1, _, _ in _visible(zone).tolist():
-        if task_rank == rank:
-            local[seq].append((q0, q1))
-    home = {seq: [(a, b) for r, s, a, b in zone.fragments if r == rank and s == seq] for seq in zone.seqs}
-    for seq, intervals in local.items():  # one partial however many pairs the launch had; only what stays here
-        for a, b in union(intervals):
-            parts[seq] += [(max(a, c), min(b, d)) for c, d in home[seq] if max(a, c) < min(b, d)]
-    for row in back[back[:, 7] == rank]:
-        parts[int(row[1])].append((int(row[2]), int(row[3])))
-    rows = [(Kind.OUT, seq, a, b, 0, num_heads) for seq, intervals in sorted(parts.items()) for a, b in _at_least_twice(intervals)]
-    return np.array(rows, dtype=np.int64).reshape(-1, MERGE_WIDTH)
+def _union(intervals: Ints) -> Ints:
+    """Rows (a, b, start, stop) in order: of each (a, b), disjoint intervals that cover the same tokens as its `intervals`, rows of the
+    same form. Touching ones are joined, empty ones left out.
+    """
+    rows = intervals[intervals[:, 2] < intervals[:, 3]]
+    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+    fresh = np.ones(len(rows), dtype=bool)
+    fresh[1:] = (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
+    reach = np.maximum.accumulate((np.cumsum(fresh) << _SHIFT) | rows[:, 3])  # the group, then the furthest end so far in it
+    fresh[1:] |= rows[1:, 2] > (reach[:-1] & ((1 << _SHIFT) - 1))
+    begin = np.flatnonzero(fresh)
+    joined = rows[begin]
+    joined[:, 3] = reach[np.append(begin[1:], len(rows)) - 1] & ((1 << _SHIFT) - 1) if len(rows) else joined[:, 3]
+    return joined
 
 
-def _at_least_twice(intervals: list[Interval]) -> list[Interval]:
-    """Where two or more of `intervals` lie over one another."""
-    edges = sorted({e for i in intervals for e in i})
-    covered = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if sum(s <= a and b <= e for s, e in intervals) >= 2]
-    return union(covered)
+def _met(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """(row of wanted, row of held, start, stop) of all tokens that a row of both has, by row of `wanted`, then of `held`; rows of both
+    are (seq, start, stop).
+    """
+    order = np.argsort((held[:, 0] << _SHIFT) | held[:, 1], kind="stable")
+    seq, start, stop = held[order].T
+    # What ends before a row begins is met by no later row: the furthest end so far bounds the search from below.
+    reach = np.maximum.accumulate((seq << _SHIFT) | stop)
+    begin, end = ((wanted[:, 0] << _SHIFT) | wanted[:, column] for column in (1, 2))
+    row, found = ranges(np.searchsorted(reach, begin, side="right"), np.searchsorted((seq << _SHIFT) | start, end, side="left"))
+    low, high = np.maximum(wanted[row, 1], start[found]), np.minimum(wanted[row, 2], stop[found])
+    meet = (low < high) & (wanted[row, 0] == seq[found])
+    row, found, low, high = row[meet], order[found[meet]], low[meet], high[meet]
+    order = np.lexsort((found, row))
+    return row[order], found[order], low[order], high[order]
+
+
+def _merges(tasks: Ints, home: Ints, brought: Ints, num_heads: int) -> Ints:
+    """Regions of which a rank holds two partials or more once all outputs are home.
+
+    `tasks`: of the rank; `home`: rows (seq, start, stop) of its fragments; `brought`: transfers of outputs to it.
+    """
+    computed = _union(tasks[:, [_RANK, _SEQ, _QUERIES, _QUERIES + 1]])  # one partial however many pairs the launch had
+    _, at, start, stop = _met(computed[:, 1:], home)  # only what stays here
+    seq = np.concatenate([home[at, 0], brought[:, 1]])
+    start, stop = np.concatenate([start, brought[:, 2]]), np.concatenate([stop, brought[:, 3]])
+    # How many partials lie over one another behind each boundary.
+    boundary = np.concatenate([(seq << _SHIFT) | start, (seq << _SHIFT) | stop])
+    order = np.argsort(boundary, kind="stable")
+    boundary, held = boundary[order], np.cumsum(np.repeat([1, -1], len(seq))[order])
+    begin = np.flatnonzero(held[:-1] >= 2)
+    twice = np.stack([np.zeros_like(begin), boundary[begin] >> _SHIFT, boundary[begin], boundary[begin + 1]], 1)
+    twice[:, 2:] &= (1 << _SHIFT) - 1
+    joined = _union(twice)
+    values = np.zeros((len(joined), MERGE_WIDTH), dtype=np.int64)
+    values[:, 0], values[:, 1:4], values[:, 5] = Kind.OUT, joined[:, 1:], num_heads
+    return values
 
 
 def tiling(name: str, fragments: Ints, tasks: Ints) -> Tiling:

@@ -6,6 +6,7 @@ number against the ops of the expanded program.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, assert_never
 
 import numpy as np
@@ -15,12 +16,15 @@ from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
 from megatron_balance.core.program import Kind
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.passes.tables import Ints, as_array
-from megatron_balance.schedules import dispatch, head_exchange, zigzag
+from megatron_balance.schedules import dispatch, head_exchange, layouts, zigzag
 from megatron_balance.schedules.crossings import Crossings
 from megatron_balance.schedules.payload import DST, HEAD_START, HEAD_STOP, KIND, TOKENS, NicOf, Payload, sums
 
 _BLOCK = 1 << 20
 """Cells of (rank, sequence) worked on at once, which bounds memory."""
+
+_LISTED = 1 << 12
+"""Zones of so many cells at most are listed together, fragment by fragment: a plan may have a zone for each rank."""
 
 
 def figures(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
@@ -80,25 +84,21 @@ def imbalance(loads: Ints) -> float:
 def tokens_per_rank(plan: MicrobatchPlan) -> Ints:
     """Tokens that the zones place on each rank, its attention layout: int64 [num_ranks]."""
     lengths = np.array(plan.lengths, dtype=np.int64)
-    tokens = np.zeros(plan.num_ranks, dtype=np.int64)
-    for zone in plan.zones:
-        if isinstance(zone, Tiling):
-            held = as_array(zone.fragments)
-            np.add.at(tokens, held[:, 0], held[:, 3] - held[:, 2])
-            continue
+    large = [zone for zone in plan.zones if isinstance(zone, Zone) and len(zone.ranks) * len(zone.seqs) > _LISTED]
+    table = layouts.fragments(replace(plan, zones=tuple(zone for zone in plan.zones if zone not in large)) if large else plan)
+    tokens = sums(table[:, layouts.RANK], table[:, layouts.STOP] - table[:, layouts.START], plan.num_ranks)
+    for zone in large:
         seqs, ranks = np.array(zone.seqs, dtype=np.int64), np.array(zone.ranks)
         if zone.movement == "head_exchange":
             tokens[ranks] += np.diff(int(lengths[seqs].sum()) * np.arange(len(ranks) + 1) // len(ranks))
-        elif len(ranks) == 1:
-            tokens[ranks] += lengths[seqs].sum()
-        else:
-            cut = zigzag.zigzag(lengths, seqs, len(ranks))
-            step = max(1, _BLOCK // max(1, len(seqs)))
-            for begin in range(0, len(ranks), step):
-                block = np.arange(begin, min(len(ranks), begin + step))
-                position = cut.position(block[:, None])
-                (a, b), (c, d) = cut.lo(position), cut.hi(position)
-                tokens[ranks[block]] += np.where(position < cut.parts, b - a + d - c, 0).sum(axis=1)
+            continue
+        cut = zigzag.zigzag(lengths, seqs, len(ranks))
+        step = max(1, _BLOCK // max(1, len(seqs)))
+        for begin in range(0, len(ranks), step):
+            block = np.arange(begin, min(len(ranks), begin + step))
+            position = cut.position(block[:, None])
+            (a, b), (c, d) = cut.lo(position), cut.hi(position)
+            tokens[ranks[block]] += np.where(position < cut.parts, b - a + d - c, 0).sum(axis=1)
     return tokens
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+
 import numpy as np
 
 from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
 from megatron_balance.passes.atoms import ranges
-from megatron_balance.passes.tables import Ints, as_array
+from megatron_balance.passes.tables import Bools, Ints, as_array
 from megatron_balance.schedules import zigzag
 from megatron_balance.schedules.payload import sums
 
@@ -20,27 +24,36 @@ _BLOCK = 1 << 20
 """Cells of (rank, sequence) worked on at once, which bounds memory."""
 
 
-def fragments(plan: MicrobatchPlan) -> Ints:
-    """Rows (rank, seq, start, stop, zone, on) of all attention layouts, rank by rank in the order of its tokens."""
+def fragments(plan: MicrobatchPlan, ranks: Ints | None = None) -> Ints:
+    """Rows (rank, seq, start, stop, zone, on) of attention layouts, rank by rank in the order of its tokens. `ranks`: whose; None: all."""
     lengths = np.array(plan.lengths, dtype=np.int64)
+    wanted = np.ones(plan.num_ranks, dtype=bool)
+    if ranks is not None:
+        wanted[:] = False
+        wanted[ranks] = True
     parts = [np.empty((0, 6), dtype=np.int64)]
+    cut: list[tuple[int, Zone]] = []
     for index, zone in enumerate(plan.zones):
-        found = _of_zone(zone, lengths)
-        parts.append(np.column_stack([found[:, :4], np.full(len(found), index), found[:, 4]]))
+        if isinstance(zone, Zone) and zone.movement != "head_exchange":
+            cut.append((index, zone))
+            continue
+        found = as_array(zone.fragments) if isinstance(zone, Tiling) else _runs(zone, lengths)
+        found = found[wanted[found[:, RANK]]]
+        parts.append(np.column_stack([found, np.tile([index, 0], (len(found), 1))]))
+    if cut:
+        parts.append(_chunks(cut, lengths, wanted))
     table = np.concatenate(parts)
-    return table[np.argsort(table[:, RANK], kind="stable")]
+    return table[np.lexsort((table[:, ZONE], table[:, RANK]))]
 
 
 def away(plan: MicrobatchPlan, table: Ints) -> Ints:
     """What ranks attend to that is at home elsewhere: rows (fragment, start, stop, home, holder), by holder, then home.
 
-    `table`: the plan's `fragments`.
+    `table`: the plan's `fragments`, of all ranks or of some, whose tokens alone are looked at.
     """
-    moves = as_array(plan.moves)
+    moves, ends = _moves(plan, table), np.cumsum(table[:, STOP] - table[:, START])
     src, dst, tokens = moves[:, 0], moves[:, 1], moves[:, 2]
-    sizes = table[:, STOP] - table[:, START]
-    ends = np.cumsum(sizes)  # a token's place among all tokens, rank by rank
-    begins = ends - sizes
+    begins = ends - (table[:, STOP] - table[:, START])  # a token's place among all tokens, rank by rank
     before = np.cumsum(tokens) - tokens
     begin = _kept_until(plan, table)[src] + before - before[np.searchsorted(src, src)]
     end = begin + tokens
@@ -65,42 +78,54 @@ def layouts(plan: MicrobatchPlan) -> Ints:
     return rows
 
 
+def _moves(plan: MicrobatchPlan, table: Ints) -> Ints:
+    """The moves of what the ranks in `table` hold."""
+    moves = as_array(plan.moves)
+    listed = np.zeros(plan.num_ranks, dtype=bool)
+    listed[table[:, RANK]] = True
+    return moves[listed[moves[:, 0]]]
+
+
 def _kept_until(plan: MicrobatchPlan, table: Ints) -> Ints:
     """For each rank, the place among all tokens where those begin that it gives away: [num_ranks]."""
-    moves = as_array(plan.moves)
+    moves = _moves(plan, table)
     held = sums(table[:, RANK], table[:, STOP] - table[:, START], plan.num_ranks)
     return np.cumsum(held) - sums(moves[:, 0], moves[:, 2], plan.num_ranks)
 
 
-def _of_zone(zone: Zone | Tiling, lengths: Ints) -> Ints:
-    """Rows (rank, seq, start, stop, on) of one zone; of each rank in the order of its tokens."""
-    if isinstance(zone, Tiling):
-        held = as_array(zone.fragments)
-        return np.column_stack([held, np.zeros(len(held), dtype=np.int64)])
+def _chunks(zones: Sequence[tuple[int, Zone]], lengths: Ints, wanted: Bools) -> Ints:
+    """Rows of zigzag zones, given with their indices, on the ranks that are `wanted` [num_ranks]: zone by zone, each as listed."""
+    sizes, counts = (np.array([len(of(zone)) for _, zone in zones]) for of in (attrgetter("ranks"), attrgetter("seqs")))
+    members = np.fromiter(chain.from_iterable(zone.ranks for _, zone in zones), np.int64, int(sizes.sum()))
+    seqs = np.fromiter(chain.from_iterable(zone.seqs for _, zone in zones), np.int64, int(counts.sum()))
+    stops = np.cumsum(counts)
+    parts, first = zigzag.cut(lengths[seqs], np.repeat(sizes, counts), np.repeat(stops - counts, counts))
+    owner = np.repeat(np.arange(len(zones)), sizes)
+    place = np.arange(len(members)) - (np.cumsum(sizes) - sizes)[owner]  # in its zone
+    chosen = np.flatnonzero(wanted[members])
+    members, owner, place = members[chosen], owner[chosen], place[chosen]
+    facts = np.array([[index for index, _ in zones], [zone.movement == "ring" for _, zone in zones]]).T[owner]
+    found = [np.empty((0, 6), dtype=np.int64)]
+    blocks = [*np.flatnonzero(np.diff(np.cumsum(counts[owner]) // _BLOCK)).tolist(), len(members)]
+    for a, b in zip([0, *blocks], blocks, strict=False):
+        member, seq = ranges((stops - counts)[owner[a:b]], stops[owner[a:b]])
+        member += a
+        position = (place[member] - first[seq]) % sizes[owner[member]]
+        length, held_by = lengths[seqs[seq]], parts[seq]
+        rows = np.empty((len(member), 2, 6), dtype=np.int64)
+        rows[:, :, RANK], rows[:, :, SEQ], rows[:, :, ZONE] = members[member, None], seqs[seq, None], facts[member, :1]
+        rows[:, 0, START], rows[:, 0, STOP] = zigzag.chunk(length, held_by, position)
+        rows[:, 1, START], rows[:, 1, STOP] = zigzag.chunk(length, held_by, 2 * held_by - 1 - position)
+        # No other rank needs a sequence with one holder, or the last chunk of any.
+        rows[:, 0, ON] = facts[member, 1] * (held_by > 1)
+        rows[:, 1, ON] = rows[:, 0, ON] * (position > 0)
+        found.append(rows[(position < held_by)[:, None] & (rows[:, :, START] < rows[:, :, STOP])])
+    return np.concatenate(found)
+
+
+def _runs(zone: Zone, lengths: Ints) -> Ints:
+    """Rows (rank, seq, start, stop) of a head exchange: near-equal runs of the sequences one after the other."""
     seqs, ranks = np.array(zone.seqs, dtype=np.int64), np.array(zone.ranks)
-    if zone.movement == "head_exchange":
-        return _runs(seqs, lengths, ranks)
-    cut = zigzag.zigzag(lengths, seqs, len(ranks))
-    step = max(1, _BLOCK // max(1, len(seqs)))
-    rows = np.concatenate([_chunks(cut, ranks, np.arange(a, min(len(ranks), a + step))) for a in range(0, len(ranks), step)])
-    if zone.movement != "ring":
-        rows[:, -1] = 0
-    return rows
-
-
-def _chunks(cut: zigzag.Zigzag, ranks: Ints, index: Ints) -> Ints:
-    """Rows of the group indices `index` of a zigzag zone."""
-    position = cut.position(index[:, None])
-    (a, b), (c, d) = cut.lo(position), cut.hi(position)
-    start, stop = np.stack([a, c], 2), np.stack([b, d], 2)
-    rank, seq, chunk = np.nonzero((start < stop) & (position < cut.parts)[:, :, None])
-    # No other rank needs a sequence with one holder, or the last chunk of any.
-    on = (cut.parts[seq] > 1) & ((position[rank, seq] > 0) | (chunk == 0))
-    return np.column_stack([ranks[index[rank]], cut.seqs[seq], start[rank, seq, chunk], stop[rank, seq, chunk], on])
-
-
-def _runs(seqs: Ints, lengths: Ints, ranks: Ints) -> Ints:
-    """Rows of a head exchange: near-equal runs of the sequences one after the other."""
     ends = np.cumsum(lengths[seqs])
     total = int(ends[-1]) if len(ends) else 0
     cuts = total * np.arange(len(ranks) + 1) // len(ranks)
@@ -109,4 +134,4 @@ def _runs(seqs: Ints, lengths: Ints, ranks: Ints) -> Ints:
     seq = np.searchsorted(ends, begin, side="right")
     first = (ends - lengths[seqs])[seq]
     owner = ranks[np.searchsorted(cuts, begin, side="right") - 1]
-    return np.column_stack([owner, seqs[seq], begin - first, end - first, np.zeros(len(begin), dtype=np.int64)])
+    return np.column_stack([owner, seqs[seq], begin - first, end - first])

@@ -33,7 +33,7 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
     cut = zigzag.zigzag(context.lengths, np.array(zone.seqs, dtype=np.int64), size)
     rounds = np.arange(size)
     blocks = _Blocks(cut, (index - rounds) % size, context.num_kv_heads)
-    pairs, merges = _attention(cut, index, blocks, context)
+    pairs, merges = _attention(cut, index, blocks, context) if context.attends else ([b""] * size,) * 2
     ops: list[Op] = []
     replays: list[tuple[int, Exchange]] = []
     if pairs[0]:
@@ -85,24 +85,20 @@ class _Blocks:
     def transfers(self, rounds: Ints, reach: Ints, rank: int, source: int, target: int) -> list[bytes]:
         """For each round, rows that `rank` sends to `target` (what it held a round ago) and receives from `source`."""
         arrives = self.there & (reach >= rounds[:, None, None])
-        leaves = np.zeros_like(arrives)
-        leaves[1:] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
-        t_in, s_in, c_in = np.nonzero(arrives & (rounds >= 1)[:, None, None])
-        t_out, s_out, c_out = np.nonzero(leaves)
-        t = np.concatenate([t_out, t_in])
-        s = np.concatenate([s_out, s_in])
-        rows = np.empty((len(t), TRANSFER_WIDTH), dtype=np.int64)
-        rows[:, 0] = Kind.KV
-        rows[:, 1] = self.cut.seqs[s]
-        rows[:, 2] = np.concatenate([self.start[t_out - 1, s_out, c_out], self.start[t_in, s_in, c_in]])
-        rows[:, 3] = np.concatenate([self.stop[t_out - 1, s_out, c_out], self.stop[t_in, s_in, c_in]])
-        rows[:, 4] = 0
-        rows[:, 5] = self.num_kv_heads
-        sends = len(t_out)
-        rows[:sends, 6], rows[:sends, 7] = rank, target
-        rows[sends:, 6], rows[sends:, 7] = source, rank
-        order = np.argsort(t, kind="stable")
-        return cut_by(rows[order], t[order], len(rounds))
+        moves = np.zeros((len(rounds), 2, *arrives.shape[1:]), dtype=bool)  # [rounds, sends or receives, S, 2]
+        moves[1:, 1] = arrives[1:]
+        moves[1:, 0] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
+        counts = moves.sum(axis=(2, 3))
+        rows = np.empty((int(counts.sum()), TRANSFER_WIDTH), dtype=np.int64)
+        rows[:, 0], rows[:, 4], rows[:, 5] = Kind.KV, 0, self.num_kv_heads
+        rows[:, 1] = np.broadcast_to(self.cut.seqs[:, None], moves.shape)[moves]
+        for column, values in ((2, self.start), (3, self.stop)):
+            both = np.empty(moves.shape, dtype=np.int64)
+            both[1:, 0], both[:, 1] = values[:-1], values
+            rows[:, column] = both[moves]
+        ends = np.tile(np.array([(rank, target), (source, rank)]), (len(rounds), 1))
+        rows[:, 6:] = np.repeat(ends, counts.ravel(), axis=0)
+        return cut_by(rows, counts.sum(axis=1))
 
 
 def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
@@ -115,24 +111,20 @@ def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context
     # (query chunk, key chunk) that are visible, by whose chunk comes first; chunk 0 is the low one.
     same, earlier, later = there & (theirs == mine), there & (theirs < mine), there & (theirs > mine)
     visible = np.stack([same | earlier, same | earlier | later, same | later], 2)  # (lo, lo), (hi, lo), (hi, hi)
-    query_hi = np.array([0, 1, 1])
-    key_hi = np.array([0, 0, 1])
-    t, s, p = np.nonzero(visible)
-    qh, kh = query_hi[p], key_hi[p]
-    rows = np.empty((len(t), PAIR_WIDTH), dtype=np.int64)
-    rows[:, 0] = cut.seqs[s]
-    rows[:, 1] = np.where(qh == 1, hi0[s], lo0[s])
-    rows[:, 2] = np.where(qh == 1, hi1[s], lo1[s])
+    query_hi, key_hi = np.array([0, 1, 1]), np.array([0, 0, 1])
+    q_start, q_stop = np.stack([lo0, hi0], 1)[:, query_hi], np.stack([lo1, hi1], 1)[:, query_hi]
+    k_start, k_stop = blocks.start[:, :, key_hi], blocks.stop[:, :, key_hi]
+    visible &= (q_start < q_stop) & (k_start < k_stop)
+    rows = np.empty((int(visible.sum()), PAIR_WIDTH), dtype=np.int64)
+    rows[:, 0] = np.broadcast_to(cut.seqs[:, None], visible.shape)[visible]
+    rows[:, 1], rows[:, 2] = np.broadcast_to(q_start, visible.shape)[visible], np.broadcast_to(q_stop, visible.shape)[visible]
     rows[:, 3], rows[:, 4] = 0, context.num_heads
-    rows[:, 5] = blocks.start[t, s, kh]
-    rows[:, 6] = blocks.stop[t, s, kh]
+    rows[:, 5], rows[:, 6] = k_start[visible], k_stop[visible]
     rows[:, 7], rows[:, 8] = 0, context.num_kv_heads
-    keep = (rows[:, 1] < rows[:, 2]) & (rows[:, 5] < rows[:, 6])
-    rows, t, p, s = rows[keep], t[keep], p[keep], s[keep]
     # One merge row per query region and round: skip the second pair of the same query chunk.
-    again = np.zeros(len(t), dtype=bool)
-    again[1:] = (t[1:] == t[:-1]) & (s[1:] == s[:-1]) & (query_hi[p[1:]] == query_hi[p[:-1]])
-    values = np.empty((len(t), MERGE_WIDTH), dtype=np.int64)
+    once = visible.copy()
+    once[:, :, 2] &= ~visible[:, :, 1]
+    values = np.empty((int(once.sum()), MERGE_WIDTH), dtype=np.int64)
     values[:, 0] = Kind.OUT
-    values[:, 1:] = rows[:, :5]
-    return cut_by(rows, t, blocks.cut.size), cut_by(values[~again], t[~again], blocks.cut.size)
+    values[:, 1:] = rows[once[visible], :5]
+    return cut_by(rows, visible.sum(axis=(1, 2))), cut_by(values, once.sum(axis=(1, 2)))

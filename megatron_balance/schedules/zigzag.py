@@ -33,23 +33,34 @@ class Zigzag:
 
     def lo(self, position: Ints) -> tuple[Ints, Ints]:
         """Start and stop of the chunk `position`."""
-        width = 2 * self.parts
-        return self.lengths * position // width, self.lengths * (position + 1) // width
+        return chunk(self.lengths, self.parts, position)
 
     def hi(self, position: Ints) -> tuple[Ints, Ints]:
         """Start and stop of the chunk 2 * parts - 1 - `position`."""
-        width = 2 * self.parts
-        return self.lengths * (width - 1 - position) // width, self.lengths * (width - position) // width
+        return chunk(self.lengths, self.parts, 2 * self.parts - 1 - position)
+
+
+def chunk(lengths: Ints, parts: Ints, number: Ints) -> tuple[Ints, Ints]:
+    """Start and stop of the chunk `number` of sequences that `parts` ranks hold."""
+    width, first = 2 * parts, lengths * number
+    return first // width, (first + lengths) // width
 
 
 def zigzag(lengths: Ints, seqs: Ints, size: int) -> Zigzag:
     """Cut `seqs` (ids into `lengths`) over `size` ranks."""
     own = lengths[seqs]
-    parts = np.clip(own // 2, 1, size)
-    short = parts < size
-    before = np.cumsum(np.where(short, parts, 0))
-    first = np.where(short, (before - np.where(short, parts, 0)) % size, 0)
-    return Zigzag(size, seqs, own, parts, first)
+    return Zigzag(size, seqs, own, *cut(own, np.full(len(own), size), np.zeros_like(own)))
+
+
+def cut(lengths: Ints, sizes: Ints, begin: Ints) -> tuple[Ints, Ints]:
+    """`parts` and `first`, as in `Zigzag`, of the sequences of many zones, zone by zone.
+
+    `sizes`: ranks of each one's zone; `begin`: the number of its zone's first sequence.
+    """
+    parts = np.minimum(np.maximum(lengths // 2, 1), sizes)
+    held = np.where(parts < sizes, parts, 0)  # a sequence that all ranks hold begins at the first one
+    before = held.cumsum() - held
+    return parts, np.where(held > 0, before - before[begin], 0) % sizes
 
 
 def fragments(cut: Zigzag, index: int) -> Ints:

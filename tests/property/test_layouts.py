@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -18,6 +19,8 @@ def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> Non
     rows, held = layouts(planned), fragments(planned)
     assert [rows[rows[:, RANK] == rank][:, SEQ:].tolist() for rank in ranks] == [layout(planned, rank).tolist() for rank in ranks]
     assert [held[held[:, RANK] == r][:, SEQ:ZONE].tolist() for r in ranks] == [attention_layout(planned, r).tolist() for r in ranks]
+    some = np.arange(0, planned.num_ranks, 2)
+    assert fragments(planned, some).tolist() == held[held[:, RANK] % 2 == 0].tolist()
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)

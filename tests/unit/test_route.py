@@ -175,3 +175,9 @@ def test_a_proxy_that_expects_other_rows_is_found_out() -> None:
     ops = [b if isinstance(a, Exchange) and a.routes else a for a, b in zip(ranks[0].forward, longer.forward, strict=True)]
     with pytest.raises(InvalidProgramError, match=r"proxy 0 expects other rows|does not expect it"):
         join([replace(ranks[0], forward=tuple(ops)), *ranks[1:]], plan.lengths, 2, 1)
+
+
+def test_what_is_passed_on_in_the_forward_alone_is_not_brought_again() -> None:
+    short = replace(ring(6, 2), lengths=(6,))  # three ranks hold it, and the two directions of the ring end at different ones
+    for policy in ("keep", "replay"):
+        verify(expand(short, policy))

@@ -11,13 +11,16 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
+from megatron_balance.layers import Layers
+from megatron_balance.runtime import routes
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.schedules import project
+from megatron_balance.schedules import dispatch, project
 from megatron_balance.schedules.figures import figures
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -45,10 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"rows": rows}))
         return 0
-    print(f"{'':64}{'median ms':>10}{'min':>9}{'max':>9}{'budget':>8}{'ratio':>7}")
+    width = max(len(row["what"]) for row in rows) + 2
+    print(f"{'':{width}}{'median ms':>10}{'min':>9}{'max':>9}{'budget':>8}{'ratio':>7}")
     for row in rows:
         budget = ("", "") if row["budget_ms"] is None else (f"{row['budget_ms']:g}", f"{row['median_ms'] / row['budget_ms']:.2f}")
-        print(f"{row['what']:64}{row['median_ms']:10.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{budget[0]:>8}{budget[1]:>7}")
+        print(f"{row['what']:{width}}{row['median_ms']:10.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{budget[0]:>8}{budget[1]:>7}")
     return 0
 
 
@@ -63,8 +67,7 @@ def measurements() -> Iterator[Measurement]:
                 yield Measurement(f"plan {size}: zeppelin {rule}, slack {slack:g}", budget_ms, lambda make=make, batch=lengths: make(batch))
         ring = make_planner("te_ring", cluster, MODEL)
         yield Measurement(f"plan {size}: te_ring", budget_ms, lambda make=ring, batch=lengths: make(batch))
-        zones = make_planner("zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank))(lengths)
-        yield from _projections(size, ring(lengths), zones, 2.0 if num_ranks == 64 else 10.0)
+        yield from _projections(size, _plans(cluster, lengths, tokens_per_rank), 2.0 if num_ranks == 64 else 10.0)
     for num_ranks, budget_ms in ((64, 3.0), (512, 25.0)):
         cluster, lengths = Cluster(num_ranks, 8), long_tailed(4 * num_ranks, num_ranks * 4096)
         for tolerance in (0.02, 0.1):
@@ -77,12 +80,25 @@ def measurements() -> Iterator[Measurement]:
         yield Measurement(f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan))
 
 
-def _projections(size: str, ring: MicrobatchPlan, zones: MicrobatchPlan, budget_ms: float) -> Iterator[Measurement]:
+def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[str, MicrobatchPlan]:
+    """What is projected and bound: zeppelin alone, with routing where it pays and a remap, and with all of it routed."""
+    zeppelin = partial(make_planner, "zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank))
+    return {
+        "te_ring": make_planner("te_ring", cluster, MODEL)(lengths),
+        "zeppelin": zeppelin(layers=Layers())(lengths),
+        "zeppelin, both layers": zeppelin(layers=Layers(routing="pays", remap=True))(lengths),
+        "zeppelin, all routed": zeppelin(layers=Layers(routing="always", remap=True))(lengths),
+        "distca": make_planner("distca", cluster, MODEL, Layers())(lengths),
+        "distca, routed": make_planner("distca", cluster, MODEL, Layers(routing="pays"))(lengths),
+    }
+
+
+def _projections(size: str, plans: dict[str, MicrobatchPlan], budget_ms: float) -> Iterator[Measurement]:
     """The budget is for project and bind together."""
-    for name, plan in (("te_ring", ring), ("zeppelin", zones)):
+    for name, plan in plans.items():
         yield Measurement(f"project one of {size}: {name}", budget_ms, lambda plan=plan: project(plan, MIDDLE))
         groups = Groups(MIDDLE, plan.num_ranks, tuple(range(plan.num_ranks)), None)
-        if name == "zeppelin" or plan.num_ranks == 64:  # te_ring over 1,024 ranks has a million rows a rank
+        if name != "te_ring" or plan.num_ranks == 64:  # te_ring over 1,024 ranks has a million rows a rank
             yield Measurement(
                 f"bind one of {size}: {name}", budget_ms, lambda plan=plan, groups=groups: bind(plan, MIDDLE, SHAPE, groups=groups)
             )
@@ -101,6 +117,8 @@ def long_tailed(num_seqs: int, num_tokens: int) -> list[int]:
 def _measure(measurement: Measurement, repeats: int) -> dict[str, Any]:
     times: list[float] = []
     for _ in range(repeats):
+        for cached in (dispatch.transfers, routes.part):  # plans differ from microbatch to microbatch
+            cached.cache_clear()
         start = time.process_time()
         measurement.run()
         times.append(1e3 * (time.process_time() - start))

@@ -1,0 +1,161 @@
+"""One rank's program from a plan, and what the ranks around it have to do with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, chain, islice
+
+import numpy as np
+
+from megatron_balance.core.plan import REMAP, MicrobatchPlan, Tiling, Zone
+from megatron_balance.core.program import HOME_WIDTH, Exchange, Op, RankProgram
+from megatron_balance.passes import remap, route
+from megatron_balance.passes.route import Nics
+from megatron_balance.passes.tables import Ints, as_array, as_rows
+from megatron_balance.schedules.context import Context, Share
+from megatron_balance.schedules.handover import Handover
+from megatron_balance.schedules.movements import schedule_of
+
+
+class Projector:
+    """A plan with what has been worked out for some of its ranks."""
+
+    def __init__(self, plan: MicrobatchPlan) -> None:
+        self.plan = plan
+        self.lengths = np.array(plan.lengths, dtype=np.int64)
+        self.counts = [schedule_of(zone).num_exchanges(zone) for zone in plan.zones]
+        self.ends = list(accumulate(self.counts))
+        self.total = sum(self.counts)
+
+    @cached_property
+    def _members(self) -> tuple[Ints, Ints]:
+        """Zones by member rank, and where those of each rank begin. Looked up: a plan may have a zone for each rank."""
+        everyone = range(self.plan.num_ranks)
+        ranks = [everyone if isinstance(zone, Tiling) else zone.ranks for zone in self.plan.zones]
+        sizes = np.array([len(members) for members in ranks], dtype=np.int64)
+        members = np.fromiter(chain.from_iterable(ranks), np.int64, int(sizes.sum()))
+        order = np.argsort(members, kind="stable")
+        return np.repeat(np.arange(len(ranks)), sizes)[order], np.searchsorted(members[order], np.arange(self.plan.num_ranks + 1))
+
+    def zones(self, rank: int) -> list[int]:
+        """Indices of the zones that `rank` takes part in."""
+        zones, begin = self._members
+        return zones[begin[rank] : begin[rank + 1]].tolist()
+
+    def attention_layout(self, rank: int) -> Ints:
+        """Rows (seq, start, stop): the fragments that the zones place on `rank`, in order."""
+        zones = [self.plan.zones[index] for index in self.zones(rank)]
+        placed = (schedule_of(zone).place(zone, self.lengths, rank) for zone in zones)
+        return np.concatenate([np.empty((0, HOME_WIDTH), dtype=np.int64), *placed])
+
+    def layout(self, rank: int) -> Ints:
+        """The same outside attention."""
+        return self.handover([rank]).linear(rank) if self.plan.moves else self.attention_layout(rank)
+
+    def project(self, rank: int) -> RankProgram:
+        """The forward ops of `rank`."""
+        program, routing = self.attention(rank), self.plan.routing
+        around = self.node(rank) if routing is not None else range(rank, rank + 1)
+        handover = self.handover(around) if self.plan.moves else None
+        if handover is not None:
+            hops = remap.SentOn(*(rows[(rows[:, 6:] == rank).any(axis=1)] for rows in handover.sent_on))
+            heads = (self.plan.num_heads, self.plan.num_kv_heads)
+            program = remap.remap(self.without_hops(program, handover), handover.linear(rank), handover.own(rank), heads, hops)
+        if routing is None:
+            return program
+        nics = Nics(self.plan.ranks_per_node, routing.ranks_per_nic, routing.min_tokens, routing.pieces)
+        return route.route(program, self.passing(rank, handover), self.routed_ids(), nics)
+
+    def node(self, rank: int) -> range:
+        """The ranks of its node."""
+        first = rank - rank % self.plan.ranks_per_node
+        return range(first, min(first + self.plan.ranks_per_node, self.plan.num_ranks))
+
+    def handover(self, ranks: range | list[int]) -> Handover:
+        return Handover(self.plan, ranks, [self.zones(rank) for rank in ranks])
+
+    # Attention
+
+    def share(self, index: int, rank: int, *, attends: bool = True) -> Share:
+        zone, base = self.plan.zones[index], self.ends[index] - self.counts[index]
+        return schedule_of(zone).project(zone, Context(self.lengths, self.plan.num_heads, self.plan.num_kv_heads, base, attends), rank)
+
+    def attention(self, rank: int) -> RankProgram:
+        """The program of the zones alone, in the attention layout."""
+        ops: list[Op] = []
+        replays: list[tuple[int, Exchange]] = []
+        queues: list[tuple[str, int]] = []
+        for index in self.zones(rank):
+            share = self.share(index, rank)
+            ops += share.ops
+            replays += share.replays
+            queues.append((self.plan.zones[index].name, len(share.ops)))
+        home = as_rows(self.attention_layout(rank))
+        return RankProgram(rank, home, tuple(ops), self.total, replays=tuple(replays), queues=tuple(queues))
+
+    def opens(self, index: int, op: Op) -> bool:
+        """Whether `op` is the first exchange of zone `index`, of which a remap makes a part."""
+        return isinstance(op, Exchange) and op.id == self.ends[index] - self.counts[index] and op.pattern == "p2p"
+
+    def without_hops(self, program: RankProgram, handover: Handover) -> RankProgram:
+        """`program` without the first hops that the home of what is away makes instead."""
+        forward: list[Op] = []
+        queues: list[tuple[str, int]] = []
+        ops = iter(program.forward)
+        for index, (name, count) in zip(self.zones(program.rank), program.queues, strict=True):
+            before = len(forward)
+            for op in islice(ops, count):
+                if isinstance(op, Exchange) and self.opens(index, op):
+                    stay = handover.stays(as_array(op.transfers))
+                    forward += [replace(op, transfers=as_rows(stay))] if len(stay) else []
+                else:
+                    forward.append(op)
+            queues.append((name, len(forward) - before))
+        return replace(program, forward=tuple(forward), queues=tuple(queues))
+
+    # The routing
+
+    def routed_ids(self) -> frozenset[int]:
+        """The forward exchanges that are routed."""
+        assert self.plan.routing is not None
+        opening = 1 if self.plan.moves else 0
+        ids: set[int] = set()
+        for index in self.plan.routing.zones:
+            if index != REMAP:
+                ids.update(range(opening + self.ends[index] - self.counts[index], opening + self.ends[index]))
+            elif opening:
+                ids.update((0, opening + self.total))
+        return frozenset(ids)
+
+    def passing(self, rank: int, handover: Handover | None) -> route.Passing:
+        """What the other ranks of its node exchange with other nodes where that is routed."""
+        assert self.plan.routing is not None
+        forward: list[tuple[int, Ints]] = []
+        replays: list[tuple[int, Ints]] = []
+        opening = 0 if handover is None else 1
+        routed = set(self.plan.routing.zones)
+        for other in self.node(rank):
+            for index in self.zones(other) if other != rank else ():
+                if index not in routed or not self.reaches_out(index, other):
+                    continue
+                share = self.share(index, other, attends=False)
+                for op in share.ops:
+                    if isinstance(op, Exchange):
+                        rows = as_array(op.transfers)
+                        rows = handover.stays(rows) if handover is not None and self.opens(index, op) else rows
+                        forward.append((op.id + opening, rows))
+                replays += [(at + opening, as_array(op.transfers)) for at, op in share.replays]
+        if handover is not None and REMAP in routed:
+            ends = remap.Ends.of(handover.regions, (self.plan.num_heads, self.plan.num_kv_heads), handover.sent_on)
+            forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]
+            replays.append((0, ends.again))
+        return route.Passing(forward, replays)
+
+    def reaches_out(self, index: int, rank: int) -> bool:
+        """Whether `rank` may exchange anything with other nodes in a zone of its own."""
+        zone, size = self.plan.zones[index], self.plan.ranks_per_node
+        if not isinstance(zone, Zone) or zone.movement != "ring":
+            return True
+        at = zone.ranks.index(rank)
+        return any(zone.ranks[other % len(zone.ranks)] // size != rank // size for other in (at - 1, at + 1))
