@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -77,8 +76,6 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     results = []
     for run in runs:
-        if run.mover == "triton":
-            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, by the first of these runs
         dtype = getattr(torch, run.dtype)
         bound = bind(plan, world.rank, shape, groups=world.groups, device=run.device, dtype=dtype, policy=run.policy, mover=run.mover)
         calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []

@@ -157,6 +157,7 @@ def _die_with_parent() -> None:
 
 
 def _join(rank: int, pipe: Connection, store: Path) -> dict[int, World]:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which any job may do first
     import torch
     import torch.distributed as dist
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -79,8 +78,6 @@ class Seen:
 
 def steps(world: World, plans: Sequence[MicrobatchPlan], layers: int, policy: Policy, mover: str, dtype: str) -> list[Seen]:
     """Each plan's steps, three of them, on the same pool of memory, all plans bound before the first."""
-    if mover == "triton":
-        os.environ["TRITON_INTERPRET"] = "1"
     wanted, groups = getattr(torch, dtype), replace(world.groups, buffers=BufferPool(cpu=True))
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 16)
     bounds = [bind(p, world.rank, shape, groups=groups, dtype=wanted, policy=policy, mover=mover, kernel="plain") for p in plans]
