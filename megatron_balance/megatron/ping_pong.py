@@ -26,7 +26,7 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_balance.config import RunConfig
+from megatron_balance.config import HALVED_BY_DEFAULT, RunConfig
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
 from megatron_balance.megatron.layer_runs import layer_runs
@@ -36,8 +36,6 @@ from megatron_balance.runtime.attention import AttentionCall
 
 log = logging.getLogger(__name__)
 
-BY_DEFAULT = "distca"
-"""The planner whose microbatches run as two half batches unless somebody says otherwise."""
 RECOMPUTED = frozenset({"mlp"})
 """Modules of `--recompute-modules` that lie within one linear step."""
 
@@ -68,7 +66,7 @@ def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
         return False
     reasons = [reason for refused, reason in REFUSALS if refused(args)]
     if config.ping_pong == "auto":
-        if config.planner.name != BY_DEFAULT:
+        if config.planner.name != HALVED_BY_DEFAULT:
             return False
         if reasons:
             log.warning("microbatches run whole, not as two half batches: %s", "; ".join(reasons))

@@ -45,7 +45,7 @@ def pair(inner: float, outer: float, share: float) -> tuple[float, float]:
 
 
 def _cheapest(items: Items, bounds: tuple[float, float], share: float, resident: float) -> tuple[float, float]:
-    items.set(1, bounds)
+    items.set(1, bounds, seconds=1.0)
     queries, key_stop = items.cheapest(np.full(3, share), np.full(3, resident))
     return float(queries[1]), float(key_stop[1])
 

@@ -39,17 +39,17 @@ class Rule:
 class _Columns:
     """Arrays with a row for each piece of the servers above the limit, and some rows to spare.
 
-    `wanted`: seconds of the piece, or its server's surplus if that is less. `per_second`: share of the piece. `block`: seconds of the
-    lightest block that can be cut from it; infinite once its server is not above the limit. What a row without a piece says has no effect.
+    `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the lightest block that can be cut from it;
+    infinite once its server is not above the limit. What a row without a piece says has no effect.
     """
 
     def __init__(self, items: Items, size: int) -> None:
         self.items = items
-        self.values = np.ones((3, size))
-        self.wanted, self.per_second, self.block = self.values
+        self.values = np.ones((2, size))
+        self.wanted, self.block = self.values
         self.block[:] = inf
         self.seqs: Ints = np.zeros(size, dtype=np.int64)
-        self.taken, self.share, self.resident = np.empty((3, size))
+        self.taken, self.keys, self.resident = np.empty((3, size))
         self.fits = np.empty(size, dtype=bool)
 
     def only(self, rows: Ints, size: int) -> _Columns:
@@ -98,10 +98,9 @@ class Drain:
         servers, columns = self.servers, self.columns
         server, piece = self.rows[row]
         seconds = servers.seconds(piece)
-        columns.items.set(row, servers.shards.bounds(piece))
-        columns.per_second[row], columns.seqs[row] = 1 / seconds, servers.seq(piece)
+        columns.items.set(row, servers.shards.bounds(piece), seconds)
         columns.wanted[row] = min(seconds, float(servers.load[server]) - self.limit)
-        columns.block[row] = servers.shards.lightest(piece)
+        columns.block[row], columns.seqs[row] = servers.shards.lightest(piece), servers.seq(piece)
 
     def _update(self, server: int) -> None:
         """Let the rows of a server know how far it is above the limit now."""
@@ -164,11 +163,10 @@ class Drain:
         """Of each row: seconds that it would be relieved of for each byte, at best; 0 where no block fits the room."""
         columns, servers, sizes = self.columns, self.servers, self.rule.sizes
         seconds = np.minimum(columns.wanted, room, out=columns.taken)
-        share = np.multiply(seconds, columns.per_second, out=columns.share)
         reach = servers.reach[target]
         resident = reach.take(columns.seqs, out=columns.resident, mode="clip")
-        queries, key_stop = columns.items.cheapest(share, resident)
-        keys = np.subtract(key_stop, resident, out=share)
+        queries, key_stop = columns.items.cheapest(seconds, resident)
+        keys = np.subtract(key_stop, resident, out=columns.keys)
         np.maximum(keys, 0.0, out=keys)
         for seq, start, stop in servers.shared.get(target, ()):
             if stop > reach[seq]:

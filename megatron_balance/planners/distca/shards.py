@@ -37,16 +37,16 @@ Part: TypeAlias = tuple[Floats, Floats]
 class Items(Protocol):
     """Items by row, with memory for what is worked out about all of them at once."""
 
-    def set(self, row: int, bounds: tuple[float, float]) -> None:
-        """Let a row be an item with these `Shards.bounds`."""
+    def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
+        """Let a row be an item with these `Shards.bounds`, which takes that long."""
         ...
 
     def only(self, rows: Ints, size: int) -> Items:
         """Some of the rows, in this order, and others up to `size`."""
         ...
 
-    def cheapest(self, share: Floats, resident: Floats) -> Part:
-        """For each row the part with that share (more than 0) of its pairs that costs the fewest bytes, were there no blocks.
+    def cheapest(self, seconds: Floats, resident: Floats) -> Part:
+        """For each row the part that takes so many of its seconds (more than 0) for the fewest bytes, were there no blocks.
 
         `resident`: so many of the first keys are there already. The result holds until the next call and may be written to.
         """
@@ -61,21 +61,21 @@ class PlainItems:
         root = sqrt(size_kv / (2 * size_q + size_kv))
         self._best = (1 / root + root) / 2
         self._values = np.ones((3, size))
-        self._before, self._stop, self._area = self._values
+        self._before, self._stop, self._rate = self._values
         self._before[:] = 0.0
         self._moved, self._queries, self._key_stop = np.empty((3, size))
 
-    def set(self, row: int, bounds: tuple[float, float]) -> None:
+    def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
         start, stop = bounds
-        self._before[row], self._stop[row], self._area[row] = start * start, stop, (stop - start) * (stop + start)
+        self._before[row], self._stop[row], self._rate[row] = start * start, stop, (stop - start) * (stop + start) / seconds
 
     def only(self, rows: Ints, size: int) -> PlainItems:
         items = PlainItems(size, *self._sizes)
         items._values[:, : len(rows)] = self._values[:, rows]
         return items
 
-    def cheapest(self, share: Floats, resident: Floats) -> Part:
-        area = np.multiply(share, self._area, out=self._moved)
+    def cheapest(self, seconds: Floats, resident: Floats) -> Part:
+        area = np.multiply(seconds, self._rate, out=self._moved)
         key_stop, other = self._key_stop, self._queries
         np.sqrt(area, out=key_stop)
         key_stop *= self._best
@@ -96,20 +96,20 @@ class PairItems:
 
     def __init__(self, size: int) -> None:
         self._values = np.ones((2, size))
-        self._inner, self._tokens = self._values
+        self._inner, self._rate = self._values
         self._queries, self._key_stop = np.empty((2, size))
 
-    def set(self, row: int, bounds: tuple[float, float]) -> None:
-        self._inner[row], self._tokens[row] = bounds[0], bounds[1] - bounds[0]
+    def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
+        self._inner[row], self._rate[row] = bounds[0], (bounds[1] - bounds[0]) / seconds
 
     def only(self, rows: Ints, size: int) -> PairItems:
         items = PairItems(size)
         items._values[:, : len(rows)] = self._values[:, rows]
         return items
 
-    def cheapest(self, share: Floats, resident: Floats) -> Part:
+    def cheapest(self, seconds: Floats, resident: Floats) -> Part:
         del resident  # all queries see as many keys, wherever they are
-        queries = np.multiply(share, self._tokens, out=self._queries)
+        queries = np.multiply(seconds, self._rate, out=self._queries)
         key_stop = np.add(self._inner, queries, out=self._key_stop)
         queries *= 2
         return queries, key_stop

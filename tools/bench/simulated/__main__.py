@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from megatron_balance.passes.transpose import POLICIES
 from tools.bench.emulated.batches import DATASETS
+from tools.bench.emulated.launch import rows_on_lines
 from tools.bench.emulated.point import PAPER_TOKENS, RANKS_PER_NODE
 from tools.bench.simulated import piece, report
 from tools.bench.simulated.cases import VARIANTS, Grid
@@ -96,7 +97,7 @@ def _compare(options: argparse.Namespace) -> int:
     lines = [report.line_of(row) for row in tqdm(rows, desc="simulated", unit="case", file=sys.stderr)]
     if options.write:
         options.write.with_suffix(".md").write_text(_text(lines, options.folders))
-        options.write.with_suffix(".json").write_text(_on_lines(report.body(lines)))
+        options.write.with_suffix(".json").write_text(rows_on_lines(report.body(lines)))
     if options.json:
         print(json.dumps(report.body(lines)))
         return 0
@@ -118,15 +119,6 @@ def _text(lines: Sequence[report.Line], folders: Sequence[Path]) -> str:
     words = [*report.EXPLANATION, *dict.fromkeys(notes), *report.in_words(lines)]
     parts = ["# Simulated against measured", f"`{command}`", *words, report.markdown(lines)]
     return "\n\n".join(parts) + "\n"
-
-
-def _on_lines(body: dict[str, object]) -> str:
-    """JSON with one line for each entry of a list of the body."""
-    parts: list[str] = []
-    for key, value in body.items():
-        rows = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
-        parts.append(f" {json.dumps(key)}: " + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":
