@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil, inf
 from typing import Literal
 
@@ -92,6 +93,8 @@ def _limit(servers: Servers, homes: Ints, seconds: Seconds, tolerance: float) ->
 
 
 def _check(servers: Servers, caps: Caps) -> None:
+    if caps == Caps():
+        return
     for rank, (own, keys, queries) in enumerate(zip(servers.own, servers.keys, servers.queries, strict=True)):
         for what, needed, cap in (("max_kv_tokens", own + keys, caps.held), ("max_received_tokens", keys + queries, caps.received)):
             if needed > cap:
@@ -104,7 +107,8 @@ def _check(servers: Servers, caps: Caps) -> None:
 def _tasks(servers: Servers) -> Ints:
     """Rows of tasks. Pieces of a sequence on a rank that touch are one."""
     held = [len(pieces) for pieces in servers.pieces]
-    pieces = np.array([piece for each in servers.pieces for piece in each], dtype=np.int64)
+    flat = chain.from_iterable(chain.from_iterable(servers.pieces))
+    pieces = np.fromiter(flat, np.int64, 3 * sum(held)).reshape(-1, 3)
     which, start, stop = servers.shards.spans(pieces)
     rank, seq = np.repeat(np.arange(len(held)), held)[which], servers.edges.homes[pieces[which, 0], SEQ]
     order = np.lexsort((start, seq, rank))

@@ -53,6 +53,10 @@ class Items(Protocol):
         ...
 
 
+_ALL = 1 - 1e-14
+"""What is taken for all of an item, so that no rounding makes it more."""
+
+
 class PlainItems:
     """Plain shards of items [start, stop). `size_q`, `size_kv`: bytes of a token."""
 
@@ -67,7 +71,8 @@ class PlainItems:
 
     def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
         start, stop = bounds
-        self._before[row], self._stop[row], self._rate[row] = start * start, stop, (stop - start) * (stop + start) / seconds
+        rate = (stop - start) * (stop + start) * _ALL / seconds
+        self._before[row], self._stop[row], self._rate[row] = start * start, stop, rate
 
     def only(self, rows: Ints, size: int) -> PlainItems:
         items = PlainItems(size, *self._sizes)
@@ -86,7 +91,6 @@ class PlainItems:
         np.minimum(key_stop, self._stop, out=key_stop)
         queries = np.square(key_stop, out=other)
         queries -= area
-        np.maximum(queries, 0.0, out=queries)
         np.sqrt(queries, out=queries)
         return np.subtract(key_stop, queries, out=queries), key_stop
 
