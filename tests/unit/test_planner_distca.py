@@ -17,7 +17,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.passes.tables import Ints
 from megatron_balance.planners.distca import DistcaOptions, Scheduling, linear_homes, plan, schedule
-from megatron_balance.planners.distca.shards import Items, PairItems, PlainItems
+from megatron_balance.planners.distca.shards import Items, PairItems, PlainItems, Sizes
 from megatron_balance.schedules import layout
 from megatron_balance.schedules.figures import figures
 
@@ -36,7 +36,7 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda pair: (floa
 
 def plain(start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float) -> tuple[float, float]:
     """The best plain shard of one item."""
-    return _cheapest(PlainItems(3, size_q, size_kv), (start, stop), share, resident)
+    return _cheapest(PlainItems(3, Sizes(size_q, size_kv)), (start, stop), share, resident)
 
 
 def pair(inner: float, outer: float, share: float) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.passes.tables import Ints
-from megatron_balance.planners.distca.parts import Parts, Sizes, at_least, at_most, num_bytes
+from megatron_balance.planners.distca.parts import Parts, at_hand, at_least, at_most, num_bytes
 from megatron_balance.planners.distca.room import make_room
 from megatron_balance.planners.distca.servers import Servers
-from megatron_balance.planners.distca.shards import Items, Piece
+from megatron_balance.planners.distca.shards import Items, Piece, Sizes
 
 _ROUNDING = 1e-9
 """Of the mean load: no difference."""
@@ -40,7 +40,8 @@ class _Columns:
     """Arrays with a row for each piece of the servers above the limit, and some rows to spare.
 
     `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the lightest block that can be cut from it;
-    infinite once its server is not above the limit. What a row without a piece says has no effect.
+    infinite once its server is not above the limit. `seq`: the number of its sequence, of those in `seqs`. What a row without a piece says
+    has no effect.
     """
 
     def __init__(self, items: Items, size: int) -> None:
@@ -48,15 +49,31 @@ class _Columns:
         self.values = np.ones((2, size))
         self.wanted, self.block = self.values
         self.block[:] = inf
-        self.seqs: Ints = np.zeros(size, dtype=np.int64)
-        self.taken, self.keys, self.resident = np.empty((3, size))
+        self.seq: Ints = np.zeros(size, dtype=np.int64)
+        self.seqs: dict[int, int] = {}
+        self._fitting = 0
+        self.taken, self._resident = np.empty((2, size))
         self.fits = np.empty(size, dtype=bool)
 
     def only(self, rows: Ints, size: int) -> _Columns:
         """Some of the rows, in this order."""
         columns = _Columns(self.items.only(rows, size), size)
-        columns.values[:, : len(rows)], columns.seqs[: len(rows)] = self.values[:, rows], self.seqs[rows]
+        columns.values[:, : len(rows)] = self.values[:, rows]
+        columns.seqs, columns.seq[: len(rows)] = self.seqs, self.seq[rows]
         return columns
+
+    def fitting(self, room: float) -> int:
+        """A row whose block fits the room; if there is none, the one with the lightest block."""
+        if self.block[self._fitting] > room:
+            self._fitting = int(self.block.argmin())
+        return self._fitting
+
+    def at_hand(self, reach: Mapping[int, int]) -> Floats:
+        """For each row how many of the first keys of its sequence are there. The result holds until the next call and may be written to."""
+        keys = np.zeros(len(self.seqs))
+        for seq, count in reach.items():
+            keys[self.seqs[seq]] = count
+        return keys.take(self.seq, out=self._resident, mode="clip")
 
 
 class Drain:
@@ -65,6 +82,8 @@ class Drain:
     def __init__(self, servers: Servers, rule: Rule) -> None:
         self.servers, self.rule, self.limit = servers, rule, rule.limit
         self.mean = float(servers.load.mean())
+        self._query_size = rule.sizes.query / rule.sizes.kv
+        self._least_score = rule.least_score * rule.sizes.kv
         over: list[int] = np.flatnonzero(servers.load > self.limit).tolist()
         self.rows: list[tuple[int, Piece]] = []
         self.rows_of: dict[int, list[int]] = defaultdict(list)
@@ -100,7 +119,8 @@ class Drain:
         seconds = servers.seconds(piece)
         columns.items.set(row, servers.shards.bounds(piece), seconds)
         columns.wanted[row] = min(seconds, float(servers.load[server]) - self.limit)
-        columns.block[row], columns.seqs[row] = servers.shards.lightest(piece), servers.seq(piece)
+        columns.block[row] = servers.shards.lightest(piece)
+        columns.seq[row] = columns.seqs.setdefault(servers.seq(piece), len(columns.seqs))
 
     def _update(self, server: int) -> None:
         """Let the rows of a server know how far it is above the limit now."""
@@ -123,11 +143,11 @@ class Drain:
         closed: set[int] = set()  # they have room, but for nothing that is worth it
         rooms_made, most_rooms, useless = 0, len(load) // 8 + 8, True
         while self.rows_of:
-            block = self.columns.block
-            lightest = int(block.argmin())
             target = _lightest(load, closed)
             room = 0.0 if target in closed else self.limit - float(load[target])
-            if room >= max(float(block[lightest]), _ROUNDING * self.mean):
+            row = self.columns.fitting(room)
+            block = float(self.columns.block[row])
+            if room >= max(block, _ROUNDING * self.mean):
                 filled = self._fill(target, room)
                 if not filled:
                     closed.add(target)
@@ -135,8 +155,8 @@ class Drain:
                 continue
             if self.rule.least_score > 0 and closed:
                 return
-            source = self.rows[lightest][0]
-            if rooms_made < most_rooms and make_room(self.servers, self.limit, float(block[lightest]), source, self.rule.sizes):
+            source = self.rows[row][0]
+            if rooms_made < most_rooms and make_room(self.servers, self.limit, block, source, self.rule.sizes):
                 rooms_made += 1
                 self._update(source)
             else:
@@ -149,7 +169,7 @@ class Drain:
     def _fill(self, target: int, room: float) -> bool:
         """Migrate the best part of the best item to a server with room. Returns False if none is worth it."""
         scores = self._scores(target, room)
-        while scores[best := int(scores.argmax())] > self.rule.least_score:
+        while scores[best := int(scores.argmax())] > self._least_score:
             server, piece = self.rows[best]
             surplus = float(self.servers.load[server]) - self.limit
             low, high = self._cut(piece, target, surplus, room + _ROUNDING / 2 * self.mean)
@@ -160,20 +180,22 @@ class Drain:
         return False
 
     def _scores(self, target: int, room: float) -> Floats:
-        """Of each row: seconds that it would be relieved of for each byte, at best; 0 where no block fits the room."""
-        columns, servers, sizes = self.columns, self.servers, self.rule.sizes
+        """Of each row: seconds that it would be relieved of for as many bytes as a key has, at best; 0 where no block fits the room."""
+        columns, reach = self.columns, self.servers.reach[target]
         seconds = np.minimum(columns.wanted, room, out=columns.taken)
-        reach = servers.reach[target]
-        resident = reach.take(columns.seqs, out=columns.resident, mode="clip")
-        queries, key_stop = columns.items.cheapest(seconds, resident)
-        keys = np.subtract(key_stop, resident, out=columns.keys)
-        np.maximum(keys, 0.0, out=keys)
-        for seq, start, stop in servers.shared.get(target, ()):
-            if stop > reach[seq]:
-                same = columns.seqs == seq
-                keys[same] -= np.maximum(np.minimum(key_stop[same], stop) - max(float(reach[seq]), start), 0.0)
-        queries *= sizes.query
-        keys *= sizes.kv
+        known = columns.seqs.keys() & reach.keys()
+        if known:
+            resident = columns.at_hand({seq: reach[seq] for seq in known})
+            queries, key_stop = columns.items.cheapest(seconds, resident)
+            keys = np.subtract(key_stop, np.minimum(key_stop, resident, out=resident), out=resident)
+            for seq in known:
+                for _, stop in self.servers.held(target, seq):
+                    if stop > reach[seq]:
+                        rows = columns.seq == columns.seqs[seq]
+                        keys[rows] = key_stop[rows] - at_hand(self.servers, target, seq, key_stop[rows])
+        else:
+            queries, keys = columns.items.cheapest(seconds)
+        queries *= self._query_size
         queries += keys
         seconds /= queries
         seconds *= np.less_equal(columns.block, room, out=columns.fits)
@@ -203,8 +225,10 @@ class Drain:
                 return parts, wasted, min(max(spare, tightest), room - surplus)
         parts = at_most(shards, piece, room)
         wasted = room - parts[2]
-        wasted[parts[2] <= 0] = inf
-        return parts, wasted, max(spare, float(wasted[wasted.argmin()]))
+        allowed = max(spare, float(wasted[wasted.argmin()]))
+        if allowed >= room:
+            wasted[parts[2] <= 0] = inf
+        return parts, wasted, allowed
 
     def _migrate(self, row: int, low: int, high: int, target: int) -> None:
         server, piece = self.rows[row]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -11,16 +10,7 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.passes.tables import Ints
 from megatron_balance.planners.distca.servers import Servers
-from megatron_balance.planners.distca.shards import Piece, Shards
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes of a query and its output, and of a key and its value."""
-
-    query: float
-    kv: float
-
+from megatron_balance.planners.distca.shards import Piece, Shards, Sizes
 
 Parts: TypeAlias = tuple[Ints, int, Floats]
 """Parts of a piece: where each begins, where the first one stops (the next one a block later), the seconds of each."""
@@ -49,13 +39,18 @@ def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
 
 def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: Sizes) -> Floats:
     """What it costs a server to take each of the parts of a piece."""
-    seq = servers.seq(piece)
-    queries, key_stop = servers.shards.needs(piece, parts[0], parts[1])
-    resident = float(servers.reach[target, seq])
-    keys = np.maximum(key_stop - resident, 0.0)
-    for start, stop in servers.held(target, seq):
-        if stop > resident:
-            keys -= np.maximum(np.minimum(key_stop, stop) - max(resident, start), 0.0)
-    keys *= sizes.kv
-    keys += queries * sizes.query
+    low, stop, _ = parts
+    costs, seq = servers.shards.num_bytes(piece, low, stop), servers.seq(piece)
+    if seq in servers.reach[target]:
+        costs -= sizes.kv * at_hand(servers, target, seq, servers.shards.key_stops(piece, low, stop))
+    return costs
+
+
+def at_hand(servers: Servers, server: int, seq: int, key_stop: Ints | Floats) -> Ints | Floats:
+    """How many of the keys below each `key_stop` of a sequence, of which a server has some, it has."""
+    reach = servers.reach[server][seq]
+    keys = np.minimum(key_stop, reach)
+    for start, stop in servers.held(server, seq):
+        if stop > reach:
+            keys += np.maximum(np.minimum(key_stop, stop) - max(reach, start), 0)
     return keys

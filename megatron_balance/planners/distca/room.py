@@ -7,9 +7,9 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.planners.distca.parts import Sizes, at_least, at_most, num_bytes
+from megatron_balance.planners.distca.parts import at_least, at_most, num_bytes
 from megatron_balance.planners.distca.servers import Servers
-from megatron_balance.planners.distca.shards import Piece
+from megatron_balance.planners.distca.shards import Piece, Sizes
 
 _GIVERS, _MOST_GIVERS = 2, 32
 """How many of the servers with most room are looked at as those that shed light work; and how many if none of the first ones can."""

@@ -15,9 +15,8 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.passes.tables import Ints, run_bounds
 from megatron_balance.planners.distca.consolidate import consolidate
 from megatron_balance.planners.distca.greedy import Drain, Rule
-from megatron_balance.planners.distca.parts import Sizes
 from megatron_balance.planners.distca.servers import Caps, Servers
-from megatron_balance.planners.distca.shards import HeadTail, Plain
+from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
 
 
@@ -65,10 +64,10 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     homes = homes[np.argsort(homes[:, RANK], kind="stable")]
     seconds = Seconds.of(cost, max(lengths))
     edges = Edges.of(homes, scheduling.block, seconds)
-    sizes = Sizes(2 * cost.query_bytes(1), cost.kv_bytes(1))
-    shards = Plain(edges, sizes.query, sizes.kv) if scheduling.shards == "plain" else HeadTail(edges)
+    sizes = Sizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
+    shards = Plain(edges, sizes) if scheduling.shards == "plain" else HeadTail(edges, sizes)
     caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
-    servers = Servers(edges, shards, num_ranks, len(lengths), caps)
+    servers = Servers(edges, shards, num_ranks, caps)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
     rule = Rule(_limit(servers, homes, seconds, scheduling.tolerance), scheduling.tolerance, sizes, least_score)
     if scheduling.consolidate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats
 from megatron_balance.planners.distca.shards import Piece, Shards
-from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges
+from megatron_balance.planners.distca.work import RANK, START, STOP, Edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +28,28 @@ _NO_CAPS = Caps()
 class Servers:
     """State of the scheduling. The homes of `edges` are in the order of their ranks.
 
-    `load` [R]: seconds. `pieces`: of each server. `reach` [R, sequences]: a server has the first so many keys of a sequence at hand,
-    as its tasks need, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it receives, kept up where there are caps.
+    `load` [R]: seconds. `pieces`: of each server. `reach`: of each server, by sequence, how many of its first keys it has at hand as its
+    tasks need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it receives, kept up where there are caps.
     """
 
-    def __init__(self, edges: Edges, shards: Shards, num_ranks: int, num_seqs: int, caps: Caps) -> None:
+    def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
         self.edges, self.shards, self.caps = edges, shards, caps
         self._counted = caps != _NO_CAPS
-        rank, seq, stop = edges.homes[:, RANK], edges.homes[:, SEQ], edges.homes[:, STOP]
+        rank = edges.homes[:, RANK]
         self.homes: list[list[int]] = edges.homes.tolist()
         self.mass = shards.seconds
         self.load: Floats = np.bincount(rank, shards.mass[shards.ends] - shards.mass[shards.begins], num_ranks)
-        self.reach: Floats = np.zeros((num_ranks, num_seqs))
-        np.maximum.at(self.reach, (rank, seq), stop)
-        own: Floats = np.bincount(rank, stop - edges.homes[:, START], num_ranks)
+        own: Floats = np.bincount(rank, edges.homes[:, STOP] - edges.homes[:, START], num_ranks)
         self.own: list[int] = own.astype(np.int64).tolist()
-        self.keys: list[int] = (self.reach.sum(axis=1) - own).astype(np.int64).tolist() if self._counted else [0] * num_ranks
+        self._held: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_ranks)]
+        for server, seq, start, stop in self.homes:
+            self._held[server].setdefault(seq, []).append((start, stop))
+        self.reach = [{seq: max(stop for _, stop in spans) for seq, spans in held.items()} for held in self._held]
+        self.keys = [sum(reach.values()) - own for reach, own in zip(self.reach, self.own, strict=True)]
         self.queries = [0] * num_ranks
         bounds: list[int] = rank.searchsorted(np.arange(num_ranks + 1)).tolist()
         whole = list(zip(range(len(rank)), shards.begins.tolist(), shards.ends.tolist(), strict=True))
         self.pieces: list[list[Piece]] = [whole[begin:end] for begin, end in pairwise(bounds)]
-        self._at_home = [self.homes[begin:end] for begin, end in pairwise(bounds)]
-        self.shared: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """Of each rank, what it holds (seq, start, stop) of sequences that are cut."""
-        is_cut = (np.bincount(seq, minlength=num_seqs) > 1)[seq]
-        for server, *span in edges.homes[is_cut].tolist():
-            self.shared[server].append(tuple(span))
 
     def heaviest_block(self) -> float:
         """Seconds of the heaviest part that cannot be cut."""
@@ -69,20 +65,20 @@ class Servers:
         """The sequence of a piece."""
         return self.homes[piece[0]][1]
 
-    def held(self, server: int, seq: int) -> list[tuple[int, int]]:
+    def held(self, server: int, seq: int) -> Sequence[tuple[int, int]]:
         """What a server holds of a sequence by home."""
-        return [(start, stop) for _, of, start, stop in self._at_home[server] if of == seq]
+        return self._held[server].get(seq, ())
 
     def missing(self, server: int, seq: int, key_stop: int) -> int:
         """Keys below `key_stop` that the server does not have."""
-        return self._not_held(server, seq, int(self.reach[server, seq]), key_stop)
+        return self._not_held(server, seq, self.reach[server].get(seq, 0), key_stop)
 
     def freed(self, server: int, piece: Piece) -> int:
         """Keys that a server no longer needs to receive once the piece, whole, is elsewhere."""
         home, seq, start, _ = self.homes[piece[0]]
         if home == server and start == 0:
             return 0  # it holds them
-        return self._not_held(server, seq, self._needed(server, seq, piece), int(self.reach[server, seq]))
+        return self._not_held(server, seq, self._needed(server, seq, piece), self.reach[server][seq])
 
     def _not_held(self, server: int, seq: int, start: int, stop: int) -> int:
         """Of the keys [start, stop) those that the server does not hold by home."""
@@ -127,15 +123,15 @@ class Servers:
         pieces.remove(piece)
         pieces += rest
         self.pieces[target].append(moved)
-        if key_stop == self.reach[source, seq]:
+        if key_stop == self.reach[source][seq]:
             left = self._needed(source, seq)
             if self._counted:
                 self.keys[source] -= self._not_held(source, seq, left, key_stop)
-            self.reach[source, seq] = left
-        if key_stop > self.reach[target, seq]:
+            self.reach[source][seq] = left
+        if key_stop > self.reach[target].get(seq, 0):
             if self._counted:
                 self.keys[target] += self.missing(target, seq, key_stop)
-            self.reach[target, seq] = key_stop
+            self.reach[target][seq] = key_stop
         if self._counted:
             self.queries[source] -= self._foreign(source, moved)
             self.queries[target] += self._foreign(target, moved)

@@ -18,7 +18,7 @@ wherever the pair is cut (of a whole document: length - i), fewest for the inner
 
 from __future__ import annotations
 
-from math import sqrt
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -26,6 +26,15 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.passes.tables import Ints
 from megatron_balance.planners.distca.work import Edges
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a query and its output, and of a key and its value."""
+
+    query: float
+    kv: float
+
 
 Piece: TypeAlias = tuple[int, int, int]
 """A fragment, and the first and the last of its edges (of its pairs of blocks) that bound a part of it."""
@@ -45,10 +54,11 @@ class Items(Protocol):
         """Some of the rows, in this order, and others up to `size`."""
         ...
 
-    def cheapest(self, seconds: Floats, resident: Floats) -> Part:
+    def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
         """For each row the part that takes so many of its seconds (more than 0) for the fewest bytes, were there no blocks.
 
-        `resident`: so many of the first keys are there already. The result holds until the next call and may be written to.
+        `resident`: so many of the first keys are there already; none if not given. The result holds until the next call and may be
+        written to.
         """
         ...
 
@@ -58,40 +68,37 @@ _ALL = 1 - 1e-14
 
 
 class PlainItems:
-    """Plain shards of items [start, stop). `size_q`, `size_kv`: bytes of a token."""
+    """Plain shards of items [start, stop), of which the squares are kept."""
 
-    def __init__(self, size: int, size_q: float, size_kv: float) -> None:
-        self._sizes = size_q, size_kv
-        root = sqrt(size_kv / (2 * size_q + size_kv))
-        self._best = (1 / root + root) / 2
+    def __init__(self, size: int, sizes: Sizes) -> None:
+        self._sizes = sizes
+        ratio = sizes.kv / (2 * sizes.query + sizes.kv)
+        self._best = (1 / ratio + ratio) / 4 + 1 / 2
         self._values = np.ones((3, size))
         self._before, self._stop, self._rate = self._values
         self._before[:] = 0.0
         self._moved, self._queries, self._key_stop = np.empty((3, size))
 
     def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
-        start, stop = bounds
-        rate = (stop - start) * (stop + start) * _ALL / seconds
-        self._before[row], self._stop[row], self._rate[row] = start * start, stop, rate
+        before, stop = bounds[0] * bounds[0], bounds[1] * bounds[1]
+        self._before[row], self._stop[row], self._rate[row] = before, stop, (stop - before) * _ALL / seconds
 
     def only(self, rows: Ints, size: int) -> PlainItems:
-        items = PlainItems(size, *self._sizes)
+        items = PlainItems(size, self._sizes)
         items._values[:, : len(rows)] = self._values[:, rows]
         return items
 
-    def cheapest(self, seconds: Floats, resident: Floats) -> Part:
+    def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
         area = np.multiply(seconds, self._rate, out=self._moved)
-        key_stop, other = self._key_stop, self._queries
-        np.sqrt(area, out=key_stop)
-        key_stop *= self._best
-        np.add(self._before, area, out=other)
-        np.sqrt(other, out=other)
-        np.maximum(key_stop, other, out=key_stop)
-        np.maximum(key_stop, resident, out=key_stop)
-        np.minimum(key_stop, self._stop, out=key_stop)
-        queries = np.square(key_stop, out=other)
-        queries -= area
+        squares, queries = self._key_stop, self._queries
+        np.multiply(area, self._best, out=squares)
+        np.maximum(squares, np.add(self._before, area, out=queries), out=squares)
+        if resident is not None:
+            np.maximum(squares, np.square(resident, out=queries), out=squares)
+        np.minimum(squares, self._stop, out=squares)
+        np.subtract(squares, area, out=queries)
         np.sqrt(queries, out=queries)
+        key_stop = np.sqrt(squares, out=squares)
         return np.subtract(key_stop, queries, out=queries), key_stop
 
 
@@ -111,7 +118,7 @@ class PairItems:
         items._values[:, : len(rows)] = self._values[:, rows]
         return items
 
-    def cheapest(self, seconds: Floats, resident: Floats) -> Part:
+    def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
         del resident  # all queries see as many keys, wherever they are
         queries = np.multiply(seconds, self._rate, out=self._queries)
         key_stop = np.add(self._inner, queries, out=self._key_stop)
@@ -144,8 +151,12 @@ class Shards(Protocol):
         """The least index at which a part of the piece may stop; from there on it may stop anywhere."""
         ...
 
-    def needs(self, piece: Piece, low: Ints, stop: int) -> tuple[Ints, Ints]:
-        """How many queries parts of a piece have, and up to where they need keys: from each `low` to `stop`, to the index after it, ..."""
+    def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
+        """What parts of a piece take, all their keys counted: from each `low` to `stop`, to the index after it, ..."""
+        ...
+
+    def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
+        """Up to where these parts need keys."""
         ...
 
     def key_stop(self, piece: Piece) -> int:
@@ -162,16 +173,18 @@ class Shards(Protocol):
 
 
 class Plain:
-    """Shards [low, high) of edges. `size_q`, `size_kv`: bytes of a token."""
+    """Shards [low, high) of edges."""
 
-    def __init__(self, edges: Edges, size_q: float, size_kv: float) -> None:
-        self.edges, self.size_q, self.size_kv = edges, size_q, size_kv
+    def __init__(self, edges: Edges, sizes: Sizes) -> None:
+        self.edges, self.sizes = edges, sizes
+        self._before: Floats = np.multiply(edges.positions, sizes.query, dtype=np.float64)  # bytes of the queries up to an edge
+        self._upto: Floats = np.multiply(edges.positions, sizes.query + sizes.kv, dtype=np.float64)  # and of the keys, too
         self.mass, self.begins, self.ends = edges.seconds, edges.first, edges.last
         self._positions: list[int] = edges.positions.tolist()
         self.seconds: list[float] = edges.seconds.tolist()
 
     def items(self, size: int) -> PlainItems:
-        return PlainItems(size, self.size_q, self.size_kv)
+        return PlainItems(size, self.sizes)
 
     def bounds(self, piece: Piece) -> tuple[int, int]:
         return self._positions[piece[1]], self._positions[piece[2]]
@@ -183,11 +196,13 @@ class Plain:
     def first_stop(self, piece: Piece) -> int:
         return piece[1] + 1
 
-    def needs(self, piece: Piece, low: Ints, stop: int) -> tuple[Ints, Ints]:
+    def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
         del piece
-        positions = self.edges.positions
-        stops = positions[stop : stop + len(low)]
-        return stops - positions[low], stops
+        return self._upto[stop : stop + len(low)] - self._before[low]
+
+    def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
+        del piece
+        return self.edges.positions[stop : stop + len(low)]
 
     def key_stop(self, piece: Piece) -> int:
         return self._positions[piece[2]]
@@ -203,8 +218,8 @@ class Plain:
 class HeadTail:
     """Pairs [low, high) of mirrored blocks, counted from the ends of a fragment; the middle block of an odd number is its own mirror."""
 
-    def __init__(self, edges: Edges) -> None:
-        self.edges = edges
+    def __init__(self, edges: Edges, sizes: Sizes) -> None:
+        self.edges, self.sizes = edges, sizes
         blocks = edges.last - edges.first
         pairs = (blocks + 1) // 2
         self.ends = np.cumsum(pairs + 1) - 1
@@ -236,10 +251,15 @@ class HeadTail:
     def first_stop(self, piece: Piece) -> int:
         return piece[2]
 
-    def needs(self, piece: Piece, low: Ints, stop: int) -> tuple[Ints, Ints]:
+    def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
         positions = self.edges.positions
         (head, tail), inner = self._edges(piece[0], low), self._edges(piece[0], np.array(stop))
-        return positions[tail] - positions[head] - (positions[inner[1]] - positions[inner[0]]), positions[tail]
+        queries = positions[tail] - positions[head] - (positions[inner[1]] - positions[inner[0]])
+        return queries * self.sizes.query + positions[tail] * self.sizes.kv
+
+    def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
+        del stop
+        return self.edges.positions[self._edges(piece[0], low)[1]]
 
     def key_stop(self, piece: Piece) -> int:
         return int(self.edges.positions[self._edges(piece[0], np.array(piece[1]))[1]])
