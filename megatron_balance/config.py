@@ -1,24 +1,20 @@
 """Configuration: strict YAML in, plain frozen dataclasses of `core` and of the planners out.
 
 A section (`planner`, `cluster`, `model`) is a mapping, the name of a file shipped in `configs/`, or a path to another YAML,
-relative to the file that names it. A `cluster` or `model` section may start from another one with `base:`. An unknown key, a
-missing key or a wrong type is a ConfigError that names the file, the path to the key and what would be right. The only
-coercion is int -> float.
+relative to the file that names it. A `cluster` or `model` section may start from another one with `base:`. How mistakes are told:
+`strict_yaml`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast, get_type_hints
+from typing import Any, Literal, TypeAlias, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, Field
 
 from megatron_balance.core.batch import Batch
 from megatron_balance.core.cluster import Cluster
@@ -37,6 +33,7 @@ from megatron_balance.passes.transpose import Policy
 from megatron_balance.planners import PLANNERS
 from megatron_balance.schedules.joint import plan_ticks
 from megatron_balance.solvers.remap import Objective, Sides, Solver
+from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, suggestion, unknown, validated
 
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULT_CLUSTER = "h200"
@@ -45,8 +42,6 @@ HALVED_BY_DEFAULT = "distca"
 """The planner whose microbatches run as two half batches unless somebody says otherwise (`RunConfig.ping_pong`)."""
 
 Section: TypeAlias = Literal["cluster", "model", "planner"]
-
-STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,18 +226,18 @@ def load_config(path: str | Path) -> RunConfig:
         ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing or mistyped key.
     """
     path = Path(path)
-    raw = _read(path)
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected keys such as 'planner:', got {_shown(raw)}")
+        raise ConfigError(f"{path}: expected keys such as 'planner:', got {shown(raw)}")
     keys: dict[str, Any] = dict(cast("dict[str, Any]", raw))
     if "source" in keys:  # ours, not the user's
-        raise ConfigError(f"{path}: source: {_unknown('source', _file_keys())}")
+        raise ConfigError(f"{path}: source: {unknown('source', _file_keys())}")
     if keys.get("planner") is not None:
         keys["planner"] = _planner_section(keys["planner"], path)
     if keys.get("remap") is not None:
         keys["remap"] = _remap_section(keys["remap"], path)
     if isinstance(keys.get("routing"), dict):
-        keys["routing"] = RoutingChoice(**_given(RoutingChoice, cast("dict[str, Any]", keys["routing"]), str(path), "routing"))
+        keys["routing"] = RoutingChoice(**checked(RoutingChoice, cast("dict[str, Any]", keys["routing"]), str(path), "routing"))
         if keys["routing"].pieces < 1:
             raise ConfigError(f"{path}: routing.pieces: expected at least 1, got {keys['routing'].pieces}")
     if "communication" in keys:
@@ -255,7 +250,7 @@ def load_config(path: str | Path) -> RunConfig:
         if isinstance(keys.get(key), str):
             keys[key] = path.parent / keys[key]
     keys["source"] = str(path)
-    config = cast("RunConfig", _validate(RunConfig, keys, str(path), "", known=_file_keys()))
+    config = cast("RunConfig", validated(RunConfig, keys, str(path), "", known=_file_keys()))
     if config.planner is None:
         return config
     layers = choose_layers(config.planner.name, config.routing, config.remap)
@@ -293,9 +288,9 @@ def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner", 
         ConfigError: no such planner or option, or a wrong type; `where` says in which file or option.
     """
     if name not in PLANNERS:
-        raise ConfigError(f"{where}: unknown planner {name!r}{_suggestion(name, PLANNERS)}. Planners: {', '.join(PLANNERS)}")
+        raise ConfigError(f"{where}: unknown planner {name!r}{suggestion(name, PLANNERS)}. Planners: {', '.join(PLANNERS)}")
     options = PLANNERS[name].options
-    keys = _given(options, given, where, "")
+    keys = checked(options, given, where, "")
     if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
         raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
     chosen = PlannerChoice(name, options(**keys), MappingProxyType(keys), PLANNERS[name].layers)
@@ -379,43 +374,43 @@ def _section(section: Section, value: Any, file: Path | None, where: str) -> dic
     target = Cluster if section == "cluster" else Model
     if isinstance(value, str):
         path = _find(section, value, file, where)
-        return _section(section, _read(path), path, "")
+        return _section(section, read_yaml(path), path, "")
     source = str(file)
     if not isinstance(value, dict):
-        raise ConfigError(f"{source}: {where or section}: expected keys, a name or a path to a YAML, got {_shown(value)}")
+        raise ConfigError(f"{source}: {where or section}: expected keys, a name or a path to a YAML, got {shown(value)}")
     keys = dict(cast("dict[str, Any]", value))
     base = keys.pop("base", None)
     if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{source}: {_join(where, 'base')}: expected a name or a path to a YAML, got {_shown(base)}")
-    underneath: dict[str, Any] = {} if base is None else _section(section, base, file, _join(where, "base"))
-    return {**underneath, **_given(target, keys, source, where, ("base",))}
+        raise ConfigError(f"{source}: {joined(where, 'base')}: expected a name or a path to a YAML, got {shown(base)}")
+    underneath: dict[str, Any] = {} if base is None else _section(section, base, file, joined(where, "base"))
+    return {**underneath, **checked(target, keys, source, where, ("base",))}
 
 
 def _planner_section(value: Any, file: Path) -> PlannerChoice:
     where = "planner"
     if isinstance(value, str) and value not in PLANNERS:
         file, where = _find("planner", value, file, where), ""
-        value = _read(file)
+        value = read_yaml(file)
     if isinstance(value, str):
         return choose_planner(value, {}, f"{file}: planner")
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: planner: expected 'name:' and options, a planner's name or a path to a YAML, got {_shown(value)}")
+        raise ConfigError(f"{file}: planner: expected 'name:' and options, a planner's name or a path to a YAML, got {shown(value)}")
     keys = dict(cast("dict[str, Any]", value))
     name = keys.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"{file}: {_join(where, 'name')}: missing; one of {', '.join(PLANNERS)}")
+        raise ConfigError(f"{file}: {joined(where, 'name')}: missing; one of {', '.join(PLANNERS)}")
     if name not in PLANNERS:
         raise ConfigError(
-            f"{file}: {_join(where, 'name')}: unknown planner {name!r}{_suggestion(name, PLANNERS)}. Planners: {', '.join(PLANNERS)}"
+            f"{file}: {joined(where, 'name')}: unknown planner {name!r}{suggestion(name, PLANNERS)}. Planners: {', '.join(PLANNERS)}"
         )
-    checked = _given(PLANNERS[name].options, keys, str(file), where, ("name",))
-    return choose_planner(name, checked, f"{file}: {where or 'planner'}")
+    options = checked(PLANNERS[name].options, keys, str(file), where, ("name",))
+    return choose_planner(name, options, f"{file}: {where or 'planner'}")
 
 
 def _communication_section(value: Any, file: Path) -> CommunicationChoice:
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: communication: expected keys such as inter_node_sms, got {_shown(value)}")
-    choice = CommunicationChoice(**_given(CommunicationChoice, cast("dict[str, Any]", value), str(file), "communication"))
+        raise ConfigError(f"{file}: communication: expected keys such as inter_node_sms, got {shown(value)}")
+    choice = CommunicationChoice(**checked(CommunicationChoice, cast("dict[str, Any]", value), str(file), "communication"))
     for key, limit in choice.sms.items():
         if limit < 1:
             raise ConfigError(f"{file}: communication.{key}_sms: expected at least 1, got {limit}; leave it out for NCCL's own choice")
@@ -427,8 +422,8 @@ def _remap_section(value: Any, file: Path) -> bool | RemapChoice:
         return value
     known = ", ".join(field.name for field in dataclasses.fields(RemapChoice))
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: remap: expected true, false or keys such as {known}, got {_shown(value)}")
-    return RemapChoice(**_given(RemapChoice, cast("dict[str, Any]", value), str(file), "remap"))
+        raise ConfigError(f"{file}: remap: expected true, false or keys such as {known}, got {shown(value)}")
+    return RemapChoice(**checked(RemapChoice, cast("dict[str, Any]", value), str(file), "remap"))
 
 
 def _model(keys: Mapping[str, Any]) -> Model:
@@ -451,136 +446,10 @@ def _find(section: Section, reference: str, file: Path | None, where: str) -> Pa
         known = names(section)
         at = f"{file}: {where}" if file else where
         raise ConfigError(
-            f"{at}: no {section} named {reference!r}{_suggestion(reference, known)}. Names: {', '.join(known)}; or a path to a YAML"
+            f"{at}: no {section} named {reference!r}{suggestion(reference, known)}. Names: {', '.join(known)}; or a path to a YAML"
         )
     return (file.parent if file else Path()) / reference
 
 
-# Checking
-
-
-def _given(target: type, keys: Mapping[str, Any], source: str, where: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`keys` checked, and int turned to float, against the fields of a dataclass; only those that were given."""
-    hints = get_type_hints(target)
-    fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(target)}
-    partial = create_model(target.__name__, __config__=STRICT, **fields)
-    checked = _validate(partial, keys, source, where, known=[*fields, *also])
-    return {name: getattr(checked, name) for name in checked.model_fields_set}
-
-
-def _validate(model: type[BaseModel], keys: Mapping[str, Any], source: str, where: str, known: Iterable[str]) -> BaseModel:
-    try:
-        return model.model_validate(dict(keys))
-    except ValidationError as failure:
-        error = failure.errors(include_url=False)[0]
-    path = [str(part) for part in error["loc"] if not _is_union_tag(part)]
-    inner = _known_at(model, path[:-1]) if len(path) > 1 else list(known)
-    raise ConfigError(f"{source}: {_join(where, *path)}: {_explain(error, path[-1] if path else '', inner)}")
-
-
-def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
-    got = _shown(error["input"])
-    expected = {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "float_type": "a number",
-        "bool_type": "true or false",
-        "string_type": "text",
-        "list_type": "a list",
-    }.get(error["type"])
-    context: dict[str, Any] = error.get("ctx", {})
-    match error["type"]:
-        case "extra_forbidden":
-            return _unknown(key, known)
-        case "missing":
-            return "missing"
-        case "literal_error":
-            return f"expected {context['expected']}, got {got}"
-        case "greater_than":
-            return f"expected more than {context['gt']}, got {got}"
-        case "greater_than_equal":
-            return f"expected at least {context['ge']}, got {got}"
-        case _:
-            return f"expected {expected}, got {got}" if expected else f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"
-
-
-def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Keys of the nested section that `path` leads to."""
-    nested = {"dataset": DatasetConfig}.get(path[0]) if path else model
-    return list(nested.model_fields) if nested else []
-
-
 def _file_keys() -> list[str]:
     return [name for name in RunConfig.model_fields if name != "source"]
-
-
-def _is_union_tag(part: int | str) -> bool:
-    """Pydantic names the branch of a union in the path to an error, such as 'list[int]'; users did not write that."""
-    return isinstance(part, str) and not re.fullmatch(r"\w+", part)
-
-
-def _unknown(key: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = _suggestion(key, known)
-    return f"unknown key{close}" if close else f"unknown key. Keys: {', '.join(known)}"
-
-
-def _suggestion(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error, 4e11 is a number, and only true and false are booleans (YAML 1.2)."""
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys: set[str] = set()
-    for key_node, _ in node.value:
-        if key_node.value in keys:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key_node.value!r} is given twice", key_node.start_mark)
-        keys.add(key_node.value)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _tag, _pattern, _first in (
-    ("bool", r"^(?:true|false)$", "tf"),
-    ("float", r"^[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+)$", "-+.0123456789"),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))  # pyright: ignore[reportUnknownMemberType]
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text (one option's value, or a file); `source` names it in errors."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{source}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
-    return parse_yaml(text, str(path))

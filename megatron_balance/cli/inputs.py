@@ -25,7 +25,6 @@ from megatron_balance.config import (
     load_config,
     load_model,
     names,
-    parse_yaml,
     planning_cost,
     under_layers,
 )
@@ -40,6 +39,7 @@ from megatron_balance.layers import Layers, When
 from megatron_balance.planners import PLANNERS
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.remap import Solver
+from megatron_balance.strict_yaml import parse_yaml
 
 REMAP_SOLVERS = get_args(Solver)
 LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME --tokens N"
