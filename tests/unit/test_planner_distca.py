@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
-from megatron_balance.core.plan import Tiling
+from megatron_balance.core.plan import MicrobatchPlan, Tiling
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.passes.tables import Ints
+from megatron_balance.passes.tables import Ints, as_array
 from megatron_balance.planners.distca import DistcaOptions, Scheduling, linear_homes, plan, schedule
 from megatron_balance.planners.distca.shards import Items, PairItems, PlainItems, Sizes
 from megatron_balance.schedules import layout
@@ -163,6 +164,31 @@ def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are
     assert report["partial_tokens_received_per_rank"] == _sent_away(made.zones[0])
 
 
+def _kernel_s(made: MicrobatchPlan) -> list[float]:
+    """What the cost model's kernel takes for each rank's tasks, tiles computed whole."""
+    (zone,) = made.zones
+    assert isinstance(zone, Tiling)
+    tasks = as_array(zone.tasks)
+    heads = np.tile([0, MODEL.num_heads], (len(tasks), 1))
+    regions = np.column_stack((tasks[:, 1:4], heads, tasks[:, 4:6], heads // (MODEL.num_heads // MODEL.num_kv_heads)))
+    return COST.attend_s(regions, tasks[:, 0], made.num_ranks).tolist()
+
+
+def test_work_is_as_even_in_the_kernels_seconds_tiles_computed_whole() -> None:
+    # Half of the tokens are in documents that end just inside their second tile: a fifth of the pairs and half of the time.
+    lengths = [137] * (8 * 4096 // 137) + [640] * (8 * 4096 // 640)
+    seconds = _kernel_s(make_planner("distca", CLUSTER, MODEL, tolerance=0.02)(lengths))
+    assert max(seconds) <= 1.15 * sum(seconds) / len(seconds)
+
+
+@pytest.mark.parametrize("lengths", BATCHES)
+def test_seconds_and_pairs_are_even_together_where_padding_is_little(lengths: list[int]) -> None:
+    made = make_planner("distca", CLUSTER, MODEL, tolerance=0.02)(lengths)
+    seconds = _kernel_s(made)
+    assert max(seconds) <= 1.04 * sum(seconds) / len(seconds)
+    assert figures(made, MODEL)["imbalance"]["attention"] <= 1.02
+
+
 def _sent_away(zone: object) -> list[int]:
     """Outputs that come home to each rank: of its queries that another one attends."""
     assert isinstance(zone, Tiling)
@@ -187,7 +213,7 @@ def test_room_is_not_made_back_and_forth() -> None:
     weights = [random.Random(seq).lognormvariate(0, 1.3) for seq in range(2048)]
     lengths = [max(1, int(2**21 * weight / sum(weights))) for weight in weights]
     made = make_planner("distca", Cluster(512, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(lengths)
-    assert figures(made, MODEL)["imbalance"]["attention"] <= 1.05
+    assert figures(made, MODEL)["imbalance"]["attention"] <= 1.07  # padding is an eighth of the time, so that seconds decide
 
 
 def test_tolerance_zero_is_as_even_as_whole_blocks_come() -> None:
@@ -200,7 +226,7 @@ def test_less_is_received_the_more_the_tolerance_allows_and_the_more_is_known_to
         sum(figures(make_planner("distca", CLUSTER, MODEL, tolerance=t)(BATCHES[1]), MODEL)["kv_tokens_received_per_rank"])
         for t in (0.02, 0.1, 0.3, 1.0)
     ]
-    assert received == sorted(received, reverse=True)
+    assert all(later <= 1.01 * earlier for earlier, later in pairwise(received))  # greedily: hardly ever more
     assert received[-1] < 0.8 * received[0]
 
 

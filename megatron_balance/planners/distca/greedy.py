@@ -19,8 +19,8 @@ from megatron_balance.planners.distca.shards import Items, Piece, Sizes
 _ROUNDING = 1e-9
 """Of the mean load: no difference."""
 
-_RAISE = 0.005
-"""Of the limit: how much it gives where no cut at whole blocks fits under it."""
+_RAISE, _MOST_RAISE = 0.001, 0.005
+"""Of the limit: how much it gives where no cut at whole blocks fits under it; twice as much each time, up to the most."""
 
 _SPARE = 0.25
 """Of the tolerance: how much of a server's room a cut may leave unused, or a source be relieved of in vain, for the sake of bytes."""
@@ -142,6 +142,7 @@ class Drain:
         load = self.servers.load
         closed: set[int] = set()  # they have room, but for nothing that is worth it
         rooms_made, most_rooms, useless = 0, len(load) // 8 + 8, True
+        raised_by = _RAISE
         while self.rows_of:
             target = _lightest(load, closed)
             room = 0.0 if target in closed else self.limit - float(load[target])
@@ -161,7 +162,8 @@ class Drain:
                 self._update(source)
             else:
                 closed.clear()
-                self.limit *= 1 + _RAISE
+                self.limit *= 1 + raised_by
+                raised_by = min(2 * raised_by, _MOST_RAISE)
                 for server in list(self.rows_of):
                     self._update(server)
                 rooms_made, useless = (rooms_made if useless else 0), True

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.passes.tables import Ints, run_bounds
 from megatron_balance.planners.distca.consolidate import consolidate
@@ -18,6 +18,12 @@ from megatron_balance.planners.distca.greedy import Drain, Rule
 from megatron_balance.planners.distca.servers import Caps, Servers
 from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
+
+_AIM = 0.95
+"""Of the tolerance: what the limit starts with. Where no block fits it gives way by small steps, the first of which are within the rest."""
+
+_LEAST, _MOST_PADDING = 0.25, 2.0
+"""Of the tolerance: what the limit leaves above the mean at least; and the mean padding up to which pairs have a limit of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +75,43 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
     servers = Servers(edges, shards, num_ranks, caps)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
-    rule = Rule(_limit(servers, homes, seconds, scheduling.tolerance), scheduling.tolerance, sizes, least_score)
+    limit, limit_of_pairs = _limits(servers, homes, seconds, scheduling.tolerance)
+    rule = Rule(limit, scheduling.tolerance, sizes, least_score)
     if scheduling.consolidate:
         consolidate(servers, rule)
+    if limit_of_pairs < limit:
+        servers.load += np.maximum(limit - limit_of_pairs - _padding(servers, seconds, limit_of_pairs), 0.0)
     Drain(servers, rule).run()
     _check(servers, caps)
     return _tasks(servers)
 
 
-def _limit(servers: Servers, homes: Ints, seconds: Seconds, tolerance: float) -> float:
-    """The load that no server may exceed: so much above the mean that both its seconds and its pairs are within the tolerance.
+def _limits(servers: Servers, homes: Ints, seconds: Seconds, tolerance: float) -> tuple[float, float]:
+    """The load that no server may exceed, and what it may have of that in pairs, so that both are within the tolerance.
 
-    Short runs take more time a pair, so a server with long ones only may be within the tolerance in seconds and beyond it in pairs.
-    A limit of the mean's pairs at the best rate rules that out; where it would leave less than half of the tolerance, seconds decide.
-    No limit is below what somebody has to take: the heaviest block.
+    Runs that are short or end inside a tile take more time a pair, so a server with long ones only may be within the tolerance in seconds
+    and beyond it in pairs. A limit of the mean's pairs at the best rate rules that out. Where it would leave too little above the mean
+    seconds, there are two limits, unless padding is so much that even pairs are no aim. Neither is below what somebody has to take: the
+    heaviest block.
     """
     start, stop = homes[:, START].astype(np.float64), homes[:, STOP].astype(np.float64)
-    pairs = float((stop * (stop + 1) - start * (start + 1)).sum() / 2)
     mean = float(servers.load.mean())
-    even = max((1 + tolerance) * pairs * seconds.pair_s / len(servers.load), (1 + tolerance / 2) * mean)
-    return max(even, servers.heaviest_block())
+    mean_pairs_s = float(_pairs(start, stop).sum()) * seconds.pair_s / len(servers.load)
+    by_pairs = max((1 + _AIM * tolerance) * mean_pairs_s, servers.heaviest_block())
+    limit = max(by_pairs, (1 + _LEAST * tolerance) * mean)
+    return limit, by_pairs if mean <= (1 + _MOST_PADDING * tolerance) * mean_pairs_s else limit
+
+
+def _padding(servers: Servers, seconds: Seconds, most: float) -> Floats:
+    """Seconds of each server beyond those of its pairs; 0 where it has to give away some of its work, which may be those."""
+    rank, _, start, stop = _spans(servers)
+    of_pairs = np.bincount(rank, _pairs(start, stop) * seconds.pair_s, len(servers.load))
+    return np.where(servers.load > most, 0.0, servers.load - of_pairs)
+
+
+def _pairs(start: Ints | Floats, stop: Ints | Floats) -> Floats:
+    """How many (query, key) pairs the queries [start, stop) have."""
+    return (stop * (stop + 1.0) - start * (start + 1.0)) / 2
 
 
 def _check(servers: Servers, caps: Caps) -> None:
@@ -103,13 +126,18 @@ def _check(servers: Servers, caps: Caps) -> None:
                 )
 
 
-def _tasks(servers: Servers) -> Ints:
-    """Rows of tasks. Pieces of a sequence on a rank that touch are one."""
+def _spans(servers: Servers) -> tuple[Ints, Ints, Ints, Ints]:
+    """Rank, sequence, start and stop of the queries of all pieces."""
     held = [len(pieces) for pieces in servers.pieces]
     flat = chain.from_iterable(chain.from_iterable(servers.pieces))
     pieces = np.fromiter(flat, np.int64, 3 * sum(held)).reshape(-1, 3)
     which, start, stop = servers.shards.spans(pieces)
-    rank, seq = np.repeat(np.arange(len(held)), held)[which], servers.edges.homes[pieces[which, 0], SEQ]
+    return np.repeat(np.arange(len(held)), held)[which], servers.edges.homes[pieces[which, 0], SEQ], start, stop
+
+
+def _tasks(servers: Servers) -> Ints:
+    """Rows of tasks. Pieces of a sequence on a rank that touch are one."""
+    rank, seq, start, stop = _spans(servers)
     order = np.lexsort((start, seq, rank))
     rank, seq, start, stop = rank[order], seq[order], start[order], stop[order]
     runs = run_bounds((rank[1:] != rank[:-1]) | (seq[1:] != seq[:-1]) | (start[1:] != stop[:-1]), len(rank))

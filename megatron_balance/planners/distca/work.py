@@ -2,7 +2,7 @@
 
 Each query sees all keys up to its own, so what a shard [a, b) of any sequence takes is S(b) - S(a), with S(p) the time of the first p
 queries of a sequence. S is asked of the cost model (the profiler's grid, DistCA, section 4.2) at whole tiles and its square root, nearly
-a straight line, is interpolated.
+a straight line, is interpolated. A kernel pads its last tile of queries, so the last block of a fragment counts as if it were whole tiles.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Seconds:
 
     @classmethod
     def of(cls, cost: CostModel, longest: int) -> Seconds:
-        """S up to `longest` tokens."""
-        tiles = max(1, -(-longest // TILE_TOKENS))
+        """S up to `longest` tokens and another tile."""
+        tiles = -(-longest // TILE_TOKENS) + 1
         steps = np.unique(np.rint(2 ** np.arange(0, np.log2(tiles), 0.5)))
         knots = TILE_TOKENS * np.append(steps[steps < tiles], tiles)
         pairs = knots * (knots + 1) / 2
@@ -48,7 +48,8 @@ class Seconds:
 class Edges:
     """Where the fragments of `homes` may be cut: at multiples of the block from their start, and where they end.
 
-    Fragment f has the edges first[f] .. last[f]; between two neighbours lies a block. `positions` in the sequence, `seconds` S there.
+    Fragment f has the edges first[f] .. last[f]; between two neighbours lies a block. `positions` in the sequence; `seconds`: S there, at
+    the last edge where its tile would end.
     """
 
     homes: Ints
@@ -66,5 +67,7 @@ class Edges:
         first = last - counts + 1
         fragment = np.repeat(np.arange(len(homes)), counts)
         positions = starts[fragment] + block * (np.arange(len(fragment)) - first[fragment])
+        upto = positions.copy()
+        upto[last] = starts + -(-(stops - starts) // TILE_TOKENS) * TILE_TOKENS
         positions[last] = stops
-        return cls(homes, first, last, positions, seconds.upto(positions))
+        return cls(homes, first, last, positions, seconds.upto(upto))
