@@ -271,9 +271,39 @@ def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> Non
 
 def test_a_cap_that_a_ranks_own_queries_pass_is_an_error_that_says_what_would_do() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100.*Raise max_received_tokens to"
+        InfeasibleError, match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100, .*Set max_received_tokens to 61440"
     ):
         make_planner("distca", CLUSTER, MODEL, max_received_tokens=100)(BATCHES[0])
+    make_planner("distca", CLUSTER, MODEL, max_received_tokens=61440)(BATCHES[0])
+
+
+@pytest.mark.parametrize("shards", ["plain", "head_tail"])
+def test_a_rank_that_a_cap_leaves_no_room_for_its_own_queries_gives_them_away(shards: str) -> None:
+    # Rank 0 has the first 2,000 tokens of sequence 0, rank 1 the other 1,000 and all of sequence 1: 4,000 keys.
+    made = make_planner("distca", Cluster(2, 2), MODEL, tolerance=1.0, max_kv_tokens=3500, shards=shards)([3000, 1000])
+    report = figures(made, MODEL)
+    assert report["kv_tokens_received_per_rank"] == [1000, 0]
+    verify(make_planner("distca", Cluster(2, 2), Model(2, 2, 8), max_kv_tokens=35, block=4, shards=shards)([30, 10]))
+    # An empty rank takes what needs all 8,706 keys of sequence 0: rank 2, where it ends, holds 6,760 tokens and nobody else needs so many.
+    made = make_planner("distca", Cluster(4, 4), MODEL, servers="pool", pool_ranks=2, max_kv_tokens=13047, shards=shards)([8706, 89, 4726])
+    own, received = figures(made, MODEL)["tokens_per_rank"], figures(made, MODEL)["kv_tokens_received_per_rank"]
+    assert all(tokens + keys <= 13047 for tokens, keys in zip(own, received, strict=True))
+
+
+def test_what_a_rank_gives_away_for_a_cap_is_shared_where_nobody_has_room_for_all() -> None:
+    # Rank 1 has no room for 3,000 keys, and rank 0 none for those of rank 1. Ranks 2 and 3, which hold nothing, have room for all keys, and
+    # for half of rank 1's 1,000 queries of sequence 0.
+    homes = np.array([(0, 0, 0, 3000), (0, 2, 0, 500), (1, 0, 3000, 4000), (1, 1, 0, 900)], dtype=np.int64)
+    scheduling = Scheduling(tolerance=100.0, max_kv_tokens=4000, max_received_tokens=4500)
+    tasks = schedule(homes, [4000, 900, 500], 4, COST, scheduling)
+    given = tasks[(tasks[:, 1] == 0) & (tasks[:, 2] >= 3000)]
+    assert sorted(given[:, 0].tolist()) == [2, 3]
+
+
+def test_caps_that_nobody_can_keep_are_told_at_once() -> None:
+    lengths = [random.Random(seq).randint(1000, 3000) for seq in range(900)] + [200_000] * 2
+    with pytest.raises(InfeasibleError, match="max_received_tokens is 150000"):
+        make_planner("distca", Cluster(512, 8), MODEL, max_received_tokens=150_000)(lengths)
 
 
 def test_migrations_that_are_not_worth_their_bytes_are_left() -> None:

@@ -5,8 +5,9 @@ Paper: Efficient Long-context Language Model Training by Core Attention Disaggre
 What we implement: the linear layout of section 6.1, sequences one after the other, as many tokens on every rank; tasks of query shards at
 multiples of the kernel block (the last of a fragment as it ends) with all keys before them; the communication-aware greedy scheduling
 with its score, seconds of attention migrated for each byte, and the closed forms of Appendix B, derived again, for plain shards and
-for head-tail pairs (`shards`); its stop rule (`least_score`); seconds from the cost model instead of FLOPs (`work`). Every rank is an
-attention server; `servers: pool` leaves some without tokens. `schedule` is the scheduler alone, for a layout that is given.
+for head-tail pairs (`shards`); its stop rule (`least_score`); seconds from the cost model instead of FLOPs (`work`); caps on what a server
+holds and receives, for its own queries, too (`relief`). Every rank is an attention server; `servers: pool` leaves some without tokens.
+`schedule` is the scheduler alone, for a layout that is given.
 
 What we leave out: the order of execution (ping-pong, ticks of a pipeline), which is not a planner's business: it plans each half, and
 each tick (`plan_homes`).
@@ -16,6 +17,8 @@ Where we differ and why:
   so are those that a source no longer needs. A query counts with its output, which travels back.
 * Only the upper side of the tolerance counts. The slowest server sets the time; filling up the lightest ones moves keys for nothing.
 * Before anything heavy moves, light servers are joined (`consolidate`): keys of a long sequence then go to fewer servers.
+* The limit is in seconds with padded tiles, and a little below the tolerance, so that neither seconds nor pairs pass it where blocks do not
+  fit at once. Servers of short sequences spend more time a pair; where padding is much, seconds alone are evened out (`schedule`).
 * Blocks are coarse where contexts are long (128 queries at 64k of context are 6 % of a rank's work), so a shard's place is
   chosen for a tight fit as well as for few bytes, within half of the tolerance; where no block fits anywhere, a server sheds
   light work to make room; and where that does not help, the limit gives way by small steps. Tolerance 0 is as even as that comes.
@@ -39,7 +42,7 @@ from megatron_balance.planners.distca.linear import linear_homes, spread
 from megatron_balance.planners.distca.schedule import Scheduling, schedule
 from megatron_balance.solvers.capacity import check_pool
 
-__all__ = ["DistcaOptions", "Scheduling", "linear_homes", "plan", "plan_homes", "schedule", "scheduling"]
+__all__ = ["DistcaOptions", "Scheduling", "linear_homes", "num_holders", "plan", "plan_homes", "schedule", "scheduling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,9 @@ class DistcaOptions:
     """Seconds of attention that a migration must take off a server for each second that its bytes take on a NIC; 0: the tolerance alone
     decides."""
     max_kv_tokens: int | None = None
-    """Most tokens whose keys and values a server may hold at once, its own included."""
+    """Most tokens whose keys and values a server may hold for a plan, its own included; each half of a microbatch is a plan of its own."""
     max_received_tokens: int | None = None
-    """Most tokens that a server may receive in a forward pass, those that come as queries and those that come as keys and values."""
+    """Most tokens that a server may receive in a plan's forward pass, those that come as queries and those that come as keys and values."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions) -> MicrobatchPlan:
@@ -97,6 +100,15 @@ def plan_homes(
     tasks = schedule(as_array(homes), lengths, cluster.num_ranks, cost, scheduling(options))
     zones = (Tiling("attention", homes, as_rows(tasks)),) if homes else ()
     return MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones)
+
+
+def num_holders(cluster: Cluster, options: DistcaOptions) -> int:
+    """Ranks that hold tokens; with `servers: pool` fewer than the cluster has.
+
+    Raises:
+        ConfigError: an option out of range.
+    """
+    return len(_holders(cluster, options))
 
 
 def scheduling(options: DistcaOptions) -> Scheduling:

@@ -40,14 +40,14 @@ class _Columns:
     """Arrays with a row for each piece of the servers above the limit, and some rows to spare.
 
     `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the lightest block that can be cut from it;
-    infinite once its server is not above the limit. `seq`: the number of its sequence, of those in `seqs`. What a row without a piece says
-    has no effect.
+    infinite once its server is not above the limit. `least_keys`: where there are caps, the fewest keys that any part of it needs. `seq`:
+    the number of its sequence, of those in `seqs`. What a row without a piece says has no effect.
     """
 
     def __init__(self, items: Items, size: int) -> None:
         self.items = items
-        self.values = np.ones((2, size))
-        self.wanted, self.block = self.values
+        self.values = np.ones((3, size))
+        self.wanted, self.block, self.least_keys = self.values
         self.block[:] = inf
         self.seq: Ints = np.zeros(size, dtype=np.int64)
         self.seqs: dict[int, int] = {}
@@ -77,7 +77,7 @@ class _Columns:
 
 
 class Drain:
-    """Migration from the servers above the limit."""
+    """Migration from the servers above the limit. `capped`: servers that a cap keeps from taking what would be best."""
 
     def __init__(self, servers: Servers, rule: Rule) -> None:
         self.servers, self.rule, self.limit = servers, rule, rule.limit
@@ -90,6 +90,7 @@ class Drain:
         size = _rows(sum(len(servers.pieces[server]) for server in over))
         self.columns = _Columns(servers.shards.items(size), size)
         self.most_servers = len(over)
+        self.capped: set[int] = set()
         for server in over:
             self._add(server, servers.pieces[server])
 
@@ -120,6 +121,8 @@ class Drain:
         columns.items.set(row, servers.shards.bounds(piece), seconds)
         columns.wanted[row] = min(seconds, float(servers.load[server]) - self.limit)
         columns.block[row] = servers.shards.lightest(piece)
+        if servers.counted:
+            columns.least_keys[row] = servers.shards.least_keys(piece)
         columns.seq[row] = columns.seqs.setdefault(servers.seq(piece), len(columns.seqs))
 
     def _update(self, server: int) -> None:
@@ -161,7 +164,7 @@ class Drain:
                 rooms_made += 1
                 self._update(source)
             else:
-                closed.clear()
+                closed = set(self.capped)
                 self.limit *= 1 + raised_by
                 raised_by = min(2 * raised_by, _MOST_RAISE)
                 for server in list(self.rows_of):
@@ -179,6 +182,7 @@ class Drain:
                 self._migrate(best, low, high, target)
                 return True
             scores[best] = 0.0
+            self.capped.add(target)
         return False
 
     def _scores(self, target: int, room: float) -> Floats:
@@ -201,6 +205,9 @@ class Drain:
         queries += keys
         seconds /= queries
         seconds *= np.less_equal(columns.block, room, out=columns.fits)
+        if self.servers.counted:
+            beyond = columns.least_keys > self.servers.room_for_keys(target)
+            seconds[beyond & ~np.isin(columns.seq, [columns.seqs[seq] for seq in known])] = 0.0
         return seconds
 
     def _cut(self, piece: Piece, target: int, surplus: float, room: float) -> tuple[int, int]:

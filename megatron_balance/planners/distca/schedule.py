@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import ceil, inf
+from math import inf
 from typing import Literal
 
 import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats
-from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.errors import ConfigError
 from megatron_balance.passes.tables import Ints, run_bounds
 from megatron_balance.planners.distca.consolidate import consolidate
 from megatron_balance.planners.distca.greedy import Drain, Rule
+from megatron_balance.planners.distca.relief import relieve
 from megatron_balance.planners.distca.servers import Caps, Servers
 from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
@@ -62,18 +63,19 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
         k_stop is q_stop.
 
     Raises:
-        InfeasibleError: what a rank must hold or receive to attend to its own tokens, and cannot give away, passes a cap.
+        InfeasibleError: what a rank must hold or receive for its own tokens passes a cap, and no other rank can take these over.
     """
     homes = homes[homes[:, STOP] > homes[:, START]]
     if not len(homes):
         return np.empty((0, 6), dtype=np.int64)
     homes = homes[np.argsort(homes[:, RANK], kind="stable")]
     seconds = Seconds.of(cost, max(lengths))
-    edges = Edges.of(homes, scheduling.block, seconds)
+    edges = Edges.of(homes, min(scheduling.block, max(lengths)), seconds)
     sizes = Sizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if scheduling.shards == "plain" else HeadTail(edges, sizes)
     caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
     servers = Servers(edges, shards, num_ranks, caps)
+    relieve(servers)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
     limit, limit_of_pairs = _limits(servers, homes, seconds, scheduling.tolerance)
     rule = Rule(limit, scheduling.tolerance, sizes, least_score)
@@ -82,7 +84,6 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     if limit_of_pairs < limit:
         servers.load += np.maximum(limit - limit_of_pairs - _padding(servers, seconds, limit_of_pairs), 0.0)
     Drain(servers, rule).run()
-    _check(servers, caps)
     return _tasks(servers)
 
 
@@ -112,18 +113,6 @@ def _padding(servers: Servers, seconds: Seconds, most: float) -> Floats:
 def _pairs(start: Ints | Floats, stop: Ints | Floats) -> Floats:
     """How many (query, key) pairs the queries [start, stop) have."""
     return (stop * (stop + 1.0) - start * (start + 1.0)) / 2
-
-
-def _check(servers: Servers, caps: Caps) -> None:
-    if caps == Caps():
-        return
-    for rank, (own, keys, queries) in enumerate(zip(servers.own, servers.keys, servers.queries, strict=True)):
-        for what, needed, cap in (("max_kv_tokens", own + keys, caps.held), ("max_received_tokens", keys + queries, caps.received)):
-            if needed > cap:
-                raise InfeasibleError(
-                    f"distca: rank {rank} would have {needed} tokens for its attention tasks and {what} is {ceil(cap)}, "
-                    f"and no other rank can take them over. Raise {what} to at least {needed}, or plan fewer tokens at once"
-                )
 
 
 def _spans(servers: Servers) -> tuple[Ints, Ints, Ints, Ints]:

@@ -34,7 +34,7 @@ class Servers:
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
         self.edges, self.shards, self.caps = edges, shards, caps
-        self._counted = caps != _NO_CAPS
+        self.counted = caps != _NO_CAPS
         rank = edges.homes[:, RANK]
         self.homes: list[list[int]] = edges.homes.tolist()
         self.mass = shards.seconds
@@ -100,12 +100,26 @@ class Servers:
         return most
 
     def allows(self, server: int, piece: Piece) -> bool:
-        """Whether the caps of a server leave room for a piece."""
-        if not self._counted:
+        """Whether the caps of a server leave room for a piece that it does not have."""
+        if not self.counted:
             return True
         keys = self.missing(server, self.seq(piece), self.shards.key_stop(piece))
         held, received = self.own[server] + self.keys[server] + keys, self.keys[server] + self.queries[server] + keys
         return held <= self.caps.held and received + self._foreign(server, piece) <= self.caps.received
+
+    def over_caps(self, server: int) -> bool:
+        """Whether a server has or receives more than the caps allow."""
+        held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
+        return held > self.caps.held or received > self.caps.received
+
+    def room_for_keys(self, server: int) -> float:
+        """How many more keys the caps allow a server to receive."""
+        held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
+        return min(self.caps.held - held, self.caps.received - received)
+
+    def received_keys(self, server: int, seq: int) -> int:
+        """Keys of a sequence that the server receives."""
+        return self._not_held(server, seq, 0, self.reach[server].get(seq, 0))
 
     def _foreign(self, server: int, piece: Piece) -> int:
         """Queries of a piece that the server has to receive."""
@@ -125,14 +139,14 @@ class Servers:
         self.pieces[target].append(moved)
         if key_stop == self.reach[source][seq]:
             left = self._needed(source, seq)
-            if self._counted:
+            if self.counted:
                 self.keys[source] -= self._not_held(source, seq, left, key_stop)
             self.reach[source][seq] = left
         if key_stop > self.reach[target].get(seq, 0):
-            if self._counted:
+            if self.counted:
                 self.keys[target] += self.missing(target, seq, key_stop)
             self.reach[target][seq] = key_stop
-        if self._counted:
+        if self.counted:
             self.queries[source] -= self._foreign(source, moved)
             self.queries[target] += self._foreign(target, moved)
         self.load[source] -= seconds

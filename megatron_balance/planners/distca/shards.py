@@ -163,6 +163,10 @@ class Shards(Protocol):
         """Up to where a piece as it is needs keys."""
         ...
 
+    def least_keys(self, piece: Piece) -> int:
+        """The least of where parts of a piece need keys up to."""
+        ...
+
     def num_queries(self, piece: Piece) -> int:
         """How many queries it has."""
         ...
@@ -206,6 +210,9 @@ class Plain:
 
     def key_stop(self, piece: Piece) -> int:
         return self._positions[piece[2]]
+
+    def least_keys(self, piece: Piece) -> int:
+        return self._positions[piece[1] + 1]
 
     def num_queries(self, piece: Piece) -> int:
         return self._positions[piece[2]] - self._positions[piece[1]]
@@ -263,6 +270,9 @@ class HeadTail:
 
     def key_stop(self, piece: Piece) -> int:
         return int(self.edges.positions[self._edges(piece[0], np.array(piece[1]))[1]])
+
+    def least_keys(self, piece: Piece) -> int:
+        return self.key_stop((piece[0], piece[2] - 1, piece[2]))
 
     def num_queries(self, piece: Piece) -> int:
         (outer_head, inner_head), (outer_tail, inner_tail) = (

@@ -2,7 +2,8 @@
 
 Each query sees all keys up to its own, so what a shard [a, b) of any sequence takes is S(b) - S(a), with S(p) the time of the first p
 queries of a sequence. S is asked of the cost model (the profiler's grid, DistCA, section 4.2) at whole tiles and its square root, nearly
-a straight line, is interpolated. A kernel pads its last tile of queries, so the last block of a fragment counts as if it were whole tiles.
+a straight line, is interpolated. A kernel pads its last tile of queries, so the last block of a fragment counts as if it were whole tiles
+(of the block's size if blocks are smaller).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Edges:
         fragment = np.repeat(np.arange(len(homes)), counts)
         positions = starts[fragment] + block * (np.arange(len(fragment)) - first[fragment])
         upto = positions.copy()
-        upto[last] = starts + -(-(stops - starts) // TILE_TOKENS) * TILE_TOKENS
+        tile = min(block, TILE_TOKENS)
+        upto[last] = starts + -(-(stops - starts) // tile) * tile
         positions[last] = stops
         return cls(homes, first, last, positions, seconds.upto(upto))
