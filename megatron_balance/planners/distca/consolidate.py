@@ -2,7 +2,8 @@
 
 Whatever a server takes of a long sequence's end, it needs nearly all of its keys. A server that is half full of short work takes half as
 much for the same keys as an empty one. Where moving a light server's items to another one costs fewer bytes than the keys that are
-saved, it gives them away whole (paper: no such step; its greedy rule looks at one migration at a time).
+saved, and the two of them fill one server, it gives them away whole (paper: no such step; its greedy rule looks at one migration at a
+time).
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.planners.distca.greedy import Rule
 from megatron_balance.planners.distca.servers import Servers
+
+_FULL = 0.9
+"""Of the limit: what two servers that are joined have together at least. Keys are saved only where the joined one takes hardly any more."""
 
 
 def consolidate(servers: Servers, rule: Rule) -> None:
@@ -30,7 +34,8 @@ def consolidate(servers: Servers, rule: Rule) -> None:
         giver_load = float(load[-name])  # which has grown if it took from another one
         takers.pop(bisect_left(takers, (giver_load, name)))
         at = bisect_right(takers, (rule.limit - giver_load, 1)) - 1
-        if at >= 0 and _pays(servers, -name, -takers[at][1], keys * rule.sizes.kv * giver_load / mean, rule):
+        full = at >= 0 and takers[at][0] + giver_load >= _FULL * rule.limit
+        if full and _pays(servers, -name, -takers[at][1], keys * rule.sizes.kv * giver_load / mean, rule):
             taker = -takers.pop(at)[1]
             for piece in list(servers.pieces[-name]):
                 servers.move(piece, piece[1], piece[2], -name, taker)
