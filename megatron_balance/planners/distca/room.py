@@ -41,11 +41,12 @@ def make_room(servers: Servers, limit: float, block: float, source: int, sizes: 
             break  # the next ones have less room, and the same takers
         if not 0 < need < block:
             continue
-        for piece in servers.pieces[giver] if takers else ():
-            if servers.seconds(piece) >= need:
-                for costs, low, high, to in _light_parts(servers, piece, need, takers, sizes):
-                    if best is None or costs < best[0]:
-                        best = (costs, piece, low, high, giver, to)
+        for bound, piece in _cheapest_first(servers, giver, need, takers) if takers else ():
+            if best is not None and bound >= best[0]:
+                break
+            for costs, low, high, to in _light_parts(servers, piece, need, takers, sizes):
+                if best is None or costs < best[0]:
+                    best = (costs, piece, low, high, giver, to)
     if best is None:
         return _shed(servers, limit, by_room)
     servers.move(*best[1:])
@@ -65,6 +66,16 @@ def _lightest(servers: Servers, count: int) -> list[int]:
         some = np.sort(np.argpartition(load, count)[:count])
         return some[np.argsort(load[some], kind="stable")].tolist()
     return np.argsort(load, kind="stable").tolist()
+
+
+def _cheapest_first(servers: Servers, giver: int, need: float, takers: Sequence[tuple[int, float]]) -> list[tuple[float, Piece]]:
+    """The giver's pieces of at least so many seconds, by a bound on what such a part of them costs any taker."""
+    found: list[tuple[float, Piece]] = []
+    for piece in servers.pieces[giver]:
+        if servers.seconds(piece) >= need:
+            unknown = not any(servers.seq(piece) in servers.reach[taker] for taker, _ in takers)
+            found.append((servers.shards.least_bytes(piece, need, keys=unknown), piece))
+    return sorted(found)
 
 
 def _light_parts(

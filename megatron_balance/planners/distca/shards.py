@@ -18,6 +18,7 @@ wherever the pair is cut (of a whole document: length - i), fewest for the inner
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -159,6 +160,10 @@ class Shards(Protocol):
         """Up to where these parts need keys."""
         ...
 
+    def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
+        """What any part of a piece with so many seconds (no more than the piece) takes at least. `keys`: all of them count, or none."""
+        ...
+
     def key_stop(self, piece: Piece) -> int:
         """Up to where a piece as it is needs keys."""
         ...
@@ -207,6 +212,12 @@ class Plain:
     def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
         del piece
         return self.edges.positions[stop : stop + len(low)]
+
+    def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
+        mass, positions, (_, begin, end) = self.seconds, self._positions, piece
+        low = bisect_right(mass, mass[end] - seconds, begin + 1, end + 1) - 1  # the last part has fewest queries, the first fewest keys
+        stop = min(max(bisect_left(mass, mass[begin] + seconds, begin, end + 1), begin + 1), end)
+        return (positions[end] - positions[low]) * self.sizes.query + (positions[stop] * self.sizes.kv if keys else 0.0)
 
     def key_stop(self, piece: Piece) -> int:
         return self._positions[piece[2]]
@@ -267,6 +278,10 @@ class HeadTail:
     def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
         del stop
         return self.edges.positions[self._edges(piece[0], low)[1]]
+
+    def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
+        del seconds
+        return self.least_keys(piece) * self.sizes.kv if keys else 0.0
 
     def key_stop(self, piece: Piece) -> int:
         return int(self.edges.positions[self._edges(piece[0], np.array(piece[1]))[1]])
