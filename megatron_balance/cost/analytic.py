@@ -6,7 +6,7 @@ None is fitted to a result that the simulator is compared with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, inf
 
 import numpy as np
@@ -47,6 +47,13 @@ class AnalyticCost:
     cluster: Cluster
     model: Model
     tensor_parallel: int = 1
+    _pair_s: float = field(init=False, repr=False, compare=False)
+    """Seconds of a pair, all heads: planners ask for thousands of sequences."""
+
+    def __post_init__(self) -> None:
+        cluster, model = self.cluster, self.model
+        flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.head_dim)
+        object.__setattr__(self, "_pair_s", flops / (cluster.flops_per_s * cluster.attention_efficiency))
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`.
@@ -60,12 +67,6 @@ class AnalyticCost:
             # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs; without it the padded work would fall as l grows.
             factor = padded**2 / (run_tokens * (run_tokens + 1)) * (1 + BLOCK_TILES * TILE_TOKENS / padded)
         return factor * num_pairs * self._pair_s
-
-    @property
-    def _pair_s(self) -> float:
-        cluster, model = self.cluster, self.model
-        flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.head_dim)
-        return flops / (cluster.flops_per_s * cluster.attention_efficiency)
 
     def launch_s(self, num_launches: float) -> float:
         """Seconds of fixed cost for so many attention launches and their merges."""

@@ -92,13 +92,7 @@ def tokens_per_rank(plan: MicrobatchPlan) -> Ints:
         if zone.movement == "head_exchange":
             tokens[ranks] += np.diff(int(lengths[seqs].sum()) * np.arange(len(ranks) + 1) // len(ranks))
             continue
-        cut = zigzag.zigzag(lengths, seqs, len(ranks))
-        step = max(1, _BLOCK // max(1, len(seqs)))
-        for begin in range(0, len(ranks), step):
-            block = np.arange(begin, min(len(ranks), begin + step))
-            position = cut.position(block[:, None])
-            (a, b), (c, d) = cut.lo(position), cut.hi(position)
-            tokens[ranks[block]] += np.where(position < cut.parts, b - a + d - c, 0).sum(axis=1)
+        tokens[ranks] += zigzag.tokens(lengths[seqs], len(ranks))
     return tokens
 
 

@@ -13,6 +13,12 @@ import numpy as np
 
 from megatron_balance.passes.tables import Ints
 
+_BLOCK = 1 << 20
+"""Cells of (rank, sequence) worked on at once, which bounds memory."""
+
+_NARROW = 1 << 15
+"""With fewer ranks, 2 G^2 fits 32 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Zigzag:
@@ -61,6 +67,27 @@ def cut(lengths: Ints, sizes: Ints, begin: Ints) -> tuple[Ints, Ints]:
     held = np.where(parts < sizes, parts, 0)  # a sequence that all ranks hold begins at the first one
     before = held.cumsum() - held
     return parts, np.where(held > 0, before - before[begin], 0) % sizes
+
+
+def tokens(lengths: Ints, size: int) -> Ints:
+    """Tokens that each rank of a group of `size` holds of sequences cut over it: int64 [size]."""
+    found = np.zeros(size, dtype=np.int64)
+    parts, first = cut(lengths, np.full(len(lengths), size), np.zeros_like(lengths))
+    step, short = max(1, _BLOCK // size), parts < size
+    # All chunks have l / 2G tokens, rounded down, and some of the rest r: of two that lie alike from both ends, where the one begins is
+    # rounded down and where the other ends is rounded up. No more than 2 G^2 is counted with, so narrow numbers do, which divide faster.
+    whole, width = lengths[~short], 2 * size
+    found += 2 * (whole // width).sum()
+    rest, edges = ((values % width).astype(np.uint32 if size < _NARROW else np.int64) for values in (whole, np.arange(size + 1)))
+    for begin in range(0, len(whole), step):
+        before = rest[begin : begin + step, None] * edges
+        found += np.diff((before // width + (before + (width - 1)) // width).sum(axis=0, dtype=np.int64))
+    # The others lie end to end, with a token a chunk; where tokens are odd in number, the last chunk, which is at home where the first
+    # is, has one more, and a lone token is alone.
+    rounds, more = divmod(int(parts[short].sum()), size)
+    found += 2 * (rounds + (np.arange(size) < more))
+    np.add.at(found, first[short], np.where(lengths[short] == 1, -1, lengths[short] % 2))
+    return found
 
 
 def fragments(cut: Zigzag, index: int) -> Ints:

@@ -7,8 +7,8 @@ import heapq
 from collections.abc import Sequence
 
 
-def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> list[int] | None:
-    """The bin of each item when every item in turn goes to the least loaded bin, or None if one does not fit there.
+def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
+    """The bin of each item when every item in turn goes to the least loaded bin, up to the first one that does not fit there.
 
     Bins start with `loads`; ties go to the lower bin.
     """
@@ -18,7 +18,7 @@ def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> l
     for size in sizes:
         load, index = heap[0]
         if load + size > capacity:
-            return None
+            break
         heapq.heapreplace(heap, (load + size, index))
         chosen.append(index)
     return chosen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -52,14 +52,18 @@ class Frame:
 
 def members(placement: Placement, fewest: int = 1) -> dict[tuple[int, ...], list[int]]:
     """The sequences, ascending, that share a set of `fewest` ranks or more."""
+    return grouped([(seq, ranks) for seq, ranks in enumerate(placement) if len(ranks) >= fewest])
+
+
+def grouped(placed: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, ...], list[int]]:
+    """The sequences, ascending, that share a set of ranks; `placed`: sequences in ascending order, and the ranks of each."""
     # By identity first: hashing a thousand ranks for each of a thousand sequences would take longer than all the rest.
-    alike: dict[int, list[int]] = {}
-    for seq, ranks in enumerate(placement):
-        if len(ranks) >= fewest:
-            alike.setdefault(id(ranks), []).append(seq)
+    alike: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+    for seq, ranks in placed:
+        alike.setdefault(id(ranks), (ranks, []))[1].append(seq)
     groups: dict[tuple[int, ...], list[int]] = {}
-    for seqs in alike.values():
-        groups.setdefault(placement[seqs[0]], []).extend(seqs)
+    for ranks, seqs in alike.values():
+        groups.setdefault(ranks, []).extend(seqs)
     return {ranks: sorted(seqs) for ranks, seqs in groups.items()}
 
 

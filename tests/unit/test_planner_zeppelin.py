@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from megatron_balance.core.plan import Zone
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.layers import Layers, remap_s
-from megatron_balance.planners.zeppelin import ZeppelinOptions, pricing
+from megatron_balance.planners.zeppelin import ZeppelinOptions, costed, pricing, printed
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.schedules.figures import figures
+from megatron_balance.solvers.packing import least_loaded
 from megatron_balance.solvers.placed import Placement
 
 MODEL = Model(32, 32, 128)
@@ -268,6 +270,46 @@ def test_over_slow_links_fewer_tokens_are_remapped_and_attention_is_less_even() 
     quick, slow = (plan_of(lengths, Cluster(16, 8, intra_bytes_per_s=rate), slack=3.0) for rate in (4e12, 4e10))
     assert sum(row[2] for row in slow.moves) < sum(row[2] for row in quick.moves) / 2
     assert attention_of(slow) > attention_of(quick)
+
+
+def drawn(seed: int, num_seqs: int = 60) -> list[int]:
+    """Long-tailed lengths of 64 tokens a rank of 16 ranks, to the token, and more than one sequence of a length."""
+    rng = random.Random(seed)
+    weights = [rng.lognormvariate(0, 1.2) for _ in range(num_seqs)]
+    lengths = [max(1, int(1024 * weight / sum(weights))) for weight in weights]
+    return [lengths[0] + 1024 - sum(lengths), *lengths[1:]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_batch_judged_twice_is_placed_as_if_each_were_the_first_time(seed: int) -> None:
+    lengths = [1000 * length for length in drawn(seed)]
+    weights = [pricing(ZeppelinOptions(remapped=on)) for on in (True, False)]
+    shared = costed.Search(prices(lengths))
+    for own in weights:
+        found = costed.place(shared, 80_000, own)
+        alone = costed.place(costed.Search(Prices(lengths, CLUSTER, COST, own)), 80_000, own)
+        assert found.placement == alone.placement
+        assert found.prediction == prices(lengths).predict(found.placement)
+
+
+# Rule: paper, thresholds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Whether nothing is known of what found no room before; without slack, hardly any threshold works out."""
+    lengths, cluster, zone = drawn(seed), Cluster(16, 4), printed._InterNodeZone  # pyright: ignore[reportPrivateUsage]
+    slack = 64 + seed // 5
+    found, tries = printed.place(lengths, cluster, slack), list[int]()
+    put, fill = zone.put, printed.least_loaded
+    monkeypatch.setattr(zone, "put", lambda self, seq: put(self, seq) and False)
+    monkeypatch.setattr(printed, "least_loaded", lambda sizes, *limits: tries.append(len(sizes)) or fill(sizes, *limits))
+    assert printed.place(lengths, cluster, slack) == found
+    assert len(tries) > 4
+
+
+def test_items_go_to_the_least_loaded_bin_until_one_does_not_fit() -> None:
+    assert least_loaded([5, 4, 3, 3, 9, 1], [0, 2, 0], 9) == [0, 2, 1, 2]
 
 
 # The edges of both

@@ -100,22 +100,24 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 def _cheapest(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacity: int, options: ZeppelinOptions) -> Placement:
     """The best placement with a remap or, where that hardly pays, without one."""
-    found = costed.place(lengths, cluster, cost, capacity, pricing(options))
+    own = pricing(options)
+    prices = Prices(lengths, cluster, cost, own)
+    search = costed.Search(prices)
+    found = costed.place(search, capacity, own)
     if not options.remapped or options.weight_tokens is not None:
-        return found
-    prices = Prices(lengths, cluster, cost, pricing(options))
+        return found.placement
     even_s = cost.linear_s(sum(lengths) / cluster.num_ranks)
-    expected = prices.predict(found)
+    expected = found.prediction
     if expected.remap_s <= _WORTH_IT * (cost.linear_s(max(expected.tokens)) - even_s):
-        return found
+        return found.placement
 
-    def time_s(placement: Placement) -> float:
+    def time_s(placed: costed.Placed) -> float:
         """Of a layer, forward: tokens are evened out where that pays."""
-        predicted = prices.predict(placement)
+        predicted = placed.prediction
         return predicted.attention_s + min(predicted.remap_s + even_s, cost.linear_s(max(predicted.tokens)))
 
-    plain = costed.place(lengths, cluster, cost, capacity, pricing(replace(options, remapped=False)))
-    return min((found, plain), key=time_s)
+    plain = costed.place(search, capacity, pricing(replace(options, remapped=False)))
+    return min((found, plain), key=time_s).placement
 
 
 def pricing(options: ZeppelinOptions) -> Pricing:

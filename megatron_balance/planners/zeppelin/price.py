@@ -17,11 +17,13 @@ remap's business; the price takes an estimate of it (`layers.remap_s`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 from typing import TypeAlias
+
+import numpy as np
 
 from megatron_balance.core.cluster import Cluster
 from megatron_balance.cost.base import CostModel
@@ -65,16 +67,17 @@ class Prediction:
 
 
 class Prices:
-    """What the sequences of a batch cost on any number of ranks; holds no decisions."""
+    """What the sequences of a batch cost on any number of ranks; holds no decisions. `pricing`: how it judges unless told otherwise."""
 
     def __init__(self, lengths: Sequence[int], cluster: Cluster, cost: CostModel, pricing: Pricing) -> None:
         self.lengths, self.cluster, self.cost, self.pricing = lengths, cluster, cost, pricing
         self.num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
-        self.token_s = cost.linear_s(1.0) * pricing.weight_tokens
+        self.token_s = cost.linear_s(1.0)
         self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
-        self._attention: dict[tuple[int, int], float] = {}
+        self._times = {1: _Times(cost, 1)}
         self._shares: dict[tuple[int, int, bool], Share] = {}
-        self.work_s = [self.attention_s(length, 1) for length in lengths]
+        self.work_s = list(map(self._times[1].__getitem__, lengths))
+        self._work, self._tokens = np.array(self.work_s, dtype=np.float64), np.array(lengths, dtype=np.float64)
 
     def hops_s(self, num_tokens: float, num_ranks: int, inter_node: bool, rings: int = 1) -> float:
         """Seconds that a ring's links are busy, where so many `rings` use the NICs of a node at once."""
@@ -91,11 +94,12 @@ class Prices:
 
     def attention_s(self, length: int, num_ranks: int) -> float:
         """Seconds of attention of each rank of a ring for a sequence, of which it holds two chunks."""
-        key = (length, num_ranks)
-        if key not in self._attention:
-            run = length / (2 * num_ranks) if num_ranks > 1 else length
-            self._attention[key] = self.cost.attention_s(length * (length + 1) / (2 * num_ranks), run)
-        return self._attention[key]
+        return self._times_on(num_ranks)[length]
+
+    def _times_on(self, num_ranks: int) -> _Times:
+        if num_ranks not in self._times:
+            self._times[num_ranks] = _Times(self.cost, num_ranks)
+        return self._times[num_ranks]
 
     def share(self, length: int, num_ranks: int, inter_node: bool = False) -> Share:
         """The share of each rank in a ring that is the sequence's own."""
@@ -112,38 +116,60 @@ class Prices:
 
     def predict(self, placement: Placement) -> Prediction:
         """Time and tokens. Sequences with the same ranks share a ring and its rounds."""
-        times, hops, tokens = ([0.0] * self.cluster.num_ranks for _ in range(3))
-        alone: set[int] = set()
-        for seq, ranks in enumerate(placement):
-            if len(ranks) == 1:
-                times[ranks[0]] += self.work_s[seq]
-                tokens[ranks[0]] += self.lengths[seq]
-                alone.add(ranks[0])
-        for rank in alone:
-            times[rank] += self.cost.launch_s(1)
-        for ranks, zone_s, hops_s, held in self._rings(placement):
-            for rank in ranks:
+        return self.predict_rings([ranks[0] if len(ranks) == 1 else -1 for ranks in placement], members(placement, 2))
+
+    def predict_rings(self, rank_of: Sequence[int], rings: Mapping[tuple[int, ...], Sequence[int]]) -> Prediction:
+        """The same of a placement given as the rank of each sequence that has one alone, -1 for others, and the others' `rings`, in the
+        order of `solvers.placed.members`.
+        """
+        num_ranks = self.cluster.num_ranks
+        ranks = np.array(rank_of, dtype=np.int64)
+        alone = ranks >= 0
+        ranks = ranks[alone]
+        in_zones = np.bincount(ranks, self._work[alone], num_ranks).astype(np.float64)  # added up in the order of the sequences
+        in_zones[ranks] += self.cost.launch_s(1)  # once a rank
+        times, tokens = in_zones.tolist(), np.bincount(ranks, self._tokens[alone], num_ranks).tolist()
+        hops = [0.0] * num_ranks
+        for sharing, zone_s, hops_s, held in self._rings(rings):
+            for rank in sharing:
                 times[rank] += zone_s
                 hops[rank] += hops_s
                 tokens[rank] += held
         return Prediction(max(times), remap_s(tokens, self.cluster, self.cost) if self.pricing.remapped else 0.0, sum(hops), tokens)
 
-    def _rings(self, placement: Placement) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
+    def _rings(self, rings: Mapping[tuple[int, ...], Sequence[int]]) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
         """Of each ring: its ranks, and what each of them has of it: seconds in all, seconds of its links, tokens."""
-        rings = members(placement, 2)
         size = self.cluster.node_size
         crossed = {ranks: {rank // size for rank in ranks} for ranks in rings if ranks[0] // size != ranks[-1] // size}
         crossings = Counter(chain.from_iterable(crossed.values()))
         for ranks, seqs in rings.items():
-            num_tokens = sum(self.lengths[seq] for seq in seqs)
+            lengths = [self.lengths[seq] for seq in seqs]
+            num_tokens = sum(lengths)
             sharing = max((crossings[node] for node in crossed.get(ranks, ())), default=1)
             hops_s = self.hops_s(num_tokens, len(ranks), ranks in crossed, sharing)
-            attention_s = sum(self.attention_s(self.lengths[seq], len(ranks)) for seq in seqs)
+            attention_s = sum(map(self._times_on(len(ranks)).__getitem__, lengths))
             yield ranks, self._zone_s(attention_s, hops_s, len(ranks)), hops_s, num_tokens / len(ranks)
 
     def price_s(self, placement: Placement) -> float:
         """Predicted time with the weighted longest linear time, and a share for what moves."""
-        found = self.predict(placement)
-        time_s = found.attention_s + found.remap_s + self.token_s * max(found.tokens)
+        return self.judge_s(self.predict(placement), self.pricing)
+
+    def judge_s(self, found: Prediction, pricing: Pricing) -> float:
+        """The price of what is predicted, judged by another `pricing`: of as many NICs, and with a remap only if ours is."""
+        time_s = found.attention_s + (found.remap_s if pricing.remapped else 0.0) + pricing.weight_tokens * self.token_s * max(found.tokens)
         moved = found.hops_s / self.trivial_hops_s if self.trivial_hops_s else 0.0
-        return time_s * (1 + self.pricing.weight_communication * moved)
+        return time_s * (1 + pricing.weight_communication * moved)
+
+
+class _Times(dict[int, float]):
+    """By length, the seconds of attention of each rank of a ring over so many ranks; worked out when asked for."""
+
+    def __init__(self, cost: CostModel, num_ranks: int) -> None:
+        super().__init__()
+        self.cost, self.num_ranks = cost, num_ranks
+
+    def __missing__(self, length: int) -> float:
+        num_ranks = self.num_ranks
+        run = length / (2 * num_ranks) if num_ranks > 1 else length
+        self[length] = seconds = self.cost.attention_s(length * (length + 1) / (2 * num_ranks), run)
+        return seconds

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
+
 from megatron_balance.core.cluster import Cluster
+from megatron_balance.passes.tables import Ints
 from megatron_balance.solvers.packing import least_loaded
 from megatron_balance.solvers.placed import Placement
 
 
 def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
     """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node. `capacity`: tokens a rank holds."""
-    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties go to the lower sequence
     node_of, across = _inter_node(lengths, order, cluster, capacity)
     placement: list[tuple[int, ...]] = [()] * len(lengths)
-    held = [0.0] * cluster.num_nodes
-    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    held = np.zeros(cluster.num_nodes)
+    found: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}  # by nodes: their ranks, and the nodes as an index
     for seq, nodes in across.items():
-        if nodes not in ranks_of:
-            ranks_of[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes))
-        placement[seq] = ranks_of[nodes]
-        for node in nodes:
-            held[node] += lengths[seq] / len(nodes)
+        if nodes not in found:
+            found[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes)), np.array(nodes)
+        placement[seq], index = found[nodes]
+        held[index] += lengths[seq] / len(nodes)
+    own: list[list[int]] = [[] for _ in range(cluster.num_nodes)]
+    for seq, node in node_of.items():
+        own[node].append(seq)
     for node in range(cluster.num_nodes):
-        own = [seq for seq in order if node_of.get(seq) == node]
         base = -(-int(held[node]) // cluster.node_size)
         first = cluster.ranks_of(node).start
-        for seq, devices in _intra_node(lengths, own, cluster.node_size, capacity, base).items():
+        for seq, devices in _intra_node(lengths, own[node], cluster.node_size, capacity, base).items():
             placement[seq] = tuple(first + device for device in devices)
     return placement
 
@@ -43,19 +47,22 @@ def _inter_node(
     threshold = room if num_nodes > 1 else room + 1  # on one node nothing is between nodes
     zone = _InterNodeZone(lengths, num_nodes, room)
     count, left = 0, sum(lengths)
+    stuck = -1  # the sequence, in order, that finds no room as long as all before it go to the least loaded node each
     while True:
         while count < len(order) and lengths[order[count]] >= threshold:
-            zone.put(order[count])
+            if not zone.put(order[count]):
+                stuck = -1
             left -= lengths[order[count]]
             count += 1
-        short = order[count:]
-        if sum(zone.loads) + left <= num_nodes * room:
+        if count > stuck and sum(zone.loads) + left <= num_nodes * room:
+            short = order[count:]
             chosen = least_loaded([lengths[seq] for seq in short], zone.loads, room)
-            if chosen is not None:
+            if len(chosen) == len(short):
                 return dict(zip(short, chosen, strict=True)), zone.nodes
-        if not short:
+            stuck = count + len(chosen)
+        if count == len(order):
             return {}, zone.nodes  # only rounding passes the capacity
-        threshold = lengths[short[0]]
+        threshold = lengths[order[count]]
 
 
 class _InterNodeZone:
@@ -72,21 +79,24 @@ class _InterNodeZone:
         self.held = 0
         self.everywhere = False
 
-    def put(self, seq: int) -> None:
-        num_nodes = len(self.loads)
+    def put(self, seq: int) -> bool:
+        """Place a sequence; whether it went to the least loaded node alone, the lower one if there are several."""
+        num_nodes, loads = len(self.loads), self.loads
         self.held += self.lengths[seq]
         wanted = -(-self.lengths[seq] * num_nodes // self.total)
         if not self.everywhere:
-            by_load = sorted(range(num_nodes), key=self.loads.__getitem__)  # stable: ties go to the lower node
-            if self._fits(seq, by_load[:wanted]) or self._fits(seq, by_load):
-                return
-        if not self.everywhere:
+            by_load = [loads.index(min(loads))] if wanted == 1 else sorted(range(num_nodes), key=loads.__getitem__)  # ties: the lower node
+            if self._fits(seq, by_load[:wanted]):
+                return wanted == 1
+            if self._fits(seq, range(num_nodes)):
+                return False
             self.everywhere = True
             self.nodes = dict.fromkeys(self.nodes, tuple(range(num_nodes)))
         self.nodes[seq] = tuple(range(num_nodes))
         self.loads = [min(self.room, -(-self.held // num_nodes))] * num_nodes
+        return False
 
-    def _fits(self, seq: int, nodes: list[int]) -> bool:
+    def _fits(self, seq: int, nodes: Sequence[int]) -> bool:
         part = -(-self.lengths[seq] // len(nodes))
         if any(self.loads[node] + part > self.room for node in nodes):
             return False
@@ -107,7 +117,7 @@ def _intra_node(lengths: Sequence[int], order: Sequence[int], num_devices: int, 
         local = [seq for seq in order if lengths[seq] < threshold]
         if sum(loads) + sum(lengths[seq] for seq in local) <= num_devices * capacity:
             chosen = least_loaded([lengths[seq] for seq in local], loads, capacity)
-            if chosen is not None:
+            if len(chosen) == len(local):
                 return split | {seq: [device] for seq, device in zip(local, chosen, strict=True)}
         if not local:
             return split
