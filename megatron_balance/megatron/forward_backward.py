@@ -21,6 +21,7 @@ from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchan
 from megatron_balance.passes.atoms import ranges
 from megatron_balance.passes.tables import Ints
 from megatron_balance.runtime.bind import Bound, Counters, bind
+from megatron_balance.runtime.lowered import BOTH_PHASES
 from megatron_balance.schedules import layout
 
 
@@ -63,7 +64,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             _count_flops(shared, pool.readers[pool.replicas[pool.rank]])
         if planned.ticks:
             return _run_ticks(job, planned, shared, rows, model, forward_only=forward_only, **kwargs)
-        microbatches = Microbatches(job, planned, rows)
+        microbatches = Microbatches(job, planned, rows, forward_only=forward_only)
         chunks = [microbatches.of_chunk() for _ in model] if isinstance(model, list) else [microbatches.of_chunk()]
         result = inner(
             forward_step_func=forward_step,
@@ -111,9 +112,10 @@ def _run_ticks(
 class Microbatches:
     """The step's microbatches, each bound when the schedule first asks for it, and shared by the model chunks of this rank."""
 
-    def __init__(self, job: session.Session, planned: PlannedStep, rows: Sequence[torch.Tensor]) -> None:
+    def __init__(self, job: session.Session, planned: PlannedStep, rows: Sequence[torch.Tensor], *, forward_only: bool) -> None:
         """Nothing is bound yet. `rows`: of every plan."""
         self._job = job
+        self._forward_only = forward_only
         self._plans = planned.plans
         self._rows = rows
         self._plans_of = planned.plans_of
@@ -146,9 +148,10 @@ class Microbatches:
             dtype=job.dtype,
             device=rows.device,
             groups=job.pool.groups,
-            policy=job.config.backward,
+            policy="replay" if self._forward_only else job.config.backward,  # nothing is kept for a backward that does not come
             kernel=job.config.kernel,
             half=half,
+            phases=("forward",) if self._forward_only else BOTH_PHASES,
         )
         self.counters.append(bound.counters)
         return assemble(rows, bound.home, job.row_multiple, bound)

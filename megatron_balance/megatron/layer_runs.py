@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_balance.passes import interleave
 from megatron_balance.passes.interleave import Turn
+from megatron_balance.runtime.lowered import PhaseName
 
 
 class LayerRun(NamedTuple):
@@ -57,3 +58,9 @@ def attention_passes(config: Any, num_layers: int, num_halves: int, *, backward:
     for run, forward in zip(reversed(runs), reversed(forwards), strict=True):
         found += [forward] * run.again + [Pass(True, interleave.backward(forward.turns))]
     return tuple(found)
+
+
+def phases(config: Any, num_layers: int, *, backward: bool, training: bool = True) -> frozenset[PhaseName]:
+    """The phases of attention in such a pass: a backward that computes forwards again has both."""
+    passes = attention_passes(config, num_layers, 1, backward=backward, training=training)
+    return frozenset("backward" if each.backward else "forward" for each in passes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,11 +25,12 @@ from megatron.core.utils import get_model_config
 from megatron_balance.core.plan import Tiling
 from megatron_balance.core.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
-from megatron_balance.megatron.layer_runs import attention_passes
+from megatron_balance.megatron.layer_runs import attention_passes, phases
 from megatron_balance.passes.tables import as_array
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters, bind
 from megatron_balance.runtime.joint import Server
+from megatron_balance.runtime.lowered import PhaseName
 from megatron_balance.schedules.ticks import neighbour, passes_on
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class TickRun:
         self.stage = job.pool.stage
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = microbatches
-        self.bounds = _Bounds(job, halves)
+        self.bounds = _Bounds(job, halves, {backward: self._phases(backward=backward) for backward in (False, True)})
         self.passes: Any = schedules
         group = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
         self.communicator: Any = P2PCommunicator(group, _with_known_shapes(self.config))
@@ -165,6 +166,10 @@ class TickRun:
         for bound in bounds:
             bound.counters.idle_tasks += calls * num_tasks(bound)
 
+    def _phases(self, *, backward: bool) -> frozenset[PhaseName]:
+        """What every rank runs of a tick's plan."""
+        return phases(self.config, self.job.layers_per_chunk, backward=backward, training=not self.forward_only)
+
     def _is_first(self, cell: Cell) -> bool:
         return self.stage == 0 and cell.chunk == 0
 
@@ -237,12 +242,16 @@ class TickRun:
 
 
 class _Bounds:
-    """The plans of a step's ticks, each bound when first needed and let go after the last tick that runs it."""
+    """The plans of a step's ticks, each bound when first needed, for the phases of all ticks that run it, and let go after the last."""
 
-    def __init__(self, job: Session, halves: Sequence[Sequence[TickPlan]]) -> None:
+    def __init__(self, job: Session, halves: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]) -> None:
+        """`phases_of`: a backward tick, or one that is none."""
         self._job = job
         self._halves = halves
         self._last = {planned.tick.microbatches: number for number, planned in enumerate(halves[0])}
+        self._phases: dict[tuple[int | None, ...], frozenset[PhaseName]] = {}
+        for tick in (planned.tick for planned in halves[0]):
+            self._phases[tick.microbatches] = self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
         self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
         self.counters: list[Counters] = []
 
@@ -266,6 +275,7 @@ class _Bounds:
             policy="replay",  # a backward tick's plan is another than that of the forward: it begins with what is at home
             kernel=job.config.kernel,
             half=half,
+            phases=self._phases[planned.tick.microbatches],
         )
 
 

@@ -145,6 +145,8 @@ def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nic
 
 def _all_routed(own: dict[int, Exchange], others: Listed, rank: int, nics: Nics) -> dict[int, Exchange]:
     """By number, every exchange that the rank takes part in or passes something on in, routed."""
+    if not own and not others:
+        return {}
     mine = _Pairs.between_nodes([(at, as_array(op.transfers)) for at, op in own.items()], nics)
     passed_on = _Pairs.between_nodes(others, nics).passed_on(rank, nics)
     numbers = sorted({*own, *passed_on.keys[:, 0].tolist()})

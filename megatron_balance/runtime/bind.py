@@ -1,24 +1,26 @@
 """Bind a plan to one rank: project, transpose, and look up every row once per microbatch.
 
-The executor then serves every layer and every recomputation without planning, and without Python work per token.
+The executor then serves every layer and every recomputation without planning, and without Python work per token. Only the phases
+that will run are looked up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.core.program import Kind
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.passes.tables import Ints, as_array
 from megatron_balance.passes.transpose import Policy, transpose
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.demand import Demand, demand
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import Kernel, choose_kernel
-from megatron_balance.runtime.lowered import Phase
+from megatron_balance.runtime.lowered import BOTH_PHASES, Phase, PhaseName
 from megatron_balance.runtime.lowering import Lowering, Setting
 from megatron_balance.runtime.moves import Mover, choose_mover
 from megatron_balance.runtime.parcels import Form, wide_dtype
@@ -35,8 +37,8 @@ class Bound:
     """A plan, looked up for one rank. Immutable but for `counters`; one serves all layers of its microbatch.
 
     `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows, heads) of every buffer,
-    by number. `demand`: memory that a call needs, where it comes from the pool. `counters`: what ran so far. `trace`: filled by every
-    call, if there is one.
+    by number. `phases`: those it was bound for. `demand`: memory that a call needs, where it comes from the pool. `counters`: what ran so
+    far. `trace`: filled by every call, if there is one.
     """
 
     plan: MicrobatchPlan
@@ -45,8 +47,7 @@ class Bound:
     home: Ints
     num_tokens: int
     policy: Policy
-    forward: Phase
-    backward: Phase
+    phases: Mapping[PhaseName, Phase]
     groups: Groups
     kernel: Kernel
     mover: Mover
@@ -55,6 +56,24 @@ class Bound:
     key_rows: dict[int, tuple[int, int]]
     counters: Counters = field(default_factory=Counters)
     trace: Trace | None = None
+
+    @property
+    def forward(self) -> Phase:
+        """Raises InvalidProgramError: it was bound without."""
+        return self._phase("forward")
+
+    @property
+    def backward(self) -> Phase:
+        """Raises InvalidProgramError: it was bound without."""
+        return self._phase("backward")
+
+    def _phase(self, name: PhaseName) -> Phase:
+        if name not in self.phases:
+            raise InvalidProgramError(
+                f"the {name} of plan {self.plan.fingerprint()} shall run on rank {self.rank}, which bound it for its "
+                f"{' and '.join(self.phases) or 'layout'} only; name it in bind(phases=...)"
+            )
+        return self.phases[name]
 
 
 def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each with a default
@@ -70,13 +89,16 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     mover: str = "auto",
     trace: Trace | None = None,
     half: int = 0,
+    phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
     """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `mover`: as in `runtime.moves.choose_mover`. `trace`: a list
     to record in, by wall clock (CPU).
 
-    `half`: of two plans whose calls run interleaved (`passes.interleave`), which one this is; the same on all ranks.
+    `half`: of two plans whose calls run interleaved (`passes.interleave`), which one this is; the same on all ranks. `phases`: those that
+    will run; what the others need is left out.
 
-    Raises ConfigError: the plan was made for other heads or another number of ranks. InvalidProgramError: a broken plan.
+    Raises ConfigError: the plan was made for other heads or another number of ranks, or policy keep without one of the phases.
+    InvalidProgramError: a broken plan.
     """
     if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):
         raise ConfigError(
@@ -85,14 +107,18 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         )
     if plan.num_ranks != groups.size:
         raise ConfigError(f"the plan is for {plan.num_ranks} ranks, the pool has {groups.size}")
-    # Merges are left out: launches and receives add to what is already there.
-    program = transpose(project(plan, rank), policy, merges=False)
+    if policy == "keep" and not set(BOTH_PHASES) <= set(phases):
+        raise ConfigError("policy keep hands what the forward received to the backward: bind both phases, or with policy replay")
+    program = project(plan, rank, replays=policy == "replay" and "backward" in phases)
+    if "backward" in phases:  # without merges: launches and receives add to what is already there
+        program = transpose(program, policy, merges=False)
     chosen = choose_kernel(kernel, torch.device(device), dtype, shape.head_dim)
-    lowering = Lowering(program, shape, torch.device(device), policy, chosen, Setting(plan.ranks_per_node, early(plan, policy), half))
+    setting = Setting(plan.ranks_per_node, early(plan, policy), half, phases)
+    lowering = Lowering(program, shape, torch.device(device), policy, chosen, setting)
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
     needs = None
     if groups.buffers.lends(torch.device(device)):
-        needs = demand(lowering.forward, lowering.backward, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep")
+        needs = demand(lowering.phases, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep")
         groups.buffers.reserve(needs.call_bytes)
     home = as_array(program.home)
     return Bound(
@@ -102,8 +128,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         home=home,
         num_tokens=int((home[:, 2] - home[:, 1]).sum()),
         policy=policy,
-        forward=lowering.forward,
-        backward=lowering.backward,
+        phases=lowering.phases,
         groups=groups,
         kernel=chosen,
         mover=choose_mover(mover, torch.device(device)),

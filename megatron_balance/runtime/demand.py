@@ -8,7 +8,7 @@ from math import prod
 
 from megatron_balance.core.program import Kind
 from megatron_balance.runtime.frees import INPUTS, Value, grads_of
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Phase, Start, Swap
+from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Phase, PhaseName, Start, Swap
 from megatron_balance.runtime.parcels import Form, padded, shapes
 
 AHEAD = 2
@@ -20,7 +20,9 @@ Sizes = Mapping[int, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes at once. `kept_bytes`: what the forward leaves for the backward (policy keep), of `forward_bytes`."""
+    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: what the forward leaves for the backward (policy keep), of
+    `forward_bytes`.
+    """
 
     forward_bytes: int
     backward_bytes: int
@@ -31,17 +33,27 @@ class Demand:
         return max(self.forward_bytes, self.backward_bytes)
 
 
-def demand(forward: Phase, backward: Phase, sizes: tuple[Sizes, Sizes], form: Form, *, keep: bool) -> Demand:
+def demand(phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: Form, *, keep: bool) -> Demand:
     """What one call needs. `sizes`: of query and of key buffers."""
+    kept = sum(message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
+    forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
+    backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
+    return Demand(forward, backward, kept)
+
+
+def _forward_bytes(phase: Phase, queries: Sizes, form: Form) -> int:
+    partials = sum(rows * heads * (form.dim + 1) * form.wide.itemsize for rows, heads in queries.values())
+    return partials + _peak(phase, form, {})
+
+
+def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int:
     queries, keys = sizes
     wide = form.wide.itemsize
-    partials = sum(rows * heads * (form.dim + 1) * wide for rows, heads in queries.values())
     finals = sum(rows * heads * (2 * form.dim * form.dtype.itemsize + wide) for buffer, (rows, heads) in queries.items() if buffer)
     grads = {(Kind.Q_GRAD, buffer): rows * heads * form.dim * wide for buffer, (rows, heads) in queries.items()}
     grads |= {(Kind.KV_GRAD, buffer): 2 * rows * heads * form.dim * wide for buffer, (rows, heads) in keys.items()}
     home = grads[Kind.Q_GRAD, 0] + grads[Kind.KV_GRAD, 0]
-    kept = sum(message_bytes(m, form) for m in _received(forward) if m.kind in INPUTS) if keep else 0
-    return Demand(partials + _peak(forward, form, {}), kept + home + finals + _peak(backward, form, grads), kept)
+    return home + finals + _peak(phase, form, grads)
 
 
 def message_bytes(message: Message, form: Form) -> int:

@@ -8,7 +8,7 @@ gradients one beside each key buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -182,6 +182,10 @@ class Finish(NamedTuple):
 
 
 Step: TypeAlias = Launch | GradLaunch | Start | Finish
+
+
+PhaseName: TypeAlias = Literal["forward", "backward"]
+BOTH_PHASES: tuple[PhaseName, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ A ring over 64 ranks has 64 launches and 126 messages a phase; looked up one by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,9 +22,9 @@ from megatron_balance.passes.transpose import Policy, forward_id
 from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.frees import INPUTS, frees
 from megatron_balance.runtime.kernels import Kernel
-from megatron_balance.runtime.launches import LaunchesOf, Launching, pack_runs
-from megatron_balance.runtime.lowered import Finish, Launch, Message, Packed, Phase, Start, Step, Swap, Work
-from megatron_balance.runtime.regions import Table, grouped_runs, without
+from megatron_balance.runtime.launches import LaunchesOf, Launching, LookedUp, pack_runs
+from megatron_balance.runtime.lowered import Finish, Launch, Message, Packed, Phase, PhaseName, Start, Step, Swap, Work
+from megatron_balance.runtime.regions import REGION, Table, grouped_runs, without
 from megatron_balance.runtime.routes import Routed, lower_routes, tag_base
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.schedules.early import Early
@@ -51,16 +51,17 @@ class _Messages:
 
 class Setting(NamedTuple):
     """What surrounds a rank's program. `early`: exchanges that may start at once; `half`: of two programs of the same ranks that run
-    interleaved, which one this is: their messages are told apart by it.
+    interleaved, which one this is: their messages are told apart by it; `phases`: those that will run.
     """
 
     ranks_per_node: int
     early: Early
     half: int
+    phases: Collection[PhaseName]
 
 
 class Lowering:
-    """Both phases of one rank. `space`: where outputs and gradients lie; `values`: where a phase finds q, k and v; `home`: all rows
+    """The phases of one rank. `space`: where outputs and gradients lie; `values`: where a phase finds q, k and v; `home`: all rows
     that the caller hands over.
 
     Where a remap hands regions of the home to other ranks, the other two tables are without them: attention may bring such keys again,
@@ -71,7 +72,7 @@ class Lowering:
         self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, setting: Setting
     ) -> None:
         self.program = program
-        self.ranks_per_node, self.early, self.half = setting
+        self.ranks_per_node, self.early, self.half, phases = setting
         self.device = device
         home = as_array(program.home)
         sizes = home[:, 2] - home[:, 1]
@@ -84,23 +85,36 @@ class Lowering:
         }
         self.home = {kind: Table(own[kind]) for kind in INPUTS}
         kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
+        # Gradients lie beside what the forward received, so this is looked up for the backward alone too.
         sent, received, instances = self.exchange_sides(program.forward, forward=True)
         self.space = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
         self.values = self.space
-        queues, names = _forward_queues(program)
-        launching = Launching(device, kernel)
-        looked_up = launching.look_up(program.forward, self.values)
-        launches = launching.forward(looked_up, names, self.space)
-        self.forward = self.phase(program.forward, (sent, received), (queues, names), launches, forward=True, free=policy == "replay")
-        sent, received, instances = self.exchange_sides(program.backward, forward=False)
-        places = _backward_queues(program)
-        if policy == "replay":
+        self.launching = Launching(device, kernel)
+        self.looked_up: LookedUp | None = None
+        self.phases: dict[PhaseName, Phase] = {}
+        if "forward" in phases:
+            self.phases["forward"] = self.forward((sent, received), free=policy == "replay")
+        if "backward" in phases:
+            self.phases["backward"] = self.backward(kept, again=policy == "replay")
+
+    def forward(self, sides: tuple[_Messages, _Messages], *, free: bool) -> Phase:
+        """Steps of the forward; arguments as for `phase`."""
+        ops, places = self.program.forward, _forward_queues(self.program)
+        self.looked_up = self.launching.look_up(ops, self.values)
+        launches = self.launching.forward(self.looked_up, places[1], self.space)
+        return self.phase(ops, sides, places, launches, forward=True, free=free)
+
+    def backward(self, kept: dict[Kind, Ints], *, again: bool) -> Phase:
+        """Steps of the backward. `kept`: rows of the home that stay there; `again`: inputs are received once more."""
+        ops, places = self.program.backward, _backward_queues(self.program)
+        sent, received, instances = self.exchange_sides(ops, forward=False)
+        if again:
             self.values = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
-            looked_up = launching.look_up(program.backward, self.values)
-        elif looked_up is not None:  # the same launches in reverse, over the same rows
-            looked_up = looked_up.reversed(program)
-        launches = launching.backward(looked_up, places[1], self.space)
-        self.backward = self.phase(program.backward, (sent, received), places, launches, forward=False, free=True)
+            looked_up = self.launching.look_up(ops, self.values)
+        else:  # the same launches in reverse, over the same rows
+            looked_up = None if self.looked_up is None else self.looked_up.reversed(self.program)
+        launches = self.launching.backward(looked_up, places[1], self.space)
+        return self.phase(ops, (sent, received), places, launches, forward=False, free=True)
 
     # Messages
 
@@ -190,25 +204,18 @@ class Lowering:
 
     def packed_messages(self, side: _Messages) -> list[Packed]:
         """Rows of every message; received inputs have none, they become buffers."""
-        found: list[Packed | None] = [None] * len(side.kind)
-        sizes = side.rows[:, 3] - side.rows[:, 2]
-        num_rows = np.add.reduceat(sizes, side.begin[:-1]).tolist() if len(side.kind) else []
-        num_heads = (side.rows[side.begin[:-1], 5] - side.rows[side.begin[:-1], 4]).tolist()
-        owner = np.repeat(np.arange(len(side.kind)), np.diff(side.begin))
         tables = {"values": self.values, "space": self.space, "home": self.home}
-        places = zip(side.kind, side.at_home, side.buffer, strict=True)
-        table_of = [_NO_TABLE if buffer >= 0 else _TABLE_OF[at_home][kind] for kind, at_home, buffer in places]
-        names = sorted(set(table_of) - {_NO_TABLE})
-        number_of = np.array([names.index(name) if name in names else -1 for name in table_of], dtype=np.int64)
-        for number, (name, kind) in enumerate(names):
-            mine = number_of == number
-            chosen = mine[owner]
-            renumbered = (mine.cumsum() - 1)[owner[chosen]]
-            pieces = tables[name][kind].resolve(side.rows[chosen, 1:6].T)
-            which = np.flatnonzero(mine).tolist()
-            for i, runs in zip(which, grouped_runs(sizes[chosen], pieces, renumbered, len(which)), strict=True):
-                found[i] = pack_runs(runs, num_rows[i], num_heads[i], self.device)
-        return [p if p is not None else Packed((), num_rows[i], num_heads[i]) for i, p in enumerate(found)]
+        table_of: list[Table | None] = []
+        for kind, at_home, buffer in zip(side.kind, side.at_home, side.buffer, strict=True):
+            name, table = _TABLE_OF[at_home][kind]
+            table_of.append(tables[name][table] if buffer < 0 else None)
+        sizes = side.rows[:, 3] - side.rows[:, 2]
+        num_rows = np.add.reduceat(sizes, side.begin[:-1]).tolist() if table_of else []
+        num_heads = (side.rows[side.begin[:-1], 5] - side.rows[side.begin[:-1], 4]).tolist()
+        owner = np.repeat(np.arange(len(table_of)), np.diff(side.begin))
+        runs = grouped_runs(sizes, _resolve(side.rows[:, 1:6].T, owner, table_of), owner, len(table_of))
+        packed = zip(runs, num_rows, num_heads, table_of, strict=True)
+        return [pack_runs(of, rows, heads, self.device) if table else Packed((), rows, heads) for of, rows, heads, table in packed]
 
     # Phases
 
@@ -296,7 +303,6 @@ class Lowering:
 _DIRECT = {(crosses, moved): stream_name("direct", crosses, "moved" if moved else "copied") for crosses in _BOTH for moved in _BOTH}
 """The stream of a direct message, by whether it crosses nodes and whether its lane is "moved"."""
 _KINDS = tuple(Kind)
-_NO_TABLE = ("", Kind.Q)
 _AWAY = {
     **{kind: ("values", kind) for kind in INPUTS},
     **dict.fromkeys((Kind.OUT, Kind.OUT_GRAD, Kind.Q_GRAD), ("space", Kind.Q)),
@@ -305,6 +311,25 @@ _AWAY = {
 _TABLE_OF = (_AWAY, {kind: ("home", side) for kind, (_, side) in _AWAY.items()})
 """Where the rows of a message are looked up, by whether they are at home, and kind: a table of `Lowering`, and of queries or keys."""
 _NOT_ROUTED = Routed({}, {})
+
+
+def _resolve(regions: Ints, owner: Ints, table_of: Sequence[Table | None]) -> Ints:
+    """Pieces of regions [5, n], each in the table of its owner; none of those whose owner has no table."""
+    tables = list(dict.fromkeys(table for table in table_of if table is not None))
+    if len(tables) == 1 and None not in table_of:
+        return tables[0].resolve(regions)
+    numbers = {table: number for number, table in enumerate(tables)}
+    number = np.array([-1 if table is None else numbers[table] for table in table_of], dtype=np.int64)[owner]
+    parts = [np.empty((8, 0), dtype=np.int64)]
+    for at, table in enumerate(tables):
+        chosen = np.flatnonzero(number == at)
+        pieces = table.resolve(regions[:, chosen])
+        pieces[REGION] = chosen[pieces[REGION]]
+        parts.append(pieces)
+    if len(parts) <= 2:
+        return parts[-1]
+    pieces = np.concatenate(parts, axis=1)
+    return pieces[:, pieces[REGION].argsort(kind="stable")]
 
 
 def _kept(program: RankProgram, own: Ints) -> Ints:

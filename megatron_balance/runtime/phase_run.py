@@ -67,7 +67,7 @@ class PhaseRun:
 
     @property
     def forward(self) -> bool:
-        return self.phase is self.bound.forward
+        return self.phase is self.bound.phases.get("forward")
 
     def start(self) -> None:
         """Issue what sends inputs out; `attend`, then `end` follow. Parts of other calls on the same ranks may lie between, in one order on

@@ -29,12 +29,12 @@ def layout(plan: MicrobatchPlan, rank: int) -> Ints:
     return Projector(plan).layout(rank)
 
 
-def project(plan: MicrobatchPlan, rank: int) -> RankProgram:
-    """The forward ops of one rank, without building those of the others.
+def project(plan: MicrobatchPlan, rank: int, *, replays: bool = True) -> RankProgram:
+    """The forward ops of one rank, without building those of the others. `replays`: with what policy replay needs of it.
 
     Raises InvalidProgramError: an unknown movement.
     """
-    return Projector(plan).project(rank)
+    return Projector(plan, replays=replays).project(rank)
 
 
 def expand(plan: MicrobatchPlan, policy: Policy | None = None) -> Program:

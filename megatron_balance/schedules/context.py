@@ -13,7 +13,7 @@ from megatron_balance.passes.tables import Ints, as_rows
 @dataclass(frozen=True, slots=True)
 class Context:
     """Facts of the microbatch. `lengths`: int64 [num_seqs]; `base`: the zone's first exchange id. `attends`: whether anything but
-    exchanges is asked for.
+    exchanges is asked for; `replays`: whether the exchanges of a replayed backward are, where they are others.
     """
 
     lengths: Ints
@@ -21,6 +21,7 @@ class Context:
     num_kv_heads: int
     base: int = 0
     attends: bool = True
+    replays: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from megatron_balance.schedules.movements import schedule_of
 
 
 class Projector:
-    """A plan with what has been worked out for some of its ranks."""
+    """A plan with what has been worked out for some of its ranks. `replays`: whether programs say what a replayed backward brings again."""
 
-    def __init__(self, plan: MicrobatchPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: MicrobatchPlan, *, replays: bool = True) -> None:
+        self.plan, self.replays = plan, replays
         self.lengths = np.array(plan.lengths, dtype=np.int64)
         self.counts = [schedule_of(zone).num_exchanges(zone) for zone in plan.zones]
         self.ends = list(accumulate(self.counts))
@@ -62,6 +62,7 @@ class Projector:
             hops = remap.SentOn(*(rows[(rows[:, 6:] == rank).any(axis=1)] for rows in handover.sent_on))
             heads = (self.plan.num_heads, self.plan.num_kv_heads)
             program = remap.remap(self.without_hops(program, handover), handover.linear(rank), handover.own(rank), heads, hops)
+        program = program if self.replays else replace(program, replays=())
         if routing is None:
             return program
         nics = Nics(self.plan.ranks_per_node, routing.ranks_per_nic, routing.min_tokens, routing.pieces)
@@ -79,7 +80,8 @@ class Projector:
 
     def share(self, index: int, rank: int, *, attends: bool = True) -> Share:
         zone, base = self.plan.zones[index], self.ends[index] - self.counts[index]
-        return schedule_of(zone).project(zone, Context(self.lengths, self.plan.num_heads, self.plan.num_kv_heads, base, attends), rank)
+        context = Context(self.lengths, self.plan.num_heads, self.plan.num_kv_heads, base, attends, self.replays)
+        return schedule_of(zone).project(zone, context, rank)
 
     def attention(self, rank: int) -> RankProgram:
         """The program of the zones alone, in the attention layout."""
@@ -150,7 +152,7 @@ class Projector:
             ends = remap.Ends.of(handover.regions, (self.plan.num_heads, self.plan.num_kv_heads), handover.sent_on)
             forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]
             replays.append((0, ends.again))
-        return route.Passing(forward, replays)
+        return route.Passing(forward, replays if self.replays else ())
 
     def reaches_out(self, index: int, rank: int) -> bool:
         """Whether `rank` may exchange anything with other nodes in a zone of its own."""

@@ -7,6 +7,9 @@ backward needs first, comes from its own rank, and its gradient walks the forwar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import copy
+
 import numpy as np
 
 from megatron_balance.core.plan import Zone
@@ -15,6 +18,9 @@ from megatron_balance.core.rows import Rows
 from megatron_balance.passes.tables import Ints
 from megatron_balance.schedules import zigzag
 from megatron_balance.schedules.context import Context, Share, cut_by
+
+_ROWS = 1 << 14
+"""About so many rows are made at once, which keeps them in the cache."""
 
 
 def num_exchanges(zone: Zone) -> int:
@@ -41,13 +47,13 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
     if size > 1:
         before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
         forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
-        mirror = _Blocks(cut, (index + rounds) % size, context.num_kv_heads)
-        backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before)
+        mirror = blocks.turned(-rounds % size) if context.replays else None
+        backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
         for t in range(1, size):
             exchange_id = context.base + t - 1
             if forward[t]:
                 ops.append(Exchange(exchange_id, Rows(TRANSFER_WIDTH, forward[t])))
-            if backward[size - t] or forward[t]:
+            if context.replays and (backward[size - t] or forward[t]):
                 replays.append((exchange_id, Exchange(exchange_id, Rows(TRANSFER_WIDTH, backward[size - t]))))
             if pairs[t]:
                 ops += [Attend(rank, Rows(PAIR_WIDTH, pairs[t])), Merge(rank, Rows(MERGE_WIDTH, merges[t]))]
@@ -65,6 +71,14 @@ class _Blocks:
         self.start = np.stack([lo[0], hi[0]], 2)
         self.stop = np.stack([lo[1], hi[1]], 2)
         self.there = (self.start < self.stop) & (self.position < cut.parts)[:, :, None]
+
+    def turned(self, rounds: Ints) -> _Blocks:
+        """The same blocks, in round t the one that passes in `rounds[t]` here."""
+        other = copy(self)
+        other.position, other.start, other.stop, other.there = (
+            array[rounds] for array in (self.position, self.start, self.stop, self.there)
+        )
+        return other
 
     def reach_forward(self) -> Ints:
         """Hops after which a fragment has passed the last rank that needs it, turning forward.
@@ -89,16 +103,32 @@ class _Blocks:
         moves[1:, 1] = arrives[1:]
         moves[1:, 0] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
         counts = moves.sum(axis=(2, 3))
-        rows = np.empty((int(counts.sum()), TRANSFER_WIDTH), dtype=np.int64)
-        rows[:, 0], rows[:, 4], rows[:, 5] = Kind.KV, 0, self.num_kv_heads
-        rows[:, 1] = np.broadcast_to(self.cut.seqs[:, None], moves.shape)[moves]
-        for column, values in ((2, self.start), (3, self.stop)):
-            both = np.empty(moves.shape, dtype=np.int64)
-            both[1:, 0], both[:, 1] = values[:-1], values
-            rows[:, column] = both[moves]
+        # Every fragment as a row; those that move are copied from there, which is faster than making them column by column.
+        fragments = np.empty((*self.start.shape, TRANSFER_WIDTH), dtype=np.int64)
+        fragments[..., 0], fragments[..., 4], fragments[..., 5] = Kind.KV, 0, self.num_kv_heads
+        fragments[..., 1] = self.cut.seqs[:, None]
+        fragments[..., 2], fragments[..., 3] = self.start, self.stop
+        fragments = fragments.reshape(-1, TRANSFER_WIDTH)
+        # In a round there are two moves to a fragment, the first of which is of the round before.
+        of_round = counts.sum(axis=1)
+        at = np.flatnonzero(moves) - np.repeat((rounds + 1) * self.start[0].size, of_round)
         ends = np.tile(np.array([(rank, target), (source, rank)]), (len(rounds), 1))
-        rows[:, 6:] = np.repeat(ends, counts.ravel(), axis=0)
-        return cut_by(rows, counts.sum(axis=1))
+        found: list[bytes] = []
+        for block, chosen in _in_turns(of_round):
+            rows = fragments.take(at[chosen], axis=0)
+            both = slice(2 * block.start, 2 * block.stop)
+            rows[:, 6:] = np.repeat(ends[both], counts.ravel()[both], axis=0)
+            found += cut_by(rows, of_round[block])
+        return found
+
+
+def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
+    """Rounds and their rows in turns of not much more than `_ROWS` rows; `counts`: rows of each round."""
+    ends = np.append(0, counts.cumsum())
+    step = max(1, _ROWS * len(counts) // max(1, int(ends[-1])))
+    for first in range(0, len(counts), step):
+        last = min(first + step, len(counts))
+        yield slice(first, last), slice(int(ends[first]), int(ends[last]))
 
 
 def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
@@ -115,16 +145,29 @@ def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context
     q_start, q_stop = np.stack([lo0, hi0], 1)[:, query_hi], np.stack([lo1, hi1], 1)[:, query_hi]
     k_start, k_stop = blocks.start[:, :, key_hi], blocks.stop[:, :, key_hi]
     visible &= (q_start < q_stop) & (k_start < k_stop)
-    rows = np.empty((int(visible.sum()), PAIR_WIDTH), dtype=np.int64)
-    rows[:, 0] = np.broadcast_to(cut.seqs[:, None], visible.shape)[visible]
-    rows[:, 1], rows[:, 2] = np.broadcast_to(q_start, visible.shape)[visible], np.broadcast_to(q_stop, visible.shape)[visible]
-    rows[:, 3], rows[:, 4] = 0, context.num_heads
-    rows[:, 5], rows[:, 6] = k_start[visible], k_stop[visible]
-    rows[:, 7], rows[:, 8] = 0, context.num_kv_heads
+    queries = np.empty((*q_start.shape, 5), dtype=np.int64)  # as rows have them, to be copied
+    queries[..., 0], queries[..., 1], queries[..., 2], queries[..., 3], queries[..., 4] = (
+        cut.seqs[:, None],
+        q_start,
+        q_stop,
+        0,
+        context.num_heads,
+    )
+    queries, k_start, k_stop = queries.reshape(-1, 5), k_start.ravel(), k_stop.ravel()
     # One merge row per query region and round: skip the second pair of the same query chunk.
     once = visible.copy()
     once[:, :, 2] &= ~visible[:, :, 1]
-    values = np.empty((int(once.sum()), MERGE_WIDTH), dtype=np.int64)
-    values[:, 0] = Kind.OUT
-    values[:, 1:] = rows[once[visible], :5]
-    return cut_by(rows, visible.sum(axis=(1, 2))), cut_by(values, once.sum(axis=(1, 2)))
+    at, of_round, merged = np.flatnonzero(visible), visible.sum(axis=(1, 2)), once.sum(axis=(1, 2))
+    first = once.ravel()[at]
+    pairs: list[bytes] = []
+    merges: list[bytes] = []
+    for block, chosen in _in_turns(of_round):
+        here = at[chosen]
+        rows = np.empty((len(here), PAIR_WIDTH), dtype=np.int64)
+        rows[:, :5] = queries.take(here % len(queries), axis=0)
+        rows[:, 5], rows[:, 6], rows[:, 7], rows[:, 8] = k_start[here], k_stop[here], 0, context.num_kv_heads
+        pairs += cut_by(rows, of_round[block])
+        values = np.empty((int(merged[block].sum()), MERGE_WIDTH), dtype=np.int64)
+        values[:, 0], values[:, 1:] = Kind.OUT, rows[first[chosen], :5]
+        merges += cut_by(values, merged[block])
+    return pairs, merges

@@ -9,7 +9,7 @@ import torch
 
 from megatron_balance.core.plan import MicrobatchPlan, Tiling
 from megatron_balance.core.rows import Rows
-from megatron_balance.errors import InvalidProgramError
+from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.passes import interleave
 from megatron_balance.passes.verify import verify
 from megatron_balance.reference import at_home
@@ -106,5 +106,10 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
     slot.bound = bind(alone(6), 0, shape, groups=single(), policy="replay")
     with pytest.raises(InvalidProgramError, match="got one with 6"):
         balanced_attention(q, k, v, bound, 1.0, slot).sum().backward()
+    slot.bound = bind(alone(5), 0, shape, groups=single(), policy="replay", phases=["forward"])
+    with pytest.raises(InvalidProgramError, match="shall run on rank 0, which bound it for its forward only"):
+        balanced_attention(q, k, v, bound, 1.0, slot).sum().backward()
+    with pytest.raises(ConfigError, match="bind both phases, or with policy replay"):
+        bind(alone(5), 0, shape, groups=single(), phases=["forward"])
     with pytest.raises(InvalidProgramError, match="rank 0 has 5 rows of its own"):
         Server(torch.float32, torch.device("cpu"), 1.0).serve([bound], interleave.forward(1, 1), backward=False)

@@ -19,6 +19,7 @@ from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.joint import Server
+from megatron_balance.runtime.lowered import PhaseName
 from tests.support.half_batches import AttentionOf, Done, in_turns, leaves, one_call_a_layer, recorded
 from tests.support.pool import World
 from tests.support.stream_threads import with_streams
@@ -62,7 +63,7 @@ def attend_in_ticks(world: World, halves: Sequence[HalfStep], head_dim: int, way
     run = _Run(world, halves, head_dim, way)
     with recorded(run.half_of.__getitem__) as order:
         for number, one in enumerate(halves[0].ticks):
-            run.tick(one, [run.bind(half.ticks[number].plan, at) for at, half in enumerate(halves)])
+            run.tick(one, [run.bind(half.ticks[number], at) for at, half in enumerate(halves)])
     return Attended(run.found, order)
 
 
@@ -78,8 +79,13 @@ class _Run:
         self.under_way: dict[Cell, tuple[list[BackwardSlot], list[Tensor], tuple[Tensor, ...], list[Tensor]]] = {}
         self.found: dict[tuple[Cell, int], Values] = {}
 
-    def bind(self, plan: MicrobatchPlan, half: int) -> Bound:
-        bound = bind(plan, self.groups.rank, self.shape, groups=self.groups, dtype=torch.float64, policy="replay", half=half)
+    def bind(self, one: TickPlan, half: int) -> Bound:
+        """For what the tick runs, as training does."""
+        phases: set[PhaseName] = {"backward"} if one.tick.backward else {"forward"}
+        if self.way.again:
+            phases.add("forward")
+        rank, double = self.groups.rank, torch.float64
+        bound = bind(one.plan, rank, self.shape, groups=self.groups, dtype=double, policy="replay", half=half, phases=phases)
         self.half_of[bound] = half
         return bound
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
+from megatron_balance.core.plan import MOVE_WIDTH, REMAP, MicrobatchPlan, Routing, Tiling, Zone
 from megatron_balance.core.program import Attend, Exchange, Kind
 from megatron_balance.core.rows import Rows
 from megatron_balance.core.span import Span, tiles
@@ -15,8 +17,9 @@ from megatron_balance.passes.join import join, split
 from megatron_balance.passes.tables import as_array
 from megatron_balance.passes.verify import verify
 from megatron_balance.schedules import dispatch, expand, layout, project
+from megatron_balance.schedules import zigzag as zigzag_module
 from megatron_balance.schedules.head_exchange import head_slices
-from megatron_balance.schedules.zigzag import fragments, zigzag
+from megatron_balance.schedules.zigzag import fragments, tokens, zigzag
 
 MOVEMENTS = ("ring", "all_gather", "head_exchange")
 
@@ -69,6 +72,16 @@ def test_ranks_attend_nearly_the_same(size: int) -> None:
 @pytest.mark.parametrize(("length", "holders"), [(1, 1), (2, 1), (3, 1), (4, 2), (7, 3), (15, 7), (16, 8)])
 def test_a_sequence_shorter_than_two_tokens_a_rank_lies_on_fewer_ranks(length: int, holders: int) -> None:
     assert sum(bool(rank) for rank in cut(length, 8)) == holders
+
+
+@pytest.mark.parametrize(("name", "value"), [("_NARROW", 1 << 15), ("_NARROW", 0), ("_BLOCK", 1)])
+def test_tokens_of_a_rank_are_those_of_its_fragments(monkeypatch: pytest.MonkeyPatch, name: str, value: int) -> None:
+    monkeypatch.setattr(zigzag_module, name, value)
+    lengths = np.array([1, 2, 3, 5, 7, 1, 16, 17, 33, 64, 1001, 4096])
+    for size in range(1, 36):
+        placed = zigzag(lengths, np.arange(len(lengths)), size)
+        held = [fragments(placed, rank) for rank in range(size)]
+        assert tokens(lengths, size).tolist() == [int((rows[:, 2] - rows[:, 1]).sum()) for rows in held]
 
 
 def test_short_sequences_do_not_pile_up_on_the_first_rank() -> None:
@@ -169,6 +182,17 @@ def test_a_replayed_ring_turns_the_other_way() -> None:
     assert directions(program.forward, Kind.KV) == {1}
     assert directions(program.backward, Kind.KV) == {2}
     assert directions(program.backward, Kind.KV_GRAD) == {2}
+
+
+@pytest.mark.parametrize("movement", MOVEMENTS)
+def test_a_program_without_replays_is_the_same_but_for_them(movement: str) -> None:
+    zone = Zone("pool", movement, (0, 1, 2, 3), (0, 1))
+    routing = Routing(1, (REMAP, 0))
+    remapped = MicrobatchPlan("by_hand", (9, 30), 4, 2, 4, 2, (zone,), Rows.of(MOVE_WIDTH, [(0, 1, 3), (3, 1, 2)]), routing)
+    for rank in range(4):
+        whole = project(remapped, rank)
+        assert whole.replays
+        assert project(remapped, rank, replays=False) == replace(whole, replays=())
 
 
 def test_a_ring_passes_a_fragment_no_further_than_it_is_needed() -> None:

@@ -1,6 +1,6 @@
 """Plan, project, bind and verify against the budgets of the design (CPU time of one core; targets, not tests).
 
-python tools/bench/plan_budgets.py [--repeats 5] [--json]
+python tools/bench/plan_budgets.py [--repeats 5] [--only TEXT] [--json]
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
 from megatron_balance.layers import Layers
+from megatron_balance.passes.interleave import HALVES
 from megatron_balance.runtime import routes
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
+from megatron_balance.runtime.prefetch import Pipeline, PlanSpec
+from megatron_balance.runtime.tick_planner import TickPlanner
 from megatron_balance.schedules import dispatch, project
 from megatron_balance.schedules.figures import figures
+from megatron_balance.solvers.halves import halves
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
@@ -42,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print median, range and ratio to the budget of each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="Rows whose name contains this.")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    rows = [_measure(measurement, options.repeats) for measurement in measurements()]
+    rows = [_measure(measurement, options.repeats) for measurement in measurements() if options.only in measurement.what]
     if options.json:
         print(json.dumps({"rows": rows}))
         return 0
@@ -74,6 +80,7 @@ def measurements() -> Iterator[Measurement]:
             make = make_planner("distca", cluster, MODEL, tolerance=tolerance)
             size = f"{num_ranks} ranks x {len(lengths)} sequences, {sum(lengths) / 1e6:.1f}M tokens"
             yield Measurement(f"plan {size}: distca, tolerance {tolerance:g}", budget_ms, lambda make=make, batch=lengths: make(batch))
+    yield from _pipeline_step(num_stages=4, stage=Cluster(16, 8), num_microbatches=8, tokens_per_rank=8192)
     cluster, lengths = Cluster(64, 8), [100 + seq for seq in range(64)]
     for name in ("te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"):
         made = make_planner(name, cluster, MODEL)(lengths)
@@ -93,6 +100,34 @@ def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[s
     }
 
 
+def _pipeline_step(num_stages: int, stage: Cluster, num_microbatches: int, tokens_per_rank: int) -> Iterator[Measurement]:
+    """A training step in which all pipeline stages attend together and microbatches run as two half batches in turns: planning all of it,
+    and binding all of it on one rank. A tick is of one phase, and each plan is bound for the phases of its ticks.
+    """
+    joint = Cluster(num_stages * stage.num_ranks, stage.ranks_per_node)
+    spec = PlanSpec("distca", stage, MODEL, Layers(), {"tokens_per_rank": tokens_per_rank}, None, Pipeline(joint, num_chunks=1))
+    microbatches = [long_tailed(8 * stage.num_ranks, stage.num_ranks * tokens_per_rank, seed) for seed in range(num_microbatches)]
+    parts = [halves(lengths) for lengths in microbatches]
+    steps = [[[lengths[i] for i in part[half]] for lengths, part in zip(microbatches, parts, strict=True)] for half in range(HALVES)]
+    planner = TickPlanner(spec)
+    halved = [planner.plan(step)[1] for step in steps]
+    groups = Groups(MIDDLE, joint.num_ranks, tuple(range(joint.num_ranks)), None)
+
+    def bind_all(of_phase: bool) -> None:
+        for half, ticks in enumerate(halved):
+            names = {one.tick.microbatches: set[PhaseName]() for one in ticks}
+            for one in ticks:
+                names[one.tick.microbatches].add("backward" if one.tick.backward else "forward")
+            for microbatches, planned in {one.tick.microbatches: one.plan for one in ticks}.items():
+                phases = names[microbatches] if of_phase else BOTH_PHASES
+                bind(planned, MIDDLE, SHAPE, groups=groups, policy="replay", half=half, phases=phases)
+
+    size = f"step of {len(halved[0])} ticks, {num_stages} x {stage.num_ranks} ranks, {num_microbatches} microbatches in halves"
+    yield Measurement(f"plan a {size}: distca", None, lambda: [planner.plan(step) for step in steps])
+    yield Measurement(f"bind one's {size}: distca", None, partial(bind_all, of_phase=True))
+    yield Measurement(f"bind one's {size}, both phases: distca", None, partial(bind_all, of_phase=False))
+
+
 def _projections(size: str, plans: dict[str, MicrobatchPlan], budget_ms: float) -> Iterator[Measurement]:
     """The budget is for project and bind together."""
     for name, plan in plans.items():
@@ -105,9 +140,9 @@ def _projections(size: str, plans: dict[str, MicrobatchPlan], budget_ms: float) 
         yield Measurement(f"figures of {size}: {name}", None, lambda plan=plan: figures(plan, MODEL))
 
 
-def long_tailed(num_seqs: int, num_tokens: int) -> list[int]:
+def long_tailed(num_seqs: int, num_tokens: int, seed: int = 20261120) -> list[int]:
     """Log-normal lengths of exactly so many tokens in all, the same on every machine."""
-    rng = random.Random(20261120)
+    rng = random.Random(seed)
     weights = [rng.lognormvariate(0, 1.3) for _ in range(num_seqs)]
     lengths = [max(1, int(w * num_tokens / sum(weights))) for w in weights]
     lengths[0] += num_tokens - sum(lengths)
