@@ -22,13 +22,13 @@ def in_turns(forward: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         rotary_pos_emb: Any = None,
         packed_seq_params: Any = None,
+        padding_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
         if isinstance(packed_seq_params, BalancedSeqParams) and packed_seq_params.halves:
-            return run_block(module, hidden_states, rotary_pos_emb, packed_seq_params)
-        return forward(
-            module, hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs
-        )
+            return run_block(module, hidden_states, rotary_pos_emb, padding_mask, packed_seq_params)
+        given = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params, "padding_mask": padding_mask}
+        return forward(module, hidden_states, attention_mask, *args, **given, **kwargs)
 
     return block
 
@@ -39,6 +39,7 @@ def read(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TAKEN_APART = "a layer is run in two parts, before and behind core attention; no method of Megatron's ends there"
+_TAKEN_TOGETHER = "a subclass (`megatron.router`) takes a router's losses over both halves; it relies on what each part computes"
 
 PATCHES = (
     Patch(
@@ -57,4 +58,13 @@ PATCHES = (
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward", wrap=read, digest="bdfecfb342cb", why=_TAKEN_APART
     ),
     Patch(target="megatron.core.transformer.attention:Attention.forward", wrap=read, digest="b144e903f3ca", why=_TAKEN_APART),
+    Patch(target="megatron.core.transformer.moe.router:TopKRouter.routing", wrap=read, digest="e93abc48c2d9", why=_TAKEN_TOGETHER),
+    Patch(target="megatron.core.transformer.moe.router:TopKRouter.apply_z_loss", wrap=read, digest="bce126c6a499", why=_TAKEN_TOGETHER),
+    Patch(target="megatron.core.transformer.moe.router:TopKRouter._apply_aux_loss", wrap=read, digest="6ae2521667b8", why=_TAKEN_TOGETHER),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss",
+        wrap=read,
+        digest="d0754632a4ab",
+        why=_TAKEN_TOGETHER,
+    ),
 )

@@ -85,7 +85,7 @@ class Bench:
         """
         from megatron_balance.simulator.training import way_of
 
-        return way_of(choice, self.given.model, self.setup.pipeline, self.ping_pong, self.stages)
+        return way_of(choice, self.setup.pipeline, self.ping_pong, self.stages)
 
     def plan(self, choice: PlannerChoice) -> Planned:
         """Plan all steps, for the cluster as its configuration has it; a system that makes microbatches of its own makes them.

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.router import give_router
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import Bound
 
@@ -100,7 +101,7 @@ def softmax_scale_of(core_attention: Any) -> float:
 
 
 def balanced_spec(spec: Any) -> Any:
-    """A copy of a layer or block spec with our core attention in every self-attention.
+    """A copy of a layer or block spec with our core attention in every self-attention, and our router before experts.
 
     Raises:
         ConfigError: the spec has an attention that is not causal self-attention with a core attention of its own.
@@ -120,6 +121,7 @@ def _replace(layer: ModuleSpec) -> int:
     if _core_of(attention) is None:
         return 0
     attention.submodules.core_attention = BalancedCoreAttention  # pyright: ignore[reportOptionalMemberAccess]
+    give_router(getattr(submodules, "mlp", None))
     return 1
 
 

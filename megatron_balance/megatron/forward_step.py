@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
 from megatron_balance.megatron.packed import BalancedSeqParams
@@ -39,9 +41,18 @@ def forward_step(data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Mod
     timers("batch-generator", log_level=2).start()
     batch = next(data_iterator)
     timers("batch-generator").stop()
-    extra: dict[str, Any] = {"padding_mask": batch.padding_mask} if args.num_experts is not None else {}
+    extra: dict[str, Any] = {"padding_mask": _padding_mask(batch, model, args)} if args.num_experts is not None else {}
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.params, **extra)
     return losses, partial(summed_loss, batch.loss_mask)
+
+
+def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
+    """The padding [1, T] as a model chunk takes it. With sequence parallelism the chunk that embeds tokens cuts it over the tensor-parallel
+    ranks; the others (0.19.2) take it for that of their own rows.
+    """
+    if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
+        return batch.padding_mask
+    return batch.padding_mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[mpu.get_tensor_model_parallel_rank()]
 
 
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:

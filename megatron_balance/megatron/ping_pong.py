@@ -31,25 +31,33 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
 from megatron_balance.megatron.layer_runs import layer_runs
 from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.passes.interleave import forward as in_turns
 from megatron_balance.runtime.attention import AttentionCall
 
 log = logging.getLogger(__name__)
 
-RECOMPUTED = frozenset({"mlp"})
-"""Modules of `--recompute-modules` that lie within one linear step."""
+RECOMPUTED = frozenset({"mlp", "moe_act", "shared_experts"})
+"""Modules of `--recompute-modules` that lie within one linear step, and have no part in the losses of both halves."""
 
 Refusal: TypeAlias = tuple[Callable[[Any], bool], str]
 
 REFUSALS: tuple[Refusal, ...] = (
     (
         lambda args: args.recompute_granularity == "selective" and not set(args.recompute_modules or ("core_attn",)) <= RECOMPUTED,
-        f"--recompute-granularity selective: of the modules only {', '.join(sorted(RECOMPUTED))} can be recomputed; name it by "
+        f"--recompute-granularity selective: of the modules only {', '.join(sorted(RECOMPUTED))} can be recomputed; name them by "
         "--recompute-modules, or recompute whole layers (full)",
     ),
     (lambda args: bool(args.distribute_saved_activations), "--distribute-saved-activations splits what a checkpoint of one batch saves"),
     (lambda args: args.fp8 is not None or args.fp4 is not None, "--fp8-format and --fp4-format quantise layer by layer, not half by half"),
-    (lambda args: args.num_experts is not None, "experts take the statistics of their auxiliary loss over a whole microbatch"),
+    (
+        lambda args: args.num_experts is not None and args.moe_token_dispatcher_type != "alltoall",
+        "--moe-token-dispatcher-type flex has not been tried with two half batches under way; use alltoall",
+    ),
+    (
+        lambda args: bool(getattr(args, "moe_enable_routing_replay", False)),
+        "moe_enable_routing_replay replays one routing a layer and microbatch; leave it out",
+    ),
     (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
     (lambda args: bool(args.attention_output_gate), "--attention-output-gate is computed with the queries and used behind attention"),
     (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training cuts the batch another time"),
@@ -84,11 +92,10 @@ def able(model: torch.nn.Module, config: RunConfig) -> bool:
     """
     for name, block in model.named_modules():
         for layer in block.layers if isinstance(block, TransformerBlock) else ():
-            if _plain(layer):
+            foreign = _foreign(layer)
+            if foreign is None:
                 continue
-            reason = (
-                f"{name}: {type(layer).__name__} with {type(getattr(layer, 'self_attention', None)).__name__} is not Megatron's own layer"
-            )
+            reason = f"{name}: {foreign}"
             if config.ping_pong == "auto":
                 log.warning("microbatches run whole, not as two half batches: %s", reason)
                 return False
@@ -96,29 +103,45 @@ def able(model: torch.nn.Module, config: RunConfig) -> bool:
     return True
 
 
-def _plain(layer: torch.nn.Module) -> bool:
-    """A `TransformerLayer` with self-attention and nothing across."""
-    if type(layer) is not TransformerLayer or type(layer.self_attention) is not SelfAttention:
-        return False
-    return isinstance(layer.cross_attention, IdentityOp) and isinstance(layer.pre_cross_attn_layernorm, IdentityOp)
+def _foreign(layer: torch.nn.Module) -> str | None:
+    """What a layer is other than a `TransformerLayer` with self-attention and nothing across, and a router that knows of halves."""
+    plain = type(layer) is TransformerLayer and type(layer.self_attention) is SelfAttention
+    if not plain or not all(isinstance(part, IdentityOp) for part in (layer.cross_attention, layer.pre_cross_attn_layernorm)):
+        return f"{type(layer).__name__} with {type(getattr(layer, 'self_attention', None)).__name__} is not Megatron's own layer"
+    router = router_of(layer)
+    if router is not None and type(router) is not BalancedRouter:
+        return f"the router of its experts, {type(router).__name__}, does not come from Megatron's own layer spec"
+    return None
 
 
 class _Half(NamedTuple):
-    """One half batch in a block. `rotary` [rows, 1, 1, D], or None."""
+    """One half batch in a block, `number` of `count`. `rotary` [rows, 1, 1, D], or None; `padding` [1, T]: rows of no sequence, where
+    there are experts.
+    """
 
+    number: int
+    count: int
     params: BalancedSeqParams
     rotary: Tensor | None
+    padding: Tensor | None
 
 
-def run_block(block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Tensor | None, params: BalancedSeqParams) -> Tensor:
-    """`TransformerBlock.forward` over the halves that `params` carry; hidden states [T, 1, h] as `megatron.halves` lays them out."""
+def run_block(
+    block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None, params: BalancedSeqParams
+) -> Tensor:
+    """`TransformerBlock.forward` over the halves that `params` carry: hidden states [T, 1, h], and which rows [1, T] belong to no sequence
+    where there are experts, as `megatron.halves` lays them out.
+    """
     if not block.pre_process:
         hidden_states = cast(Tensor, block.input_tensor)
     hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
     shares = block.config.tensor_model_parallel_size if block.config.sequence_parallel else 1
     rows = [_rows(half) for half in params.halves]
     rotary: Sequence[Tensor | None] = [None] * len(rows) if rotary_pos_emb is None else rotary_pos_emb.split(rows)
-    halves = [_Half(half, own) for half, own in zip(params.halves, rotary, strict=True)]
+    padding: Sequence[Tensor | None] = (
+        [None] * len(rows) if padding_mask is None else padding_mask.split([n // shares for n in rows], dim=1)
+    )
+    halves = [_Half(at, len(rows), *own) for at, own in enumerate(zip(params.halves, rotary, padding, strict=True))]
     states = hidden_states.split([n // shares for n in rows])
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
@@ -174,7 +197,7 @@ class _Turning:
         """What the layer before does behind its attention, and what this one does before its own."""
         if layer:
             assert self.out is not None
-            self.state = behind(self.layers[layer - 1], self.out, self.state, self.half.params)
+            self.state = behind(self.layers[layer - 1], self.out, self.state, self.half)
             self.out = None
         if layer < len(self.layers):
             self.qkv, self.state = before(self.layers[layer], self.state, self.half.rotary)
@@ -216,9 +239,12 @@ def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tup
     return (query, key, value), residual
 
 
-def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, params: BalancedSeqParams) -> Tensor:
+def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, half: _Half) -> Tensor:
     """What a layer does with the output [T, 1, H * D] of core attention: its hidden states."""
     projected = apply_module(layer.self_attention.linear_proj)(out)
     with layer.bias_dropout_add_exec_handler():
         state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, residual, layer.hidden_dropout)
-    return cast(Tensor, layer._forward_mlp(state, packed_seq_params=params))  # parts only where CUDA graphs are captured
+    router = router_of(layer)
+    with nullcontext() if router is None else router.routing_half(half.number, half.count):
+        mlp = layer._forward_mlp(state, padding_mask=half.padding, packed_seq_params=half.params)
+    return cast(Tensor, mlp)  # parts only where CUDA graphs are captured

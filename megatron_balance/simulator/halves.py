@@ -62,8 +62,15 @@ class Passes(NamedTuple):
     backward: Outcome
 
 
-def layers(halves: Sequence[MicrobatchPlan], machine: Machine, num_layers: int, way: Way = Way()) -> Passes:
-    """Both halves through `num_layers` layers, all ranks entering at once.
+def layers(
+    halves: Sequence[MicrobatchPlan],
+    machine: Machine,
+    num_layers: int,
+    way: Way = Way(),
+    experts_s: Sequence[Floats | float] = (0.0,) * interleave.HALVES,
+) -> Passes:
+    """Both halves through `num_layers` layers, all ranks entering at once. `experts_s`: by half, what the exchange between experts adds to
+    its linear step, forward and backward alike ([R], or the same on all ranks); its NICs are not shared with attention's transfers.
 
     Raises:
         ConfigError: the round engine is asked for what it does not know.
@@ -77,7 +84,9 @@ def layers(halves: Sequence[MicrobatchPlan], machine: Machine, num_layers: int, 
         raise ConfigError("the engine 'rounds' runs half batches of tilings on streams only; use the engine 'events'")
     small = machine.num_ranks <= SMALL or machine.cost.contention.waits
     rounds = able and (way.engine == "rounds" or (way.engine == "auto" and not small))
-    linear = [linear_s(half, machine) for half in halves]
+    linear = [
+        (forward + own, backward + own) for (forward, backward), own in zip((linear_s(h, machine) for h in halves), experts_s, strict=True)
+    ]
     simulated = _Rounds(halves, machine, linear, way) if rounds else _Events(halves, machine, linear, way)
     found: list[Outcome] = []
     for backward in (False, True):

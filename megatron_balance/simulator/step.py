@@ -105,11 +105,10 @@ class _Run:
     def _halved(self, plans: Sequence[MicrobatchPlan]) -> _Layer:
         """A layer of a microbatch that runs as half batches: the mean of those of a pipeline chunk, filling and draining included."""
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
-        if machine.model.num_experts:
-            raise ConfigError(f"{machine.model.name} has experts, whose exchanges are not simulated between half batches; give whole plans")
+        experts_s = [self.around.experts_s(float(linear_tokens(plan).max())) for plan in plans]
         way = halves.Way(setup.policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
-        passes = halves.layers(plans, machine, num_layers, way)
-        linear = np.sum([halves.linear_s(plan, machine) for plan in plans], axis=0)
+        passes = halves.layers(plans, machine, num_layers, way, experts_s)
+        linear = np.sum([halves.linear_s(plan, machine) for plan in plans], axis=0) + sum(experts_s)
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
         heads = tuple(np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow() for b in (False, True))
         groups = np.array([coupled(plan) for plan in plans])

@@ -141,12 +141,11 @@ class _Run:
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_Pass]:
         """Forward and backward."""
         setup, groups = self.setup, [coupled(plan) for plan in plans]
-        linear = np.sum([halves.linear_s(plan, self.machine) for plan in plans], axis=0) + self._experts_s(plans)
+        experts_s = [self._experts_s(plan) for plan in plans]
+        linear = np.sum([halves.linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts_s, axis=0)
         if len(plans) > 1:
-            if self.machine.model.num_experts:
-                raise ConfigError(f"{self.machine.model.name} has experts, whose exchanges are not simulated between half batches")
             way = halves.Way("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
-            found = halves.layers(plans, self.machine, self.layers, way)
+            found = halves.layers(plans, self.machine, self.layers, way, experts_s)
             return [
                 _Pass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
                 for o, own in zip(found, linear, strict=True)
@@ -159,9 +158,9 @@ class _Run:
             for o, own in zip(call, linear, strict=True)
         ]
 
-    def _experts_s(self, plans: Sequence[MicrobatchPlan]) -> Floats:
+    def _experts_s(self, plan: MicrobatchPlan) -> Floats:
         """Seconds of a layer's exchange between experts, which are the ranks' of one stage."""
-        tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0).reshape(self.num_stages, self.size)
+        tokens = linear_tokens(plan).reshape(self.num_stages, self.size)
         around = Around(self.machine, self.setup)
         return np.repeat([around.experts_s(float(most)) if most else 0.0 for most in tokens.max(axis=1)], self.size)
 

@@ -85,15 +85,13 @@ class Pipeline:
         return self.pool.cluster.num_ranks // self.stage.cluster.num_ranks
 
 
-def way_of(choice: PlannerChoice, model: Model, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> Way:
+def way_of(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> Way:
     """How training runs this planner's plans under the keys `ping_pong` and `pipeline` of a configuration.
 
     Raises:
-        ConfigError: stages shall attend together, which the planner cannot plan, or the model's microbatches cannot be halved and shall be.
+        ConfigError: stages shall attend together, which the planner cannot plan.
     """
-    if ping_pong is True and model.num_experts:
-        raise ConfigError(f"ping_pong: true: {model.name} has experts, which take their statistics over whole microbatches; leave it out")
-    halved = choice.name == HALVED_BY_DEFAULT and not model.num_experts if ping_pong == "auto" else ping_pong
+    halved = choice.name == HALVED_BY_DEFAULT if ping_pong == "auto" else ping_pong
     able = PLANNERS[choice.name].plan_homes is not None
     if num_stages > 1 and stages == "joint" and not able:
         raise ConfigError(f"pipeline: joint: planner {choice.name} plans each stage for itself; choose distca, or 'stages'")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.arguments import check_joint_arguments
-from megatron_balance.megatron.layer_runs import attention_passes
+from megatron_balance.megatron.layer_runs import attention_passes, phases
 from tests.megatron.conftest import SEQ_LENGTH, Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_pipeline import EVALUATION, LAYERS
@@ -96,7 +96,7 @@ def assert_counted_once(run: Run, layers: int) -> None:
         for way in ("sent", "received"):
             planned = sum(map(sum, step[f"bytes_{way}_per_nic"]))
             assert planned * layers == pytest.approx(sum(counted[f"inter_node_bytes_{way}_forward"])) != 0
-        assert 1 <= step["imbalance_after"]["attention"] < 1.2
+        assert 1 <= step["imbalance_after"]["attention"] < 1.3  # short documents: seconds are evened out, not pairs
         assert step["imbalance_after"]["tokens"] < 1.01
 
 
@@ -162,6 +162,7 @@ def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[st
     for num_halves in (1, 2):
         passes = attention_passes(config, 3, num_halves, backward=True)
         assert " ".join(f"{'fb'[each.backward]}{attended(each.turns, num_halves)}" for each in passes) == calls
+        assert {name[0] for name in phases(config, 3, backward=True)} == {call[0] for call in calls.split()}
         for training in (True, False):
             forward = attention_passes(config, 3, num_halves, backward=False, training=training)
             assert sum(attended(each.turns, num_halves) for each in forward) == 3

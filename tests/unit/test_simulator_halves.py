@@ -61,6 +61,14 @@ def test_in_turns_only_the_last_transfer_has_nothing_beside_it(engine: EngineNam
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_exchanges_between_experts_lengthen_the_linear_steps(engine: EngineName) -> None:
+    forward, backward = layers([half(), half()], machine(), 3, Way(engine=engine), (0.25, np.full(RANKS, 0.125)))
+    usual = layers([half(), half()], machine(), 3, Way(engine=engine))
+    for longer, alone in zip((forward, backward), usual, strict=True):
+        assert longer.end_s - alone.end_s == pytest.approx(np.full(RANKS, 3 * 0.375))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_one_by_one_every_transfer_is_waited_for(engine: EngineName) -> None:
     forward, backward = layers([half(), half()], machine(), 5, Way(engine=engine, interleaved=False))
     assert forward.end_s == pytest.approx(5 * 2 * (LINEAR + LAUNCH + IN + OUT))

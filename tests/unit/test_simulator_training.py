@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_balance.config import choose_planner
@@ -48,16 +46,12 @@ def step_of(lengths: list[tuple[int, ...]], way: Way, setup: Setup) -> StepPlan:
 def test_plans_run_as_the_keys_of_a_configuration_say(
     choice: object, num_stages: int, ping_pong: PingPong, stages: Stages, way: Way
 ) -> None:
-    assert way_of(choice, MODEL, num_stages, ping_pong, stages) == way  # pyright: ignore[reportArgumentType]
+    assert way_of(choice, num_stages, ping_pong, stages) == way  # pyright: ignore[reportArgumentType]
 
 
 def test_what_training_refuses_is_refused() -> None:
-    experts = replace(MODEL, num_experts=8, experts_per_token=2)
-    assert way_of(DISTCA, experts, 1) == Way()
-    with pytest.raises(ConfigError, match="which take their statistics over whole microbatches"):
-        way_of(DISTCA, experts, 1, True)
     with pytest.raises(ConfigError, match="planner te_ring plans each stage for itself"):
-        way_of(RING, MODEL, 2, "auto", "joint")
+        way_of(RING, 2, "auto", "joint")
 
 
 def test_halves_hold_the_microbatch_and_one_sequence_stays_whole() -> None:

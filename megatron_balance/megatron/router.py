@@ -1,0 +1,106 @@
+"""Megatron's router of experts for planned microbatches: half batches whose losses are those of the microbatch, and rows of no sequence.
+
+Its load-balancing loss multiplies the probability of each expert with the number of tokens sent there, both over all tokens of a
+microbatch, so the losses of two halves do not add up to it. The halves go through a layer one after the other (`megatron.ping_pong`): the
+first one leaves what its losses are made of, and the second one's call takes them over both, once, in place of Megatron's. Loss, what is
+logged of it and the running counts of global_aux_loss are then those of a microbatch in one piece. The gradient reaches the first half
+through what it left, at a time when the backward has not come to it yet. The counts behind an expert's bias add up by themselves;
+but in 0.19.2 they cannot be taken where rows are masked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class _Left:
+    """What the halves so far left of one layer. `last`: the half that is routed now. `balanced`: scores and routing by name of a loss."""
+
+    last: bool = False
+    logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    balanced: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+
+class BalancedRouter(TopKRouter):
+    """Of a microbatch in one piece it does what Megatron's does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Arguments as Megatron's."""
+        super().__init__(*args, **kwargs)
+        self._left = _Left()
+        self._by_halves = False
+
+    @contextmanager
+    def routing_half(self, number: int, num_halves: int) -> Iterator[None]:
+        """What is routed inside is half batch `number` of a microbatch; they come in order."""
+        if number == 0:
+            self._left = _Left()
+        self._left.last = number == num_halves - 1
+        self._by_halves = True
+        try:
+            yield
+        finally:
+            self._by_halves = False
+            if self._left.last:
+                self._left = _Left()
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Logits [T, experts] with the z-loss of all halves behind those of the last. `padding_mask` [T]: rows of no sequence."""
+        counts = self.config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
+        if not self._by_halves or not counts:
+            return super().apply_z_loss(logits, padding_mask)
+        assert padding_mask is not None, "half batches say which rows are padding"
+        self._left.logits.append((logits, padding_mask))
+        if not self._left.last:
+            return logits
+        return super().apply_z_loss(*_joined(self._left.logits))[-len(logits) :]
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        # Megatron masks [T, experts] with [T] as if that were a row.
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
+
+    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
+        return self._balanced("aux_loss", super()._apply_aux_loss, (probs, scores_for_aux_loss, routing_map), with_padding_mask)
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._balanced(
+            "global_aux_loss", super()._apply_global_aux_loss, (probs, scores_for_aux_loss, routing_map), with_padding_mask
+        )
+
+    def _balanced(self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool) -> Tensor:
+        """Probabilities [T, experts] with a loss of all halves behind those of the last. `given`: they, scores and routing."""
+        probs, scores, routing_map = given
+        if not self._by_halves or not self.get_aux_loss_coeff(name):
+            return apply(probs, scores, routing_map, with_padding_mask)
+        seen = self._left.balanced.setdefault(name, [])
+        seen.append((scores, routing_map))
+        return apply(probs, *_joined(seen), with_padding_mask) if self._left.last else probs
+
+
+def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    firsts, seconds = zip(*pairs, strict=True)
+    return torch.cat(firsts), torch.cat(seconds)
+
+
+def give_router(mlp: Any) -> None:
+    """Change what a layer spec says of its MLP: experts behind Megatron's own router get ours."""
+    submodules = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else getattr(mlp, "submodules", None)
+    if isinstance(submodules, MoESubmodules) and submodules.router is TopKRouter:
+        submodules.router = BalancedRouter
+
+
+def router_of(layer: Any) -> Any:
+    """The router of a layer's experts, ours or not; None: it has none."""
+    return layer.mlp.router if isinstance(layer.mlp, MoELayer) else None

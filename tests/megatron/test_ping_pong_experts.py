@@ -1,0 +1,106 @@
+"""Experts and two half batches in turns: the losses of one rank that takes microbatches whole, the router's own among them."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron import ping_pong
+from tests.megatron.conftest import EXPERTS, MODEL, Run, Train, assert_same_training, at_once, started
+from tests.megatron.test_arguments import parse
+from tests.support.megatron_run import Result
+
+pytestmark = pytest.mark.megatron
+
+STEPS = 4
+TWO = {"micro-batch-size": 2, "global-batch-size": 4, "train-iters": STEPS}
+"""Two microbatches a step, of two samples, so that none is one document; a router's losses are averages over microbatches."""
+BIASED = {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True, "moe-router-bias-update-rate": 0.05}
+BALANCED = {"moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"], "moe-aux-loss-coeff": [0.2, 0.2], "moe-z-loss-coeff": 1e-2}
+"""Coefficients that show in the gradient, so that one row too many does."""
+SHARED = {"expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
+RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+
+
+@pytest.fixture(scope="module")
+def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
+    """Flags to start from one rank's weights, and that rank's run from there."""
+    one_for_all = {"moe-shared-expert-intermediate-size": 32}
+    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**EXPERTS, **BIASED, **BALANCED, **TWO, **one_for_all})
+    return flags, train(1, "te_ring", flags)
+
+
+def logged(result: Result, name: str) -> list[float]:
+    """What Megatron printed of one of its losses."""
+    found = [re.findall(rf"iteration +\d+/.* {name}: (\S+)", result.log(rank)) for rank in range(len(result.codes))]
+    return [float(value) for values in found for value in values]
+
+
+def halved(run: Run, layers: int, again: int) -> bool:
+    """Every microbatch ran as two: each layer of a stage attended twice, and as often again in a recomputed backward."""
+    calls = [(step["counters"]["forward_calls"], step["counters"]["backward_calls"], step["num_microbatches"]) for step in run.steps]
+    return all(set(f) == {(1 + again) * 2 * m * layers} and set(b) == {2 * m * layers} for f, b, m in calls)
+
+
+@pytest.mark.parametrize("sharing", [{}, SHARED], ids=["each its own", "two share"])
+def test_the_losses_of_a_router_are_those_of_whole_microbatches(
+    train: Train, loaded: tuple[dict[str, Any], Run], sharing: dict[str, Any]
+) -> None:
+    """With one replica they are taken over the tokens of a microbatch, wherever these are."""
+    flags, one = loaded
+    run = train(4, "distca", {**flags, **sharing}, config={"cluster": {"ranks_per_node": 2}})
+    assert_same_training(run, one)
+    assert halved(run, MODEL["num-layers"], again=0)
+    for name in ("load_balancing_loss", "global_load_balancing_loss"):
+        assert logged(run.result, name) == pytest.approx(logged(one.result, name), rel=1e-5)
+        assert len(logged(run.result, name)) == STEPS
+
+
+def test_stages_that_attend_together_route_half_batches(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
+    """Tick by tick, with a stage's layers computed again in the backward, sequence-parallel rows among them."""
+    flags, one = {**loaded[0], "train-iters": 2}, Run(loaded[1].result, loaded[1].steps[:2])
+    parallel = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}
+    run = train(8, "distca", {**flags, **SHARED, **parallel, **RECOMPUTED}, config={"cluster": {"ranks_per_node": 2}})
+    assert_same_training(run, one)
+    ticks = run.steps[0]["num_ticks"] // 2
+    assert all(set(step["counters"]["backward_calls"]) == {2 * ticks} for step in run.steps), "one layer, two halves"
+    assert logged(run.result, "load_balancing_loss") == pytest.approx(logged(one.result, "load_balancing_loss")[:2], rel=1e-5)
+
+
+def test_a_stage_behind_the_first_knows_its_padding(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
+    """Microbatches in one piece under Megatron's own schedule, rows cut by sequence parallelism."""
+    flags, one = {**loaded[0], "train-iters": 2}, Run(loaded[1].result, loaded[1].steps[:2])
+    parallel = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 1}
+    run = train(4, "te_ring", {**flags, **parallel, "expert-tensor-parallel-size": 1})
+    assert_same_training(run, one)
+
+
+def test_replicas_share_experts(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
+    """Replicas take a load-balancing loss apart, so without it."""
+    unbalanced = {**loaded[0], "moe-router-load-balancing-type": "none", "moe-aux-loss-coeff": 0}
+    config = {"cluster": {"ranks_per_node": 2}, "ping_pong": True}
+    recomputed = {"recompute-granularity": "selective", "recompute-modules": "shared_experts"}
+    flags = {**unbalanced, **SHARED, **recomputed, "context-parallel-size": 1, "micro-batch-size": 1}
+    run = train(4, {"name": "zeppelin", "slack": 2.0}, flags, config=config)
+    assert_same_training(run, train(1, "te_ring", at_once(unbalanced)))
+    assert halved(run, MODEL["num-layers"], again=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--moe-token-dispatcher-type", "flex"), "--moe-token-dispatcher-type flex has not been tried .* use alltoall"),
+        (("--recompute-granularity", "selective", "--recompute-modules", "moe"), "of the modules only mlp, moe_act, shared_experts can be"),
+    ],
+    ids=["flex", "moe"],
+)
+def test_what_is_not_exact_or_not_tried_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    config: Any = SimpleNamespace(ping_pong=True, planner=SimpleNamespace(name="distca"))
+    alltoall = ("--moe-token-dispatcher-type", "alltoall")
+    assert ping_pong.wanted(parse("--num-experts", "8", *alltoall), config)
+    with pytest.raises(ConfigError, match=sentence):
+        ping_pong.wanted(parse("--num-experts", "8", *alltoall, *words), config)
