@@ -61,8 +61,26 @@ class PlannerChoice:
 
         Raises:
             InfeasibleError: a batch that the ranks cannot hold.
+            ConfigError: as `num_holders`, or options out of range.
         """
+        self.num_holders(cluster)
         return with_layers(PLANNERS[self.name].plan(batch, cluster, model, cost, self.options), cluster, cost, self.layers)
+
+    def num_holders(self, cluster: Cluster) -> int:
+        """Ranks of the cluster that hold tokens; the others only serve attention.
+
+        Raises:
+            ConfigError: options that leave no rank for either, or a remap, which would give tokens to those that are to hold none.
+        """
+        of = PLANNERS[self.name].num_holders
+        found = cluster.num_ranks if of is None else of(cluster, self.options)
+        if self.layers.remap and found < cluster.num_ranks:
+            raise ConfigError(
+                f"planner {self.name} keeps {cluster.num_ranks - found} of {cluster.num_ranks} ranks for attention alone (servers: pool), "
+                "and a remap would give them tokens again outside attention. Leave out the remap (--no-remap, remap: false), or let all "
+                "ranks hold tokens (servers: in_place)"
+            )
+        return found
 
     def plan_step(self, batches: Sequence[Batch], cluster: Cluster, model: Model, cost: CostModel) -> BatchPlan:
         """The plans of one optimizer step, layers included: a microbatch for each batch, or those that the system makes of all of them.

@@ -6,6 +6,8 @@ that the shares add up to the auxiliary loss of the whole microbatch times its t
 
 The same change mends a slip of 0.19.2: under a padding mask the "local" count is read from a tensor that the all-reduce before it has
 overwritten with the group's, so the loss is too strong by the size of the group.
+
+A group may hold no token at all: a replica of ranks that only serve attention, or more replicas than tokens. Its loss is 0, not 0 / 0.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from megatron_balance.patches import Patch
 
 
 def mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_tokens_per_expert_and_token_count` whose local token count is the mean over the group."""
+    """`get_tokens_per_expert_and_token_count` whose local token count is the mean over the group, and the total, a divisor, at least 1."""
 
     @functools.wraps(count)
     def counted(routing_map: Any, reduce_group: dist.ProcessGroup, topk: int | None = None, with_padding_mask: bool = False) -> Any:
         tokens_per_expert, _, total = count(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
-        return tokens_per_expert, total / reduce_group.size(), total
+        divisor = total.clamp(min=1) if with_padding_mask else total
+        return tokens_per_expert, total / reduce_group.size(), divisor
 
     return counted
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
@@ -140,7 +141,7 @@ def read(args: argparse.Namespace, tensor_parallel: int = 1) -> Inputs:
     default = capacity(cluster, model) if len(told) < len(chosen) else 0
     planners = tuple(_with_capacity(choice, default) for choice in chosen)
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
-    _check_room(batches, cluster, tokens_per_rank, assumed=not told)
+    _check_room(batches, cluster, planners, assumed=not told)
     plan_costs = args.plan_costs or config.plan_costs
     assumed = _assumed(args, config, cluster, model)
     return Inputs(batches, cluster, model, planners, tokens_per_rank, config, assumed, plan_costs, tensor_parallel)
@@ -271,10 +272,15 @@ def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
     return dataclasses.replace(choice, options=dataclasses.replace(choice.options, tokens_per_rank=default))
 
 
-def _check_room(batches: Sequence[Batch], cluster: Cluster, tokens_per_rank: int, *, assumed: bool) -> None:
+def _check_room(batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], *, assumed: bool) -> None:
+    """Nothing, if every planner has room for each batch on the ranks that it lets hold tokens.
+
+    Raises InfeasibleError: one has not.
+    """
+    num_ranks, each = min(((c.num_holders(cluster), c.options.tokens_per_rank) for c in planners), key=prod)
     for number, batch in enumerate(batches):
         try:
-            check_pool(batch.lengths, cluster.num_ranks, tokens_per_rank)
+            check_pool(batch.lengths, num_ranks, each)
         except InfeasibleError as error:
             which = f"batch {number}: " if len(batches) > 1 else ""
             whence = ". The capacity comes from the model and the cluster's memory; --tokens-per-rank sets it" if assumed else ""

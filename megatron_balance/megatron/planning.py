@@ -73,8 +73,11 @@ class StepPlanner:
         self._options = {**dataclasses.asdict(job.config.planner.options)}
         if self._options.get("tokens_per_rank") is None:
             full = tokens_per_rank(job.args.seq_length, job.args.micro_batch_size, job.args.context_parallel_size)
-            # A planner that may place tokens unevenly says by how much: what a rank must have memory for, whatever the batch.
-            self._options["tokens_per_rank"] = int(full * self._options.get("slack", 1.0))
+            cluster = job.cluster()
+            # Ranks without tokens leave theirs to the others; and a planner that may place tokens unevenly says by how much: what a rank
+            # must have memory for, whatever the batch.
+            held = -(-full * cluster.num_ranks // job.config.planner.num_holders(cluster))
+            self._options["tokens_per_rank"] = int(held * self._options.get("slack", 1.0))
         layers = dataclasses.replace(job.config.planner.layers, align=job.row_multiple)
         table = job.config.plan_costs
         spec = PlanSpec(self._name, job.cluster(), job.model(), layers, self._options, None if table is None else str(table.resolve()))
@@ -194,7 +197,7 @@ def part_lengths(lengths: Sequence[int], part: Sequence[int]) -> tuple[int, ...]
 
 
 def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_size: int) -> int:
-    """Tokens a rank holds when every sample is full: the capacity if the configuration names none.
+    """Tokens a rank holds when every sample is full and every rank holds tokens: what the capacity is if the configuration names none.
 
     Raises:
         ConfigError: samples that context-parallel ranks cannot share.

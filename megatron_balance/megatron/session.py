@@ -65,8 +65,10 @@ class Session:
 
     def make_pools(self) -> None:
         """Make the groups of all pools; every rank calls this once, together."""
-        cluster = self.config.cluster
+        cluster, planner = self.config.cluster, self.config.planner
         self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint)
+        if planner is not None:
+            planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
         self.steps.describe(self._pool, self.model(), planning_cost(self.cluster(), self.model(), self.config.plan_costs))
 
     @property

@@ -38,6 +38,8 @@ class Planner:
     plan_homes: Callable[[tuple[int, ...], Rows, Cluster, Model, CostModel, Any], MicrobatchPlan] | None = None
     """A system that attends for tokens wherever they are, so also for those of several pipeline stages at once: from lengths, and rows
     (rank, seq, start, stop) of where they are at home, to a plan with these homes, whatever ranks have none."""
+    num_holders: Callable[[Cluster, Any], int] | None = None
+    """A system that may leave ranks without tokens: how many hold some. None: all."""
 
 
 PLANNERS: dict[str, Planner] = {
@@ -48,6 +50,6 @@ PLANNERS: dict[str, Planner] = {
     "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch),
     "flexsp": Planner(flexsp.plan, flexsp.FlexSpOptions, plan_batch=flexsp.plan_batch),
     "megatron_dynamic": Planner(megatron_dynamic.plan, megatron_dynamic.MegatronDynamicOptions, plan_batch=megatron_dynamic.plan_batch),
-    "distca": Planner(distca.plan, distca.DistcaOptions, plan_homes=distca.plan_homes),
+    "distca": Planner(distca.plan, distca.DistcaOptions, plan_homes=distca.plan_homes, num_holders=distca.num_holders),
     "zeppelin": Planner(zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays")),
 }

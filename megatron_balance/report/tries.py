@@ -203,7 +203,7 @@ def _alternatives(name: str, hint: Any, now: Any) -> list[Any]:
 def _other_capacities(case: Case) -> Iterator[Try]:
     """A rank that may hold less gives the planner less choice; one that may hold more, more."""
     now: int = case.choice.options.tokens_per_rank
-    ranks = case.cluster.num_ranks
+    ranks = case.choice.num_holders(case.cluster)
     fullest = max(batch.num_tokens for batch in case.batches)
     for capacity in sorted({*(int(-(-fullest * scale // ranks)) for scale in SCALES), *(int(now * scale) for scale in SCALES)} - {now}):
         options = replace(case.choice.options, tokens_per_rank=capacity)

@@ -171,6 +171,17 @@ def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
         planner.plan(((24, 25),))
 
 
+@pytest.mark.parametrize(("pool_ranks", "held"), [(3, 512), (1, 171)])
+def test_ranks_that_hold_tokens_have_room_for_those_of_ranks_that_only_serve(pool_ranks: int, held: int) -> None:
+    work = job(None)
+    work.config.planner = choose_planner("distca", {"servers": "pool", "pool_ranks": pool_ranks})
+    work.cluster = lambda: Cluster(num_ranks=4, ranks_per_node=2)
+    planner, holders = planning.StepPlanner(work, ahead=False), 4 - pool_ranks
+    assert planner.plan(((512,),)).plans[0].num_tokens == 4 * 128  # two samples of 64 tokens for each of four ranks
+    with pytest.raises(InfeasibleError, match=f"{holders} ranks x {held} tokens"):
+        planner.plan(((held * holders + 1,),))
+
+
 def test_under_sequence_parallelism_ranks_hold_multiples_of_its_size() -> None:
     work = job(None, seq_length=512)
     work.cluster = lambda: Cluster(num_ranks=4, ranks_per_node=2)

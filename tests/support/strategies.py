@@ -23,6 +23,7 @@ TEST_PLANNERS = {"random_tiling": random_tiling, "random_zones": random_zones}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
     "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),
+    "distca, a pool": ("distca", {"block": 4, "servers": "pool"}),
 }
 """Other ways through a planner: its name and options."""
 
@@ -98,7 +99,10 @@ def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     if planner in TEST_PLANNERS:
         return TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
     name, options = VARIANTS.get(planner, (planner, {}))
+    chosen, ranks = PLANNERS[name], case.cluster.num_ranks
+    if ranks == 1:
+        options = {key: value for key, value in options.items() if key != "servers"}  # a rank alone holds its tokens
+    holders = ranks if chosen.num_holders is None else chosen.num_holders(case.cluster, chosen.options(**options))
+    room = case.tokens_per_rank and -(-case.tokens_per_rank * ranks // holders)
     cost = AnalyticCost(case.cluster, case.model)
-    return PLANNERS[name].plan(
-        case.batch, case.cluster, case.model, cost, PLANNERS[name].options(tokens_per_rank=case.tokens_per_rank, **options)
-    )
+    return chosen.plan(case.batch, case.cluster, case.model, cost, chosen.options(tokens_per_rank=room, **options))

@@ -248,6 +248,14 @@ def test_capacity_equal_to_the_average_is_legal(run):
             "--planner zeppelin --ranks 4 --tokens-per-rank 1000 --lengths 2001,2000",
             "the batch has 4001 tokens; 4 ranks x 1000 tokens hold 4000. Use at least 5 ranks, raise --tokens-per-rank",
         ),
+        (
+            "--planner distca --ranks 4 --tokens-per-rank 1000 -o servers=pool -o pool_ranks=3 --lengths 900,200",
+            "the batch has 1100 tokens; 1 ranks x 1000 tokens hold 1000",
+        ),
+        (
+            "--planner distca --ranks 4 -o servers=pool -o pool_ranks=3 --lengths 9 --remap",
+            "planner distca keeps 3 of 4 ranks for attention alone (servers: pool), and a remap would give them tokens again",
+        ),
         ("--planner zeppelin --ranks 8 --lengths 9000000", "The capacity comes from the model and the cluster's memory"),
         ("--planner zeppelin --ranks 8 --lengths 9 --model llama-70b --cluster h100", "llama-70b does not fit h100"),
     ],
