@@ -17,6 +17,7 @@ from tools.bench.distca import report
 from tools.bench.distca.job import Turns
 from tools.bench.emulated import launch
 from tools.bench.emulated.report import brief, check
+from tools.bench.emulated.steps import Experiment
 
 SHARE = 0.06
 """Of a core, for each rank's computation: so slow that NICs of a rate that emulated links keep can hide their transfers behind it."""
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=options.json, width=max(180, Console().width))  # with --json standard output is JSON alone
 
     def describe() -> None:
-        console.print(_point_text(experiment), highlight=False)
+        console.print(point_text(experiment), highlight=False)
 
     if not launch.run("tools.bench.distca.job", experiment, len(experiment.steps()), describe):
         return 1
@@ -61,10 +62,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _text(experiment: Turns, lines: Sequence[report.Line], argv: Sequence[str] | None) -> str:
     command = launch.command_line(["python", "-m", "tools.bench.distca"], argv)
-    return "\n\n".join([command, *EXPLANATION, _point_text(experiment), report.markdown(lines)]) + "\n"
+    return "\n\n".join([command, *EXPLANATION, point_text(experiment), report.markdown(lines)]) + "\n"
 
 
-def _point_text(experiment: Turns) -> str:
+def point_text(experiment: Experiment) -> str:
+    """Of the cluster, and of what is trained on it."""
     point = launch.point(experiment)
     share = point.kernels.share
     speed = f"each computes at {100 * share:.0f} % of a core" if share is not None else "they share the cores as they come"

@@ -39,6 +39,8 @@ class Task:
     topologies: tuple[OnTopology, ...]
     variants: tuple[Variant, ...]
     flags: Mapping[str, Any] = field(default_factory=dict)
+    train: Callable[[int, Any, Any], None] | None = None
+    """What a rank does with its number, its controller and its `training.Run`; not given: one microbatch a step under each variant."""
 
 
 def main() -> int:
@@ -62,6 +64,7 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which torch imports in a process's first backward
     from tools.bench.emulated import training
 
+    train = task.train or training.train
     folder = experiment.folder
     share = device.share_of_core(experiment.core_share, NUM_RANKS) if experiment.core_share else None
     kernels = calibrated(share, experiment.calibration_s, folder / "kernels")
@@ -84,7 +87,7 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
             )
             run(
                 job.topology,
-                lambda rank, controller, job=job: training.train(rank, controller, job),
+                lambda rank, controller, job=job: train(rank, controller, job),
                 folder / f"{nics}-nics",
                 deadline_s=DEADLINE_S,
             )

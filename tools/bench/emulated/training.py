@@ -100,30 +100,32 @@ class Run:
 
 def train(rank: int, controller: Controller, run: Run) -> None:
     """Train all steps of `run`; this is what the ranks of the cluster do."""
-    config = run.folder / f"balance-rank{rank}.yaml"
-    config.write_text(
-        yaml.safe_dump({"planner": {"name": "te_ring"}, "cluster": run.cluster, "backward": run.backward, "plan_ahead": False})
-    )
+    _Meter(rank, controller, run).install()
+    pretrain_steps(rank, run, {"planner": {"name": "te_ring"}}, [step.lengths for step in run.steps])
+
+
+def pretrain_steps(rank: int, run: Run, config: Mapping[str, Any], samples: Sequence[Lengths]) -> None:
+    """Megatron's `pretrain` over `samples`, the documents of each. `config`: keys of the configuration beside those that `run` sets."""
+    file = run.folder / f"balance-rank{rank}.yaml"
+    file.write_text(yaml.safe_dump({**config, "cluster": run.cluster, "backward": run.backward, "plan_ahead": False}))
     flags = {
         **FLAGS,
+        "context-parallel-size": run.topology.world_size,
         **run.flags,
         "num-layers": run.layers,
-        "context-parallel-size": run.topology.world_size,
         "train-iters": len(run.steps),
-        "balance-config": config,
+        "balance-config": file,
     }
     sys.argv = [
         "bench",
         *(word for name, value in flags.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])),
     ]
-    meter = _Meter(rank, controller, run)
-    meter.install()
-    code = entry.run(lambda: _pretrain([step.lengths for step in run.steps]))
+    code = entry.run(lambda: _pretrain(Batches(samples, flags["seq-length"])))
     if code:
         sys.exit(code)
 
 
-def _pretrain(lengths: Sequence[Lengths]) -> None:
+def _pretrain(batches: Batches) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -135,7 +137,7 @@ def _pretrain(lengths: Sequence[Lengths]) -> None:
     from megatron_balance.patches.selection import for_training
 
     def provider(*_: Any, **__: Any) -> tuple[Batches, None, None]:
-        return Batches(lengths), None, None
+        return batches, None, None
 
     provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
     with applied(for_training(script=False)):
@@ -148,24 +150,24 @@ def _pretrain(lengths: Sequence[Lengths]) -> None:
 
 
 class Batches(Dataset[dict[str, Tensor]]):
-    """Sample i is the batch of step i: the documents that were drawn, filled with random tokens that depend on their lengths alone."""
+    """Each sample's documents, filled with random tokens that depend on their lengths alone."""
 
     split = Split.train
     """Megatron's samplers read it."""
 
-    def __init__(self, lengths: Sequence[Lengths]) -> None:
-        """`lengths`: of the documents of each step."""
-        self._lengths = lengths
+    def __init__(self, lengths: Sequence[Lengths], tokens: int = TOKENS) -> None:
+        """`lengths`: of the documents of each sample, which has so many `tokens`."""
+        self._lengths, self._tokens = lengths, tokens
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Tokens, labels, loss_mask and position_ids of step `index`, each [TOKENS]."""
+        """Tokens, labels, loss_mask and position_ids of sample `index`, each [tokens]."""
         lengths = self._lengths[index]
-        tokens = np.random.default_rng(lengths).integers(0, VOCABULARY, size=TOKENS + 1)
-        loss_mask = np.zeros(TOKENS, dtype=np.float32)
-        position_ids = np.full(TOKENS, PADDING, dtype=np.int64)
+        tokens = np.random.default_rng(lengths).integers(0, VOCABULARY, size=self._tokens + 1)
+        loss_mask = np.zeros(self._tokens, dtype=np.float32)
+        position_ids = np.full(self._tokens, PADDING, dtype=np.int64)
         at = 0
         for length in lengths:
             loss_mask[at : at + length - 1] = 1  # a document's last token has no label
@@ -315,14 +317,15 @@ class _Meter:
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "ranks": ranks,
-                "nic_sent": _differences(step.before, step.after, "sent"),
-                "nic_received": _differences(step.before, step.after, "received"),
+                "nic_sent": differences(step.before, step.after, "sent"),
+                "nic_received": differences(step.before, step.after, "received"),
                 **_plan_figures(bounds, self._run),
             }
         )
 
 
-def _differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: str) -> list[int]:
+def differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: str) -> list[int]:
+    """Bytes that each NIC `sent` or `received` in between."""
     return [getattr(b, side) - getattr(a, side) for a, b in zip(before, after, strict=True)]
 
 
