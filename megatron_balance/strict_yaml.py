@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -88,11 +89,17 @@ def checked(target: type, keys: Mapping[str, Any], source: str, where: str, also
     Raises:
         ConfigError: a key is unknown, or its value of the wrong type.
     """
+    partial = _partial(target)
+    found = validated(partial, keys, source, where, known=[*partial.model_fields, *also])
+    return {name: getattr(found, name) for name in found.model_fields_set}
+
+
+@functools.cache  # pydantic takes milliseconds to make a model
+def _partial(target: type) -> type[BaseModel]:
+    """A model of the dataclass's fields in which none is required."""
     hints = get_type_hints(target)
     fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(target)}
-    partial = create_model(target.__name__, __config__=STRICT, **fields)
-    found = validated(partial, keys, source, where, known=[*fields, *also])
-    return {name: getattr(found, name) for name in found.model_fields_set}
+    return create_model(target.__name__, __config__=STRICT, **fields)
 
 
 def validated(model: type[BaseModel], keys: Mapping[str, Any], source: str, where: str, known: Iterable[str]) -> BaseModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_balance.core.model import Model
 from megatron_balance.core.plan import MicrobatchPlan, Zone
 from megatron_balance.core.program import Attend, Exchange
 from megatron_balance.core.rows import Rows
-from megatron_balance.passes.transpose import POLICIES
+from megatron_balance.passes.transpose import POLICIES, Policy
 from megatron_balance.schedules import expand, layout, project
 from megatron_balance.schedules.figures import figures
 from tests.support import dense, jobs
@@ -45,14 +46,20 @@ def test_the_executor_equals_the_reference(pool: Pool, planner: str, num_ranks: 
 
 
 def assert_equals_reference(planned: MicrobatchPlan, head_dim: int, run: Run, ranks: list[Ran]) -> None:
-    x = jobs.inputs(planned, head_dim)
-    truth = reference.run(expand(planned, run.policy), x.q, x.k, x.v, x.scale, x.dout)
-    homes = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
+    truth, homes = truth_of(planned, head_dim, run.policy)
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         values = getattr(truth, name)
         theirs = [reference.at_home(home, values) for home in homes] if values else []
         ours = [getattr(ran, name) for ran in ranks] if values else []
         assert dense.worst(ours, theirs) < TOLERANCE[run.dtype], (run, name)
+
+
+@functools.lru_cache(maxsize=2)  # the runs of a test differ also in their types
+def truth_of(planned: MicrobatchPlan, head_dim: int, policy: Policy) -> tuple[reference.Result, list[Rows]]:
+    """What the reference makes of the plan, and the homes of all ranks."""
+    x = jobs.inputs(planned, head_dim)
+    truth = reference.run(expand(planned, policy), x.q, x.k, x.v, x.scale, x.dout)
+    return truth, [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
 
 
 def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: int, counters: list[dict[str, int]]) -> None:

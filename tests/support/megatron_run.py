@@ -1,15 +1,22 @@
 """Training jobs on this machine: import torch and Megatron once, then fork the ranks of every job.
 
+Most of a short run is its start, so whatever all ranks would import, read or compute alike is there before they are forked.
+
 `Trainer` (in the test process) starts this file as a server, which is the process that says "cuda" and means "cpu"; the test process stays
 as it is. One job is one line of JSON to the server and one line back.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import faulthandler
+import functools
+import gc
+import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +32,22 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_BYTES = 6000
 DUMP_S = 1.0  # between asking the ranks for their stacks and killing them
+PORTS = range(15000, 32000)
+"""Of the ranks' stores: below the range from which Linux serves those who ask for any free port, as gloo's connections do."""
+# What torch and Megatron import only while a job runs: for the first optimizer, for checkpoints, for tokenizers.
+IMPORTED_LATE = (
+    "torch._dynamo",
+    "torch.utils.serialization",
+    "numpy.ma",
+    "numpy.random",
+    "multiprocessing.managers",
+    "multiprocessing.pool",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "megatron.core.models.mimo.model.base",
+    "megatron.core.tokenizers.text.models",
+    "megatron_balance.launch",
+    "megatron_balance.pretrain_gpt",
+)
 
 Entry = Literal["pretrain_gpt", "launch", "plain"]
 """Our own entry; the launcher (argv[0] is the script); the script alone, on the CPU but without balance."""
@@ -107,6 +130,7 @@ def serve() -> None:
     from megatron_balance.patches.selection import for_training
 
     for_training(script=True)  # imports Megatron and all of ours, so that the ranks are forked with it
+    prepare_ranks()
     for line in sys.stdin:
         body: dict[str, Any] = json.loads(line)
         kill_after = tuple(body["kill_after"]) if body["kill_after"] else None
@@ -118,11 +142,35 @@ def serve() -> None:
         answers.flush()
 
 
+def prepare_ranks() -> None:
+    """Do once what every rank would do for itself, and keep the pages that they inherit shared."""
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    # A rank makes Megatron's parser twice, and each time most of that is parsing classes' sources for the texts of --help.
+    texts = functools.cache(ArgumentGroupFactory.__new__(ArgumentGroupFactory)._get_field_docstrings)
+    ArgumentGroupFactory._get_field_docstrings = staticmethod(texts)  # pyright: ignore[reportAttributeAccessIssue]
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    # A rank that saves starts a process for the results; as Megatron starts it, that would import torch once more.
+    filesystem_async.get_write_results_queue = functools.partial(filesystem_async.get_write_results_queue, "fork")
+    gc.collect()
+    gc.freeze()  # else a rank's first collection writes to, and so copies, all that it inherits
+
+
+def free_port() -> int:
+    """A port for rank 0's store that nobody else takes before rank 0 does."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port := random.choice(PORTS)))
+            return port
+
+
 def run_job(job: Job) -> dict[int, int]:
     """Exit codes by rank, in the order the ranks ended. Ranks that outlive the deadline, or another's failure, are ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = {os.fork() or run_rank(job, rank, port): rank for rank in range(job.num_ranks)}
     codes: dict[int, int] = {}
     stop_at = time.monotonic() + job.deadline_s

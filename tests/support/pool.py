@@ -1,7 +1,7 @@
 """Gloo ranks on this machine, forked once and used by many tests.
 
 A job is a module-level function `job(world, *args)`; `Pool.run(job, n, *args)` runs it on ranks 0 .. n - 1 of a world of n and
-returns their results by rank. Ranks are forked from a server that has imported torch and started no thread, whatever this
+returns their results by rank. Ranks are forked from a server that has imported `rank_imports` and started no thread, whatever this
 process has done before. A job that fails shows the failing rank's traceback; one that hangs, the stacks of all ranks; after
 either, the next job gets new ranks.
 """
@@ -9,6 +9,7 @@ either, the next job gets new ranks.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -30,6 +31,7 @@ NUM_RANKS = 8
 WORLDS = (1, 2, 3, 4, 8)
 RANKS_PER_NODE = {4: 2, 8: 4}
 """Worlds that are two nodes, so that collectives run in some groups and point-to-point transfers in all others."""
+IMPORTS = "tests.support.rank_imports"
 _GRACE_S = 3.0  # what the other ranks get once one has failed
 
 
@@ -81,8 +83,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The last is what torch imports in a first backward: each rank would do so for itself.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"])
+        context.set_forkserver_preload([IMPORTS])
         self.starts += 1
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
@@ -157,7 +158,7 @@ def _die_with_parent() -> None:
 
 
 def _join(rank: int, pipe: Connection, store: Path) -> dict[int, World]:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which any job may do first
+    importlib.import_module(IMPORTS)  # if this process started its server for something else
     import torch
     import torch.distributed as dist
 

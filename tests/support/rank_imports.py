@@ -1,0 +1,27 @@
+"""Imported once, by the server that the pool's ranks are forked from: what their jobs need, also what torch imports while they run."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which any job may do first
+
+NEEDED = [
+    "torch._dynamo",  # by a dispatch mode
+    "torch.fx.experimental.symbolic_shapes",  # by a first backward
+    "tests.support.half_batches",
+    "tests.support.jobs",
+    "tests.support.routed",
+    "tests.support.steady",
+    "tests.support.tick_jobs",
+]
+if importlib.util.find_spec("triton") is not None:
+    NEEDED += ["megatron_balance.runtime.triton.mover", "triton.experimental.gluon"]
+
+for name in NEEDED:
+    importlib.import_module(name)
+# Nobody collects these, so that a collection in a rank takes no half second and its pages stay shared.
+gc.freeze()
