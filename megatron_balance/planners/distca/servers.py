@@ -42,11 +42,15 @@ class Servers:
         own: Floats = np.bincount(rank, edges.homes[:, STOP] - edges.homes[:, START], num_ranks)
         self.own: list[int] = own.astype(np.int64).tolist()
         self._held: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_ranks)]
+        self.reach: list[dict[int, int]] = [{} for _ in range(num_ranks)]
         for server, seq, start, stop in self.homes:
             self._held[server].setdefault(seq, []).append((start, stop))
-        self.reach = [{seq: max(stop for _, stop in spans) for seq, spans in held.items()} for held in self._held]
-        self.keys = [sum(reach.values()) - own for reach, own in zip(self.reach, self.own, strict=True)]
-        self.queries = [0] * num_ranks
+            reach = self.reach[server]
+            if reach.get(seq, 0) < stop:
+                reach[seq] = stop
+        self.keys, self.queries = [0] * num_ranks, [0] * num_ranks
+        if self.counted:
+            self.keys = [sum(reach.values()) - own for reach, own in zip(self.reach, self.own, strict=True)]
         bounds: list[int] = rank.searchsorted(np.arange(num_ranks + 1)).tolist()
         whole = list(zip(range(len(rank)), shards.begins.tolist(), shards.ends.tolist(), strict=True))
         self.pieces: list[list[Piece]] = [whole[begin:end] for begin, end in pairwise(bounds)]
