@@ -178,32 +178,76 @@ class Batches(Dataset[dict[str, Tensor]]):
 
 
 @dataclass(slots=True)
-class _Step:
-    """What this rank measured of a step, in seconds."""
+class MeasuredStep:
+    """What this rank measured of any step, in seconds."""
 
-    forward_calls: list[tuple[float, float]] = field(default_factory=list)
-    backward_calls: list[tuple[float, float]] = field(default_factory=list)
-    """When each attention call began and ended; all ranks have one clock."""
     model_s: float = 0.0
     """Forward and backward of the model, attention and all."""
     all_reduce_s: float = 0.0
     step_s: float = 0.0
     own_s: float = 0.0
     """Of the step, what the measuring itself took; not in `step_s`."""
-    bounds: list[Bound] = field(default_factory=list)
     before: tuple[NicBytes, ...] = ()
     after: tuple[NicBytes, ...] = ()
 
 
-class _Meter:
-    """Gives each step its planner, and measures it. Counters of the NICs are read where only attention's transfers lie between."""
+class Meter:
+    """Measures a step from where its model begins to where its gradients are reduced. `step`: what is measured now."""
 
     def __init__(self, rank: int, controller: Controller, run: Run) -> None:
-        self._rank, self._controller, self._run = rank, controller, run
+        """Nothing is wrapped yet."""
+        self.rank, self.controller, self.run = rank, controller, run
+        self.step = MeasuredStep()
+        self._model_start_s = 0.0
+
+    def begin(self) -> None:
+        """The model begins."""
+        self.step.before = self._counted()
+        if self.run.share is not None:
+            device.reserve(self.run.share)
+        self._model_start_s = time.perf_counter()
+
+    def reduced(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        """`reduce`, the reduction of gradients, with which the model ends."""
+
+        def measured(*args: Any, **kwargs: Any) -> None:
+            self.step.model_s = time.perf_counter() - self._model_start_s
+            if self.run.share is not None:
+                device.release()
+            self.step.after = self._counted()  # with it a barrier: else the first rank's reduction would be waiting for the last
+            start = time.perf_counter()
+            reduce(*args, **kwargs)
+            self.step.all_reduce_s += time.perf_counter() - start
+
+        return measured
+
+    def _counted(self) -> tuple[NicBytes, ...]:
+        """The counters of all NICs at a moment when no rank sends anything; rank 0 has them."""
+        dist.barrier()
+        start = time.perf_counter()
+        found = self.controller.nic_bytes() if self.rank == 0 else ()
+        dist.barrier()
+        self.step.own_s += time.perf_counter() - start
+        return found
+
+
+@dataclass(slots=True)
+class _Step(MeasuredStep):
+    forward_calls: list[tuple[float, float]] = field(default_factory=list)
+    backward_calls: list[tuple[float, float]] = field(default_factory=list)
+    """When each attention call began and ended; all ranks have one clock."""
+    bounds: list[Bound] = field(default_factory=list)
+
+
+class _Meter(Meter):
+    """Gives each step its planner, and measures it. Counters of the NICs are read where only attention's transfers lie between."""
+
+    step: _Step
+
+    def __init__(self, rank: int, controller: Controller, run: Run) -> None:
+        super().__init__(rank, controller, run)
         self._planners: dict[int, StepPlanner] = {}
         self._at = -1
-        self._step = _Step()
-        self._model_start_s = 0.0
 
     def install(self) -> None:
         """Wrap what is measured."""
@@ -213,15 +257,15 @@ class _Meter:
         attention.run_forward = self._timed("forward_calls", attention.run_forward)
         attention.run_backward = self._timed("backward_calls", attention.run_backward)
         megatron_training.train_step = self._measured(megatron_training.train_step)
-        megatron_training.finalize_model_grads = self._reduced(megatron_training.finalize_model_grads)
+        megatron_training.finalize_model_grads = self.reduced(megatron_training.finalize_model_grads)
 
     def _planner(self, job: session.Session) -> StepPlanner:
         """Of this step's variant, in `job`'s place."""
-        variant = self._run.steps[self._at].variant
+        variant = self.run.steps[self._at].variant
         if variant not in self._planners:
             job = copy.copy(job)
-            job.config = job.config.model_copy(update={"planner": self._run.variants[variant].choice()})
-            job.ping_pong = self._run.variants[variant].halved
+            job.config = job.config.model_copy(update={"planner": self.run.variants[variant].choice()})
+            job.ping_pong = self.run.variants[variant].halved
             self._planners[variant] = StepPlanner(job, ahead=False)
         return self._planners[variant]
 
@@ -230,54 +274,30 @@ class _Meter:
 
         trace: Trace = []
         bound = bind(*args, trace=trace, **kwargs)
-        self._step.bounds.append(bound)
-        self._step.before = self._counted()
-        if self._run.share is not None:
-            device.reserve(self._run.share)
-        self._model_start_s = time.perf_counter()
+        self.step.bounds.append(bound)
+        self.begin()
         return bound
-
-    def _counted(self) -> tuple[NicBytes, ...]:
-        """The counters of all NICs at a moment when no rank sends anything; rank 0 has them."""
-        dist.barrier()
-        start = time.perf_counter()
-        found = self._controller.nic_bytes() if self._rank == 0 else ()
-        dist.barrier()
-        self._step.own_s += time.perf_counter() - start
-        return found
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             start = time.perf_counter()
             result = call(*args)
-            getattr(self._step, name).append((start, time.perf_counter()))
+            getattr(self.step, name).append((start, time.perf_counter()))
             return result
 
         return timed
 
-    def _reduced(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def reduced(*args: Any, **kwargs: Any) -> None:
-            self._step.model_s = time.perf_counter() - self._model_start_s
-            if self._run.share is not None:
-                device.release()
-            self._step.after = self._counted()  # with it a barrier: else the first rank's reduction would be waiting for the last
-            start = time.perf_counter()
-            reduce(*args, **kwargs)
-            self._step.all_reduce_s += time.perf_counter() - start
-
-        return reduced
-
     def _measured(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def measured(*args: Any, **kwargs: Any) -> Any:
             self._at += 1
-            self._step = _Step()
-            variant = self._run.variants[self._run.steps[self._at].variant]
+            self.step = _Step()
+            variant = self.run.variants[self.run.steps[self._at].variant]
             ping_pong.in_turns = interleave.forward if variant.in_turns else interleave.one_by_one
             device.prefer_transfers()
             dist.barrier()
             start = time.perf_counter()
             result = train_step(*args, **kwargs)
-            self._step.step_s = time.perf_counter() - start - self._step.own_s
+            self.step.step_s = time.perf_counter() - start - self.step.own_s
             self._report(float(result[0]["lm loss"]), float(result[5]))
             return result
 
@@ -285,7 +305,7 @@ class _Meter:
 
     def _report(self, loss: float, grad_norm: float) -> None:
         """Gather what the ranks measured, and record it on rank 0."""
-        step, bounds = self._step, self._step.bounds
+        step, bounds = self.step, self.step.bounds
         traces = [bound.trace or [] for bound in bounds]
         under_way, waited = (sum(seconds) for seconds in zip(*map(exchange_s, traces), strict=True))
         counted = [asdict(bound.counters) for bound in bounds]
@@ -305,21 +325,21 @@ class _Meter:
         }
         ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
-        if self._rank:
+        if self.rank:
             return
-        planned = self._run.steps[self._at]
-        self._run.record(
+        planned = self.run.steps[self._at]
+        self.run.record(
             {
-                "nics": self._run.topology.nics_per_node,
+                "nics": self.run.topology.nics_per_node,
                 **asdict(planned),
                 "variant_id": planned.variant,
-                "variant": self._run.variants[planned.variant].name,
+                "variant": self.run.variants[planned.variant].name,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "ranks": ranks,
                 "nic_sent": differences(step.before, step.after, "sent"),
                 "nic_received": differences(step.before, step.after, "received"),
-                **_plan_figures(bounds, self._run),
+                **_plan_figures(bounds, self.run),
             }
         )
 

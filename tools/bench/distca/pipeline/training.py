@@ -24,8 +24,8 @@ from megatron_balance.runtime.trace import Trace, exchange_s
 from tools.bench.distca.pipeline.job import TOGETHER, cut
 from tools.bench.distca.pipeline.report import Idle, warms_up
 from tools.bench.emulated import device
-from tools.bench.emulated.training import Run, differences, pretrain_steps
-from tools.emulated_cluster import Controller, NicBytes
+from tools.bench.emulated.training import MeasuredStep, Meter, Run, differences, pretrain_steps
+from tools.emulated_cluster import Controller
 
 
 def train(rank: int, controller: Controller, run: Run) -> None:
@@ -36,17 +36,11 @@ def train(rank: int, controller: Controller, run: Run) -> None:
 
 
 @dataclass(slots=True)
-class _Step:
-    """What this rank measured of a step, in seconds. `idle`: by tick in which its stage had no microbatch."""
+class _Step(MeasuredStep):
+    """`idle`: by tick in which its stage had no microbatch."""
 
-    model_s: float = 0.0
-    all_reduce_s: float = 0.0
-    step_s: float = 0.0
-    own_s: float = 0.0
     idle: list[Idle] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
-    before: tuple[NicBytes, ...] = ()
-    after: tuple[NicBytes, ...] = ()
 
 
 class _Planned:
@@ -64,15 +58,15 @@ class _Planned:
         self._planner.close()
 
 
-class _Meter:
+class _Meter(Meter):
     """Gives each step its planner, and measures it."""
 
+    step: _Step
+
     def __init__(self, rank: int, controller: Controller, run: Run) -> None:
-        self._rank, self._controller, self._run = rank, controller, run
+        super().__init__(rank, controller, run)
         self._planners: dict[int, _Planned] = {}
         self._at = -1
-        self._step = _Step()
-        self._start_s = 0.0
 
     def install(self) -> None:
         """Wrap what is measured."""
@@ -81,35 +75,20 @@ class _Meter:
         forward_backward.bind = pipeline_ticks.bind = self._bind
         TickRun._serve = self._served(TickRun._serve)
         megatron_training.train_step = self._measured(megatron_training.train_step)
-        megatron_training.finalize_model_grads = self._reduced(megatron_training.finalize_model_grads)
+        megatron_training.finalize_model_grads = self.reduced(megatron_training.finalize_model_grads)
 
     def _planner(self, job: session.Session) -> Any:
         """Of this step's variant."""
-        variant = self._run.steps[self._at].variant
+        variant = self.run.steps[self._at].variant
         if variant not in self._planners:
             made = JointStepPlanner(job, ahead=False, forward_only=False) if variant == TOGETHER else StepPlanner(job, ahead=False)
-            self._planners[variant] = _Planned(made, self._begin)
+            self._planners[variant] = _Planned(made, self.begin)
         return self._planners[variant]
-
-    def _begin(self) -> None:
-        self._step.before = self._counted()
-        if self._run.share is not None:
-            device.reserve(self._run.share)
-        self._start_s = perf_counter()
 
     def _bind(self, *args: Any, **kwargs: Any) -> Bound:
         trace: Trace = []
-        self._step.traces.append(trace)
+        self.step.traces.append(trace)
         return binding.bind(*args, trace=trace, **kwargs)
-
-    def _counted(self) -> tuple[NicBytes, ...]:
-        """The counters of all NICs at a moment when no rank sends anything; rank 0 has them."""
-        dist.barrier()
-        start = perf_counter()
-        found = self._controller.nic_bytes() if self._rank == 0 else ()
-        dist.barrier()
-        self._step.own_s += perf_counter() - start
-        return found
 
     def _served(self, serve: Callable[..., None]) -> Callable[..., None]:
         def served(run: TickRun, tick: Any, bounds: Any) -> None:
@@ -117,35 +96,23 @@ class _Meter:
             serve(run, tick, bounds)
             tasks = sum(bound.counters.idle_tasks for bound in bounds) - tasks
             first = warms_up(run.ticks, run.ticks.index(tick), run.stage)
-            self._step.idle.append(Idle(tick.backward, first, tasks, self._kernel_s() - kernels))
+            self.step.idle.append(Idle(tick.backward, first, tasks, self._kernel_s() - kernels))
 
         return served
 
     def _kernel_s(self) -> float:
         """Seconds of attention so far."""
-        return sum(event.stop_s - event.start_s for trace in self._step.traces for event in trace if event.leg == "run")
-
-    def _reduced(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def reduced(*args: Any, **kwargs: Any) -> None:
-            self._step.model_s = perf_counter() - self._start_s
-            if self._run.share is not None:
-                device.release()
-            self._step.after = self._counted()  # with it a barrier: else the first rank's reduction would be waiting for the last
-            start = perf_counter()
-            reduce(*args, **kwargs)
-            self._step.all_reduce_s += perf_counter() - start
-
-        return reduced
+        return sum(event.stop_s - event.start_s for trace in self.step.traces for event in trace if event.leg == "run")
 
     def _measured(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def measured(*args: Any, **kwargs: Any) -> Any:
             self._at += 1
-            self._step = _Step()
+            self.step = _Step()
             device.prefer_transfers()
             dist.barrier()
             start = perf_counter()
             result = train_step(*args, **kwargs)
-            self._step.step_s = perf_counter() - start - self._step.own_s
+            self.step.step_s = perf_counter() - start - self.step.own_s
             self._report(result[0].get("lm loss"), float(result[5]))
             return result
 
@@ -153,7 +120,7 @@ class _Meter:
 
     def _report(self, loss: Any, grad_norm: float) -> None:
         """Gather what the ranks measured, and record it on rank 0."""
-        step = self._step
+        step = self.step
         under_way, waited = (sum(seconds) for seconds in zip(*map(exchange_s, step.traces), strict=True))
         mine = {
             "loss": None if loss is None else float(loss),
@@ -167,14 +134,14 @@ class _Meter:
         }
         ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
-        if self._rank:
+        if self.rank:
             return
-        planned = self._run.steps[self._at]
-        self._run.record(
+        planned = self.run.steps[self._at]
+        self.run.record(
             {
-                "nics": self._run.topology.nics_per_node,
+                "nics": self.run.topology.nics_per_node,
                 **asdict(planned),
-                "variant": self._run.variants[planned.variant].name,
+                "variant": self.run.variants[planned.variant].name,
                 "loss": ranks[-1]["loss"],  # the last stage knows it
                 "grad_norm": grad_norm,
                 "ranks": ranks,
