@@ -28,8 +28,9 @@ _NO_CAPS = Caps()
 class Servers:
     """State of the scheduling. The homes of `edges` are in the order of their ranks.
 
-    `load` [R]: seconds. `pieces`: of each server. `reach`: of each server, by sequence, how many of its first keys it has at hand as its
-    tasks need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it receives, kept up where there are caps.
+    `load` [R]: seconds, and those that it keeps free (`schedule`). `pieces`: of each server. `reach`: of each server, by sequence, how many
+    of its first keys it has at hand as its tasks need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it
+    receives, kept up where there are caps.
     """
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
