@@ -10,14 +10,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 
 if TYPE_CHECKING:
     from megatron_balance.config import load_config
-    from megatron_balance.layers import Layers
+    from megatron_balance.planning.layers import Layers
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "load_config", "make_planner", "simulate", "verify"]
@@ -40,7 +40,7 @@ def make_planner(
 ) -> Callable[[Batch | Sequence[int]], MicrobatchPlan]:
     """The planner `name` for a cluster and a model: a function from a batch, or from lengths in tokens, to a plan.
 
-    `layers`: remapping and routing (`megatron_balance.layers.Layers`); not given: what the planner's own system does.
+    `layers`: remapping and routing (`megatron_balance.planning.layers.Layers`); not given: what the planner's own system does.
     `plan_costs`: file of a cost table measured by `megatron-balance profile` to plan by; not given: data sheets.
 
     Raises:
@@ -63,7 +63,7 @@ def verify(plan: MicrobatchPlan, policy: Literal["keep", "replay"] = "keep") -> 
     Raises:
         InvalidProgramError: it does not; names the op.
     """
-    from megatron_balance.passes.verify import verify as prove
-    from megatron_balance.schedules import expand
+    from megatron_balance.compile.pipeline import expand
+    from megatron_balance.compile.verify import verify as prove
 
     prove(expand(plan, policy))

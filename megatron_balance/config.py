@@ -1,4 +1,4 @@
-"""Configuration: strict YAML in, plain frozen dataclasses of `core` and of the planners out.
+"""Configuration: strict YAML in, plain frozen dataclasses of `ir` and of the planners out.
 
 A section (`planner`, `cluster`, `model`) is a mapping, the name of a file shipped in `configs/`, or a path to another YAML,
 relative to the file that names it. A `cluster` or `model` section may start from another one with `base:`. How mistakes are told:
@@ -16,30 +16,30 @@ from typing import Any, Literal, TypeAlias, cast
 import yaml
 from pydantic import BaseModel, Field
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
-from megatron_balance.core.rows import Rows
-from megatron_balance.core.tick import Tick, TickPlan
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.cost.table import load_table
 from megatron_balance.errors import ConfigError
-from megatron_balance.layers import Layers, RemapWhen, When, with_layers
-from megatron_balance.passes.transpose import Policy
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.tick import Tick, TickPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.schedules.joint import plan_ticks
+from megatron_balance.planning.layers import Layers, RemapWhen, When, with_layers
+from megatron_balance.planning.ticks import plan_ticks
 from megatron_balance.solvers.remap import Objective, Sides, Solver
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, suggestion, unknown, validated
 
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULT_CLUSTER = "h200"
 DEFAULT_MODEL = "llama-7b"
-HALVED_BY_DEFAULT = "distca"
-"""The planner whose microbatches run as two half batches unless somebody says otherwise (`RunConfig.ping_pong`)."""
+PING_PONG_BY_DEFAULT = "distca"
+"""The planner whose microbatches run as two nano-batches unless somebody says otherwise (`RunConfig.ping_pong`)."""
 
 Section: TypeAlias = Literal["cluster", "model", "planner"]
 
@@ -110,14 +110,14 @@ class PlannerChoice:
         Raises:
             ConfigError: a planner that cannot.
         """
-        plan_homes = PLANNERS[self.name].plan_homes
-        if plan_homes is None:
-            able = ", ".join(name for name, planner in PLANNERS.items() if planner.plan_homes is not None)
+        plan_owned = PLANNERS[self.name].plan_owned
+        if plan_owned is None:
+            able = ", ".join(name for name, planner in PLANNERS.items() if planner.plan_owned is not None)
             raise ConfigError(f"planner {self.name} cannot plan several pipeline stages together; these can: {able or 'none'}")
         layers = dataclasses.replace(self.layers, remap=False)
 
-        def plan(lengths: tuple[int, ...], homes: Rows) -> MicrobatchPlan:
-            return with_layers(plan_homes(lengths, homes, cluster, model, cost, self.options), cluster, cost, layers)
+        def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
+            return with_layers(plan_owned(lengths, owned, cluster, model, cost, self.options), cluster, cost, layers)
 
         return plan_ticks(ticks, plans, plan)
 
@@ -222,7 +222,7 @@ class RunConfig(BaseModel):
     """With pipeline parallelism: `joint` plans the attention of all stages of a tick together, `stages` that of each stage for itself,
     under Megatron's own schedules. Default: joint where the planner can."""
     ping_pong: bool | Literal["auto"] = "auto"
-    """Whether a microbatch runs as two half batches, each one's exchanges beside the other's computation; `auto`: for planner distca."""
+    """Whether a microbatch runs as two nano-batches, each one's exchanges beside the other's computation; `auto`: for planner distca."""
     communication: CommunicationChoice = CommunicationChoice()
     """How much of a GPU transfers may take: keys inter_node_sms, intra_node_sms."""
     backward: Policy = "keep"

@@ -16,10 +16,10 @@ from typing import Literal, TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.core.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, hands_over
-from megatron_balance.core.rows import Rows
-from megatron_balance.core.text import KIND_NAMES, op_lines
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, is_remap_move
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.text import KIND_NAMES, op_lines
 
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -50,7 +50,7 @@ def run(
 
     q and dout: one [L, H, D] per sequence; k and v: one [L, G, D] per sequence; scale multiplies the scores.
 
-    Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not complete at its home.
+    Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not complete at its owner.
     """
     if not program.lengths:
         nothing = () if dout is not None else None
@@ -74,9 +74,9 @@ def run(
     return Result(*(machine.by_sequence(table) for table in (out, lse, q_grad, k_grad, v_grad)))
 
 
-def at_home(home: Rows, values: Sequence[Floats]) -> Floats:
-    """The rows of per-sequence `values` that a rank with this home holds, in its order: [tokens of the rank, ...]."""
-    parts = [values[seq][start:stop] for seq, start, stop in home]
+def owned_rows(owned: Rows, values: Sequence[Floats]) -> Floats:
+    """The rows of per-sequence `values` that a rank with this owner holds, in its order: [tokens of the rank, ...]."""
+    parts = [values[seq][start:stop] for seq, start, stop in owned]
     return np.concatenate([np.empty((0, *values[0].shape[1:])), *parts]) if len(values) else np.empty((0,))
 
 
@@ -107,7 +107,7 @@ class _Machine:
         self.base = np.concatenate([[0], np.cumsum(program.lengths)]).astype(int).tolist()
         self.num_tokens = self.base[-1]
         self.copied: dict[Kind, list[_Table]] = {}
-        self.partials: dict[Kind, list[list[_Table]]] = {kind: [[] for _ in program.homes] for kind in MOVED}
+        self.partials: dict[Kind, list[list[_Table]]] = {kind: [[] for _ in program.owned] for kind in MOVED}
         self.now = ""
 
     # Regions and tables
@@ -116,8 +116,8 @@ class _Machine:
         seq, start, stop, head_start, head_stop = region
         return slice(self.base[seq] + start, self.base[seq] + stop), slice(head_start, head_stop)
 
-    def homes(self, kind: Kind, rank: int) -> list[Cut]:
-        return [self.cut((seq, start, stop, 0, self.num_heads(kind))) for seq, start, stop in self.program.homes[rank]]
+    def owned(self, kind: Kind, rank: int) -> list[Cut]:
+        return [self.cut((seq, start, stop, 0, self.num_heads(kind))) for seq, start, stop in self.program.owned[rank]]
 
     def num_heads(self, kind: Kind) -> int:
         return self.program.num_kv_heads if kind in KEY_SIDE else self.program.num_heads
@@ -134,28 +134,28 @@ class _Machine:
         return tuple(np.split(values, self.base[1:-1]))
 
     def place(self, kind: Kind, values: Floats) -> None:
-        """Give every rank the rows of `values` [T, heads, width] that are at home there."""
-        self.copied[kind] = [self.table(kind) for _ in self.program.homes]
+        """Give every rank the rows of `values` [T, heads, width] that are owned there."""
+        self.copied[kind] = [self.table(kind) for _ in self.program.owned]
         for rank, held in enumerate(self.copied[kind]):
-            for cut in self.homes(kind, rank):
+            for cut in self.owned(kind, rank):
                 held.put(cut, values[cut])
 
     def forget_received(self) -> None:
         for kind in (Kind.Q, Kind.KV):
             for rank, held in enumerate(self.copied[kind]):
                 held.there[:] = False
-                for cut in self.homes(kind, rank):
+                for cut in self.owned(kind, rank):
                     held.there[cut] = True
 
     def collect(self, kind: Kind) -> Floats:
-        """The one partial of every home region, put together over the ranks: [T, heads, width]."""
+        """The one partial of every owner region, put together over the ranks: [T, heads, width]."""
         self.now = f"the end, when {KIND_NAMES[kind]} should be complete"
         whole = self.table(kind)
         for rank in range(self.program.num_ranks):
-            for cut in self.homes(kind, rank):
+            for cut in self.owned(kind, rank):
                 whole.put(cut, self.take(kind, rank, cut))
         if not whole.there.all():
-            raise self.error(f"{int((~whole.there.all(axis=1)).sum())} tokens have no home")
+            raise self.error(f"{int((~whole.there.all(axis=1)).sum())} tokens have no owner")
         return whole.values
 
     def take(self, kind: Kind, rank: int, cut: Cut) -> Floats:
@@ -198,7 +198,7 @@ class _Machine:
             kind, cut = Kind(code), self.cut((seq, start, stop, head_start, head_stop))
             values = self.take(kind, src, cut) if kind in MOVED else self.read(kind, src, cut)
             arrivals.append((kind, dst, cut, values))
-            if hands_over(op.id, self.program.opening, forward=forward) and kind not in MOVED:
+            if is_remap_move(op.id, self.program.remap_in, forward=forward) and kind not in MOVED:
                 given_up.append((kind, src, cut))
         for kind, src, cut in given_up:
             self.copied[kind][src].there[cut] = False

@@ -1,4 +1,4 @@
-"""A transformer block over two half batches in turns."""
+"""A transformer block over two nano-batches interleaved."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_balance.megatron.ping_pong import run_block
 from megatron_balance.patches import Patch
 
 
-def in_turns(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`TransformerBlock.forward` that runs a microbatch of two halves in turns, and everything else as before."""
+def interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`TransformerBlock.forward` that runs a microbatch of two nano-batches interleaved, and everything else as before."""
 
     @functools.wraps(forward)
     def block(
@@ -25,7 +25,7 @@ def in_turns(forward: Callable[..., Any]) -> Callable[..., Any]:
         padding_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(packed_seq_params, BalancedSeqParams) and packed_seq_params.halves:
+        if isinstance(packed_seq_params, BalancedSeqParams) and packed_seq_params.nano_batches:
             return run_block(module, hidden_states, rotary_pos_emb, padding_mask, packed_seq_params)
         given = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params, "padding_mask": padding_mask}
         return forward(module, hidden_states, attention_mask, *args, **given, **kwargs)
@@ -38,15 +38,15 @@ def read(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-_TAKEN_APART = "a layer is run in two parts, before and behind core attention; no method of Megatron's ends there"
-_TAKEN_TOGETHER = "a subclass (`megatron.router`) takes a router's losses over both halves; it relies on what each part computes"
+_TAKEN_APART = "a layer is run in two parts, before and behind ir attention; no method of Megatron's ends there"
+_TAKEN_TOGETHER = "a subclass (`megatron.router`) takes a router's losses over both nano-batches; it relies on what each part computes"
 
 PATCHES = (
     Patch(
         target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
-        wrap=in_turns,
+        wrap=interleaved,
         digest="e20defb813f6",
-        why="the layers' loop calls one layer after the other; two half batches take turns inside the layers",
+        why="the layers' loop calls one layer after the other; two nano-batches take turns inside the layers",
     ),
     Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention",

@@ -128,4 +128,4 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
 def _runs_as(row: dict[str, Any]) -> str:
     """How its plans were run, in a word or two."""
     stages = {"joint": ["stages attend together"], "stages": ["stages apart"], None: []}[row["pipeline"]]
-    return ", ".join(["halves in turns"] * row["ping_pong"] + stages)
+    return ", ".join(["nano-batches interleaved"] * row["ping_pong"] + stages)

@@ -29,15 +29,15 @@ from megatron_balance.config import (
     planning_cost,
     under_layers,
 )
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.layers import Layers, When
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.layers import Layers, When
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.remap import Solver
 from megatron_balance.strict_yaml import parse_yaml

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_balance.config import PlannerChoice
-    from megatron_balance.core.cluster import Cluster
-    from megatron_balance.core.plan import BatchPlan
     from megatron_balance.cost.base import MachineCost
+    from megatron_balance.ir.cluster import Cluster
+    from megatron_balance.ir.plan import BatchPlan
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
-    from megatron_balance.simulator.training import PingPong, Stages, StepPlan, Way
+    from megatron_balance.simulator.training import PingPong, Stages, StepMode, StepPlan
 
 T = TypeVar("T")
 
@@ -42,18 +42,18 @@ class Planned:
 
     @property
     def steps(self) -> tuple[BatchPlan, ...]:
-        """The plans of each step's microbatches, or of their halves."""
+        """The plans of each step's microbatches, or of their nano-batches."""
         return tuple(run.plans for run in self.runs)
 
     def described(self) -> dict[str, Any]:
         """What of it was simulated, for JSON: as the keys of a configuration say it, `pipeline` null where there is one stage."""
         way = self.runs[0].way
-        return {"ping_pong": way.halved, "pipeline": way.pipeline}
+        return {"ping_pong": way.ping_pong, "pipeline": way.pipeline}
 
     def in_words(self) -> str:
         """The same in words; nothing where microbatches run whole, on one stage."""
         way = self.runs[0].way
-        parts = ["microbatches as two half batches in turns"] * way.halved
+        parts = ["microbatches as two nano-batches interleaved"] * way.ping_pong
         parts += {"joint": ["all pipeline stages attending together"], "stages": ["each pipeline stage attending for itself"], None: []}[
             way.pipeline
         ]
@@ -77,15 +77,15 @@ class Bench:
     ping_pong: PingPong = False
     stages: Stages = "stages"
 
-    def way(self, choice: PlannerChoice) -> Way:
+    def way(self, choice: PlannerChoice) -> StepMode:
         """How a planner's plans are run.
 
         Raises:
             ConfigError: as it was asked for, they cannot be.
         """
-        from megatron_balance.simulator.training import way_of
+        from megatron_balance.simulator.training import step_mode
 
-        return way_of(choice, self.setup.pipeline, self.ping_pong, self.stages)
+        return step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
 
     def plan(self, choice: PlannerChoice) -> Planned:
         """Plan all steps, for the cluster as its configuration has it; a system that makes microbatches of its own makes them.
@@ -120,7 +120,7 @@ class Bench:
 
     def imbalance(self, planned: Planned) -> dict[str, float]:
         """Largest over mean load of the ranks: tokens in the mean over microbatches, attention over all that attends."""
-        from megatron_balance.schedules.figures import figures
+        from megatron_balance.analysis.statistics import figures
 
         plans = {
             "tokens": [plan for run in planned.runs for plan in run.plans.microbatches],
@@ -193,7 +193,7 @@ def add_way_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ping-pong",
         choices=tuple(PING_PONG),
-        help="microbatches as two half batches in turns, as the key ping_pong of a configuration (default auto: for planner distca)",
+        help="microbatches as two nano-batches interleaved, as the key ping_pong of a configuration (default auto: for planner distca)",
     )
     parser.add_argument(
         "--stages",

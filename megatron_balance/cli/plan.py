@@ -17,7 +17,7 @@ from megatron_balance.errors import ConfigError, InvalidProgramError
 
 if TYPE_CHECKING:
     from megatron_balance.config import PlannerChoice
-    from megatron_balance.core.plan import MicrobatchPlan
+    from megatron_balance.ir.plan import MicrobatchPlan
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ PER_RANK = (
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add the verb `plan`."""
-    parser = subparsers.add_parser("plan", help="place sequences on ranks; print balance and movement", description=__doc__)
+    parser = subparsers.add_parser("plan", help="place sequences on ranks; print balance and comm pattern", description=__doc__)
     inputs.add_options(parser)
     parser.add_argument(
         "--verify", action="store_true", help="prove that every query meets every key it may see exactly once, forward and backward"
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_planner(choice: PlannerChoice, given: inputs.Inputs, *, verify: bool) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
-    from megatron_balance.schedules.figures import figures
+    from megatron_balance.analysis.statistics import figures
 
     cost = given.planning_cost()
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []

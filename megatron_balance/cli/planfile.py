@@ -1,6 +1,6 @@
 """The file of `plan --out`: a plan, its fingerprint and, when it is not too long, its program as text.
 
-One batch is one object: the keys of `core.plan.to_json` and `fingerprint`, `policy`, `program` (lines, or null). Several
+One batch is one object: the keys of `ir.plan.to_json` and `fingerprint`, `policy`, `program` (lines, or null). Several
 batches are `{"format": ..., "plans": [...]}` of such objects.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_balance.core.plan import FORMAT, MicrobatchPlan, from_json, to_json
-from megatron_balance.core.program import Exchange, Program
-from megatron_balance.core.text import parse, text
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.passes.transpose import Policy
+from megatron_balance.ir.plan import FORMAT, MicrobatchPlan, from_json, to_json
+from megatron_balance.ir.program import Exchange, Program
+from megatron_balance.ir.text import parse, text
 
 LIST_FORMAT = "megatron-balance plans 1"
 MAX_PROGRAM_LINES = 20_000
@@ -50,7 +50,7 @@ def write(path: Path, plans: Sequence[MicrobatchPlan], policy: Policy) -> None:
 
 
 def _program_lines(plan: MicrobatchPlan, policy: Policy) -> list[str] | None:
-    from megatron_balance.schedules import expand
+    from megatron_balance.compile.pipeline import expand
 
     if plan.num_ranks > MAX_PROGRAM_RANKS:
         return None
@@ -102,8 +102,8 @@ def prove(plan: MicrobatchPlan, policy: Policy) -> int:
     Raises:
         InvalidProgramError: names the op or the region that is wrong.
     """
-    from megatron_balance.passes.verify import verify
-    from megatron_balance.schedules import expand
+    from megatron_balance.compile.pipeline import expand
+    from megatron_balance.compile.verify import verify
 
     program = expand(plan, policy)
     verify(program)
@@ -124,7 +124,7 @@ def prove_entry(entry: Entry, policy: Policy) -> int:
     num_ops = prove(plan, policy)
     if program is not None:
         _check_same(plan, program)
-        from megatron_balance.passes.verify import verify
+        from megatron_balance.compile.verify import verify
 
         verify(program)
         _check_routes(plan, program)
@@ -133,7 +133,7 @@ def prove_entry(entry: Entry, policy: Policy) -> int:
 
 def _check_routes(plan: MicrobatchPlan, program: Program) -> None:
     """The program written takes the plan's routes; it would compute the same by any others, or by none."""
-    from megatron_balance.schedules import expand
+    from megatron_balance.compile.pipeline import expand
 
     planned = expand(plan, cast("Policy | None", program.policy))
     for phase in ("forward", "backward"):
@@ -148,7 +148,7 @@ def _check_routes(plan: MicrobatchPlan, program: Program) -> None:
 
 def _check_same(plan: MicrobatchPlan, program: Program) -> None:
     """The program written is for this plan's sequences, heads and linear layout."""
-    from megatron_balance.schedules import layout
+    from megatron_balance.compile.pipeline import layout
 
     for what, planned, written in (
         ("lengths", plan.lengths, program.lengths),
@@ -158,9 +158,9 @@ def _check_same(plan: MicrobatchPlan, program: Program) -> None:
     ):
         if planned != written:
             raise InvalidProgramError(f"the program written is not the plan's: {what} {written!r:.80}, planned {planned!r:.80}")
-    for rank, home in enumerate(program.homes):
+    for rank, owned in enumerate(program.owned):
         planned_rows = [tuple(int(v) for v in row) for row in layout(plan, rank)]
-        if list(home) != planned_rows:
+        if list(owned) != planned_rows:
             raise InvalidProgramError(
-                f"the program written is not the plan's: rank {rank} holds {list(home)!r:.80}, planned {planned_rows!r:.80}"
+                f"the program written is not the plan's: rank {rank} holds {list(owned)!r:.80}, planned {planned_rows!r:.80}"
             )

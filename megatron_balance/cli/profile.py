@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_balance.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_balance.core.model import Model
     from megatron_balance.cost.table import CostTable
+    from megatron_balance.ir.model import Model
     from megatron_balance.runtime.profile import ProfileOptions
 
 DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}

@@ -18,7 +18,7 @@ from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
     from megatron_balance.config import PlannerChoice
-    from megatron_balance.core.plan import BatchPlan
+    from megatron_balance.ir.plan import BatchPlan
     from megatron_balance.report.cases import Asked, Case, Played
 
 MOST_RUNS = 2

@@ -1,4 +1,4 @@
-"""`megatron-balance reproduce`: a paper's published numbers beside ours, with the ratio.
+"""`megatron-balance papers`: a paper's published numbers beside ours, with the ratio.
 
 Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it is exact, simulated or measured.
 """
@@ -16,11 +16,11 @@ from megatron_balance.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_balance.reproduce.base import Row
+    from megatron_balance.papers.base import Row
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `reproduce`."""
+    """Add the verb `papers`."""
     parser = subparsers.add_parser("reproduce", help="a paper's published numbers beside ours", description=__doc__)
     parser.add_argument("paper", metavar="PAPER", help="such as zeppelin")
     parser.add_argument("table", metavar="TABLE", nargs="?", help="one table or figure, such as fig11 (default: all)")
@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: no such paper or table.
     """
-    from megatron_balance.reproduce import paper_of
-    from megatron_balance.reproduce.base import Effort
+    from megatron_balance.papers import paper_of
+    from megatron_balance.papers.base import Effort
 
     paper = paper_of(args.paper)
     tables = paper.chosen(args.paper, args.table)

@@ -57,9 +57,9 @@ def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
     from megatron_balance.simulator.timeline import timeline
 
     run = planned.runs[0]
-    if run.way.halved:
+    if run.way.ping_pong:
         raise ConfigError(
-            f"--trace {path} is of one attention call, and {planned.name} runs two half batches in turns; add --ping-pong false"
+            f"--trace {path} is of one attention call, and {planned.name} runs two nano-batches interleaved; add --ping-pong false"
         )
     if run.way.joint:
         document = timeline(run.fullest_tick().plan, bench.pool, "replay")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.cli import planfile
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.passes.transpose import Policy
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]

@@ -11,14 +11,14 @@ from math import ceil, inf
 
 import numpy as np
 
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.cost import kernel
 from megatron_balance.cost.base import Floats, Ints, Link, routed_s
 from megatron_balance.cost.collectives import Group, all_gather_s
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 
 LAUNCH_S = 10e-6
 """A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its partial result.
@@ -100,7 +100,7 @@ class AnalyticCost:
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
 
-        `pairs` [n, 9]: rows of `core.program.Attend`; `launch` [n]: the launch of each row. A launch takes its work over all SMs, or its
+        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A launch takes its work over all SMs, or its
         longest thread block on one of them, whichever is longer.
         """
         if not len(pairs):

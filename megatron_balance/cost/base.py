@@ -73,7 +73,7 @@ class MachineCost(CostModel, Protocol):
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
 
-        `pairs` [n, 9]: rows of `core.program.Attend` (any order); `launch` [n]: the launch that each row belongs to.
+        `pairs` [n, 9]: rows of `ir.program.Attend` (any order); `launch` [n]: the launch that each row belongs to.
         """
         ...
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal
 
-from megatron_balance.core.cluster import Cluster
 from megatron_balance.cost.base import Link
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
 
 Algorithm = Literal["ring", "tree"]
 

@@ -36,7 +36,7 @@ BACKWARD_EFFICIENCY = 63 / 73
 
 
 def tiles(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Of each pair of regions [n, 9] (`core.program.Attend`), one head: tiles, thread blocks, tiles of the longest thread block.
+    """Of each pair of regions [n, 9] (`ir.program.Attend`), one head: tiles, thread blocks, tiles of the longest thread block.
 
     The query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may be full, causal or neither.
     """

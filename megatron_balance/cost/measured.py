@@ -16,8 +16,6 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.cost.analytic import OPTIMIZER_BYTES, AnalyticCost
 from megatron_balance.cost.base import Floats, Ints, Link, routed_s
 from megatron_balance.cost.contention import Contention
@@ -25,6 +23,8 @@ from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 
 RUN_STEPS = 16
 """Points a doubling at which the time of a square of one run is tabulated for planners."""
@@ -210,7 +210,7 @@ class MeasuredCost:
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
 
-        `pairs` [n, 9]: rows of `core.program.Attend`; `launch` [n]: the launch of each row. A region that is neither full nor causal at
+        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A region that is neither full nor causal at
         its bottom right is two entries of the kernel.
         """
         attention = self.table.attention

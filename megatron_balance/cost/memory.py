@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_balance.core.model import Model
 from megatron_balance.cost.modules import head_module, num_parameters
+from megatron_balance.ir.model import Model
 
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 4

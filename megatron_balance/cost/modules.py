@@ -1,6 +1,6 @@
 """What a token costs outside attention: FLOPs of matrix products and bytes of the element-wise parts between them.
 
-A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v, rotary embedding, attention, output
+A transformer layer as Megatron-ir builds it for LLaMA: norm, one projection to q, k and v, rotary embedding, attention, output
 projection, residual, norm, MLP (gated: SwiGLU), residual. `elements` count what is read and written between the products, each part
 a fused kernel of its own; products are counted in FLOPs alone, their operands being read beside.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_balance.core.model import Model
+from megatron_balance.ir.model import Model
 
 BACKWARD_PRODUCTS = 2.0
 """A product's backward is two of the same size: the gradient of the input and that of the weights."""

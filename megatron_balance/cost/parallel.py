@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s, reduce_scatter_s
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 
 GRADIENT_BYTES = 4
 """Gradients are reduced in fp32 (Megatron-core's default with bf16 weights)."""

@@ -12,11 +12,11 @@ from math import ceil
 
 import numpy as np
 
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.fits import Quadratic, fit_quadratic
 from megatron_balance.cost.parallel import stage_transfer_s, wide_ranks
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 
 RING_BACKWARD = 2
 """A ring's backward moves keys and values again, and their gradients."""

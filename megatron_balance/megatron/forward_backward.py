@@ -11,18 +11,18 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
+from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron import halves, session
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.intervals import ranges
+from megatron_balance.megatron import nano_batches, session
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.pipeline_ticks import TickRun
 from megatron_balance.megatron.planning import PlannedStep
 from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchange, mask_of, read, share_lengths
-from megatron_balance.passes.atoms import ranges
-from megatron_balance.passes.tables import Ints
 from megatron_balance.runtime.bind import Bound, Counters, bind
 from megatron_balance.runtime.lowered import BOTH_PHASES
-from megatron_balance.schedules import layout
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             mine = []  # another rank of this replica read the same samples
         shared = share_lengths(mine, failure, num_microbatches, pool, tensor_parallel)
         planned = job.planner(forward_only).plan(shared.lengths)
-        rows = exchange(*halves.cut(mine, shared, planned.parts, pool.rank), planned.plans, pool, tensor_parallel)
+        rows = exchange(*nano_batches.cut(mine, shared, planned.parts, pool.rank), planned.plans, pool, tensor_parallel)
         if not forward_only:
             _count_flops(shared, pool.readers[pool.replicas[pool.rank]])
         if planned.ticks:
@@ -97,10 +97,10 @@ def _run_ticks(
         raise ConfigError(
             f"pretrain was handed {', '.join(given)}: stages cannot attend together over other groups; set 'pipeline: stages'"
         )
-    homes = [layout(plan, job.pool.rank) for plan in planned.plans]
+    owned = [layout(plan, job.pool.rank) for plan in planned.plans]
 
     def microbatch(index: int) -> PlannedMicrobatch:
-        return halves.together([assemble(rows[at], homes[at], job.row_multiple) for at in planned.plans_of[index]], job.row_multiple)
+        return nano_batches.together([assemble(rows[at], owned[at], job.row_multiple) for at in planned.plans_of[index]], job.row_multiple)
 
     run = TickRun(job, planned.ticks, microbatch, model, forward_only=forward_only)
     result = run.run(**kwargs)
@@ -136,10 +136,10 @@ class Microbatches:
         return self._bound.pop(index) if self._asked[index] == self._chunks else self._bound[index]
 
     def _bind(self, index: int) -> PlannedMicrobatch:
-        parts = [self._bind_part(at, half) for half, at in enumerate(self._plans_of[index])]
-        return halves.together(parts, self._job.row_multiple)
+        parts = [self._bind_part(at, nano_batch) for nano_batch, at in enumerate(self._plans_of[index])]
+        return nano_batches.together(parts, self._job.row_multiple)
 
-    def _bind_part(self, index: int, half: int) -> PlannedMicrobatch:
+    def _bind_part(self, index: int, nano_batch: int) -> PlannedMicrobatch:
         plan, rows, job = self._plans[index], self._rows[index], self._job
         bound = bind(
             plan,
@@ -150,21 +150,21 @@ class Microbatches:
             groups=job.pool.groups,
             policy="replay" if self._forward_only else job.config.backward,  # nothing is kept for a backward that does not come
             kernel=job.config.kernel,
-            half=half,
+            nano_batch=nano_batch,
             phases=("forward",) if self._forward_only else BOTH_PHASES,
         )
         self.counters.append(bound.counters)
-        return assemble(rows, bound.home, job.row_multiple, bound)
+        return assemble(rows, bound.owned, job.row_multiple, bound)
 
 
-def assemble(rows: torch.Tensor, home: Ints, multiple: int, bound: Bound | None = None) -> PlannedMicrobatch:
-    """A microbatch of the rows [T, 3] of this rank, padded to a positive multiple. `home`: rows (seq, start, stop) of what they are.
+def assemble(rows: torch.Tensor, owned: Ints, multiple: int, bound: Bound | None = None) -> PlannedMicrobatch:
+    """A microbatch of the rows [T, 3] of this rank, padded to a positive multiple. `owned`: rows (seq, start, stop) of what they are.
 
     A rank without tokens still takes part in every collective, so it computes masked padding; sequence parallelism needs a multiple of the
     tensor-parallel size.
     """
     padding = multiple if not len(rows) else -len(rows) % multiple
-    positions = torch.from_numpy(ranges(home[:, 1], home[:, 2])[1]).to(rows.device)
+    positions = torch.from_numpy(ranges(owned[:, 1], owned[:, 2])[1]).to(rows.device)
     assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     positions = torch.nn.functional.pad(positions, (0, padding))

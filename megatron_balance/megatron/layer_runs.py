@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron_balance.passes import interleave
-from megatron_balance.passes.interleave import Turn
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.runtime.lowered import PhaseName
 
 
@@ -35,28 +35,28 @@ class Pass(NamedTuple):
     """A pass of attention calls through some layers."""
 
     backward: bool
-    turns: tuple[Turn, ...]
+    segments: tuple[Segment, ...]
 
 
-def attention_passes(config: Any, num_layers: int, num_halves: int, *, backward: bool, training: bool = True) -> tuple[Pass, ...]:
+def attention_passes(config: Any, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True) -> tuple[Pass, ...]:
     """The attention calls of a forward or backward pass through so many layers, in order.
 
     Args:
         config: of the transformer.
         num_layers: of a model chunk.
-        num_halves: half batches that take turns; 1: none do.
+        num_nano_batches: nano-batches that take turns; 1: none do.
         backward: the pass; one that computes forwards again makes their calls too.
         training: without it nothing is computed again.
     """
     runs = layer_runs(config, num_layers, training=training)
     if training and config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
         runs = (LayerRun(1, again=True),) * num_layers
-    forwards = [Pass(False, interleave.forward(run.num_layers, num_halves)) for run in runs]
+    forwards = [Pass(False, ping_pong.forward(run.num_layers, num_nano_batches)) for run in runs]
     if not backward:
         return tuple(forwards)
     found: list[Pass] = []
     for run, forward in zip(reversed(runs), reversed(forwards), strict=True):
-        found += [forward] * run.again + [Pass(True, interleave.backward(forward.turns))]
+        found += [forward] * run.again + [Pass(True, ping_pong.backward(forward.segments))]
     return tuple(found)
 
 

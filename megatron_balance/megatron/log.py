@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
+from megatron_balance.analysis.statistics import figures
 from megatron_balance.config import RunConfig, to_yaml
-from megatron_balance.core.model import Model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.model import Model
 from megatron_balance.megatron.groups import Pool
 from megatron_balance.megatron.tick_figures import BACKWARD, tick_figures
 from megatron_balance.megatron.tokens import PoolLengths, job_device
 from megatron_balance.runtime.bind import Counters
-from megatron_balance.schedules.figures import figures
 from megatron_balance.simulator import pipeline
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class StepLog:
         self._setup = (pool, model, cost)
 
     def begin(self, forward_only: bool) -> None:
-        """A step begins; the first of several passes if Megatron runs it again."""
+        """A step begins; the first of several compile if Megatron runs it again."""
         if not forward_only and self._begun is None:
             self._begun = time.perf_counter()
 

@@ -8,12 +8,12 @@ from importlib.metadata import version
 from itertools import groupby
 
 from megatron_balance.config import planning_cost
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.layers import with_layers
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, Scheduler, hybrid, plan_with
 from megatron_balance.planners.megatron_dynamic.group import Microbatch
-from megatron_balance.runtime.prefetch import PlanSpec
+from megatron_balance.planning.ahead import PlanSpec
+from megatron_balance.planning.layers import with_layers
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ class _Guarded:
 
 
 def own_scheduler() -> Scheduler | None:
-    """The scheduler of the installed megatron-core, or None if it has none or one that fails; a log line says which.
+    """The scheduler of the installed megatron-ir, or None if it has none or one that fails; a log line says which.
 
-    Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its code decides; what surrounds it there
+    Through megatron-ir 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its code decides; what surrounds it there
     (data loader, forward pass) is not used, and does not run in 0.17 to 0.19.
     """
-    name = f"megatron-core {version('megatron-core')}"
+    name = f"megatron-ir {version('megatron-core')}"
     try:
         _schedule(*PROBE)
     except Exception as error:  # whatever the installed version raises, we do without it

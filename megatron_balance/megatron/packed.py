@@ -24,9 +24,9 @@ class BalancedSeqParams(PackedSeqParams):
     backward: BackwardSlot | None = None
     """Where its backward finds the plan of its tick, if the pipeline stages attend together."""
     position_ids: torch.Tensor | None = None
-    """[T] int64: position of each local token in its own sequence, padding tokens included; half by half."""
-    halves: tuple[BalancedSeqParams, ...] = ()
-    """Of a microbatch that runs as two half batches (`megatron.ping_pong`): those of each half, in place of `bound`."""
+    """[T] int64: position of each local token in its own sequence, padding tokens included; half by nano-batch."""
+    nano_batches: tuple[BalancedSeqParams, ...] = ()
+    """Of a microbatch that runs as two nano-batches (`megatron.ping_pong`): those of each nano-batch, in place of `bound`."""
 
     def __post_init__(self) -> None:
         """Nothing to derive: the base class precomputes Mamba's sequence index, which needs cu_seqlens."""

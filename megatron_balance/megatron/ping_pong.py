@@ -1,7 +1,7 @@
-"""A transformer block over two half batches in turns, so that the exchanges of one run beside the computation of the other.
+"""A transformer block over two nano-batches interleaved, so that the exchanges of one run beside the computation of the other.
 
-The order is `passes.interleave`'s. Its linear step is what a layer does behind core attention and, fused with that, what the next layer
-does before it (DistCA, section 4.1). Megatron's layer is taken apart at core attention: everything before and after is its own submodules,
+The order is `compile.ping_pong`'s. Its linear step is what a layer does behind ir attention and, fused with that, what the next layer
+does before it (DistCA, section 4.1). Megatron's layer is taken apart at ir attention: everything before and after is its own submodules,
 called as `TransformerLayer` and `Attention` call them; patches/ping_pong.py pins the sources that were read for it. What cannot be taken
 apart so is refused.
 """
@@ -26,19 +26,19 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_balance.config import HALVED_BY_DEFAULT, RunConfig
+from megatron_balance.compile.ping_pong import forward as interleaved
+from megatron_balance.config import PING_PONG_BY_DEFAULT, RunConfig
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
 from megatron_balance.megatron.layer_runs import layer_runs
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.router import BalancedRouter, router_of
-from megatron_balance.passes.interleave import forward as in_turns
 from megatron_balance.runtime.attention import AttentionCall
 
 log = logging.getLogger(__name__)
 
 RECOMPUTED = frozenset({"mlp", "moe_act", "shared_experts"})
-"""Modules of `--recompute-modules` that lie within one linear step, and have no part in the losses of both halves."""
+"""Modules of `--recompute-modules` that lie within one linear step, and have no part in the losses of both nano-batches."""
 
 Refusal: TypeAlias = tuple[Callable[[Any], bool], str]
 
@@ -49,10 +49,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "--recompute-modules, or recompute whole layers (full)",
     ),
     (lambda args: bool(args.distribute_saved_activations), "--distribute-saved-activations splits what a checkpoint of one batch saves"),
-    (lambda args: args.fp8 is not None or args.fp4 is not None, "--fp8-format and --fp4-format quantise layer by layer, not half by half"),
+    (
+        lambda args: args.fp8 is not None or args.fp4 is not None,
+        "--fp8-format and --fp4-format quantise layer by layer, not half by nano-batch",
+    ),
     (
         lambda args: args.num_experts is not None and args.moe_token_dispatcher_type != "alltoall",
-        "--moe-token-dispatcher-type flex has not been tried with two half batches under way; use alltoall",
+        "--moe-token-dispatcher-type flex has not been tried with two nano-batches under way; use alltoall",
     ),
     (
         lambda args: bool(getattr(args, "moe_enable_routing_replay", False)),
@@ -65,7 +68,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
-    """Whether microbatches run as two half batches; by default with planner distca, where every flag allows it.
+    """Whether microbatches run as two nano-batches; by default with planner distca, where every flag allows it.
 
     Raises:
         ConfigError: they shall be, and something does not allow it.
@@ -74,10 +77,10 @@ def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
         return False
     reasons = [reason for refused, reason in REFUSALS if refused(args)]
     if config.ping_pong == "auto":
-        if config.planner.name != HALVED_BY_DEFAULT:
+        if config.planner.name != PING_PONG_BY_DEFAULT:
             return False
         if reasons:
-            log.warning("microbatches run whole, not as two half batches: %s", "; ".join(reasons))
+            log.warning("microbatches run whole, not as two nano-batches: %s", "; ".join(reasons))
         return not reasons
     if reasons:
         raise ConfigError(f"ping_pong: true: {'; '.join(reasons)}")
@@ -85,7 +88,7 @@ def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
 
 
 def able(model: torch.nn.Module, config: RunConfig) -> bool:
-    """Whether every layer of a model can be taken apart at core attention.
+    """Whether every layer of a model can be taken apart at ir attention.
 
     Raises:
         ConfigError: it shall be, and one cannot.
@@ -97,14 +100,14 @@ def able(model: torch.nn.Module, config: RunConfig) -> bool:
                 continue
             reason = f"{name}: {foreign}"
             if config.ping_pong == "auto":
-                log.warning("microbatches run whole, not as two half batches: %s", reason)
+                log.warning("microbatches run whole, not as two nano-batches: %s", reason)
                 return False
             raise ConfigError(f"ping_pong: true: {reason}")
     return True
 
 
 def _foreign(layer: torch.nn.Module) -> str | None:
-    """What a layer is other than a `TransformerLayer` with self-attention and nothing across, and a router that knows of halves."""
+    """What a layer is other than a `TransformerLayer` with self-attention and nothing across, and a router that knows of nano-batches."""
     plain = type(layer) is TransformerLayer and type(layer.self_attention) is SelfAttention
     if not plain or not all(isinstance(part, IdentityOp) for part in (layer.cross_attention, layer.pre_cross_attn_layernorm)):
         return f"{type(layer).__name__} with {type(getattr(layer, 'self_attention', None)).__name__} is not Megatron's own layer"
@@ -114,8 +117,8 @@ def _foreign(layer: torch.nn.Module) -> str | None:
     return None
 
 
-class _Half(NamedTuple):
-    """One half batch in a block, `number` of `count`. `rotary` [rows, 1, 1, D], or None; `padding` [1, T]: rows of no sequence, where
+class _NanoBatch(NamedTuple):
+    """One nano-batch in a block, `number` of `count`. `rotary` [rows, 1, 1, D], or None; `padding` [1, T]: rows of no sequence, where
     there are experts.
     """
 
@@ -129,19 +132,19 @@ class _Half(NamedTuple):
 def run_block(
     block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None, params: BalancedSeqParams
 ) -> Tensor:
-    """`TransformerBlock.forward` over the halves that `params` carry: hidden states [T, 1, h], and which rows [1, T] belong to no sequence
-    where there are experts, as `megatron.halves` lays them out.
+    """`TransformerBlock.forward` over the nano-batches that `params` carry: hidden states [T, 1, h], and which rows [1, T] belong to no sequence
+    where there are experts, as `megatron.nano_batches` lays them out.
     """
     if not block.pre_process:
         hidden_states = cast(Tensor, block.input_tensor)
     hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
     shares = block.config.tensor_model_parallel_size if block.config.sequence_parallel else 1
-    rows = [_rows(half) for half in params.halves]
+    rows = [_rows(nano_batch) for nano_batch in params.nano_batches]
     rotary: Sequence[Tensor | None] = [None] * len(rows) if rotary_pos_emb is None else rotary_pos_emb.split(rows)
     padding: Sequence[Tensor | None] = (
         [None] * len(rows) if padding_mask is None else padding_mask.split([n // shares for n in rows], dim=1)
     )
-    halves = [_Half(at, len(rows), *own) for at, own in enumerate(zip(params.halves, rotary, padding, strict=True))]
+    nano_batches = [_NanoBatch(at, len(rows), *own) for at, own in enumerate(zip(params.nano_batches, rotary, padding, strict=True))]
     states = hidden_states.split([n // shares for n in rows])
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
@@ -149,7 +152,7 @@ def run_block(
         left = iter(cast("list[TransformerLayer]", list(block.layers)))
         for num_layers, again in layer_runs(block.config, len(block.layers), training=block.training):
             layers = list(islice(left, num_layers))
-            states = _checkpointed(layers, halves, states) if again else _run_layers(layers, halves, states)
+            states = _checkpointed(layers, nano_batches, states) if again else _run_layers(layers, nano_batches, states)
     hidden_states = torch.cat(list(states))
     if block.final_layernorm is not None:
         hidden_states = make_viewless_tensor(inp=apply_module(block.final_layernorm)(hidden_states), requires_grad=True, keep_graph=True)
@@ -161,34 +164,34 @@ def _rows(params: BalancedSeqParams) -> int:
     return len(params.position_ids)
 
 
-def _checkpointed(layers: Sequence[TransformerLayer], halves: Sequence[_Half], states: Sequence[Tensor]) -> Sequence[Tensor]:
+def _checkpointed(layers: Sequence[TransformerLayer], nano_batches: Sequence[_NanoBatch], states: Sequence[Tensor]) -> Sequence[Tensor]:
     def run(*saved: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_run_layers(layers, halves, saved))
+        return tuple(_run_layers(layers, nano_batches, saved))
 
     return tensor_parallel.checkpoint(run, False, *states)
 
 
-def _run_layers(layers: Sequence[TransformerLayer], halves: Sequence[_Half], states: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Hidden states of each half behind these layers."""
-    turning = [_Turning(layers, half, state) for half, state in zip(halves, states, strict=True)]
-    for half, layer, part in in_turns(len(layers), len(halves)):
+def _run_layers(layers: Sequence[TransformerLayer], nano_batches: Sequence[_NanoBatch], states: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Hidden states of each nano-batch behind these layers."""
+    turning = [_PingPongRun(layers, nano_batch, state) for nano_batch, state in zip(nano_batches, states, strict=True)]
+    for nano_batch, layer, part in interleaved(len(layers), len(nano_batches)):
         match part:
             case "linear":
-                turning[half].linear(layer)
+                turning[nano_batch].linear(layer)
             case "start":
-                turning[half].start(layer)
+                turning[nano_batch].start(layer)
             case "attend":
-                turning[half].attend()
+                turning[nano_batch].attend()
             case "end":
-                turning[half].end()
+                turning[nano_batch].end()
     return [each.state for each in turning]
 
 
-class _Turning:
-    """One half batch on its way through the layers. `state`: hidden states [T, 1, h], before attention those that it is added to."""
+class _PingPongRun:
+    """One nano-batch on its way through the layers. `state`: hidden states [T, 1, h], before attention those that it is added to."""
 
-    def __init__(self, layers: Sequence[TransformerLayer], half: _Half, state: Tensor) -> None:
-        self.layers, self.half, self.state = layers, half, state
+    def __init__(self, layers: Sequence[TransformerLayer], nano_batch: _NanoBatch, state: Tensor) -> None:
+        self.layers, self.nano_batch, self.state = layers, nano_batch, state
         self.qkv: tuple[Tensor, Tensor, Tensor] | None = None
         self.call: AttentionCall | None = None
         self.out: Tensor | None = None
@@ -197,14 +200,14 @@ class _Turning:
         """What the layer before does behind its attention, and what this one does before its own."""
         if layer:
             assert self.out is not None
-            self.state = behind(self.layers[layer - 1], self.out, self.state, self.half)
+            self.state = behind(self.layers[layer - 1], self.out, self.state, self.nano_batch)
             self.out = None
         if layer < len(self.layers):
-            self.qkv, self.state = before(self.layers[layer], self.state, self.half.rotary)
+            self.qkv, self.state = before(self.layers[layer], self.state, self.nano_batch.rotary)
 
     def start(self, layer: int) -> None:
         assert self.qkv is not None
-        params = self.half.params
+        params = self.nano_batch.params
         bound, scale = params.bound_now, softmax_scale_of(self.layers[layer].self_attention.core_attention)
         self.call = AttentionCall(bound, scale, params.backward)
         self.call.start(*rows_of(*self.qkv, bound))
@@ -216,12 +219,12 @@ class _Turning:
 
     def end(self) -> None:
         assert self.call is not None
-        self.out = padded(self.call.end(), _rows(self.half.params))
+        self.out = padded(self.call.end(), _rows(self.nano_batch.params))
         self.call = None
 
 
 def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """What a layer does before core attention: query, key and value [T, 1, heads, D], and what its output is added to."""
+    """What a layer does before ir attention: query, key and value [T, 1, heads, D], and what its output is added to."""
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)
     if layer.config.fp32_residual_connection:
@@ -239,12 +242,12 @@ def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tup
     return (query, key, value), residual
 
 
-def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, half: _Half) -> Tensor:
-    """What a layer does with the output [T, 1, H * D] of core attention: its hidden states."""
+def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _NanoBatch) -> Tensor:
+    """What a layer does with the output [T, 1, H * D] of ir attention: its hidden states."""
     projected = apply_module(layer.self_attention.linear_proj)(out)
     with layer.bias_dropout_add_exec_handler():
         state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, residual, layer.hidden_dropout)
     router = router_of(layer)
-    with nullcontext() if router is None else router.routing_half(half.number, half.count):
-        mlp = layer._forward_mlp(state, padding_mask=half.padding, packed_seq_params=half.params)
+    with nullcontext() if router is None else router.routing_nano_batch(nano_batch.number, nano_batch.count):
+        mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, packed_seq_params=nano_batch.params)
     return cast(Tensor, mlp)  # parts only where CUDA graphs are captured

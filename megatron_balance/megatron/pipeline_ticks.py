@@ -1,9 +1,9 @@
 """Megatron's step in ticks: all pipeline stages in one phase at a time, their attention planned together (DistCA, section 4.1).
 
 Takes the place of Megatron's pipeline schedules for a planner that plans so. Passes, loss, gradient sums and transfers between stages are
-Megatron's own functions; only the order is ours (`schedules.ticks`), and what a stage does without a microbatch of its own: it makes
+Megatron's own functions; only the order is ours (`planning.tick_order`), and what a stage does without a microbatch of its own: it makes
 the attention calls of the others' layers. All stages and chunks have the same number of layers, which `arguments` sees to. Where
-microbatches run as two half batches (`megatron.ping_pong`), a tick has a plan for each.
+microbatches run as two nano-batches (`megatron.ping_pong`), a tick has a plan for each.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from megatron_balance.core.plan import Tiling
-from megatron_balance.core.tick import Cell, Tick, TickPlan
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.plan import TaskTable
+from megatron_balance.ir.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.layer_runs import attention_passes, phases
-from megatron_balance.passes.tables import as_array
+from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters, bind
 from megatron_balance.runtime.joint import Server
 from megatron_balance.runtime.lowered import PhaseName
-from megatron_balance.schedules.ticks import neighbour, passes_on
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.session import Session
@@ -43,26 +43,26 @@ class TickRun:
     """One step of this rank."""
 
     def __init__(
-        self, job: Session, halves: Sequence[Sequence[TickPlan]], microbatches: MakeMicrobatch, model: Any, *, forward_only: bool
+        self, job: Session, nano_batches: Sequence[Sequence[TickPlan]], microbatches: MakeMicrobatch, model: Any, *, forward_only: bool
     ) -> None:
         """Nothing runs yet.
 
         Args:
             job: of this process.
-            halves: the ticks of the step with their plans, by half batch.
+            nano-batches: the ticks of the step with their plans, by nano-batch.
             microbatches: what this rank computes of each, without a bound plan.
             model: Megatron's, a list of chunks or one.
             forward_only: evaluation.
         """
         self.job = job
-        self.ticks = [one.tick for one in halves[0]]
+        self.ticks = [one.tick for one in nano_batches[0]]
         self.chunks: list[Any] = model if isinstance(model, list) else [model]
         self.config: Any = get_model_config(self.chunks[0])
         self.forward_only = forward_only
         self.stage = job.pool.stage
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = microbatches
-        self.bounds = _Bounds(job, halves, {backward: self._phases(backward=backward) for backward in (False, True)})
+        self.bounds = _Bounds(job, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)})
         self.passes: Any = schedules
         group = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
         self.communicator: Any = P2PCommunicator(group, _with_known_shapes(self.config))
@@ -160,9 +160,9 @@ class TickRun:
         server = Server(self.job.dtype, self.num_tokens.device, softmax_scale(self.config))
         layers, training = self.job.layers_per_chunk, not self.forward_only
         passes = attention_passes(self.config, layers, len(bounds), backward=tick.backward, training=training)
-        for backward, turns in passes:
-            server.serve(bounds, turns, backward=backward)
-        calls = sum(turn.half == 0 and turn.part == "attend" for _, turns in passes for turn in turns)
+        for backward, segments in passes:
+            server.serve(bounds, segments, backward=backward)
+        calls = sum(segment.nano_batch == 0 and segment.part == "attend" for _, segments in passes for segment in segments)
         for bound in bounds:
             bound.counters.idle_tasks += calls * num_tasks(bound)
 
@@ -244,26 +244,26 @@ class TickRun:
 class _Bounds:
     """The plans of a step's ticks, each bound when first needed, for the phases of all ticks that run it, and let go after the last."""
 
-    def __init__(self, job: Session, halves: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]) -> None:
+    def __init__(self, job: Session, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]) -> None:
         """`phases_of`: a backward tick, or one that is none."""
         self._job = job
-        self._halves = halves
-        self._last = {planned.tick.microbatches: number for number, planned in enumerate(halves[0])}
+        self._nano_batches = nano_batches
+        self._last = {planned.tick.microbatches: number for number, planned in enumerate(nano_batches[0])}
         self._phases: dict[tuple[int | None, ...], frozenset[PhaseName]] = {}
-        for tick in (planned.tick for planned in halves[0]):
+        for tick in (planned.tick for planned in nano_batches[0]):
             self._phases[tick.microbatches] = self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
         self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
         self.counters: list[Counters] = []
 
     def take(self, number: int) -> tuple[Bound, ...]:
-        """The bound plans of tick `number`, by half batch; they are asked for in order."""
-        key = self._halves[0][number].tick.microbatches
+        """The bound plans of tick `number`, by nano-batch; they are asked for in order."""
+        key = self._nano_batches[0][number].tick.microbatches
         if key not in self._bound:
-            self._bound[key] = tuple(self._bind(ticks[number], half) for half, ticks in enumerate(self._halves))
+            self._bound[key] = tuple(self._bind(ticks[number], nano_batch) for nano_batch, ticks in enumerate(self._nano_batches))
             self.counters += [bound.counters for bound in self._bound[key]]
         return self._bound.pop(key) if self._last[key] == number else self._bound[key]
 
-    def _bind(self, planned: TickPlan, half: int) -> Bound:
+    def _bind(self, planned: TickPlan, nano_batch: int) -> Bound:
         job, joint = self._job, self._job.pool.joint
         return bind(
             planned.plan,
@@ -272,9 +272,9 @@ class _Bounds:
             dtype=job.dtype,
             device=torch.empty(0, device="cuda").device,
             groups=joint,
-            policy="replay",  # a backward tick's plan is another than that of the forward: it begins with what is at home
+            policy="replay",  # a backward tick's plan is another than that of the forward: it begins with what is owned
             kernel=job.config.kernel,
-            half=half,
+            nano_batch=nano_batch,
             phases=self._phases[planned.tick.microbatches],
         )
 
@@ -286,18 +286,18 @@ def softmax_scale(config: Any) -> float:
 
 def num_tasks(bound: Bound) -> int:
     """Tasks that a rank has in one attention call."""
-    tilings = (zone for zone in bound.plan.zones if isinstance(zone, Tiling))
-    return sum(int((as_array(zone.tasks)[:, 0] == bound.rank).sum()) for zone in tilings)
+    task_tables = (zone for zone in bound.plan.zones if isinstance(zone, TaskTable))
+    return sum(int((as_array(zone.tasks)[:, 0] == bound.rank).sum()) for zone in task_tables)
 
 
 def _with_plans(batch: PlannedMicrobatch, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
-    """A microbatch with the plans of a tick, by half."""
+    """A microbatch with the plans of a tick, by nano-batch."""
     whole = batch.params
     parts = [
         dataclasses.replace(params, bound=bound, backward=slot)
-        for params, bound, slot in zip(whole.halves or (whole,), bounds, slots, strict=True)
+        for params, bound, slot in zip(whole.nano_batches or (whole,), bounds, slots, strict=True)
     ]
-    params = dataclasses.replace(whole, halves=tuple(parts)) if whole.halves else parts[0]
+    params = dataclasses.replace(whole, nano_batches=tuple(parts)) if whole.nano_batches else parts[0]
     return dataclasses.replace(batch, params=params)
 
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_balance import make_planner
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
-from megatron_balance.core.tick import TickPlan, fingerprint
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.halves import Parts, parts_of
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.tick import TickPlan, fingerprint
+from megatron_balance.megatron.nano_batches import Parts, parts_of
 from megatron_balance.megatron.own_scheduler import own_planner
+from megatron_balance.planning.ahead import PlanAhead, PlanSpec
 from megatron_balance.runtime.agree import check_agreement
-from megatron_balance.runtime.prefetch import PlanAhead, PlanSpec
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.session import Session
@@ -46,7 +46,7 @@ class PlannedStep:
     wait_s: float
     parts: tuple[Parts, ...] = ()
     ticks: tuple[tuple[TickPlan, ...], ...] = ()
-    """Where all pipeline stages attend together: then `plans` say where tokens are at home, and these how they attend, by half batch."""
+    """Where all pipeline stages attend together: then `plans` say where tokens are owned, and these how they attend, by nano-batch."""
 
     @property
     def fingerprint(self) -> str:
@@ -117,7 +117,7 @@ class StepPlanner:
 
     def _parts(self, lengths: Sequence[tuple[int, ...]]) -> tuple[Parts, ...]:
         """By microbatch, the sequences that are planned together."""
-        return tuple(parts_of(microbatch, halved=self._job.ping_pong) for microbatch in lengths)
+        return tuple(parts_of(microbatch, ping_pong=self._job.ping_pong) for microbatch in lengths)
 
     def _planned(self, lengths: Sequence[tuple[int, ...]], parts: Sequence[Parts]) -> PlannedStep:
         """Plans for `lengths` of each part of each microbatch, made ahead or now."""
@@ -186,7 +186,7 @@ class StepPlanner:
             lengths = self._coming(consumed + m * self._samples())
             if (consumed, m, 0) in self._submitted or lengths is None:
                 continue
-            for at, part in enumerate(parts_of(lengths, halved=self._job.ping_pong)):
+            for at, part in enumerate(parts_of(lengths, ping_pong=self._job.ping_pong)):
                 self._ahead.submit((consumed, m, at), part_lengths(lengths, part))
                 self._submitted.add((consumed, m, at))
 

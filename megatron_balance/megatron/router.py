@@ -1,7 +1,7 @@
-"""Megatron's router of experts for planned microbatches: half batches whose losses are those of the microbatch, and rows of no sequence.
+"""Megatron's router of experts for planned microbatches: nano-batches whose losses are those of the microbatch, and rows of no sequence.
 
 Its load-balancing loss multiplies the probability of each expert with the number of tokens sent there, both over all tokens of a
-microbatch, so the losses of two halves do not add up to it. The halves go through a layer one after the other (`megatron.ping_pong`): the
+microbatch, so the losses of two nano-batches do not add up to it. The nano-batches go through a layer one after the other (`megatron.ping_pong`): the
 first one leaves what its losses are made of, and the second one's call takes them over both, once, in place of Megatron's. Loss, what is
 logged of it and the running counts of global_aux_loss are then those of a microbatch in one piece. The gradient reaches the first half
 through what it left, at a time when the backward has not come to it yet. The counts behind an expert's bias add up by themselves;
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Left:
-    """What the halves so far left of one layer. `last`: the half that is routed now. `balanced`: scores and routing by name of a loss."""
+    """What the nano-batches so far left of one layer. `last`: the half that is routed now. `balanced`: scores and routing by name of a loss."""
 
     last: bool = False
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -38,28 +38,28 @@ class BalancedRouter(TopKRouter):
         """Arguments as Megatron's."""
         super().__init__(*args, **kwargs)
         self._left = _Left()
-        self._by_halves = False
+        self._by_nano_batch = False
 
     @contextmanager
-    def routing_half(self, number: int, num_halves: int) -> Iterator[None]:
-        """What is routed inside is half batch `number` of a microbatch; they come in order."""
+    def routing_nano_batch(self, number: int, num_nano_batches: int) -> Iterator[None]:
+        """What is routed inside is nano-batch `number` of a microbatch; they come in order."""
         if number == 0:
             self._left = _Left()
-        self._left.last = number == num_halves - 1
-        self._by_halves = True
+        self._left.last = number == num_nano_batches - 1
+        self._by_nano_batch = True
         try:
             yield
         finally:
-            self._by_halves = False
+            self._by_nano_batch = False
             if self._left.last:
                 self._left = _Left()
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Logits [T, experts] with the z-loss of all halves behind those of the last. `padding_mask` [T]: rows of no sequence."""
+        """Logits [T, experts] with the z-loss of all nano-batches behind those of the last. `padding_mask` [T]: rows of no sequence."""
         counts = self.config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
-        if not self._by_halves or not counts:
+        if not self._by_nano_batch or not counts:
             return super().apply_z_loss(logits, padding_mask)
-        assert padding_mask is not None, "half batches say which rows are padding"
+        assert padding_mask is not None, "nano-batches say which rows are padding"
         self._left.logits.append((logits, padding_mask))
         if not self._left.last:
             return logits
@@ -80,9 +80,9 @@ class BalancedRouter(TopKRouter):
         )
 
     def _balanced(self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool) -> Tensor:
-        """Probabilities [T, experts] with a loss of all halves behind those of the last. `given`: they, scores and routing."""
+        """Probabilities [T, experts] with a loss of all nano-batches behind those of the last. `given`: they, scores and routing."""
         probs, scores, routing_map = given
-        if not self._by_halves or not self.get_aux_loss_coeff(name):
+        if not self._by_nano_batch or not self.get_aux_loss_coeff(name):
             return apply(probs, scores, routing_map, with_padding_mask)
         seen = self._left.balanced.setdefault(name, [])
         seen.append((scores, routing_map))

@@ -17,9 +17,9 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron_balance.config import RunConfig, planning_cost
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.megatron import core_attention, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
@@ -44,7 +44,7 @@ class Session:
         self.joint = attends_jointly(args, config)
         """Whether all pipeline stages attend together, tick by tick."""
         self.ping_pong = ping_pong.wanted(args, config)
-        """Whether microbatches run as two half batches."""
+        """Whether microbatches run as two nano-batches."""
         self.steps = StepLog(args, config)
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
@@ -145,7 +145,7 @@ class Session:
         """Check and adapt a model at its first step: attention by plan, positions by token, shapes that vary.
 
         Raises:
-            ConfigError: a model that attends past our core attention, or whose positions cannot be given.
+            ConfigError: a model that attends past our ir attention, or whose positions cannot be given.
         """
         for chunk in model if isinstance(model, list) else [model]:
             if id(chunk) in self._prepared:
@@ -171,9 +171,9 @@ def attends_jointly(args: argparse.Namespace, config: RunConfig) -> bool:
     """
     if args.pipeline_model_parallel_size == 1 or config.planner is None or config.pipeline == "stages":
         return False
-    if config.pipeline is None and PLANNERS[config.planner.name].plan_homes is None:
+    if config.pipeline is None and PLANNERS[config.planner.name].plan_owned is None:
         return False
-    if PLANNERS[config.planner.name].plan_homes is None:
+    if PLANNERS[config.planner.name].plan_owned is None:
         raise ConfigError(
             f"pipeline: joint: planner {config.planner.name} plans each stage for itself; choose distca, or 'pipeline: stages'"
         )

@@ -8,27 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.core.model import Model
-from megatron_balance.core.tick import TickPlan
+from megatron_balance.analysis.statistics import figures
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
-from megatron_balance.schedules.figures import figures
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.tick import TickPlan
 
 BACKWARD = 2
 """A layer's backward pass takes twice its forward pass."""
 
 
-def tick_figures(halves: Sequence[Sequence[TickPlan]], model: Model, cost: AnalyticCost | MeasuredCost, num_chunks: int) -> dict[str, Any]:
+def tick_figures(
+    nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost: AnalyticCost | MeasuredCost, num_chunks: int
+) -> dict[str, Any]:
     """Figures of the ticks. What is received counts, as for microbatches, one layer of every forward pass of a stage.
 
     Args:
-        halves: the ticks of the step, by half batch.
+        nano-batches: the ticks of the step, by nano-batch.
         model: the whole model.
         cost: its cluster's NICs are those of the ranks.
         num_chunks: of each stage.
     """
-    each = list(chain.from_iterable(_by_tick(ticks, model, cost.cluster.ranks_per_nic) for ticks in halves))
-    ticks = list(chain.from_iterable(halves))
+    each = list(chain.from_iterable(_by_tick(ticks, model, cost.cluster.ranks_per_nic) for ticks in nano_batches))
+    ticks = list(chain.from_iterable(nano_batches))
     forward = [found for one, found in zip(ticks, each, strict=True) if not one.tick.backward]
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
@@ -37,7 +39,7 @@ def tick_figures(halves: Sequence[Sequence[TickPlan]], model: Model, cost: Analy
     passes = [BACKWARD if one.tick.backward else 1 for one in ticks]
     return {
         "planner": ticks[0].plan.planner,
-        "num_ticks": len(halves[0]),
+        "num_ticks": len(nano_batches[0]),
         "kv_tokens_received": sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in forward) / num_chunks,
         "kv_tokens_received_inter_node": sum(float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward) / num_chunks,
         "routed_transfers": sum(f["routed_transfers"] for f in forward),

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.compile.layouts import RANK, SEQ, START, STOP, layouts
+from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import BalanceError, DataError
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.megatron.data import Sequences, unpack
 from megatron_balance.megatron.groups import Pool
-from megatron_balance.passes.atoms import ranges
-from megatron_balance.passes.tables import Ints
-from megatron_balance.schedules import layout
-from megatron_balance.schedules.layouts import RANK, SEQ, START, STOP, layouts
 
 COLUMNS = 3
 """token, label, and the loss mask's bits."""
@@ -146,14 +146,14 @@ def exchange(
         tensor_parallel: its rank 0 exchanges and hands on.
     """
     device = job_device()
-    homes = [layout(plan, pool.rank) for plan in plans]
-    counts = [int((home[:, 2] - home[:, 1]).sum()) for home in homes]
+    owned = [layout(plan, pool.rank) for plan in plans]
+    counts = [int((rows[:, 2] - rows[:, 1]).sum()) for rows in owned]
     rows = torch.zeros(sum(counts), COLUMNS, dtype=torch.int64, device=device)
     if not pool.has_tokens:
         return list(rows.split(counts))
     if tensor_parallel.is_source:
         send_counts, send_index = _sends(mine, shared, plans, pool)
-        recv_counts, recv_index = _receives(homes, shared, pool.size)
+        recv_counts, recv_index = _receives(owned, shared, pool.size)
         table = _table(mine).to(device)
         sent = table[torch.from_numpy(send_index).to(device)].contiguous()
         received = torch.empty_like(rows)
@@ -208,13 +208,13 @@ def _starts(shared: PoolLengths, rank: int) -> list[Ints]:
     return result
 
 
-def _receives(homes: Sequence[Ints], shared: PoolLengths, num_ranks: int) -> tuple[list[int], Ints]:
+def _receives(owned: Sequence[Ints], shared: PoolLengths, num_ranks: int) -> tuple[list[int], Ints]:
     """Tokens to receive from each pool rank, and for every row of this rank's layout its place in what arrives.
 
     Tokens arrive source by source; from one source in the order of microbatch and layout.
     """
-    sources = np.concatenate([np.empty(0, dtype=np.int64), *(o[h[:, 0]] for o, h in zip(shared.owners, homes, strict=True))])
-    sizes = np.concatenate([np.empty(0, dtype=np.int64), *(h[:, 2] - h[:, 1] for h in homes)])
+    sources = np.concatenate([np.empty(0, dtype=np.int64), *(o[h[:, 0]] for o, h in zip(shared.owners, owned, strict=True))])
+    sizes = np.concatenate([np.empty(0, dtype=np.int64), *(h[:, 2] - h[:, 1] for h in owned)])
     order = np.argsort(sources, kind="stable")
     arrives = np.empty(len(order), dtype=np.int64)
     arrives[order] = np.cumsum(sizes[order]) - sizes[order]

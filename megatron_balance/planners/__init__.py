@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
-from megatron_balance.core.rows import Rows
 from megatron_balance.cost.base import CostModel
-from megatron_balance.layers import Layers
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import distca, flexsp, hybrid_dp, llama_all_gather, megatron_dynamic, packing, te_ring, ulysses, zeppelin
+from megatron_balance.planning.layers import Layers
 from megatron_balance.solvers.placed import Members
 
 NO_LAYERS = Layers()
@@ -35,9 +35,9 @@ class Planner:
     layers: Layers = NO_LAYERS
     plan_batch: Callable[[Batch, Cluster, Model, CostModel, Any], tuple[BatchPlan, Members]] | None = None
     """A system that makes microbatches of its own, from a batch that may be larger than the pool: their plans and their sequences."""
-    plan_homes: Callable[[tuple[int, ...], Rows, Cluster, Model, CostModel, Any], MicrobatchPlan] | None = None
+    plan_owned: Callable[[tuple[int, ...], Rows, Cluster, Model, CostModel, Any], MicrobatchPlan] | None = None
     """A system that attends for tokens wherever they are, so also for those of several pipeline stages at once: from lengths, and rows
-    (rank, seq, start, stop) of where they are at home, to a plan with these homes, whatever ranks have none."""
+    (rank, seq, start, stop) of where they are owned, to a plan with these owners, whatever ranks have none."""
     num_holders: Callable[[Cluster, Any], int] | None = None
     """A system that may leave ranks without tokens: how many hold some. None: all."""
 
@@ -50,6 +50,6 @@ PLANNERS: dict[str, Planner] = {
     "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch),
     "flexsp": Planner(flexsp.plan, flexsp.FlexSpOptions, plan_batch=flexsp.plan_batch),
     "megatron_dynamic": Planner(megatron_dynamic.plan, megatron_dynamic.MegatronDynamicOptions, plan_batch=megatron_dynamic.plan_batch),
-    "distca": Planner(distca.plan, distca.DistcaOptions, plan_homes=distca.plan_homes, num_holders=distca.num_holders),
+    "distca": Planner(distca.plan, distca.DistcaOptions, plan_owned=distca.plan_owned, num_holders=distca.num_holders),
     "zeppelin": Planner(zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays")),
 }

@@ -29,12 +29,12 @@ from functools import lru_cache
 from math import ceil
 from typing import Literal
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.solvers.capacity import check_each, check_pool
 from megatron_balance.solvers.groups import arrange, sizes
 from megatron_balance.solvers.placed import Frame, Members

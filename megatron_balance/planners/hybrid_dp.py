@@ -4,7 +4,7 @@ Paper: ByteScale (Ge et al., arXiv 2502.21231), hybrid data parallelism and its 
 sections 2.2 and 5, "Hybrid DP") describes it as its baseline: data parallelism for short and ring context parallelism for long
 sequences, FLOPs balanced over ranks, and where the short sequences of a rank exceed its memory, further microbatches.
 
-What we implement: a limit on a rank's FLOPs (attention and linear modules, `core.model`), the mean and `tolerance` more. Sequences,
+What we implement: a limit on a rank's FLOPs (attention and linear modules, `ir.model`), the mean and `tolerance` more. Sequences,
 longest first, take the fewest ranks (a power of two, or all) on which neither this limit nor the capacity is passed: of the runs of
 neighbouring ranks, inside a node where it fits, the fullest. If that cannot be, the limit is raised. `plan_batch` is the system's own
 form: tokens go to as many microbatches as memory asks for, and only the sum of FLOPs over them is limited.
@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.solvers.capacity import check_each, check_pool
 from megatron_balance.solvers.groups import blocks, rank_tokens, sizes
 from megatron_balance.solvers.placed import Frame, Members

@@ -23,13 +23,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
-from megatron_balance.core.rows import Rows
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.rows import Rows
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.packing import best_fit
 
@@ -45,7 +45,7 @@ class PackingOptions:
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: PackingOptions) -> MicrobatchPlan:
-    """A local zone for each rank that has whole sequences, and before them one tiling of all that is cut.
+    """A local zone for each rank that has whole sequences, and before them one task table of all that is cut.
 
     Raises:
         InfeasibleError: the batch has more tokens than the ranks hold.
@@ -62,15 +62,15 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
             whole[pack].append(seq)
     room = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
     cut = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
-    zones: list[Zone | Tiling] = [_cut([(seq, lengths[seq]) for seq in sorted(cut)], room)] if cut else []
+    zones: list[Zone | TaskTable] = [_cut([(seq, lengths[seq]) for seq in sorted(cut)], room)] if cut else []
     zones += [Zone(LOCAL, "ring", (rank,), tuple(sorted(seqs))) for rank, seqs in sorted(whole.items()) if seqs]
     return MicrobatchPlan("packing", lengths, num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, tuple(zones))
 
 
-def _cut(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> Tiling:
+def _cut(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> TaskTable:
     """Sequences (id, length) one after the other into the room of the ranks; the rank of the queries attends to all keys before them."""
     fragments = list(_fill(seqs, room))
-    return Tiling(CUT, Rows.of(4, fragments), Rows.of(6, [(*fragment, 0, fragment[3]) for fragment in fragments]))
+    return TaskTable(CUT, Rows.of(4, fragments), Rows.of(6, [(*fragment, 0, fragment[3]) for fragment in fragments]))
 
 
 def _fill(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
@@ -111,7 +111,7 @@ def redundant_pairs_per_rank(plan: MicrobatchPlan) -> tuple[int, ...]:
     """
     packs: list[list[int]] = [[] for _ in range(plan.num_ranks)]
     for zone in plan.zones:
-        if isinstance(zone, Tiling):
+        if isinstance(zone, TaskTable):
             for rank, _, start, stop in zone.fragments:
                 packs[rank].append(stop - start)
         elif len(zone.ranks) == 1:

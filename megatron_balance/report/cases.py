@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from megatron_balance.config import PlannerChoice
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup

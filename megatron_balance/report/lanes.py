@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.cost.memory import Policy
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.report.cases import Figures
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import timeline

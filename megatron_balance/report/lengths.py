@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.core.batch import Batch
+from megatron_balance.ir.batch import Batch
 from megatron_balance.report.cases import Figures
 
 SMALLEST = 256

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_balance.core.plan import NO_MOVES, BatchPlan, MicrobatchPlan
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
+from megatron_balance.ir.plan import NO_MOVES, BatchPlan, MicrobatchPlan
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures, Played, mean_step_s, simulate
 from megatron_balance.simulator.attention import Call, attention_call, linear_tokens
@@ -163,12 +163,12 @@ def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phase
     """What a step's tokens take on their way to experts on other ranks and back; it hides behind nothing."""
     if setup.experts == 1:
         return 0.0
-    at_home = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
-    return sum(phases[phase] - at_home[phase] for phase in ("forward_linear", "backward_linear"))
+    owned_rows = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
+    return sum(phases[phase] - owned_rows[phase] for phase in ("forward_linear", "backward_linear"))
 
 
 def _remap_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> float:
-    """What a step gains if the tokens that a remap moves were at home where they attend, and all else stayed."""
+    """What a step gains if the tokens that a remap moves were at the owner where they attend, and all else stayed."""
     gained = 0.0
     for plan, times in _each_microbatch(steps, setup, machine):
         if plan.moves:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.report.cases import Figures
-from megatron_balance.schedules.figures import figures
 
 
 def of_plan(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
-from megatron_balance.passes.tables import as_array
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.patterns import zigzag
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures
-from megatron_balance.schedules import zigzag
 
 KINDS = ("across nodes", "inside one node", "one rank")
 
@@ -63,13 +63,13 @@ def _places(plan: MicrobatchPlan) -> Iterator[tuple[str, int, list[int]]]:
     """(zone, sequence, ranks that hold or attend some of it, in order)."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     for zone in plan.zones:
-        if isinstance(zone, Tiling):
-            yield from _of_tiling(zone)
+        if isinstance(zone, TaskTable):
+            yield from _of_task_table(zone)
         else:
             yield from _of_zone(zone, lengths)
 
 
-def _of_tiling(zone: Tiling) -> Iterator[tuple[str, int, list[int]]]:
+def _of_task_table(zone: TaskTable) -> Iterator[tuple[str, int, list[int]]]:
     pairs = np.concatenate([as_array(zone.fragments)[:, :2], as_array(zone.tasks)[:, :2]])
     ranks: dict[int, list[int]] = {}
     for rank, seq in np.unique(pairs, axis=0).tolist():
@@ -80,7 +80,7 @@ def _of_tiling(zone: Tiling) -> Iterator[tuple[str, int, list[int]]]:
 
 def _of_zone(zone: Zone, lengths: np.ndarray) -> Iterator[tuple[str, int, list[int]]]:
     everyone = sorted(zone.ranks)
-    if len(everyone) == 1 or zone.movement == "head_exchange":  # every rank attends with some of the heads
+    if len(everyone) == 1 or zone.pattern == "head_exchange":  # every rank attends with some of the heads
         for seq in zone.seqs:
             yield zone.name, seq, everyone
         return

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_balance.config import HALVED_BY_DEFAULT, PlannerChoice, choose_planner, under_layers
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.plan import BatchPlan
+from megatron_balance.config import PING_PONG_BY_DEFAULT, PlannerChoice, choose_planner, under_layers
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import BalanceError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import BatchPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.report.cases import Asked, Case, Figures, Progress, mean_step_s, simulate
 from megatron_balance.simulator.machine import Machine
@@ -141,9 +141,9 @@ def _other_planners(case: Case) -> Iterator[Try]:
 
 def _whole(case: Case, name: str) -> str:
     """The options without which `simulate` would run the planner's microbatches, or its stages, as training does: a report does not."""
-    halves = " --ping-pong false" if name == HALVED_BY_DEFAULT else ""
-    stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].plan_homes is not None else ""
-    return halves + stages
+    nano_batches = " --ping-pong false" if name == PING_PONG_BY_DEFAULT else ""
+    stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].plan_owned is not None else ""
+    return nano_batches + stages
 
 
 def _other_layers(case: Case) -> Iterator[Try]:
@@ -252,19 +252,23 @@ def _other_machines(case: Case) -> Iterator[Try]:
         other = Machine(machine.cluster, machine.model, cost, machine.slowdown)
         return Try("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
 
-    half = 1 / FASTER
+    nano_batch = 1 / FASTER
     if cluster.num_nodes > 1:
         nics = cluster.nic_bytes_per_s * FASTER
-        yield faster("NICs twice as fast", Factors(inter_node=half), nic_bytes_per_s=nics, inter_alpha_s=cluster.inter_alpha_s * half)
+        yield faster(
+            "NICs twice as fast", Factors(inter_node=nano_batch), nic_bytes_per_s=nics, inter_alpha_s=cluster.inter_alpha_s * nano_batch
+        )
     if cluster.node_size > 1:
         links = cluster.intra_bytes_per_s * FASTER
         yield faster(
             "links inside nodes twice as fast",
-            Factors(intra_node=half),
+            Factors(intra_node=nano_batch),
             intra_bytes_per_s=links,
-            intra_alpha_s=cluster.intra_alpha_s * half,
+            intra_alpha_s=cluster.intra_alpha_s * nano_batch,
         )
-    yield faster("ranks that compute twice as fast", Factors(attention=half, linear=half), flops_per_s=cluster.flops_per_s * FASTER)
+    yield faster(
+        "ranks that compute twice as fast", Factors(attention=nano_batch, linear=nano_batch), flops_per_s=cluster.flops_per_s * FASTER
+    )
     if any(factor > 1 for factor in machine.slowdown):
         even = Machine(machine.cluster, machine.model, machine.cost)
         yield Try("machine", "no slow rank", "", replace(case, machine=even))

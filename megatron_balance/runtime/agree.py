@@ -21,8 +21,8 @@ def check_agreement(fingerprint: str, groups: Groups, device: torch.device | str
         return
     if dist.get_backend(groups.pool) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    halves = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]
-    mine = torch.tensor(halves, dtype=torch.int64, device=device)
+    nano_batches = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]
+    mine = torch.tensor(nano_batches, dtype=torch.int64, device=device)
     every = torch.empty(2 * groups.size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(every, mine, group=groups.pool)
     found = [f"{a:08x}{b:08x}" for a, b in every.view(-1, 2).tolist()]

@@ -26,11 +26,11 @@ class BackwardSlot:
         """The plan that is here by now.
 
         Raises:
-            InvalidProgramError: none, or one that has not `num_tokens` rows of this rank at home.
+            InvalidProgramError: none, or one that has not `num_tokens` rows of this rank at the owner.
         """
         if self.bound is None or self.bound.num_tokens != num_tokens:
             held = "none" if self.bound is None else f"one with {self.bound.num_tokens}"
-            raise InvalidProgramError(f"the backward of {num_tokens} rows needs the plan of its tick with as many at home, got {held}")
+            raise InvalidProgramError(f"the backward of {num_tokens} rows needs the plan of its tick with as many at the owner, got {held}")
         return self.bound
 
 
@@ -39,7 +39,7 @@ def balanced_attention(
 ) -> Tensor:
     """Causal attention of this rank's queries within their sequences, wherever the keys lie. Differentiable.
 
-    q [T, H, D], k and v [T, G, D] in the order of `bound.home`; returns [T, H, D]. `softmax_scale`: default 1 / sqrt(D).
+    q [T, H, D], k and v [T, G, D] in the order of `bound.owned`; returns [T, H, D]. `softmax_scale`: default 1 / sqrt(D).
     `backward`: where the backward finds its plan, if that is not `bound`; then both are bound with policy `replay`.
     Collective: every rank of the pool calls it, also one without tokens (T = 0).
 
@@ -52,8 +52,8 @@ def balanced_attention(
 class AttentionCall:
     """`balanced_attention` in three parts: `start`, `attend`, `end`, once each. Differentiable.
 
-    Calls of two plans that were bound as different halves may be under way at once, with other work between their parts, in one order on
-    all ranks (`passes.interleave`). Autograd goes back through what ran in reverse, so the parts of the backward lie between one
+    Calls of two plans that were bound as different nano-batches may be under way at once, with other work between their parts, in one order on
+    all ranks (`compile.ping_pong`). Autograd goes back through what ran in reverse, so the parts of the backward lie between one
     another's as those of the forward did.
     """
 
@@ -74,12 +74,12 @@ class AttentionCall:
         self._link = _Start.apply(q, k, v, self._bound, self._runs)
 
     def attend(self) -> None:
-        """Attend to what has come, and issue what goes home."""
+        """Attend to what has come, and issue what goes owner."""
         assert self._link is not None, "an attention call begins with its start"
         self._link = _Attend.apply(self._link, self._runs)
 
     def end(self) -> Tensor:
-        """Wait for what comes home: the output [T, H, D]."""
+        """Wait for what comes back to the owner: the output [T, H, D]."""
         assert self._link is not None, "an attention call begins with its start"
         assert self._inputs is not None
         out = _End.apply(self._link, *self._inputs, self._runs)

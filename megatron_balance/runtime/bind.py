@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.core.program import Kind
+from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.transpose import Policy, transpose
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.passes.tables import Ints, as_array
-from megatron_balance.passes.transpose import Policy, transpose
+from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
-from megatron_balance.runtime.demand import Demand, demand
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import Kernel, choose_kernel
 from megatron_balance.runtime.lowered import BOTH_PHASES, Phase, PhaseName
 from megatron_balance.runtime.lowering import Lowering, Setting
 from megatron_balance.runtime.moves import Mover, choose_mover
 from megatron_balance.runtime.parcels import Form, wide_dtype
+from megatron_balance.runtime.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
-from megatron_balance.schedules import project
-from megatron_balance.schedules.early import early
 
 __all__ = ["AttentionShape", "Bound", "Counters", "bind"]
 
@@ -36,22 +36,22 @@ __all__ = ["AttentionShape", "Bound", "Counters", "bind"]
 class Bound:
     """A plan, looked up for one rank. Immutable but for `counters`; one serves all layers of its microbatch.
 
-    `home`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows, heads) of every buffer,
-    by number. `phases`: those it was bound for. `demand`: memory that a call needs, where it comes from the pool. `counters`: what ran so
+    `owned`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows, heads) of every buffer,
+    by number. `phases`: those it was bound for. `peak_bytes`: memory that a call needs, where it comes from the pool. `counters`: what ran so
     far. `trace`: filled by every call, if there is one.
     """
 
     plan: MicrobatchPlan
     rank: int
     shape: AttentionShape
-    home: Ints
+    owned: Ints
     num_tokens: int
     policy: Policy
     phases: Mapping[PhaseName, Phase]
     groups: Groups
     kernel: Kernel
     mover: Mover
-    demand: Demand | None
+    peak_bytes: PeakBytes | None
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
     counters: Counters = field(default_factory=Counters)
@@ -88,13 +88,13 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     kernel: str = "auto",
     mover: str = "auto",
     trace: Trace | None = None,
-    half: int = 0,
+    nano_batch: int = 0,
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
     """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `mover`: as in `runtime.moves.choose_mover`. `trace`: a list
     to record in, by wall clock (CPU).
 
-    `half`: of two plans whose calls run interleaved (`passes.interleave`), which one this is; the same on all ranks. `phases`: those that
+    `nano_batch`: of two plans whose calls run interleaved (`compile.ping_pong`), which one this is; the same on all ranks. `phases`: those that
     will run; what the others need is left out.
 
     Raises ConfigError: the plan was made for other heads or another number of ranks, or policy keep without one of the phases.
@@ -113,26 +113,26 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     if "backward" in phases:  # without merges: launches and receives add to what is already there
         program = transpose(program, policy, merges=False)
     chosen = choose_kernel(kernel, torch.device(device), dtype, shape.head_dim)
-    setting = Setting(plan.ranks_per_node, early(plan, policy), half, phases)
+    setting = Setting(plan.ranks_per_node, prefetchable(plan, policy), nano_batch, phases)
     lowering = Lowering(program, shape, torch.device(device), policy, chosen, setting)
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
     needs = None
     if groups.buffers.lends(torch.device(device)):
-        needs = demand(lowering.phases, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep")
+        needs = peak_bytes(lowering.phases, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep")
         groups.buffers.reserve(needs.call_bytes)
-    home = as_array(program.home)
+    owned = as_array(program.owned)
     return Bound(
         plan=plan,
         rank=rank,
         shape=shape,
-        home=home,
-        num_tokens=int((home[:, 2] - home[:, 1]).sum()),
+        owned=owned,
+        num_tokens=int((owned[:, 2] - owned[:, 1]).sum()),
         policy=policy,
         phases=lowering.phases,
         groups=groups,
         kernel=chosen,
         mover=choose_mover(mover, torch.device(device)),
-        demand=needs,
+        peak_bytes=needs,
         query_rows=lowering.sizes[Kind.Q],
         key_rows=lowering.sizes[Kind.KV],
         trace=trace,

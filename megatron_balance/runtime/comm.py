@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import Hop, Piece, Swap
+from megatron_balance.runtime.lowered import ExchangeStep, Hop, Piece
 from megatron_balance.runtime.parcels import as_bytes, cut, pack, padded
 
 Parcel = tuple[int, Tensor]
@@ -66,12 +66,12 @@ def break_off(groups: Groups) -> None:
                 receive(torch.empty(1), peer, _POISON_TAG, groups).wait(timedelta(milliseconds=1))
 
 
-def by_way(sends: Sequence[Parcel], swap: Swap) -> tuple[list[Parcel], dict[int, Tensor]]:
+def by_way(sends: Sequence[Parcel], exchange_step: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
     """What goes directly, and by peer the bytes of all that goes in pieces."""
     direct: list[Parcel] = []
     routed: dict[int, list[Tensor]] = {}
     for peer, x in sends:
-        if peer in swap.routed_sends:
+        if peer in exchange_step.routed_sends:
             routed.setdefault(peer, []).append(x)
         elif x.numel():
             direct.append((peer, x))
@@ -87,27 +87,27 @@ def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, T
             yield piece, piece.hop, raw[begin:end]
 
 
-def is_collective(swap: Swap, groups: Groups) -> bool:
+def is_collective(exchange_step: ExchangeStep, groups: Groups) -> bool:
     """Whether an exchange is one collective call: it could be one, and its ranks have a process group."""
-    return swap.pattern != "p2p" and groups.of(swap.group) is not None
+    return exchange_step.collective != "p2p" and groups.of(exchange_step.group) is not None
 
 
-def is_summed(swap: Swap, groups: Groups) -> bool:
+def is_summed(exchange_step: ExchangeStep, groups: Groups) -> bool:
     """Whether an exchange is a reduce-scatter that brings one block, the sum of all: NCCL sums on the way. gloo's reduce-scatter is an
     all-reduce of everything inside, so there each block goes to its rank, which adds them up.
     """
-    return swap.pattern == "reduce_scatter" and groups.streams is not None and is_collective(swap, groups)
+    return exchange_step.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange_step, groups)
 
 
-def collective(sends: Sequence[Parcel], receives: Sequence[Parcel], swap: Swap, groups: Groups) -> Collective:
+def collective(sends: Sequence[Parcel], receives: Sequence[Parcel], exchange_step: ExchangeStep, groups: Groups) -> Collective:
     """An exchange as one collective call."""
-    group = groups.of(swap.group)
+    group = groups.of(exchange_step.group)
     assert group is not None, "ranks without a process group"
-    if swap.pattern == "all_gather":
-        return _all_gather(sends, receives, swap.group, groups, group)
-    if is_summed(swap, groups):
-        return _reduce_scatter(sends, receives, swap.group, groups, group)
-    return _all_to_all(sends, receives, swap.group, groups, group)
+    if exchange_step.collective == "all_gather":
+        return _all_gather(sends, receives, exchange_step.group, groups, group)
+    if is_summed(exchange_step, groups):
+        return _reduce_scatter(sends, receives, exchange_step.group, groups, group)
+    return _all_to_all(sends, receives, exchange_step.group, groups, group)
 
 
 def _size(parcels: Sequence[Parcel], peer: int) -> int:

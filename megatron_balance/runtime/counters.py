@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_balance.core.program import Kind
+from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Start, Step, Work
 
 _ZONES = ("inter_node", "intra_node", "local")
@@ -18,9 +18,9 @@ class Counters:
     """Sums over the calls of one bound plan on this rank, forward and backward together unless said otherwise.
 
     `kernel_calls_*`: by zone name ("other": any other name); `exchanges_*`: by pattern; tokens received: forward only, and apart
-    those that a remap hands over, whose query, key and value come and whose output goes back (`remap_tokens_received`);
+    those that a remap remaps, whose query, key and value come and whose output goes back (`remap_tokens_received`);
     `bytes_received`: of all tensors that arrived for this rank. `routed_transfers`: peers to which an exchange went in pieces.
-    `relayed_bytes`: passed on for others as a proxy; `inter_node_bytes`: between this rank and ranks of other nodes, what it passes on
+    `relayed_bytes`: passed on for others as a proxy; `inter_node_bytes`: between this rank and ranks of other nodes, what it compile on
     included. `idle_tasks`: tasks that a pipeline stage without a microbatch of its own attended to for others.
     """
 
@@ -74,8 +74,8 @@ class Traffic:
     inter_node_bytes_received: int = 0
 
 
-def counts(steps: Sequence[Step], *, forward: bool, closing: int | None = None) -> tuple[tuple[str, int], ...]:
-    """What one run of these steps adds to `Counters`, as (name, count). `closing`: the exchange that takes a remap's outputs home."""
+def counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None) -> tuple[tuple[str, int], ...]:
+    """What one run of these steps adds to `Counters`, as (name, count). `remap_out`: the exchange that takes a remap's outputs back to the owner."""
     found: Counter[str] = Counter()
     found["forward_calls" if forward else "backward_calls"] = 1
     for step in steps:
@@ -83,17 +83,17 @@ def counts(steps: Sequence[Step], *, forward: bool, closing: int | None = None) 
             case Launch() | GradLaunch():
                 found["kernel_calls"] += step.calls
                 found[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
-            case Start(swap):
-                found[f"exchanges_{swap.pattern}"] += bool(swap.sends or swap.receives or swap.group)
-                found["routed_transfers"] += len(swap.routed_sends)
-                if forward and swap.id != closing:
-                    for message in swap.receives:
+            case Start(exchange_step):
+                found[f"exchanges_{exchange_step.collective}"] += bool(exchange_step.sends or exchange_step.receives or exchange_step.group)
+                found["routed_transfers"] += len(exchange_step.routed_sends)
+                if forward and exchange_step.id != remap_out:
+                    for message in exchange_step.receives:
                         found[_TOKENS[message.kind]] += message.packed.num_rows
-                elif forward:  # the outputs of all that was handed over to this rank, with query, key and value
-                    handed_over = sum(message.packed.num_rows for message in swap.sends)
-                    found["remap_tokens_received"] += handed_over
-                    found["q_tokens_received"] -= handed_over
-                    found["kv_tokens_received"] -= handed_over
+                elif forward:  # the outputs of all that was remapped to this rank, with query, key and value
+                    remapped = sum(message.packed.num_rows for message in exchange_step.sends)
+                    found["remap_tokens_received"] += remapped
+                    found["q_tokens_received"] -= remapped
+                    found["kv_tokens_received"] -= remapped
             case Finish():
                 pass
     return tuple(found.items())

@@ -56,7 +56,7 @@ class Streams(Protocol):
     """The streams of one rank."""
 
     def of(self, name: str) -> Stream:
-        """A communication stream, named as in `passes.order.streams`."""
+        """A communication stream, named as in `compile.order.streams`."""
         ...
 
     def now(self) -> Any:

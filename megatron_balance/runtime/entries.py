@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.passes.tables import Bools, Ints, run_bounds
+from megatron_balance.ir.arrays import Bools, Ints, run_bounds
 
 
 def simple_pairs(pairs: Ints, launch: Ints) -> tuple[Ints, Ints]:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_balance.core.program import Kind
+from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lowered import GradLaunch, Launch, Message, Operand, Packed, Step
 from megatron_balance.runtime.moves import Place, Space, part_heads

@@ -1,7 +1,7 @@
 """Exchanges on gloo: asynchronous sends and receives, and threads for what is passed on.
 
 Every point-to-point message has a tag, so that transfers of several exchanges under way between the same two ranks, and those that a
-proxy passes on beside its own, are never taken for one another.
+proxy compile on beside its own, are never taken for one another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_balance.runtime.comm import Collective, Parcel, break_off, by_way, collective, is_collective, pieces, receive, send
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import Phase, Swap
+from megatron_balance.runtime.lowered import ExchangeStep, Phase
 from megatron_balance.runtime.parcels import Form
 from megatron_balance.runtime.relay import Relay
 from megatron_balance.runtime.trace import Trace
@@ -62,41 +62,43 @@ class Gloo:
         self.expected: dict[int, Sequence[Parcel]] = {}  # by exchange: what a collective that was not yet issued brings
         self.under_way: dict[int, _UnderWay] = {}
         self.leaving: dict[int, _UnderWay] = {}  # by exchange: those whose sends may still be under way
-        self.relay = Relay(phase.duties, form, groups, trace) if phase.duties else None
+        self.relay = Relay(phase.relay_tasks, form, groups, trace) if phase.relay_tasks else None
 
-    def expect(self, swap: Swap, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
-        if swap.far:
-            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in swap.far)
-        if is_collective(swap, self.groups):
-            self.expected[swap.id] = receives
+    def expect(self, exchange_step: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+        if exchange_step.far:
+            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange_step.far)
+        if is_collective(exchange_step, self.groups):
+            self.expected[exchange_step.id] = receives
             return
-        receiving = [receive(x, peer, swap.tag, self.groups) for peer, x in receives if x.numel()]
+        receiving = [receive(x, peer, exchange_step.tag, self.groups) for peer, x in receives if x.numel()]
         for peer, raw in arriving.items():
-            for _, hop, x in pieces(raw, swap.routed_receives[peer]):
-                receiving.append(receive(x, hop.peer, swap.tag + hop.tag, self.groups))
+            for _, hop, x in pieces(raw, exchange_step.routed_receives[peer]):
+                receiving.append(receive(x, hop.peer, exchange_step.tag + hop.tag, self.groups))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
-        self.under_way[swap.id] = _UnderWay(receiving)
+        self.under_way[exchange_step.id] = _UnderWay(receiving)
 
-    def start(self, swap: Swap, sends: Sequence[Parcel]) -> None:
-        if swap.far:
-            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in swap.far and p not in swap.routed_sends)
-        if swap.id in self.expected:
-            packed = collective(sends, self.expected.pop(swap.id), swap, self.groups)
-            self.under_way[swap.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
+    def start(self, exchange_step: ExchangeStep, sends: Sequence[Parcel]) -> None:
+        if exchange_step.far:
+            self.traffic.inter_node_bytes_sent += sum(
+                x.nbytes for p, x in sends if p in exchange_step.far and p not in exchange_step.routed_sends
+            )
+        if exchange_step.id in self.expected:
+            packed = collective(sends, self.expected.pop(exchange_step.id), exchange_step, self.groups)
+            self.under_way[exchange_step.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
             return
-        under_way = self.leaving[swap.id] = self.under_way[swap.id]
+        under_way = self.leaving[exchange_step.id] = self.under_way[exchange_step.id]
         under_way.keep = [x for _, x in sends]
-        direct, routed = by_way(sends, swap)
-        under_way.sending = [send(x, peer, swap.tag, self.groups) for peer, x in direct]
+        direct, routed = by_way(sends, exchange_step)
+        under_way.sending = [send(x, peer, exchange_step.tag, self.groups) for peer, x in direct]
         for peer, raw in routed.items():
-            for _, hop, x in pieces(raw, swap.routed_sends[peer]):
-                under_way.sending.append(send(x, hop.peer, swap.tag + hop.tag, self.groups))
+            for _, hop, x in pieces(raw, exchange_step.routed_sends[peer]):
+                under_way.sending.append(send(x, hop.peer, exchange_step.tag + hop.tag, self.groups))
                 under_way.keep.append(x)
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
 
-    def arrived(self, swap: Swap) -> None:
-        self.under_way.pop(swap.id).arrived()
-        self.let_go([at for at in self.leaving if at < swap.id])
+    def arrived(self, exchange_step: ExchangeStep) -> None:
+        self.under_way.pop(exchange_step.id).arrived()
+        self.let_go([at for at in self.leaving if at < exchange_step.id])
 
     def let_go(self, exchanges: Sequence[int]) -> None:
         """Wait for the sends of exchanges. Where the rank has ended a later one, the peers have begun these: no one waits in a circle."""

@@ -118,7 +118,7 @@ def _make_streams(
 
 
 def stream_names(size: int, ranks_per_node: int) -> list[str]:
-    """The communication streams (`passes.order.streams`) that a pool can need; `ranks_per_node` 0: not known."""
+    """The communication streams (`compile.order.streams`) that a pool can need; `ranks_per_node` 0: not known."""
     if size < 2:
         return []
     if _on_one_node(size, ranks_per_node):

@@ -1,6 +1,6 @@
 """What a pipeline stage without a microbatch of its own does in a tick (DistCA, section 4.1): it attends for the others.
 
-It makes their attention calls without rows of its own, part by part in the order in which they make them (`passes.interleave`).
+It makes their attention calls without rows of its own, part by part in the order in which they make them (`compile.ping_pong`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.passes.interleave import Turn
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
 from megatron_balance.runtime.phase_run import PhaseRun, Received, wide_dtype
@@ -25,32 +25,32 @@ class Server:
     device: torch.device
     scale: float
 
-    def serve(self, bounds: Sequence[Bound], turns: Sequence[Turn], *, backward: bool) -> None:
+    def serve(self, bounds: Sequence[Bound], segments: Sequence[Segment], *, backward: bool) -> None:
         """A pass through some layers: what others send, and back.
 
         Args:
-            bounds: by half batch.
+            bounds: by nano-batch.
             turns: of the pass, those of a backward as `interleave.backward` names them.
             backward: the phase.
 
         Raises:
-            InvalidProgramError: a plan has rows of this rank at home.
+            InvalidProgramError: a plan has rows of this rank at the owner.
         """
         for bound in bounds:
             if bound.num_tokens:
                 raise InvalidProgramError(f"rank {bound.rank} has {bound.num_tokens} rows of its own in a call that it only serves")
         runs: dict[int, PhaseRun] = {}
-        for half, _, part in turns:
+        for nano_batch, _, part in segments:
             match part:
                 case "linear":
                     pass
                 case "start":
-                    runs[half] = self._run(bounds[half], backward=backward)
-                    runs[half].start()
+                    runs[nano_batch] = self._run(bounds[nano_batch], backward=backward)
+                    runs[nano_batch].start()
                 case "attend":
-                    runs[half].attend()
+                    runs[nano_batch].attend()
                 case "end":
-                    runs.pop(half).end()
+                    runs.pop(nano_batch).end()
 
     def _run(self, bound: Bound, *, backward: bool) -> PhaseRun:
         shape = bound.shape

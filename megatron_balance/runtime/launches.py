@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from megatron_balance.core.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op, RankProgram
-from megatron_balance.passes.tables import Ints, concat, run_bounds
+from megatron_balance.ir.arrays import Ints, concat, run_bounds
+from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
-from megatron_balance.runtime.frees import INPUTS
 from megatron_balance.runtime.kernels import Entries, Kernel
+from megatron_balance.runtime.last_use import INPUTS
 from megatron_balance.runtime.lowered import GradLaunch, Launch, Operand, Packed
 from megatron_balance.runtime.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs
 

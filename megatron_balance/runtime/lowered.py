@@ -1,6 +1,6 @@
 """What a rank executes: a list of steps with everything looked up, built by `bind`, run by `executor`.
 
-Buffers. Number 0 is what the caller hands over (q, k, v, and later the output and its gradient); every received message of
+Buffers. Number 0 is what the caller remaps (q, k, v, and later the output and its gradient); every received message of
 inputs is a buffer of its own. Outputs, output gradients and query gradients have one tensor beside each query buffer, key
 gradients one beside each key buffer.
 """
@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from megatron_balance.core.program import Kind
-from megatron_balance.passes.interleave import Cuts
-from megatron_balance.passes.order import Leg, Role
+from megatron_balance.compile.order import Leg, Role
+from megatron_balance.compile.ping_pong import Cuts
+from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.parcels import Carried
 from megatron_balance.runtime.regions import Run
 
@@ -81,7 +81,7 @@ class Message(NamedTuple):
     """Rows of one kind and one head span between this rank and `peer`.
 
     Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to `packed`.
-    `merges` as in `Launch`, for received outputs. `stream` as in `passes.order.streams`.
+    `merges` as in `Launch`, for received outputs. `stream` as in `compile.order.streams`.
     """
 
     peer: int
@@ -97,7 +97,7 @@ class Message(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One transfer of a piece, as the rank at one of its ends sees it: to or from `peer`. `stream` as in `passes.order.streams`.
+    """One transfer of a piece, as the rank at one of its ends sees it: to or from `peer`. `stream` as in `compile.order.streams`.
 
     `tag` is added to the exchange's. `crosses`: the ends are on different nodes.
     """
@@ -117,7 +117,7 @@ class Piece(NamedTuple):
     hop: Hop
 
 
-class Way(NamedTuple):
+class ProxyRoute(NamedTuple):
     """A piece of others, as the proxy `role` sees it."""
 
     role: Role
@@ -129,8 +129,8 @@ class Way(NamedTuple):
     leaves: Hop
 
 
-class Duty(NamedTuple):
-    """What a proxy passes on in one exchange: one piece of `carried`, all that goes from one rank to another.
+class RelayTask(NamedTuple):
+    """What a proxy compile on in one exchange: one piece of `carried`, all that goes from one rank to another.
 
     `op`: the exchange's place in the program; `tag`: its first.
     """
@@ -139,11 +139,11 @@ class Duty(NamedTuple):
     exchange: int
     tag: int
     carried: tuple[Carried, ...]
-    way: Way
+    way: ProxyRoute
 
 
-class Swap(NamedTuple):
-    """One exchange of this rank. `pattern` and `group` as in `core.program.Exchange`; `op`: its place in the program.
+class ExchangeStep(NamedTuple):
+    """One exchange of this rank. `collective` and `group` as in `ir.program.Exchange`; `op`: its place in the program.
 
     Messages with one peer stand together. `routed_sends`, `routed_receives`: by peer, the pieces that all messages with it travel as.
     `far`: peers on other nodes. `tag`: of its direct messages. `stream`: of a collective.
@@ -152,7 +152,7 @@ class Swap(NamedTuple):
     op: int
     id: int
     zone: str
-    pattern: str
+    collective: str
     group: tuple[int, ...]
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -174,11 +174,11 @@ class Swap(NamedTuple):
 
 
 class Start(NamedTuple):
-    swap: Swap
+    exchange_step: ExchangeStep
 
 
 class Finish(NamedTuple):
-    swap: Swap
+    exchange_step: ExchangeStep
 
 
 Step: TypeAlias = Launch | GradLaunch | Start | Finish
@@ -199,27 +199,25 @@ class Work:
 class Phase:
     """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i touches.
 
-    `cuts`: where another call's parts may run between the steps. `duties`: what the rank passes on for others, in groups that wait for
+    `cuts`: where another call's parts may run between the steps. `relay_tasks`: what the rank compile on for others, in groups that wait for
     nothing in one another.
     """
 
     steps: tuple[Step, ...]
     cuts: Cuts
-    frees: tuple[tuple[tuple[Kind, int], ...], ...]
+    last_uses: tuple[tuple[tuple[Kind, int], ...], ...]
     blank_outputs: tuple[int, ...] = ()  # query buffers whose output must start empty
     work: Work = field(default_factory=Work)
-    duties: tuple[tuple[Duty, ...], ...] = ()
+    relay_tasks: tuple[tuple[RelayTask, ...], ...] = ()
 
 
 def describe(step: Step) -> str:
     """One line for a log: what the step does and with whom."""
     match step:
-        case Start(swap) | Finish(swap):
-            sends = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} to rank {m.peer}" for m in swap.sends)
-            receives = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in swap.receives)
+        case Start(exchange_step) | Finish(exchange_step):
+            sends = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} to rank {m.peer}" for m in exchange_step.sends)
+            receives = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in exchange_step.receives)
             what = "start" if isinstance(step, Start) else "end"
-            return (
-                f"{what} of exchange {swap.id} ({swap.pattern}) of zone {swap.zone!r}: {sends or 'nothing out'}; {receives or 'nothing in'}"
-            )
+            return f"{what} of exchange {exchange_step.id} ({exchange_step.collective}) of zone {exchange_step.zone!r}: {sends or 'nothing out'}; {receives or 'nothing in'}"
         case Launch() | GradLaunch():
             return f"{'attention' if isinstance(step, Launch) else 'attention gradient'} of zone {step.zone!r} in {step.calls} kernel calls"

@@ -13,21 +13,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_balance.core.program import MOVED, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
-from megatron_balance.passes import order
-from megatron_balance.passes.interleave import Cuts, parts
-from megatron_balance.passes.order import collective_stream, stream_name
-from megatron_balance.passes.tables import Ints, as_array, concat, run_bounds
-from megatron_balance.passes.transpose import Policy, forward_id
+from megatron_balance.compile import order
+from megatron_balance.compile.order import collective_stream, stream_name
+from megatron_balance.compile.ping_pong import Cuts, parts
+from megatron_balance.compile.prefetchable import Prefetchable
+from megatron_balance.compile.transpose import Policy, forward_id
+from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
+from megatron_balance.ir.program import MOVED, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.counters import counts
-from megatron_balance.runtime.frees import INPUTS, frees
 from megatron_balance.runtime.kernels import Kernel
+from megatron_balance.runtime.last_use import INPUTS, last_uses
 from megatron_balance.runtime.launches import LaunchesOf, Launching, LookedUp, pack_runs
-from megatron_balance.runtime.lowered import Finish, Launch, Message, Packed, Phase, PhaseName, Start, Step, Swap, Work
+from megatron_balance.runtime.lowered import ExchangeStep, Finish, Launch, Message, Packed, Phase, PhaseName, Start, Step, Work
 from megatron_balance.runtime.regions import REGION, Table, grouped_runs, without
 from megatron_balance.runtime.routes import Routed, lower_routes, tag_base
 from megatron_balance.runtime.shape import AttentionShape
-from megatron_balance.schedules.early import Early
 
 _BOTH = (False, True)
 
@@ -36,7 +36,7 @@ _BOTH = (False, True)
 class _Messages:
     """One side (sent or received) of all exchanges of a phase. `rows` sorted by message; message i is rows[begin[i]:begin[i+1]].
 
-    `op`: index of the exchange among the phase's ops; `buffer`: of received inputs, else -1; `at_home`: the rows are those of the
+    `op`: index of the exchange among the phase's ops; `buffer`: of received inputs, else -1; `owned_rows`: the rows are those of the
     linear layout (see `Lowering`).
     """
 
@@ -46,25 +46,25 @@ class _Messages:
     peer: list[int]
     kind: list[Kind]
     buffer: list[int]
-    at_home: list[bool]
+    owned_rows: list[bool]
 
 
 class Setting(NamedTuple):
-    """What surrounds a rank's program. `early`: exchanges that may start at once; `half`: of two programs of the same ranks that run
+    """What surrounds a rank's program. `prefetchable`: exchanges that may start at once; `nano_batch`: of two programs of the same ranks that run
     interleaved, which one this is: their messages are told apart by it; `phases`: those that will run.
     """
 
     ranks_per_node: int
-    early: Early
-    half: int
+    prefetchable: Prefetchable
+    nano_batch: int
     phases: Collection[PhaseName]
 
 
 class Lowering:
-    """The phases of one rank. `space`: where outputs and gradients lie; `values`: where a phase finds q, k and v; `home`: all rows
-    that the caller hands over.
+    """The phases of one rank. `space`: where outputs and gradients lie; `values`: where a phase finds q, k and v; `owned`: all rows
+    that the caller remaps.
 
-    Where a remap hands regions of the home to other ranks, the other two tables are without them: attention may bring such keys again,
+    Where a remap hands regions of the owner to other ranks, the other two tables are without them: attention may bring such keys again,
     and what is computed with those belongs to the buffer they came in.
     """
 
@@ -72,18 +72,18 @@ class Lowering:
         self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, setting: Setting
     ) -> None:
         self.program = program
-        self.ranks_per_node, self.early, self.half, phases = setting
+        self.ranks_per_node, self.prefetchable, self.nano_batch, phases = setting
         self.device = device
-        home = as_array(program.home)
-        sizes = home[:, 2] - home[:, 1]
+        owned = as_array(program.owned)
+        sizes = owned[:, 2] - owned[:, 1]
         heads = {Kind.Q: shape.num_heads, Kind.KV: shape.num_kv_heads}
         self.sizes = {kind: {0: (int(sizes.sum()), heads[kind])} for kind in INPUTS}
         self.num_buffers = 1
         own = {
-            kind: np.column_stack([home, np.tile([0, heads[kind], 0], (len(home), 1)), np.cumsum(sizes) - sizes]).astype(np.int64)
+            kind: np.column_stack([owned, np.tile([0, heads[kind], 0], (len(owned), 1)), np.cumsum(sizes) - sizes]).astype(np.int64)
             for kind in INPUTS
         }
-        self.home = {kind: Table(own[kind]) for kind in INPUTS}
+        self.owned = {kind: Table(own[kind]) for kind in INPUTS}
         kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
         # Gradients lie beside what the forward received, so this is looked up for the backward alone too.
         sent, received, instances = self.exchange_sides(program.forward, forward=True)
@@ -105,7 +105,7 @@ class Lowering:
         return self.phase(ops, sides, places, launches, forward=True, free=free)
 
     def backward(self, kept: dict[Kind, Ints], *, again: bool) -> Phase:
-        """Steps of the backward. `kept`: rows of the home that stay there; `again`: inputs are received once more."""
+        """Steps of the backward. `kept`: rows of the owner that stay there; `again`: inputs are received once more."""
         ops, places = self.program.backward, _backward_queues(self.program)
         sent, received, instances = self.exchange_sides(ops, forward=False)
         if again:
@@ -120,16 +120,16 @@ class Lowering:
 
     def exchange_sides(self, ops: Sequence[Op], *, forward: bool) -> tuple[_Messages, _Messages, dict[Kind, list[Ints]]]:
         """Messages sent and received, and the received inputs as instances of new buffers."""
-        home = [(False, False)] * len(ops)
-        if self.program.opening:
-            home = [self.home_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops]
+        owned = [(False, False)] * len(ops)
+        if self.program.remap_in:
+            owned = [self.owner_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops]
         tables = [op.transfers if isinstance(op, Exchange) else None for op in ops]
         rows = concat([t for t in tables if t is not None], TRANSFER_WIDTH)
         op_index = np.repeat([i for i, t in enumerate(tables) if t is not None], [len(t) for t in tables if t is not None]).astype(np.int64)
         mine = rows[:, 6] == self.program.rank
-        sent = self.messages(rows[mine], op_index[mine], 7, [sends for sends, _ in home])
+        sent = self.messages(rows[mine], op_index[mine], 7, [sends for sends, _ in owned])
         mine = rows[:, 7] == self.program.rank
-        received = self.messages(rows[mine], op_index[mine], 6, [receives for _, receives in home])
+        received = self.messages(rows[mine], op_index[mine], 6, [receives for _, receives in owned])
         return sent, received, self.instances(received)
 
     def instances(self, received: _Messages) -> dict[Kind, list[Ints]]:
@@ -150,15 +150,15 @@ class Lowering:
         table[:, 6] = before[:-1] - before[begin[of]]
         return {kind: [table[rows[:, 0] == kind]] for kind in INPUTS}
 
-    def home_sides(self, exchange_id: int, *, forward: bool) -> tuple[bool, bool]:
+    def owner_sides(self, exchange_id: int, *, forward: bool) -> tuple[bool, bool]:
         """Whether what an exchange of a remapped call sends, and what it receives, lies in the linear layout: at the ends."""
         if forward:
-            return exchange_id < self.program.opening, exchange_id == self.program.num_exchanges - 1
+            return exchange_id < self.program.remap_in, exchange_id == self.program.num_exchanges - 1
         of = forward_id(exchange_id, self.program)
-        reverses = exchange_id >= self.program.opening and (exchange_id - self.program.opening) % 2 == 1
-        return (of == self.program.num_exchanges - 1, of < self.program.opening) if reverses else (of < self.program.opening, False)
+        reverses = exchange_id >= self.program.remap_in and (exchange_id - self.program.remap_in) % 2 == 1
+        return (of == self.program.num_exchanges - 1, of < self.program.remap_in) if reverses else (of < self.program.remap_in, False)
 
-    def messages(self, rows: Ints, op_index: Ints, peers: int, at_home: Sequence[bool]) -> _Messages:
+    def messages(self, rows: Ints, op_index: Ints, peers: int, owned_rows: Sequence[bool]) -> _Messages:
         """A message is what one exchange moves of one kind and head span to or from one peer; both sides cut alike."""
         keys = np.stack([op_index, rows[:, peers], rows[:, 0], rows[:, 4], rows[:, 5]])
         changes = keys[:, 1:] != keys[:, :-1]
@@ -172,23 +172,23 @@ class Lowering:
         kinds = [_KINDS[k] for k in rows[begin, 0].tolist()]
         peer = rows[begin, peers].tolist()
         ops = op_index[begin].tolist()
-        return _Messages(rows, bounds, ops, peer, kinds, [-1] * len(begin), [at_home[op] for op in ops])
+        return _Messages(rows, bounds, ops, peer, kinds, [-1] * len(begin), [owned_rows[op] for op in ops])
 
-    def swaps(
+    def exchange_steps(
         self, ops: Sequence[Op], sides: tuple[_Messages, _Messages], zones: Sequence[str], routed: dict[int, Routed], *, forward: bool
-    ) -> dict[int, Swap]:
+    ) -> dict[int, ExchangeStep]:
         """The exchanges of a phase by op index."""
         sends, receives = (self.messages_of(side) for side in sides)
         node = self.program.rank // self.ranks_per_node
-        found: dict[int, Swap] = {}
+        found: dict[int, ExchangeStep] = {}
         for i, op in enumerate(ops):
             if isinstance(op, Exchange):
                 out, back = sends.get(i, ()), receives.get(i, ())
                 part = routed.get(i, _NOT_ROUTED)
                 far = frozenset([m.peer for m in (*out, *back) if m.peer // self.ranks_per_node != node])
-                stream = collective_stream(op.group, self.ranks_per_node) if op.pattern != "p2p" else ""
-                tag = tag_base(op.id, forward=forward, half=self.half)
-                found[i] = Swap(i, op.id, zones[i], op.pattern, op.group, out, back, tag, part.sends, part.receives, far, stream)
+                stream = collective_stream(op.group, self.ranks_per_node) if op.collective != "p2p" else ""
+                tag = tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
+                found[i] = ExchangeStep(i, op.id, zones[i], op.collective, op.group, out, back, tag, part.sends, part.receives, far, stream)
         return found
 
     def messages_of(self, side: _Messages) -> dict[int, tuple[Message, ...]]:
@@ -204,10 +204,10 @@ class Lowering:
 
     def packed_messages(self, side: _Messages) -> list[Packed]:
         """Rows of every message; received inputs have none, they become buffers."""
-        tables = {"values": self.values, "space": self.space, "home": self.home}
+        tables = {"values": self.values, "space": self.space, "home": self.owned}
         table_of: list[Table | None] = []
-        for kind, at_home, buffer in zip(side.kind, side.at_home, side.buffer, strict=True):
-            name, table = _TABLE_OF[at_home][kind]
+        for kind, owned_rows, buffer in zip(side.kind, side.owned_rows, side.buffer, strict=True):
+            name, table = _TABLE_OF[owned_rows][kind]
             table_of.append(tables[name][table] if buffer < 0 else None)
         sizes = side.rows[:, 3] - side.rows[:, 2]
         num_rows = np.add.reduceat(sizes, side.begin[:-1]).tolist() if table_of else []
@@ -233,34 +233,34 @@ class Lowering:
         drop received inputs once nothing reads them.
         """
         queues, zones = places
-        routed, duties = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, half=self.half)
-        swaps = self.swaps(ops, sides, zones, routed, forward=forward)
+        routed, relay_tasks = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch)
+        exchange_steps = self.exchange_steps(ops, sides, zones, routed, forward=forward)
         steps: list[Step] = []
-        early = self.early.forward if forward else self.early.backward
-        ordered, where = parts(ops, order.order(ops, self.program.rank), early)
+        prefetchable = self.prefetchable.forward if forward else self.prefetchable.backward
+        ordered, where = parts(ops, order.order(ops, self.program.rank), prefetchable)
         begins: list[int] = []  # of each step in the order: its first one here
         for step in ordered:
             begins.append(len(steps))
             match step:
                 case order.Start(op):
-                    steps.append(Start(swaps[op]))
+                    steps.append(Start(exchange_steps[op]))
                 case order.Finish(op):
-                    steps.append(Finish(swaps[op]))
+                    steps.append(Finish(exchange_steps[op]))
                 case order.Run(op):
                     steps += launches[op]
         begins.append(len(steps))
         blank: tuple[int, ...] = ()
         if forward:
             steps, blank = self.mark_merges(steps)
-        closing = self.program.num_exchanges - 1 if self.program.opening else None
-        work = Work(counts(steps, forward=forward, closing=closing))
+        remap_out = self.program.num_exchanges - 1 if self.program.remap_in else None
+        work = Work(counts(steps, forward=forward, remap_out=remap_out))
         cuts = Cuts(*(begins[at] for at in where))
-        return Phase(tuple(steps), cuts, frees(steps) if free else ((),) * len(steps), blank, work, duties)
+        return Phase(tuple(steps), cuts, last_uses(steps) if free else ((),) * len(steps), blank, work, relay_tasks)
 
     def mark_merges(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
         """Say of every output run whether it is the first there; buffers where that differs row by row start blank."""
         outputs = [s.out for s in steps if isinstance(s, Launch)]
-        outputs += [m.packed for s in steps if isinstance(s, Finish) for m in s.swap.receives if m.kind == Kind.OUT]
+        outputs += [m.packed for s in steps if isinstance(s, Finish) for m in s.exchange_step.receives if m.kind == Kind.OUT]
         sizes = self.sizes[Kind.Q]
         by_rows = all(run.num_heads == sizes[run.buffer][1] for packed in outputs for run in packed.runs)  # no run splits heads
         written = {buffer: np.zeros((rows, 1 if by_rows else heads), dtype=bool) for buffer, (rows, heads) in sizes.items()}
@@ -292,9 +292,9 @@ class Lowering:
         for step in steps:
             if isinstance(step, Launch):
                 marked.append(step._replace(merges=mark(step.out)))
-            elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.swap.receives):
-                receives = tuple(m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.swap.receives)
-                marked.append(Finish(step.swap._replace(receives=receives)))
+            elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.exchange_step.receives):
+                receives = tuple(m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange_step.receives)
+                marked.append(Finish(step.exchange_step._replace(receives=receives)))
             else:
                 marked.append(step)
         return marked, tuple(sorted(blank))
@@ -303,13 +303,13 @@ class Lowering:
 _DIRECT = {(crosses, moved): stream_name("direct", crosses, "moved" if moved else "copied") for crosses in _BOTH for moved in _BOTH}
 """The stream of a direct message, by whether it crosses nodes and whether its lane is "moved"."""
 _KINDS = tuple(Kind)
-_AWAY = {
+_REMOTE = {
     **{kind: ("values", kind) for kind in INPUTS},
     **dict.fromkeys((Kind.OUT, Kind.OUT_GRAD, Kind.Q_GRAD), ("space", Kind.Q)),
     Kind.KV_GRAD: ("space", Kind.KV),
 }
-_TABLE_OF = (_AWAY, {kind: ("home", side) for kind, (_, side) in _AWAY.items()})
-"""Where the rows of a message are looked up, by whether they are at home, and kind: a table of `Lowering`, and of queries or keys."""
+_TABLE_OF = (_REMOTE, {kind: ("home", side) for kind, (_, side) in _REMOTE.items()})
+"""Where the rows of a message are looked up, by whether they are owned, and kind: a table of `Lowering`, and of queries or keys."""
 _NOT_ROUTED = Routed({}, {})
 
 
@@ -333,8 +333,8 @@ def _resolve(regions: Ints, owner: Ints, table_of: Sequence[Table | None]) -> In
 
 
 def _kept(program: RankProgram, own: Ints) -> Ints:
-    """The rows of the home that a remap leaves there."""
-    tables = [op.transfers for op in program.forward if isinstance(op, Exchange) and op.id < program.opening]
+    """The rows of the owner that a remap leaves there."""
+    tables = [op.transfers for op in program.forward if isinstance(op, Exchange) and op.id < program.remap_in]
     given = concat(tables, TRANSFER_WIDTH)
     return without(own, given[(given[:, 6] == program.rank) & (given[:, 0] == Kind.KV), 1:4])
 

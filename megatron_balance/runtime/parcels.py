@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_balance.core.program import Kind
+from megatron_balance.ir.program import Kind
 
 ALIGN = 16  # bytes; every element type starts at a multiple of its size
 

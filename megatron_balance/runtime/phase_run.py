@@ -18,10 +18,22 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from megatron_balance.core.program import Kind
+from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.comm import is_summed
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Message, Operand, Packed, Phase, Start, Step, Swap, describe
+from megatron_balance.runtime.lowered import (
+    ExchangeStep,
+    Finish,
+    GradLaunch,
+    Launch,
+    Message,
+    Operand,
+    Packed,
+    Phase,
+    Start,
+    Step,
+    describe,
+)
 from megatron_balance.runtime.moves import Fill, part, part_heads
 from megatron_balance.runtime.parcels import Form, parcel_bytes, shapes, unpacked, wide_dtype
 from megatron_balance.runtime.trace import Traced
@@ -58,7 +70,7 @@ class PhaseRun:
         self.device = q.device
         self.dim = q.shape[2]
         self.form = Form(self.dim, self.dtype, self.wide)
-        self.upcoming = (step.swap for step in phase.steps if isinstance(step, Start))
+        self.upcoming = (step.exchange_step for step in phase.steps if isinstance(step, Start))
         self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: the tensors of each message received
         self.at = 0  # the step that is next
         self.arrived_s = 0.0  # when what the last finished exchange brought was there
@@ -71,7 +83,7 @@ class PhaseRun:
 
     def start(self) -> None:
         """Issue what sends inputs out; `attend`, then `end` follow. Parts of other calls on the same ranks may lie between, in one order on
-        all of them (`passes.interleave`).
+        all of them (`compile.ping_pong`).
 
         Raises RuntimeError, as all three do: a transfer failed, here or in what is passed on. It is logged with the step that met it.
         """
@@ -81,12 +93,12 @@ class PhaseRun:
             self.take_steps(self.phase.cuts.attend)
 
     def attend(self) -> None:
-        """Everything up to the last launch, and issue what brings results home."""
+        """Everything up to the last launch, and issue what brings results back to the owner."""
         with self.guarded():
             self.take_steps(self.phase.cuts.end)
 
     def end(self) -> None:
-        """Wait for what comes home, and for all that the rank passes on for others."""
+        """Wait for what comes back to the owner, and for all that the rank compile on for others."""
         with self.guarded():
             self.take_steps(len(self.phase.steps))
             self.transport.end()
@@ -117,9 +129,9 @@ class PhaseRun:
     def take(self, step: Step) -> None:
         match step:
             case Start():
-                self.issue(step.swap)
+                self.issue(step.exchange_step)
             case Finish():
-                self.receive(step.swap)
+                self.receive(step.exchange_step)
             case Launch() | GradLaunch():
                 self.launch(step)
 
@@ -128,10 +140,10 @@ class PhaseRun:
         self.take(step)
         places, end = [("compute", "run")], time.perf_counter()
         match step:
-            case Start(swap):
-                op, places = swap.op, swap.places()
-            case Finish(swap):
-                op, places, end = swap.op, [("", "finish")], self.arrived_s  # putting it in its place is computation
+            case Start(exchange_step):
+                op, places = exchange_step.op, exchange_step.places()
+            case Finish(exchange_step):
+                op, places, end = exchange_step.op, [("", "finish")], self.arrived_s  # putting it in its place is computation
             case Launch() | GradLaunch():
                 op = step.op
         assert self.bound.trace is not None
@@ -191,7 +203,7 @@ class PhaseRun:
         )
 
     def free(self, index: int) -> None:
-        for kind, buffer in self.phase.frees[index]:
+        for kind, buffer in self.phase.last_uses[index]:
             self.let_go(kind, buffer)
 
     def let_go(self, kind: Kind, buffer: int) -> None:
@@ -206,45 +218,45 @@ class PhaseRun:
 
     def expect(self) -> None:
         """Make ready for the next exchange that is not yet expected, if there is one."""
-        for swap in self.upcoming:
-            arriving, slots = self.slots(swap)
-            messages = self.brought(swap)
+        for exchange_step in self.upcoming:
+            arriving, slots = self.slots(exchange_step)
+            messages = self.brought(exchange_step)
             receives = [(m.peer, x) for m, tensors in zip(messages, slots, strict=True) if m.peer not in arriving for x in tensors]
-            self.transport.expect(swap, receives, arriving)
-            self.under_way[swap.id] = slots
+            self.transport.expect(exchange_step, receives, arriving)
+            self.under_way[exchange_step.id] = slots
             return
 
-    def brought(self, swap: Swap) -> Sequence[Message]:
+    def brought(self, exchange_step: ExchangeStep) -> Sequence[Message]:
         """The messages that an exchange brings: of a sum made on its way, those of one peer."""
-        if not is_summed(swap, self.bound.groups):
-            return swap.receives
-        return [m for m in swap.receives if m.peer == swap.receives[0].peer]
+        if not is_summed(exchange_step, self.bound.groups):
+            return exchange_step.receives
+        return [m for m in exchange_step.receives if m.peer == exchange_step.receives[0].peer]
 
-    def issue(self, swap: Swap) -> None:
+    def issue(self, exchange_step: ExchangeStep) -> None:
         self.expect()
-        spaces = self.parcel_space(swap)
-        sends = [(m.peer, x) for m, into in zip(swap.sends, spaces, strict=True) for x in self.parcel(m, into)]
+        spaces = self.parcel_space(exchange_step)
+        sends = [(m.peer, x) for m, into in zip(exchange_step.sends, spaces, strict=True) for x in self.parcel(m, into)]
         self.fill()
-        self.transport.start(swap, sends)
+        self.transport.start(exchange_step, sends)
 
-    def parcel_space(self, swap: Swap) -> list[Sequence[Tensor | None]]:
+    def parcel_space(self, exchange_step: ExchangeStep) -> list[Sequence[Tensor | None]]:
         """For each message sent, the tensors that it is written to; None: in memory of its own, or from where it lies.
 
         Several that go to a peer in pieces lie one after the other, so that no one has to pack them again.
         """
         spaces: list[Sequence[Tensor | None]] = []
-        for peer, group in groupby(swap.sends, attrgetter("peer")):
+        for peer, group in groupby(exchange_step.sends, attrgetter("peer")):
             carried = [m.carried for m in group]
-            if peer in swap.routed_sends and sum(len(shapes(c, self.form)) for c in carried) > 1:
+            if peer in exchange_step.routed_sends and sum(len(shapes(c, self.form)) for c in carried) > 1:
                 spaces += unpacked(self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8), carried, self.form)
             else:
                 spaces += [(None,) * len(shapes(c, self.form)) for c in carried]
         return spaces
 
-    def receive(self, swap: Swap) -> None:
-        self.transport.arrived(swap)
+    def receive(self, exchange_step: ExchangeStep) -> None:
+        self.transport.arrived(exchange_step)
         self.arrived_s = time.perf_counter()
-        for message, tensors in zip(self.brought(swap), self.under_way.pop(swap.id), strict=True):
+        for message, tensors in zip(self.brought(exchange_step), self.under_way.pop(exchange_step.id), strict=True):
             self.arrive(message, tensors)
             self.transport.traffic.bytes_received += sum(x.nbytes for x in tensors)
 
@@ -273,18 +285,20 @@ class PhaseRun:
             self.gather(packed, lambda b, i=i: of(b, i), dtype, both[i])
         return both
 
-    def slots(self, swap: Swap) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
+    def slots(self, exchange_step: ExchangeStep) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
         """Empty contiguous tensors for each message received, shaped as the sender's `parcel`.
 
         With them, by peer whose messages are routed, the memory that holds all of the peer's.
         """
-        if not swap.routed_receives:
-            return {}, [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(swap)]
+        if not exchange_step.routed_receives:
+            return {}, [
+                [self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(exchange_step)
+            ]
         arriving: dict[int, Tensor] = {}
         slots: list[list[Tensor]] = []
-        for peer, messages in groupby(swap.receives, attrgetter("peer")):
+        for peer, messages in groupby(exchange_step.receives, attrgetter("peer")):
             carried = [m.carried for m in messages]
-            if peer in swap.routed_receives:
+            if peer in exchange_step.routed_receives:
                 arriving[peer] = self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8)
                 slots += unpacked(arriving[peer], carried, self.form)
             else:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_balance.core.model import Model
 from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve, LayerTable, LinkTable, Source
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.model import Model
 from megatron_balance.runtime.kernels import Entries, Kernel, choose_kernel, merge
 
 FILLED_TOKENS = {"cpu": 256, "cuda": 16384}

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.passes.atoms import ranges
-from megatron_balance.passes.tables import Ints, run_bounds
+from megatron_balance.ir.arrays import Ints, run_bounds
+from megatron_balance.ir.intervals import ranges
 
 _SHIFT = 40
 REGION, ROW, COUNT, HEAD, NUM_HEADS, BUFFER, BUFFER_ROW, BUFFER_HEAD = range(8)

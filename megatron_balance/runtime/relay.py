@@ -1,7 +1,7 @@
-"""What a rank passes on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
+"""What a rank compile on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
 
 gloo needs someone to wait for a piece before it can be sent on, so threads do it; torch lets go of the interpreter while they wait.
-All duties of a phase are known when it starts and are handed over then. Duties of one group come one after the other (rounds of a
+All relay tasks of a phase are known when it starts and are remapped then. Duties of one group come one after the other (rounds of a
 ring, say); groups wait for nothing in one another, so each has a thread.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_balance.runtime import comm
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import Duty
+from megatron_balance.runtime.lowered import RelayTask
 from megatron_balance.runtime.parcels import Form, cut, parcel_bytes
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.workers import Job
@@ -30,14 +30,14 @@ _CPU = torch.device("cpu")
 
 
 class Relay:
-    """What a rank passes on in one run of a phase."""
+    """What a rank compile on in one run of a phase."""
 
-    def __init__(self, groups_of_duties: Sequence[Sequence[Duty]], form: Form, groups: Groups, trace: Trace | None) -> None:
-        self.threads = [_Thread(duties, form, groups, trace) for duties in groups_of_duties]
+    def __init__(self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: Form, groups: Groups, trace: Trace | None) -> None:
+        self.threads = [_Thread(relay_tasks, form, groups, trace) for relay_tasks in groups_of_relay_tasks]
         self.jobs: list[Job] = groups.workers.run([thread.pass_on for thread in self.threads])
 
     def raise_error(self) -> None:
-        """Raise what a duty met, if any did."""
+        """Raise what a relay task met, if any did."""
         for thread in self.threads:
             if thread.error is not None:
                 raise thread.error
@@ -59,10 +59,10 @@ class Relay:
 
 
 class _Thread:
-    """One group of duties, in order. `num_bytes` were passed on; `crossed_in`, `crossed_out`: of those, from and to other nodes."""
+    """One group of relay tasks, in order. `num_bytes` were passed on; `crossed_in`, `crossed_out`: of those, from and to other nodes."""
 
-    def __init__(self, duties: Sequence[Duty], form: Form, groups: Groups, trace: Trace | None) -> None:
-        self.duties, self.form, self.groups, self.trace = duties, form, groups, trace
+    def __init__(self, relay_tasks: Sequence[RelayTask], form: Form, groups: Groups, trace: Trace | None) -> None:
+        self.relay_tasks, self.form, self.groups, self.trace = relay_tasks, form, groups, trace
         self.num_bytes = self.crossed_in = self.crossed_out = 0
         self.error: RuntimeError | None = None
 
@@ -70,61 +70,68 @@ class _Thread:
         """Receive and send on every piece. Where one does not come or cannot be sent, `error` says so, and all other transfers of the
         rank are broken off.
         """
-        posted: deque[tuple[Duty, Tensor, dist.Work, float]] = deque()
-        behind: deque[tuple[Duty, Tensor, dist.Work]] = deque()
+        posted: deque[tuple[RelayTask, Tensor, dist.Work, float]] = deque()
+        behind: deque[tuple[RelayTask, Tensor, dist.Work]] = deque()
         upcoming = iter(self.sized())
-        duty, what = self.duties[0], "arrive"
+        relay_task, what = self.relay_tasks[0], "arrive"
         try:
             for _ in range(_AHEAD):
                 self.post(upcoming, posted)
             while posted:
-                duty, x, arriving, begin = posted.popleft()
+                relay_task, x, arriving, begin = posted.popleft()
                 what = "arrive"
                 arriving.wait()
                 what = "leave"
-                behind.append((duty, x, self.send(duty, x, begin)))
+                behind.append((relay_task, x, self.send(relay_task, x, begin)))
                 self.post(upcoming, posted)
                 if len(behind) > _BEHIND:
-                    duty, _, leaving = behind.popleft()
+                    relay_task, _, leaving = behind.popleft()
                     leaving.wait()
             what = "leave"
             while behind:
-                duty, _, leaving = behind.popleft()
+                relay_task, _, leaving = behind.popleft()
                 leaving.wait()
         except Exception as error:
-            self.error = RuntimeError(f"{_described(duty, self.groups.rank)}: it did not {what}: {error}")
+            self.error = RuntimeError(f"{_described(relay_task, self.groups.rank)}: it did not {what}: {error}")
             comm.break_off(self.groups)
 
-    def sized(self) -> Iterator[tuple[Duty, int]]:
+    def sized(self) -> Iterator[tuple[RelayTask, int]]:
         """Duties with the bytes of their pieces, without empty pieces."""
-        for duty in self.duties:
-            begin, end = cut(parcel_bytes(duty.carried, self.form), duty.way.count)[duty.way.index]
+        for relay_task in self.relay_tasks:
+            begin, end = cut(parcel_bytes(relay_task.carried, self.form), relay_task.way.count)[relay_task.way.index]
             if begin < end:
-                yield duty, end - begin
+                yield relay_task, end - begin
 
-    def post(self, upcoming: Iterator[tuple[Duty, int]], posted: deque[tuple[Duty, Tensor, dist.Work, float]]) -> None:
+    def post(self, upcoming: Iterator[tuple[RelayTask, int]], posted: deque[tuple[RelayTask, Tensor, dist.Work, float]]) -> None:
         """Begin to receive the next piece, if there is one."""
-        for duty, num_bytes in upcoming:
+        for relay_task, num_bytes in upcoming:
             x = self.groups.buffers.empty((num_bytes,), torch.uint8, _CPU)
             begin = time.perf_counter()
-            posted.append((duty, x, comm.receive(x, duty.way.arrives.peer, duty.tag + duty.way.arrives.tag, self.groups), begin))
+            posted.append(
+                (
+                    relay_task,
+                    x,
+                    comm.receive(x, relay_task.way.arrives.peer, relay_task.tag + relay_task.way.arrives.tag, self.groups),
+                    begin,
+                )
+            )
             return
 
-    def send(self, duty: Duty, x: Tensor, begin: float) -> dist.Work:
+    def send(self, relay_task: RelayTask, x: Tensor, begin: float) -> dist.Work:
         """Begin to send a piece on, and count it. `begin`: when it was first waited for."""
         now = time.perf_counter()
-        work = comm.send(x, duty.way.leaves.peer, duty.tag + duty.way.leaves.tag, self.groups)
+        work = comm.send(x, relay_task.way.leaves.peer, relay_task.tag + relay_task.way.leaves.tag, self.groups)
         self.num_bytes += x.nbytes
-        self.crossed_in += x.nbytes * duty.way.arrives.crosses
-        self.crossed_out += x.nbytes * duty.way.leaves.crosses
+        self.crossed_in += x.nbytes * relay_task.way.arrives.crosses
+        self.crossed_out += x.nbytes * relay_task.way.leaves.crosses
         if self.trace is not None:
-            for hop in (duty.way.arrives, duty.way.leaves):
-                self.trace.append(Traced(hop.stream, duty.op, hop.leg, duty.way.role, begin, now))
+            for hop in (relay_task.way.arrives, relay_task.way.leaves):
+                self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.way.role, begin, now))
         return work
 
 
-def _described(duty: Duty, rank: int) -> str:
-    way = duty.way
+def _described(relay_task: RelayTask, rank: int) -> str:
+    way = relay_task.way
     path = f"rank {way.arrives.peer} -> rank {rank} -> rank {way.leaves.peer}"
     piece = f"piece {way.index} of {way.count} from rank {way.src} to rank {way.dst}"
-    return f"exchange {duty.exchange}, {piece}, as {way.role.replace('_', ' ')}, {path}"
+    return f"exchange {relay_task.exchange}, {piece}, as {way.role.replace('_', ' ')}, {path}"

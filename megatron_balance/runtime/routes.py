@@ -1,4 +1,4 @@
-"""A rank's part in routed exchanges, looked up: the pieces it sends and receives, and those it passes on for others."""
+"""A rank's part in routed exchanges, looked up: the pieces it sends and receives, and those it compile on for others."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_balance.core.program import TRANSFER_WIDTH, Exchange, Kind, Op
-from megatron_balance.core.rows import Rows
+from megatron_balance.compile.order import LEGS, Leg, Role, TrafficClass, hops, is_moved, relay_role, stream_name
+from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.passes.interleave import HALVES
-from megatron_balance.passes.order import LEGS, Lane, Leg, Role, hops, is_moved, relay_role, stream_name
-from megatron_balance.passes.tables import Ints, as_array, concat, run_bounds
-from megatron_balance.runtime.lowered import Duty, Hop, Piece, Way
+from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
+from megatron_balance.ir.program import TRANSFER_WIDTH, Exchange, Kind, Op
+from megatron_balance.ir.rows import Rows
+from megatron_balance.runtime.lowered import Hop, Piece, ProxyRoute, RelayTask
 from megatron_balance.runtime.parcels import Carried
 
 _RANK = (1 << 20) - 1
 _KINDS = tuple(Kind)
-_LANES: tuple[Lane, Lane] = ("copied", "moved")
+_TRAFFIC_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
 
 
-def tag_base(exchange_id: int, *, forward: bool, half: int = 0) -> int:
-    """Tags of the messages of an exchange begin here; its direct ones have this one. `half`: of two programs that run interleaved."""
-    return ((exchange_id * 2 + forward) * HALVES + half) * 16
+def tag_base(exchange_id: int, *, forward: bool, nano_batch: int = 0) -> int:
+    """Tags of the messages of an exchange begin here; its direct ones have this one. `nano_batch`: of two programs that run interleaved."""
+    return ((exchange_id * 2 + forward) * NUM_NANO_BATCHES + nano_batch) * 16
 
 
 def _hop_tag(leg: Leg, *, first: bool, last: bool) -> int:
@@ -44,8 +44,8 @@ class Routed:
 
 
 @lru_cache(maxsize=256)
-def part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]) -> tuple[Routed, tuple[Way, ...]]:
-    """What this rank is to the pieces of an exchange: its own, and those it passes on. `moved`: pairs whose lane is not "copied".
+def part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]) -> tuple[Routed, tuple[ProxyRoute, ...]]:
+    """What this rank is to the pieces of an exchange: its own, and those it compile on. `moved`: pairs whose lane is not "copied".
 
     Everything is by source, target and piece: the order in which both ends of every hop have them.
     """
@@ -64,14 +64,14 @@ def part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[in
         if leg < 0:
             return None
         if key not in made:
-            crosses, of = peer // ranks_per_node != rank // ranks_per_node, _LANES[is_moved]
+            crosses, of = peer // ranks_per_node != rank // ranks_per_node, _TRAFFIC_CLASSES[is_moved]
             tag = _hop_tag(LEGS[leg], first=bool(first), last=bool(last))
             made[key] = Hop(peer, LEGS[leg], tag, stream_name(LEGS[leg], crosses, of), crosses)
         return made[key]
 
     sends: dict[int, list[Piece]] = {}
     receives: dict[int, list[Piece]] = {}
-    ways: list[Way] = []
+    ways: list[ProxyRoute] = []
     ends = (side.tolist() for side in _ends(table, rank))
     for (src, dst, index), count, come, go in zip(table[:, :3].tolist(), counts.tolist(), *ends, strict=True):
         arrives, leaves = hop(come, (src, dst) in moved), hop(go, (src, dst) in moved)
@@ -80,7 +80,7 @@ def part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[in
         elif leaves is None and arrives is not None:
             receives.setdefault(src, []).append(Piece(index, count, arrives))
         elif arrives is not None and leaves is not None:
-            ways.append(Way(relay_role(arrives.leg), src, dst, index, count, arrives, leaves))
+            ways.append(ProxyRoute(relay_role(arrives.leg), src, dst, index, count, arrives, leaves))
     own = Routed(*({peer: tuple(found) for peer, found in side.items()} for side in (sends, receives)))
     return own, tuple(ways)
 
@@ -92,7 +92,7 @@ def _check(table: Ints) -> None:
     twice = ((src == receive_proxy) & left) | ((send_proxy == dst) & far) | ((src == dst) & (left | far | (send_proxy != receive_proxy)))
     for source, target, _, *proxies in table[twice].tolist():
         stations = [a for _, a, _ in hops((source, *proxies, target))] + [target]
-        raise InvalidProgramError(f"a piece from rank {source} to rank {target} passes a rank twice: {stations}")
+        raise InvalidProgramError(f"a piece from rank {source} to rank {target} compile a rank twice: {stations}")
 
 
 def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
@@ -115,13 +115,13 @@ def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:
 
 
 def lower_routes(
-    ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, *, forward: bool, half: int = 0
-) -> tuple[dict[int, Routed], tuple[tuple[Duty, ...], ...]]:
+    ops: Sequence[Op], queues: Sequence[int], rank: int, ranks_per_node: int, *, forward: bool, nano_batch: int = 0
+) -> tuple[dict[int, Routed], tuple[tuple[RelayTask, ...], ...]]:
     """By index of the op, this rank's part in each routed exchange; and all duties of the phase, in groups that wait for nothing in
     one another: of one role, lane and queue. `queues`: of each op.
     """
     found: dict[int, Routed] = {}
-    groups: dict[tuple[Role, bool, int], list[Duty]] = {}
+    groups: dict[tuple[Role, bool, int], list[RelayTask]] = {}
     routed = {i: op for i, op in enumerate(ops) if isinstance(op, Exchange) and op.routes}
     if not routed:
         return found, ()
@@ -129,12 +129,12 @@ def lower_routes(
     for i, op in routed.items():
         pairs = moved.get(i, frozenset())
         found[i], ways = part(op.routes, rank, ranks_per_node, pairs)
-        tag = tag_base(op.id, forward=forward, half=half)
+        tag = tag_base(op.id, forward=forward, nano_batch=nano_batch)
         for way in ways:
             messages = carried.get((i, way.src, way.dst))
             if messages is not None:
-                duty = Duty(i, op.id, tag, messages, way)
-                groups.setdefault((way.role, (way.src, way.dst) in pairs, queues[i]), []).append(duty)
+                relay_task = RelayTask(i, op.id, tag, messages, way)
+                groups.setdefault((way.role, (way.src, way.dst) in pairs, queues[i]), []).append(relay_task)
     return found, tuple(tuple(group) for group in groups.values())
 
 

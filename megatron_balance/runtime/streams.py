@@ -1,6 +1,6 @@
 """Exchanges on CUDA: communication streams beside the compute stream, joined by events; the host waits for nothing.
 
-Each stream of `passes.order.streams` has a communicator of its own, so that what it carries is only in order with itself: transfers
+Each stream of `compile.order.streams` has a communicator of its own, so that what it carries is only in order with itself: transfers
 between nodes (high priority) beside those inside the node, and what is moved beside what is copied. NCCL matches messages by their order
 between two ranks; ranks issue the exchanges of a stream in the order of their ids, and within one by source, target and piece. The
 legs of a routed exchange are one batch each, on streams of their own, since a leg waits for the one before. Collectives have streams
@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_balance.passes.order import LEGS, Leg
+from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.runtime.comm import Collective, Parcel, by_way, collective, is_collective, pieces
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.cuda import Streams, Transfer
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import Duty, Hop, Phase, Swap
+from megatron_balance.runtime.lowered import ExchangeStep, Hop, Phase, RelayTask
 from megatron_balance.runtime.parcels import Form, cut, parcel_bytes
 from megatron_balance.runtime.trace import Trace, Traced
 
@@ -47,49 +47,51 @@ class Streamed:
         self.traffic = Traffic()
         self.expected: dict[int, tuple[Sequence[Parcel], Mapping[int, Tensor]]] = {}
         self.under_way: dict[int, _UnderWay] = {}
-        self.duties: dict[int, list[Duty]] = {}
-        for group in phase.duties:
-            for duty in group:
-                self.duties.setdefault(duty.op, []).append(duty)
+        self.relay_tasks: dict[int, list[RelayTask]] = {}
+        for group in phase.relay_tasks:
+            for relay_task in group:
+                self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
 
-    def expect(self, swap: Swap, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
-        self.expected[swap.id] = receives, arriving
+    def expect(self, exchange_step: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+        self.expected[exchange_step.id] = receives, arriving
 
-    def start(self, swap: Swap, sends: Sequence[Parcel]) -> None:
-        receives, arriving = self.expected.pop(swap.id)
-        if swap.far:
-            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in swap.far and p not in swap.routed_sends)
-            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in swap.far)
-        if is_collective(swap, self.groups):
-            self.under_way[swap.id] = self.start_collective(swap, collective(sends, receives, swap, self.groups))
+    def start(self, exchange_step: ExchangeStep, sends: Sequence[Parcel]) -> None:
+        receives, arriving = self.expected.pop(exchange_step.id)
+        if exchange_step.far:
+            self.traffic.inter_node_bytes_sent += sum(
+                x.nbytes for p, x in sends if p in exchange_step.far and p not in exchange_step.routed_sends
+            )
+            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange_step.far)
+        if is_collective(exchange_step, self.groups):
+            self.under_way[exchange_step.id] = self.start_collective(exchange_step, collective(sends, receives, exchange_step, self.groups))
             return
         batches: dict[tuple[Leg, str], list[Transfer]] = {}
-        self.add_own(swap, sends, receives, arriving, batches)
-        self.add_duties(self.duties.get(swap.op, ()), batches)
+        self.add_own(exchange_step, sends, receives, arriving, batches)
+        self.add_relay_tasks(self.relay_tasks.get(exchange_step.op, ()), batches)
         ready = self.streams.now()
         events: list[Any] = []
         before: dict[str, Any] = {}  # the last leg issued, by lane: the next one sends what it brought
         for leg, name in sorted(batches, key=lambda place: (("direct", *LEGS).index(place[0]), place[1])):
-            stream, lane = self.streams.of(name), name.partition(" ")[2]
+            stream, traffic_class = self.streams.of(name), name.partition(" ")[2]
             transfers = sorted(batches[leg, name], key=lambda t: t[:3])
             if any(self.groups.rank in (t.src, t.dst) for t in transfers):
                 stream.wait(ready)  # what is only passed on does not wait for this rank's own work
-            if leg != "direct" and lane in before:
-                stream.wait(before[lane])
+            if leg != "direct" and traffic_class in before:
+                stream.wait(before[traffic_class])
             for transfer in transfers:
                 stream.uses(transfer.tensor)
             stream.batch(transfers)
             event = stream.record()
             self.groups.buffers.used([t.tensor for t in transfers], partial(self.streams.wait, event))
             if leg != "direct":
-                before[lane] = event
+                before[traffic_class] = event
             if any(not t.sends and t.dst == self.groups.rank for t in transfers):
                 events.append(event)
-        self.under_way[swap.id] = _UnderWay(events)
+        self.under_way[exchange_step.id] = _UnderWay(events)
 
-    def start_collective(self, swap: Swap, packed: Collective) -> _UnderWay:
+    def start_collective(self, exchange_step: ExchangeStep, packed: Collective) -> _UnderWay:
         """One call on the communicator of its ranks. The compute stream has packed the bytes and will unpack them."""
-        stream = self.streams.of(swap.stream)
+        stream = self.streams.of(exchange_step.stream)
         stream.wait(self.streams.now())
         for x in packed.memory:
             stream.uses(x)
@@ -100,50 +102,50 @@ class Streamed:
 
     def add_own(
         self,
-        swap: Swap,
+        exchange_step: ExchangeStep,
         sends: Sequence[Parcel],
         receives: Sequence[Parcel],
         arriving: Mapping[int, Tensor],
         batches: dict[tuple[Leg, str], list[Transfer]],
     ) -> None:
         """This rank's own messages and pieces, by leg and stream."""
-        rank, streams = self.groups.rank, {m.peer: m.stream for m in (*swap.sends, *swap.receives)}
-        direct, routed = by_way(sends, swap)
+        rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange_step.sends, *exchange_step.receives)}
+        direct, routed = by_way(sends, exchange_step)
         for index, (peer, x) in enumerate(direct):
             batches.setdefault(("direct", streams[peer]), []).append(Transfer(rank, peer, index, True, peer, x))
         for index, (peer, x) in enumerate((p, x) for p, x in receives if x.numel()):
             batches.setdefault(("direct", streams[peer]), []).append(Transfer(peer, rank, index, False, peer, x))
         for peer, raw in routed.items():
-            for piece, hop, x in pieces(raw, swap.routed_sends[peer]):
+            for piece, hop, x in pieces(raw, exchange_step.routed_sends[peer]):
                 batches.setdefault((hop.leg, hop.stream), []).append(Transfer(rank, peer, piece.index, True, hop.peer, x))
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
         for peer, raw in arriving.items():
-            for piece, hop, x in pieces(raw, swap.routed_receives[peer]):
+            for piece, hop, x in pieces(raw, exchange_step.routed_receives[peer]):
                 batches.setdefault((hop.leg, hop.stream), []).append(Transfer(peer, rank, piece.index, False, hop.peer, x))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
 
-    def add_duties(self, duties: Sequence[Duty], batches: dict[tuple[Leg, str], list[Transfer]]) -> None:
+    def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: dict[tuple[Leg, str], list[Transfer]]) -> None:
         """What is passed on: received in one leg, sent in a later one."""
-        for duty in duties:
-            way = duty.way
-            begin, end = cut(parcel_bytes(duty.carried, self.form), way.count)[way.index]
+        for relay_task in relay_tasks:
+            way = relay_task.way
+            begin, end = cut(parcel_bytes(relay_task.carried, self.form), way.count)[way.index]
             if begin == end:
                 continue
             x = self.streams.of(way.arrives.stream).empty(end - begin)
             for hop, sends in ((way.arrives, False), (way.leaves, True)):
                 batches.setdefault((hop.leg, hop.stream), []).append(Transfer(way.src, way.dst, way.index, sends, hop.peer, x))
-                self.record(duty, hop)
+                self.record(relay_task, hop)
             self.traffic.relayed_bytes += x.nbytes
             self.traffic.inter_node_bytes_received += x.nbytes * way.arrives.crosses
             self.traffic.inter_node_bytes_sent += x.nbytes * way.leaves.crosses
 
-    def record(self, duty: Duty, hop: Hop) -> None:
+    def record(self, relay_task: RelayTask, hop: Hop) -> None:
         if self.trace is not None:
             now = time.perf_counter()
-            self.trace.append(Traced(hop.stream, duty.op, hop.leg, duty.way.role, now, now))
+            self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.way.role, now, now))
 
-    def arrived(self, swap: Swap) -> None:
-        under_way = self.under_way.pop(swap.id)
+    def arrived(self, exchange_step: ExchangeStep) -> None:
+        under_way = self.under_way.pop(exchange_step.id)
         for event in under_way.events:
             self.streams.wait(event)
         if under_way.packed is not None:

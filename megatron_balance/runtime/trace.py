@@ -1,14 +1,14 @@
-"""What a rank did when: recorded on request, to compare with `passes.order.streams` and to see what hides behind computation."""
+"""What a rank did when: recorded on request, to compare with `compile.order.streams` and to see what hides behind computation."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from megatron_balance.passes.order import Leg, Role
+from megatron_balance.compile.order import Leg, Role
 
 
 class Traced(NamedTuple):
-    """One thing done: `op` and `leg` as in `passes.order.Issue`, where an exchange also has a leg "finish".
+    """One thing done: `op` and `leg` as in `compile.order.Issue`, where an exchange also has a leg "finish".
 
     Times by `time.perf_counter`, in seconds. Of the leg of an exchange: issuing it; of one passed on: from the first wait for it until
     it is sent on. Of "finish": waiting for what the exchange brings.

@@ -11,7 +11,7 @@ from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.comm import Parcel
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.gloo import Gloo
-from megatron_balance.runtime.lowered import Phase, Swap
+from megatron_balance.runtime.lowered import ExchangeStep, Phase
 from megatron_balance.runtime.parcels import Form
 from megatron_balance.runtime.streams import Streamed
 
@@ -22,22 +22,22 @@ class Transport(Protocol):
     traffic: Traffic
     ahead: int
 
-    def expect(self, swap: Swap, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+    def expect(self, exchange_step: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
         """Where the tensors of an exchange that begins later go. `arriving`: by peer whose messages are routed, the memory for all that
         comes from it; these peers are not in `receives`.
         """
         ...
 
-    def start(self, swap: Swap, sends: Sequence[Parcel]) -> None:
+    def start(self, exchange_step: ExchangeStep, sends: Sequence[Parcel]) -> None:
         """Begin an exchange that was expected."""
         ...
 
-    def arrived(self, swap: Swap) -> None:
+    def arrived(self, exchange_step: ExchangeStep) -> None:
         """What the exchange brings is there, for whatever is issued next."""
         ...
 
     def end(self) -> None:
-        """Every exchange has ended; what this rank passes on for others too, where that takes its threads.
+        """Every exchange has ended; what this rank compile on for others too, where that takes its threads.
 
         Raises RuntimeError: something could not be passed on.
         """
@@ -52,7 +52,7 @@ class Transport(Protocol):
 
 
 def open_transport(bound: Bound, phase: Phase, form: Form) -> Transport:
-    """The transport of the pool, with everything begun that this rank passes on."""
+    """The transport of the pool, with everything begun that this rank compile on."""
     if bound.groups.streams is not None:
         return Streamed(phase, form, bound.groups, bound.trace)
     return Gloo(phase, form, bound.groups, bound.trace)

@@ -6,14 +6,15 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_balance.core.plan import MicrobatchPlan, Tiling
+from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.transpose import transpose
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
-from megatron_balance.passes.tables import as_array
-from megatron_balance.passes.transpose import transpose
-from megatron_balance.schedules import dispatch, project
-from megatron_balance.schedules.figures import tokens_per_rank
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.patterns import dispatch
 from megatron_balance.simulator import engine, rounds
 from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
@@ -93,8 +94,8 @@ def events(
 def linear_tokens(plan: MicrobatchPlan) -> Ints:
     """Tokens of each rank outside attention [num_ranks]."""
     tokens = tokens_per_rank(plan)
-    holder, home, moved = as_array(plan.moves).T
-    for ranks, sign in ((home, 1), (holder, -1)):
+    holder, owner, moved = as_array(plan.moves).T
+    for ranks, sign in ((owner, 1), (holder, -1)):
         np.add.at(tokens, ranks, sign * moved)
     return tokens
 
@@ -114,13 +115,13 @@ def coupled(plan: MicrobatchPlan) -> Ints:
         first[high] = low
 
     for zone in plan.zones:
-        if isinstance(zone, Tiling):
+        if isinstance(zone, TaskTable):
             there, _ = dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads)
             for src, dst in np.unique(as_array(there)[:, 6:8], axis=0).tolist():
                 join(src, dst)
         elif zone.seqs:
             for rank in zone.ranks[1:]:
                 join(zone.ranks[0], rank)
-    for holder, home, _ in plan.moves:
-        join(holder, home)
+    for holder, owner, _ in plan.moves:
+        join(holder, owner)
     return np.array([find(rank) for rank in range(plan.num_ranks)], dtype=np.int64)

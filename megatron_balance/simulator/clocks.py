@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.core.program import Kind
+from megatron_balance.analysis.wire import DST, KIND, is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
-from megatron_balance.schedules.payload import DST, KIND, is_collective
+from megatron_balance.ir.program import Kind
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.machine import Bools, fair_ends
 from megatron_balance.simulator.tables import Table, Tables
 from megatron_balance.simulator.work import ADD, ADDED, STORED
 
 COPIED, MOVED = range(2)
-"""Lanes (`passes.order`)."""
+"""Lanes (`compile.order`)."""
 
 INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
 """Streams of a lane; the last one is that of collectives."""
@@ -69,14 +69,14 @@ class Clocks:
         """Seconds of packing, elementwise; nothing takes none."""
         return np.array([self.cost.pack_s(size) if size else 0.0 for size in num_bytes.tolist()])
 
-    def carry(self, transfers: Transfers, posted: Floats, lane: int) -> Floats:
+    def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of an exchange, each when both ends are `posted` and their streams free; when each rank has all it receives."""
         machine = self.machine
         arrived = np.zeros(machine.num_ranks)
         src, dst, num_bytes, routed = transfers.src, transfers.dst, transfers.num_bytes, transfers.routed
         if not len(src):
             return arrived
-        free = self.free[lane]
+        free = self.free[traffic_class]
         across = machine.crosses(src, dst)
         link = np.where(across, INTER, INTRA)
         begin = [np.maximum(posted[end], free[link, end]) for end in (src, dst)]
@@ -130,7 +130,7 @@ class Clocks:
         heads = self.plan.num_kv_heads if kind in (Kind.KV, Kind.KV_GRAD) else self.plan.num_heads
         return heads * (payload.row_bytes[kind] + (payload.lse_bytes if kind in (Kind.OUT, Kind.OUT_GRAD) else 0))
 
-    def exchange(self, messages: Ints, index: int, lane: int) -> tuple[Floats, Floats, Floats]:
+    def exchange(self, messages: Ints, index: int, traffic_class: int) -> tuple[Floats, Floats, Floats]:
         """One exchange of `messages`: when each rank began, when it has what it receives, and how long putting that away takes."""
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
@@ -141,8 +141,8 @@ class Clocks:
         self.done += packed
         self.busy += packed
         # Results are sent when they are there; who sends none, and who sends inputs, began before.
-        posted = np.where(out > 0, self.done, self.entered) if lane == MOVED else self.ready + packed
-        arrived = self.carry(sent, posted, lane)
+        posted = np.where(out > 0, self.done, self.entered) if traffic_class == MOVED else self.ready + packed
+        arrived = self.carry(sent, posted, traffic_class)
         values, lse = self.machine.payload.tensors(messages)
         stored, added = (
             self.pack_s(np.bincount(messages[:, DST], weights=(values + lse) * np.isin(messages[:, KIND], kinds), minlength=len(ranks)))
@@ -161,17 +161,17 @@ class Clocks:
         ranks, machine = tuple(table.ranks.tolist()), self.machine
         return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
-    def all_together(self, table: Table, posted: Floats, num_bytes: Floats, lane: int, *, ring: bool) -> Floats:
+    def all_together(self, table: Table, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool) -> Floats:
         """When each rank of the zone has what a collective brings it; without a communicator, or routed, it is many transfers."""
         ranks, machine = table.ranks, self.machine
         if not self.is_together(table):
             routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            return self.carry(Transfers(src, dst, sizes, routed & machine.crosses(src, dst)), posted, lane)[ranks]
+            return self.carry(Transfers(src, dst, sizes, routed & machine.crosses(src, dst)), posted, traffic_class)[ranks]
         taken = collective.ring(ranks, float(num_bytes.max()), machine) if ring else collective.exchange(ranks, num_bytes, machine)
         self.bytes_moved += taken.load
         self.nic_bytes += taken.load[2 * machine.num_ranks :].reshape(2, -1)
-        stop = np.maximum(posted[ranks], self.free[lane, TOGETHER, ranks]).max() + self.call_s + taken.seconds
-        self.free[lane, TOGETHER, ranks] = stop
+        stop = np.maximum(posted[ranks], self.free[traffic_class, TOGETHER, ranks]).max() + self.call_s + taken.seconds
+        self.free[traffic_class, TOGETHER, ranks] = stop
         return np.full(len(ranks), stop)

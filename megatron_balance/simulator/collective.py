@@ -1,6 +1,6 @@
 """Collectives among uneven ranks: the closed forms of `cost.collectives`, each rank and NIC with what it really carries.
 
-Only groups with a communicator of their own have them (`schedules.payload.is_collective`); the exchanges of other groups are transfers.
+Only groups with a communicator of their own have them (`analysis.wire.is_collective`); the exchanges of other groups are transfers.
 """
 
 from __future__ import annotations

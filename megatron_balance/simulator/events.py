@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from megatron_balance.compile.order import Finish, Run, Start
 from megatron_balance.cost.base import Floats
-from megatron_balance.passes.order import Finish, Run, Start
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Flow, Phase
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.core.tick import TickPlan
 from megatron_balance.cost import memory
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.memory import Holding
+from megatron_balance.ir.tick import TickPlan
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import linear_tokens
 from megatron_balance.simulator.machine import Machine
@@ -25,8 +25,8 @@ def simulate_joint(
     """The step of these ticks.
 
     Args:
-        ticks: of the step; of each half, if microbatches run as two.
-        microbatches: where their tokens are at home, over the ranks of a stage.
+        ticks: of the step; of each nano-batch, if microbatches run as two.
+        microbatches: where their tokens are owned, over the ranks of a stage.
         stage: the machine of one stage's ranks.
         machine: that of all stages' ranks.
         setup: as for `simulate_ticks`; the policy is `replay`.
@@ -53,7 +53,7 @@ def simulate_joint(
 
 
 def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
-    """The most passes through model chunks whose activations a stage holds at once."""
+    """The most compile through model chunks whose activations a stage holds at once."""
     held = most = 0
     for each in ticks:
         if each.tick.cells[stage] is not None:

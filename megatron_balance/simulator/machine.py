@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.analysis.wire import NicOf, Payload
 from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
 from megatron_balance.errors import ConfigError
-from megatron_balance.schedules.payload import NicOf, Payload
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 
 Bools = NDArray[np.bool_]
 

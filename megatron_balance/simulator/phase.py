@@ -1,6 +1,6 @@
 """One phase (forward or backward) of all ranks' programs as tasks for the clocks: steps, flows and collectives, with their costs.
 
-Steps and streams are those of `passes.order`, which the executor follows; bytes are those of `schedules.payload`, which it packs.
+Steps and streams are those of `compile.order`, which the executor follows; bytes are those of `analysis.wire`, which it packs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.core.program import PAIR_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op, Pattern, RankProgram
+from megatron_balance.analysis.wire import KIND, Parcels, cut, is_collective, of_transfers
+from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collective_stream, hops, order, stream_name, traffic_class
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
-from megatron_balance.passes.order import Finish, Leg, Run, Start, Step, collective_stream, hops, lane, order, stream_name
-from megatron_balance.passes.tables import as_array, concat
-from megatron_balance.schedules.payload import KIND, Parcels, cut, is_collective, of_transfers
+from megatron_balance.ir.arrays import as_array, concat
+from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Machine
@@ -46,18 +46,18 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class GroupExchange:
     """An exchange that its ranks do together. `num_bytes` [G, G]: from the rank of a row to that of a column."""
 
     exchange: int
-    pattern: Pattern
+    collective: Collective
     ranks: tuple[int, ...]
     stream: str
     num_bytes: Floats
 
     def taken(self, machine: Machine) -> Taken:
         """What it takes in one call of NCCL's."""
-        if self.pattern in ("all_gather", "reduce_scatter"):
+        if self.collective in ("all_gather", "reduce_scatter"):
             return collective.ring(np.array(self.ranks), float(self.num_bytes.max(initial=0)), machine)
         return collective.exchange(np.array(self.ranks), self.num_bytes, machine)
 
@@ -74,7 +74,7 @@ class Phase:
     exchanges: list[list[int]]
     blocks_s: list[list[float]]
     flows: list[Flow] = field(default_factory=list[Flow])
-    collectives: list[Collective] = field(default_factory=list[Collective])
+    collectives: list[GroupExchange] = field(default_factory=list[GroupExchange])
 
 
 def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
@@ -95,7 +95,7 @@ def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: boo
         for op in own:
             if not isinstance(op, Exchange):
                 continue
-            if op.pattern != "p2p" and is_collective(op.group, machine.num_ranks, machine.cluster.node_size):
+            if op.collective != "p2p" and is_collective(op.group, machine.num_ranks, machine.cluster.node_size):
                 groups[op.id] = op
                 rows = as_array(op.transfers)
                 sent.setdefault(op.id, []).append(rows[rows[:, 6] == program.rank])
@@ -147,11 +147,11 @@ def _handling(ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool) -> 
             continue
         rows = as_array(op.transfers)
         own, brought = rows[rows[:, 6] == rank], rows[rows[:, 7] == rank]
-        if op.pattern == "all_gather" and len(own):
+        if op.collective == "all_gather" and len(own):
             own = own[own[:, 7] == own[0, 7]]  # one block for all
         if (
             sums
-            and op.pattern == "reduce_scatter"
+            and op.collective == "reduce_scatter"
             and len(brought)
             and is_collective(op.group, machine.num_ranks, machine.cluster.node_size)
         ):
@@ -195,7 +195,7 @@ def _hops_of(
     exchange: int, parcel: tuple[int, int, int, int], ways: dict[int, list[tuple[int, ...]]], kinds: dict[int, list[int]], machine: Machine
 ) -> list[Flow]:
     src, dst, direct, packed = parcel
-    of = lane(kinds[dst])
+    of = traffic_class(kinds[dst])
     if dst not in ways:
         crosses = bool(machine.crosses(np.array(src), np.array(dst)))
         return [Flow(exchange, "direct", stream_name("direct", crosses, of), src, dst, src, dst, direct)]
@@ -208,10 +208,10 @@ def _hops_of(
     ]
 
 
-def _collective(op: Exchange, rows: Ints, machine: Machine) -> Collective:
+def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:
     parcels = machine.payload.parcels(of_transfers(op.id, rows))
     place = np.zeros(machine.num_ranks, dtype=np.int64)
     place[list(op.group)] = np.arange(len(op.group))
     num_bytes: Floats = np.zeros((len(op.group), len(op.group)))
     num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
-    return Collective(op.id, op.pattern, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes)
+    return GroupExchange(op.id, op.collective, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes)

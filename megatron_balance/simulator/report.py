@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, simulate_step

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_balance.core.program import Kind
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
 from megatron_balance.simulator.machine import Bools
 from megatron_balance.simulator.tables import Table
@@ -42,7 +42,7 @@ class Turn:
 
 
 class Ring:
-    """One ring on the clocks (`schedules.ring`): per round a transfer to the next rank, which waits for the one before, and a launch."""
+    """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits for the one before, and a launch."""
 
     def __init__(self, clocks: Clocks, table: Table) -> None:
         self.clocks, self.table, self.machine = clocks, table, clocks.machine
@@ -132,9 +132,9 @@ class Ring:
         clocks.bytes_moved += load
         clocks.nic_bytes += load[first:].reshape(2, -1)
 
-    def _carry(self, turn: Turn, at: int, posted: Floats, lane: int) -> Floats:
+    def _carry(self, turn: Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
         """Run the transfers of a round; when each rank has what it receives (-inf: it receives nothing)."""
-        seconds, free = turn.seconds[at], self.free[lane]
+        seconds, free = turn.seconds[at], self.free[traffic_class]
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
         there = (place + turn.step) % self.size
@@ -212,7 +212,7 @@ class Ring:
         posted = self.ready
         if replay:
             again, copied = self._turn(self._blocks(self.table.back, -1), Kind.KV, -1)
-            self._share_lanes(again, copied, back, num_bytes)
+            self._share_traffic_classes(again, copied, back, num_bytes)
             self.ready = np.maximum(self.ready, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
             self._pack(copied[0])
             posted = self.ready
@@ -238,7 +238,7 @@ class Ring:
         place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
         return self.table.hops[(place - rounds) % self.size, rounds]
 
-    def _share_lanes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
+    def _share_traffic_classes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
         """Keys and gradients leave by the same link at the same time: each has half of it while the other needs it."""
         # The second block comes while the first gradients leave, and so on; the first comes alone, the last gradients leave alone.
         beside = moved[:0:-1]

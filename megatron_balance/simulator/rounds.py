@@ -1,8 +1,8 @@
 """The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all ranks of a zone at once.
 
-For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order, `passes.order`); what is simpler: the
+For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order, `compile.order`); what is simpler: the
 transfers of one exchange share links and NICs as if they all began together, and zones on other ranks take from a NIC what they need of
-it on average while both are at work (found by a run without them). What a home sends on for a holder (`passes.remap.resourced`) the
+it on average while both are at work (found by a run without them). What a owner sends on for a holder (`compile.remap.resourced`) the
 holder sends. Tests hold it against the event engine.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.core.plan import REMAP, MicrobatchPlan, Tiling
-from megatron_balance.core.program import Kind
+from megatron_balance.analysis.wire import KIND, SRC
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
-from megatron_balance.passes.tables import as_array
-from megatron_balance.schedules.payload import KIND, SRC
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable
+from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
@@ -81,18 +81,18 @@ class _Run:
         zones = self.tables.zones
         if self.clocks.backward:
             if self.clocks.plan.moves and self.clocks.policy == "replay":
-                self._remap((Kind.Q, Kind.KV), opening=True)
+                self._remap((Kind.Q, Kind.KV), remap_in=True)
             if self.clocks.plan.moves:
-                self._remap((Kind.OUT_GRAD,), opening=True)
+                self._remap((Kind.OUT_GRAD,), remap_in=True)
             for table in reversed(zones):
                 self._enter(table)
         else:
             if self.clocks.plan.moves:
-                self._remap((Kind.Q, Kind.KV), opening=True, hops=True)
+                self._remap((Kind.Q, Kind.KV), remap_in=True, hops=True)
             for table in zones:
                 self._enter(table)
         if self.clocks.plan.moves:
-            self._remap((Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,), opening=False, hops=self.clocks.backward)
+            self._remap((Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,), remap_in=False, hops=self.clocks.backward)
         end = np.maximum(
             np.maximum(self.clocks.done, self.clocks.late) + self.clocks.late_s,
             np.maximum(self.clocks.free.max(axis=(0, 1)), self.clocks.opened),
@@ -106,11 +106,11 @@ class _Run:
             self.clocks.share = self.taken[len(self.uses)]
         self.clocks.nic_bytes = np.zeros((2, self.clocks.machine.num_nics))
         begin = float(self.clocks.done[ranks].min())
-        if isinstance(table.zone, Tiling):
-            self._tiling(table)
+        if isinstance(table.zone, TaskTable):
+            self._task_table(table)
         elif size == 1:
             self._compute(table)
-        elif table.zone.movement == "ring":
+        elif table.zone.pattern == "ring":
             Ring(self.clocks, table).run()
         else:
             self._collective(table)
@@ -123,27 +123,27 @@ class _Run:
         self.clocks.done[table.ranks] += seconds
         self.clocks.busy[table.ranks] += seconds
 
-    def _remap(self, kinds: tuple[Kind, ...], *, opening: bool, hops: bool = False) -> None:
-        """One exchange of the remap; `hops`: with the first hops that homes make for holders."""
-        messages = self._moved(kinds, opening=opening)
+    def _remap(self, kinds: tuple[Kind, ...], *, remap_in: bool, hops: bool = False) -> None:
+        """One exchange of the remap; `hops`: with the first hops that owners make for holders."""
+        messages = self._moved(kinds, remap_in=remap_in)
         if hops:
             first = np.concatenate(self.tables.opened)
-            messages = np.concatenate([messages, first if opening else turned(first)])
+            messages = np.concatenate([messages, first if remap_in else turned(first)])
         self.clocks.share = np.ones_like(self.clocks.share)
-        if not opening:
+        if not remap_in:
             self.clocks.settle(np.unique(messages[:, SRC]))
-        posted, arrived, placed = self.clocks.exchange(messages, REMAP, COPIED if opening else MOVED)
-        if opening:
+        posted, arrived, placed = self.clocks.exchange(messages, REMAP, COPIED if remap_in else MOVED)
+        if remap_in:
             self.clocks.ready = posted
             self.clocks.opened = np.maximum(self.clocks.opened, arrived + placed)
         else:
             self.clocks.late = np.maximum(self.clocks.late, arrived)
             self.clocks.late_s += placed
 
-    def _moved(self, kinds: tuple[Kind, ...], *, opening: bool) -> Ints:
+    def _moved(self, kinds: tuple[Kind, ...], *, remap_in: bool) -> Ints:
         """Messages of the moves."""
-        holder, home, tokens = as_array(self.clocks.plan.moves).T
-        src, dst = (home, holder) if opening else (holder, home)
+        holder, owner, tokens = as_array(self.clocks.plan.moves).T
+        src, dst = (owner, holder) if remap_in else (holder, owner)
         found: list[Ints] = []
         for kind in kinds:
             heads = self.clocks.plan.num_kv_heads if kind in (Kind.KV, Kind.KV_GRAD) else self.clocks.plan.num_heads
@@ -152,11 +152,11 @@ class _Run:
         return np.concatenate(found)
 
     def _collective(self, table: Table) -> None:
-        gather = table.zone.movement == "all_gather"
+        gather = table.zone.pattern == "all_gather"
         if not self.clocks.backward:
             self._together(table, table.there, COPIED, ring=gather)
             self._compute(table)
-            self._together(table, table.home, MOVED, stored=True)
+            self._together(table, table.owned, MOVED, stored=True)
             return
         self._together(table, table.out_grads, COPIED, stored=True)
         if self.clocks.policy == "replay":
@@ -165,7 +165,7 @@ class _Run:
         self._together(table, table.grads, MOVED, ring=gather, added=True)
 
     def _together(
-        self, table: Table, num_bytes: Floats, lane: int, *, ring: bool = False, stored: bool = False, added: bool = False
+        self, table: Table, num_bytes: Floats, traffic_class: int, *, ring: bool = False, stored: bool = False, added: bool = False
     ) -> None:
         """One collective of all ranks of a zone; what is moved follows the launch, what is copied comes before it.
 
@@ -182,25 +182,25 @@ class _Run:
         packed = self.clocks.pack_s(sent) * self.clocks.slow[ranks]
         self.clocks.done[ranks] += packed
         self.clocks.busy[ranks] += packed
-        if lane == COPIED:
+        if traffic_class == COPIED:
             self.clocks.open(ranks, table.waits, sends=True)
-        posted = self.clocks.done.copy() if lane == MOVED else self.clocks.ready.copy()
-        if lane == COPIED:
+        posted = self.clocks.done.copy() if traffic_class == MOVED else self.clocks.ready.copy()
+        if traffic_class == COPIED:
             posted[ranks] += packed
             self.clocks.ready[ranks] = posted[ranks]
-        arrived = self.clocks.all_together(table, posted, num_bytes if ring else others, lane, ring=ring)
+        arrived = self.clocks.all_together(table, posted, num_bytes if ring else others, traffic_class, ring=ring)
         received = others.sum(axis=0) if stored or added else np.zeros(len(ranks))
         if ring and added and self.clocks.is_together(table):
             received = others.max(axis=0)  # one block, summed on its way
         placed = self.clocks.pack_s(received) * (ADD if added else 1.0) * self.clocks.slow[ranks]
-        if lane == MOVED:
+        if traffic_class == MOVED:
             self.clocks.late[ranks] = np.maximum(self.clocks.late[ranks], arrived)
             self.clocks.late_s[ranks] += placed
         else:
             self.clocks.done[ranks] = np.maximum(self.clocks.done[ranks], arrived) + placed
             self.clocks.busy[ranks] += placed
 
-    def _tiling(self, table: Table) -> None:
+    def _task_table(self, table: Table) -> None:
         assert table.tiles is not None
         there, back = table.tiles
         if not self.clocks.backward:
@@ -215,10 +215,10 @@ class _Run:
         self._compute(table)
         self._messages(table, turned(there), MOVED)
 
-    def _messages(self, table: Table, messages: Ints, lane: int) -> None:
-        """One exchange of a tiling."""
-        posted, arrived, placed = self.clocks.exchange(messages, table.index, lane)
-        if lane == MOVED:
+    def _messages(self, table: Table, messages: Ints, traffic_class: int) -> None:
+        """One exchange of a task table."""
+        posted, arrived, placed = self.clocks.exchange(messages, table.index, traffic_class)
+        if traffic_class == MOVED:
             self.clocks.late = np.maximum(self.clocks.late, arrived)
             self.clocks.late_s += placed
         else:

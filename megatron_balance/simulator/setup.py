@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.cost.memory import Policy, Recompute
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import EngineName
 from megatron_balance.simulator.engine import Transport
 
 Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
-"""The plan of a microbatch, or of each of its halves."""
+"""The plan of a microbatch, or of each of its nano-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Setup:
 
     `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many ranks as the plan; `interleave`: model
     chunks of a stage. `experts`: ranks that share a layer's experts.
-    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `interleaved`: half batches run in turns,
+    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `interleaved`: nano-batches run interleaved,
     else one after the other. `transport`: as in `simulator.engine`.
     """
 
@@ -47,5 +47,5 @@ PLAIN = Setup()
 
 
 def parts_of(microbatch: Microbatch) -> tuple[MicrobatchPlan, ...]:
-    """The plans of a microbatch: one, or one of each half."""
+    """The plans of a microbatch: one, or one of each nano-batch."""
     return microbatch if isinstance(microbatch, tuple) else (microbatch,)

@@ -2,7 +2,7 @@
 
 Every message is a call of its own. The receiver says that it is ready, and only then the sender's bytes go. Two ranks have one connection:
 what one of them sends to the other, bytes and words of readiness alike, goes in the order in which it was given (`simulator.tcp`), so that
-a word said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead; and what it passes on for
+a word said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead; and what it compile on for
 others it expects from the beginning, and sends on when it has come. A sender has done its part when its socket has the message.
 
 A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two under way at a time; an all-to-all
@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
+from megatron_balance.compile.order import Start
 from megatron_balance.cost.base import Floats
-from megatron_balance.passes.order import Start
 from megatron_balance.simulator.events import Events, Occupied
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.phase import Collective, Flow, Phase
+from megatron_balance.simulator.phase import Flow, GroupExchange, Phase
 from megatron_balance.simulator.tcp import WORD_BYTES, Network
 
 AHEAD = 2
@@ -46,7 +46,7 @@ class Sockets(Events):
 
     def __init__(self, phase: Phase, machine: Machine, enter_s: Floats, *, trace: bool) -> None:
         flows = list(phase.flows)
-        groups: list[tuple[Collective, range]] = []
+        groups: list[tuple[GroupExchange, range]] = []
         for each in phase.collectives:
             flows += _messages(each)
             groups.append((each, range(groups[-1][1].stop if groups else len(phase.flows), len(flows))))
@@ -86,7 +86,7 @@ class Sockets(Events):
             else:
                 self.relayed[flow.b].append(index)
 
-    def _add(self, each: Collective, messages: range) -> None:
+    def _add(self, each: GroupExchange, messages: range) -> None:
         """What each rank of a collective sends and receives, in gloo's order."""
         sent: defaultdict[int, list[int]] = defaultdict(list)
         brought: defaultdict[int, list[int]] = defaultdict(list)
@@ -95,7 +95,7 @@ class Sockets(Events):
             brought[self.flows[index].b].append(index)
         for place, rank in enumerate(each.ranks):
             self.arriving[rank, each.exchange] = len(sent[rank]) + len(brought[rank])
-            if each.pattern == "all_gather":
+            if each.collective == "all_gather":
                 self.rings[rank, each.exchange] = _Ring(sent[rank], brought[rank])
                 continue
             to = {self.flows[index].b: index for index in sent[rank]}
@@ -218,10 +218,10 @@ class Sockets(Events):
         self._turn(self.rings[rank, exchange])
 
 
-def _messages(each: Collective) -> list[Flow]:
+def _messages(each: GroupExchange) -> list[Flow]:
     """The messages of a collective; `piece`: when, of those between the same ranks."""
     size = len(each.ranks)
-    if each.pattern == "all_gather":
+    if each.collective == "all_gather":
         block = int(each.num_bytes.max(initial=0))
         halves = [half for half in (block // HALVES, block - block // HALVES) if half]
         return [
@@ -239,5 +239,5 @@ def _messages(each: Collective) -> list[Flow]:
     ]
 
 
-def _message(each: Collective, src: int, dst: int, num_bytes: int, at: int) -> Flow:
+def _message(each: GroupExchange, src: int, dst: int, num_bytes: int, at: int) -> Flow:
     return Flow(each.exchange, "direct", each.stream, src, dst, src, dst, num_bytes, at)

@@ -2,7 +2,7 @@
 
 All layers are alike, so one is simulated and counted as often as there are; so are microbatches with the same plan. Ranks that exchange
 anything in a layer go through the layers in step: their clock is that of the slowest. Ranks that do not, drift apart until the
-gradients are synchronised. A microbatch given as two plans runs as two half batches in turns (`simulator.halves`).
+gradients are synchronised. A microbatch given as two plans runs as two nano-batches interleaved (`simulator.ping_pong`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.core.plan import MicrobatchPlan
+from megatron_balance.analysis.statistics import figures
 from megatron_balance.cost import memory, parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Holding
 from megatron_balance.errors import ConfigError
-from megatron_balance.schedules.figures import figures
-from megatron_balance.simulator import halves, pipeline
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.simulator import ping_pong, pipeline
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens
 from megatron_balance.simulator.events import Outcome
@@ -80,7 +80,7 @@ class _Run:
                 machine.check(plan)
             name = tuple(plan.fingerprint() for plan in parts_of(microbatch))
             if name not in known:
-                known[name] = self._halved(microbatch) if isinstance(microbatch, tuple) else self._layer(microbatch)
+                known[name] = self._ping_pong(microbatch) if isinstance(microbatch, tuple) else self._layer(microbatch)
             self.layers.append(known[name])
 
     def _layer(self, plan: MicrobatchPlan) -> _Layer:
@@ -102,13 +102,13 @@ class _Run:
             backward_s = backward_s + forward_s
         return _Layer(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
 
-    def _halved(self, plans: Sequence[MicrobatchPlan]) -> _Layer:
-        """A layer of a microbatch that runs as half batches: the mean of those of a pipeline chunk, filling and draining included."""
+    def _ping_pong(self, plans: Sequence[MicrobatchPlan]) -> _Layer:
+        """A layer of a microbatch that runs as nano-batches: the mean of those of a pipeline chunk, filling and draining included."""
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         experts_s = [self.around.experts_s(float(linear_tokens(plan).max())) for plan in plans]
-        way = halves.Way(setup.policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
-        passes = halves.layers(plans, machine, num_layers, way, experts_s)
-        linear = np.sum([halves.linear_s(plan, machine) for plan in plans], axis=0) + sum(experts_s)
+        way = ping_pong.PingPongMode(setup.policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
+        passes = ping_pong.layers(plans, machine, num_layers, way, experts_s)
+        linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + sum(experts_s)
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
         heads = tuple(np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow() for b in (False, True))
         groups = np.array([coupled(plan) for plan in plans])
@@ -179,7 +179,7 @@ class _Run:
         for stage in range(setup.pipeline):
             found = np.zeros(self.machine.num_ranks)
             for each, layer in {id(layer): (each, layer) for each, layer in zip(self.plans, self.layers, strict=True)}.values():
-                received = [self._received(plan) for plan in parts_of(each)]  # of both halves at once, also where they are replayed
+                received = [self._received(plan) for plan in parts_of(each)]  # of both nano-batches at once, also where they are replayed
                 pairs = np.stack([layer.tokens, np.sum(received, axis=0)], 1)
                 kinds, place = np.unique(pairs, axis=0, return_inverse=True)
                 sizes = [memory.rank_memory(model, held, got, self.around.sharding(stage), holding).total for held, got in kinds.tolist()]

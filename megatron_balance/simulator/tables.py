@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
-from megatron_balance.core.program import PAIR_WIDTH, Kind
+from megatron_balance.analysis.wire import WIDTH, of_transfers
+from megatron_balance.compile import layouts, remap
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.passes import remap
-from megatron_balance.passes.tables import as_array
-from megatron_balance.schedules import dispatch, head_exchange, layouts, zigzag
-from megatron_balance.schedules.payload import WIDTH, of_transfers
-from megatron_balance.schedules.zigzag import Zigzag
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.program import PAIR_WIDTH, Kind
+from megatron_balance.patterns import dispatch, head_exchange, zigzag
+from megatron_balance.patterns.zigzag import Zigzag
 from megatron_balance.simulator.machine import Bools, Machine
 from megatron_balance.simulator.work import launches
 
@@ -30,13 +30,13 @@ class Table:
     """One zone. `launch` [G, rounds]: which launch each rank runs in each round; `forward_s`, `backward_s`: its seconds, same shape.
 
     Of a ring, `hops` [G, G]: tokens of the block that began at a group index in its n-th hop forward; `back`: turning the other way.
-    Of a collective, bytes [G, G] from rank to rank: `there` of its inputs, `home` of its outputs, `out_grads` and `grads` of their
-    gradients. Of a tiling, `tiles`: messages (`schedules.payload`) of its inputs and of its outputs. `waits`: ranks [G] whose first
+    Of a collective, bytes [G, G] from rank to rank: `there` of its inputs, `owned` of its outputs, `out_grads` and `grads` of their
+    gradients. Of a task table, `tiles`: messages (`analysis.wire`) of its inputs and of its outputs. `waits`: ranks [G] whose first
     launch needs what the remap brings; `waits_next`: whose second one does.
     """
 
     index: int
-    zone: Zone | Tiling
+    zone: Zone | TaskTable
     ranks: Ints
     launch: Ints
     forward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -44,7 +44,7 @@ class Table:
     hops: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     back: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     there: Floats = field(default_factory=lambda: np.zeros((0, 0)))
-    home: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    owned: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     grads: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     out_grads: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     tiles: tuple[Ints, Ints] | None = None
@@ -63,22 +63,22 @@ class Tables:
         self.merging: list[Floats] = []
         self.num_launches = 0
         self.opened: list[Ints] = [np.empty((0, WIDTH), dtype=np.int64)]
-        """Messages that the remap's first exchange carries beside those of the moves: first hops that the home makes."""
-        self.away = _away(plan)
+        """Messages that the remap's first exchange carries beside those of the moves: first hops that the owner makes."""
+        self.remote = _remote(plan)
         self.zones = [self._zone(index, zone) for index, zone in enumerate(plan.zones)]
         for table in self.zones:
-            self._hand_over(table)
+            self._remap_transfers(table)
         self._price()
 
-    def _hand_over(self, table: Table) -> None:
-        """Leave to the remap what it brings, and first hops that homes make for holders (`passes.remap.resourced`)."""
-        here = self.away[self.away[:, layouts.ZONE] == table.index]
+    def _remap_transfers(self, table: Table) -> None:
+        """Leave to the remap what it brings, and first hops that owners make for holders (`compile.remap.resourced`)."""
+        here = self.remote[self.remote[:, layouts.ZONE] == table.index]
         table.waits = np.isin(table.ranks, here[:, _HOLDER])
         table.waits_next = table.waits.copy()
         if not len(here):
             return
         if table.tiles is not None:
-            there, _ = (as_array(rows) for rows in dispatch.transfers(_tiling_of(table), self.plan.num_heads, self.plan.num_kv_heads))
+            there, _ = (as_array(rows) for rows in dispatch.transfers(_task_table_of(table), self.plan.num_heads, self.plan.num_kv_heads))
             stay, sent = remap.resourced(there, here[:, _REGION])
             table.tiles = of_transfers(0, stay), table.tiles[1]
             self.opened.append(of_transfers(0, sent))
@@ -87,14 +87,14 @@ class Tables:
             place = np.zeros(self.plan.num_ranks, dtype=np.int64)
             place[table.ranks] = np.arange(len(table.ranks))
             target = np.roll(table.ranks, -1)[place[here[:, _HOLDER]]]
-            sent = here[(here[:, _ON] == 1) & (here[:, _HOME] != target)]
-            target = target[(here[:, _ON] == 1) & (here[:, _HOME] != target)]
+            sent = here[(here[:, _ON] == 1) & (here[:, _OWNER] != target)]
+            target = target[(here[:, _ON] == 1) & (here[:, _OWNER] != target)]
             tokens = sent[:, _STOP] - sent[:, _START]
             np.subtract.at(table.hops[:, 1], place[sent[:, _HOLDER]], tokens)
             table.waits_next |= np.isin(table.ranks, target)
             zero = np.zeros(len(sent), dtype=np.int64)
             heads = zero + self.plan.num_kv_heads
-            self.opened.append(np.column_stack([zero, sent[:, _HOME], target, zero + int(Kind.KV), zero, heads, tokens]))
+            self.opened.append(np.column_stack([zero, sent[:, _OWNER], target, zero + int(Kind.KV), zero, heads, tokens]))
 
     def _add(self, pairs: Ints, launch: Ints, merging: Floats) -> int:
         """Launches to be priced; the number of the first."""
@@ -114,13 +114,13 @@ class Tables:
             factor = slow[table.ranks][:, None]
             table.forward_s, table.backward_s = forward[table.launch] * factor, backward[table.launch] * factor
 
-    def _zone(self, index: int, zone: Zone | Tiling) -> Table:
-        if isinstance(zone, Tiling):
-            return self._tiling(index, zone)
+    def _zone(self, index: int, zone: Zone | TaskTable) -> Table:
+        if isinstance(zone, TaskTable):
+            return self._task_table(index, zone)
         ranks = np.array(zone.ranks)
-        if len(ranks) == 1 or zone.movement == "ring":
+        if len(ranks) == 1 or zone.pattern == "ring":
             return self._ring(index, zone, ranks)
-        return self._heads(index, zone, ranks) if zone.movement == "head_exchange" else self._gather(index, zone, ranks)
+        return self._heads(index, zone, ranks) if zone.pattern == "head_exchange" else self._gather(index, zone, ranks)
 
     # Rings, and local zones, which are rings of one
 
@@ -172,12 +172,12 @@ class Tables:
         table = Table(index, zone, ranks, (first + np.arange(size))[:, None])
         row, lse = self.machine.payload.row_bytes, self.machine.payload.lse_bytes
         table.there = np.outer(runs, queries * row[Kind.Q] + keys * row[Kind.KV])
-        table.home = np.outer(queries * (row[Kind.OUT] + lse), runs)
+        table.owned = np.outer(queries * (row[Kind.OUT] + lse), runs)
         table.out_grads = np.outer(runs, queries * (row[Kind.OUT_GRAD] + lse))
         table.grads = np.outer(queries * row[Kind.Q_GRAD] + keys * row[Kind.KV_GRAD], runs)
         return table
 
-    def _tiling(self, index: int, zone: Tiling) -> Table:
+    def _task_table(self, index: int, zone: TaskTable) -> Table:
         tasks = as_array(zone.tasks)
         pairs = np.zeros((len(tasks), PAIR_WIDTH), dtype=np.int64)
         pairs[:, :3], pairs[:, 5:7] = tasks[:, 1:4], tasks[:, 4:6]
@@ -192,23 +192,28 @@ class Tables:
         return table
 
 
-_SEQ, _START, _STOP, _HOME, _HOLDER, _ON = 0, 1, 2, 3, 5, 6
+_SEQ, _START, _STOP, _OWNER, _HOLDER, _ON = 0, 1, 2, 3, 5, 6
 _REGION = [0, 1, 2, 3, 5]
 
 
-def _away(plan: MicrobatchPlan) -> Ints:
-    """What is attended to away from home: rows (seq, start, stop, home, zone, holder, on); `on`: its ring's first exchange passes it on."""
+def _remote(plan: MicrobatchPlan) -> Ints:
+    """What is attended to away from owner: rows (seq, start, stop, owner, zone, holder, on); `on`: its ring's first exchange compile it on."""
     if not plan.moves:
         return np.empty((0, 7), dtype=np.int64)
     held = layouts.fragments(plan)
-    away = layouts.away(plan, held)
-    of = held[away[:, layouts.FRAGMENT]]
-    columns = [of[:, layouts.SEQ], *away[:, [layouts.BEGIN, layouts.END, layouts.HOME]].T, of[:, layouts.ZONE], away[:, layouts.HOLDER]]
+    remote = layouts.remote(plan, held)
+    of = held[remote[:, layouts.FRAGMENT]]
+    columns = [
+        of[:, layouts.SEQ],
+        *remote[:, [layouts.BEGIN, layouts.END, layouts.OWNER]].T,
+        of[:, layouts.ZONE],
+        remote[:, layouts.HOLDER],
+    ]
     return np.column_stack([*columns, of[:, layouts.ON]])
 
 
-def _tiling_of(table: Table) -> Tiling:
-    assert isinstance(table.zone, Tiling), "tiles of a zone that is no tiling"
+def _task_table_of(table: Table) -> TaskTable:
+    assert isinstance(table.zone, TaskTable), "tiles of a zone that is no task table"
     return table.zone
 
 
@@ -278,7 +283,7 @@ def _ring_kinds(cut: Zigzag, heads: tuple[int, int]) -> tuple[Ints, Ints, Floats
 
 
 def _walks(cut: Zigzag) -> tuple[Floats, Floats]:
-    """Tokens [G, G] of the block of a group index in its n-th hop, turning forward and turning the other way (`schedules.ring`)."""
+    """Tokens [G, G] of the block of a group index in its n-th hop, turning forward and turning the other way (`patterns.ring`)."""
     size = cut.size
     position = cut.position(np.arange(size)[:, None])
     there = position < cut.parts

@@ -1,4 +1,4 @@
-"""A pipeline in ticks, all stages attending together (DistCA, section 4.1), on the clocks: `schedules.ticks` in place of 1F1B.
+"""A pipeline in ticks, all stages attending together (DistCA, section 4.1), on the clocks: `planning.tick_order` in place of 1F1B.
 
 The machine has the ranks of all stages. In a tick every rank goes through the layers of one model chunk, its own or, while its stage has
 nothing to do, as a server of the others' attention; ranks that exchange anything enter and leave a layer together. Between two ticks
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.core.tick import Tick, TickPlan
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
-from megatron_balance.schedules.ticks import neighbour, passes_on
-from megatron_balance.simulator import halves
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.tick import Tick, TickPlan
+from megatron_balance.planning.tick_order import neighbour, passes_on
+from megatron_balance.simulator import ping_pong
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
 from megatron_balance.simulator.machine import Machine
@@ -57,15 +57,15 @@ def simulate_ticks(ticks: Sequence[TickPlan], machine: Machine, setup: Setup = P
         ticks: with their plans.
         machine: of all stages' ranks.
         setup: `interleave`, `recompute`, `interleaved`, `engine` and `transport` count; the policy is `replay`.
-        second: the same ticks of the microbatches' second halves, if they run as two.
+        second: the same ticks of the microbatches' second nano-batches, if they run as two.
 
     Raises:
-        ConfigError: no ticks, layers that stages do not share evenly, or halves of other ticks.
+        ConfigError: no ticks, layers that stages do not share evenly, or nano-batches of other ticks.
     """
     if not ticks:
         raise ConfigError("a step needs at least one tick")
     if second and [one.tick for one in second] != [one.tick for one in ticks]:
-        raise ConfigError("the halves of a step's microbatches must be in the same ticks")
+        raise ConfigError("the nano-batches of a step's microbatches must be in the same ticks")
     return _Run(machine, setup, len(ticks[0].tick.cells)).run(ticks, second)
 
 
@@ -142,10 +142,10 @@ class _Run:
         """Forward and backward."""
         setup, groups = self.setup, [coupled(plan) for plan in plans]
         experts_s = [self._experts_s(plan) for plan in plans]
-        linear = np.sum([halves.linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts_s, axis=0)
+        linear = np.sum([ping_pong.linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts_s, axis=0)
         if len(plans) > 1:
-            way = halves.Way("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
-            found = halves.layers(plans, self.machine, self.layers, way, experts_s)
+            way = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
+            found = ping_pong.layers(plans, self.machine, self.layers, way, experts_s)
             return [
                 _Pass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
                 for o, own in zip(found, linear, strict=True)

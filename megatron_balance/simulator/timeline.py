@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import events, linear_tokens
 from megatron_balance.simulator.events import Occupied
 from megatron_balance.simulator.machine import Machine

@@ -1,4 +1,4 @@
-"""A step as training would run it: microbatches whole or as two half batches (docs/adr/0013), stages apart or attending together (0014)."""
+"""A step as training would run it: microbatches whole or as two nano-batches (docs/adr/0013), stages apart or attending together (0014)."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megatron_balance.config import HALVED_BY_DEFAULT, PlannerChoice
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan
-from megatron_balance.core.tick import TickPlan
+from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
+from megatron_balance.config import PING_PONG_BY_DEFAULT, PlannerChoice
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
-from megatron_balance.passes.interleave import HALVES
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.tick import TickPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.schedules.ticks import ticks
+from megatron_balance.planning.tick_order import ticks
 from megatron_balance.simulator.joint import simulate_joint
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Microbatch, Setup, parts_of
 from megatron_balance.simulator.step import Step, simulate_step
-from megatron_balance.solvers.halves import halves
+from megatron_balance.solvers.nano_batches import nano_batches
 
 PingPong: TypeAlias = bool | Literal["auto"]
 Stages: TypeAlias = Literal["joint", "stages"] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """`halved`: microbatches of two sequences or more run as two half batches. `pipeline`: whether its stages attend together or each
+class StepMode:
+    """`ping_pong`: microbatches of two sequences or more run as two nano-batches. `pipeline`: whether its stages attend together or each
     for itself; None: there is one.
     """
 
-    halved: bool = False
+    ping_pong: bool = False
     pipeline: Stages = None
 
     @property
@@ -43,21 +43,21 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plans of a step. `ticks`: by half, if all stages attend together; then `microbatches` say where tokens are at home."""
+    """The plans of a step. `ticks`: by nano-batch, if all stages attend together; then `microbatches` say where tokens are owned."""
 
-    way: Way
+    way: StepMode
     microbatches: tuple[Microbatch, ...]
     ticks: tuple[tuple[TickPlan, ...], ...] = ()
 
     @property
     def plans(self) -> BatchPlan:
-        """All plans of microbatches, or of their halves."""
+        """All plans of microbatches, or of their nano-batches."""
         return BatchPlan(tuple(plan for each in self.microbatches for plan in parts_of(each)))
 
     @property
     def attention(self) -> tuple[MicrobatchPlan, ...]:
         """The plans of all that attends."""
-        return tuple(each.plan for half in self.ticks for each in half) or self.plans.microbatches
+        return tuple(each.plan for nano_batch in self.ticks for each in nano_batch) or self.plans.microbatches
 
     def fullest_tick(self) -> TickPlan:
         """The first in which the most stages have something of their own."""
@@ -85,21 +85,21 @@ class Pipeline:
         return self.pool.cluster.num_ranks // self.stage.cluster.num_ranks
 
 
-def way_of(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> Way:
+def step_mode(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> StepMode:
     """How training runs this planner's plans under the keys `ping_pong` and `pipeline` of a configuration.
 
     Raises:
         ConfigError: stages shall attend together, which the planner cannot plan.
     """
-    halved = choice.name == HALVED_BY_DEFAULT if ping_pong == "auto" else ping_pong
-    able = PLANNERS[choice.name].plan_homes is not None
+    ping_pong = choice.name == PING_PONG_BY_DEFAULT if ping_pong == "auto" else ping_pong
+    able = PLANNERS[choice.name].plan_owned is not None
     if num_stages > 1 and stages == "joint" and not able:
         raise ConfigError(f"pipeline: joint: planner {choice.name} plans each stage for itself; choose distca, or 'stages'")
     pipeline: Stages = "joint" if able and stages != "stages" else "stages"
-    return Way(halved, pipeline if num_stages > 1 else None)
+    return StepMode(ping_pong, pipeline if num_stages > 1 else None)
 
 
-def plan_step(choice: PlannerChoice, batches: Sequence[Batch], way: Way, model: Model, pipeline: Pipeline) -> StepPlan:
+def plan_step(choice: PlannerChoice, batches: Sequence[Batch], way: StepMode, model: Model, pipeline: Pipeline) -> StepPlan:
     """The plans of one step, of a microbatch for each batch; a system that makes microbatches of its own makes them.
 
     Raises:
@@ -111,14 +111,14 @@ def plan_step(choice: PlannerChoice, batches: Sequence[Batch], way: Way, model: 
     def plan(lengths: Sequence[int]) -> MicrobatchPlan:
         return choice.plan(Batch(tuple(lengths)), stage.cluster, model, stage.cost)
 
-    if way.halved:
+    if way.ping_pong:
         if PLANNERS[choice.name].plan_batch is not None:
             batches = [Batch(each.lengths) for each in choice.plan_step(batches, stage.cluster, model, stage.cost).microbatches]
-        alike = way.joint and any(len(batch.lengths) >= HALVES for batch in batches)
+        alike = way.joint and any(len(batch.lengths) >= NUM_NANO_BATCHES for batch in batches)
         microbatches: list[Microbatch] = []
         for batch in batches:
-            two = alike or len(batch.lengths) >= HALVES
-            parts = halves(batch.lengths) if two else (range(len(batch.lengths)),)
+            two = alike or len(batch.lengths) >= NUM_NANO_BATCHES
+            parts = nano_batches(batch.lengths) if two else (range(len(batch.lengths)),)
             planned = tuple(plan([batch.lengths[i] for i in part]) for part in parts)
             microbatches.append(planned if two else planned[0])
     else:
@@ -126,8 +126,10 @@ def plan_step(choice: PlannerChoice, batches: Sequence[Batch], way: Way, model: 
     if not way.joint:
         return StepPlan(way, tuple(microbatches))
     order = ticks(pipeline.num_stages, len(microbatches), pipeline.interleave)
-    of_halves = zip(*(parts_of(each) for each in microbatches), strict=True)
-    return StepPlan(way, tuple(microbatches), tuple(choice.plan_ticks(order, homes, pool.cluster, model, pool.cost) for homes in of_halves))
+    of_nano_batches = zip(*(parts_of(each) for each in microbatches), strict=True)
+    return StepPlan(
+        way, tuple(microbatches), tuple(choice.plan_ticks(order, owned, pool.cluster, model, pool.cost) for owned in of_nano_batches)
+    )
 
 
 def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup) -> Step:

@@ -1,6 +1,6 @@
 """What ops cost on a machine: seconds of launches and of the merging and packing around them, the same for both engines.
 
-Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the executor. What a ring passes on as
+Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the executor. What a ring compile on as
 it came is not packed again.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.core.program import Kind
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.machine import Machine
 
 ADD = 1.5

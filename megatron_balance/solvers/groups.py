@@ -16,7 +16,7 @@ def needed(length: int, tokens: float, allowed: Sequence[int]) -> int:
 
 
 def rank_tokens(length: int, size: int) -> int:
-    """Tokens of a sequence that a rank holds at most: two of 2p near-equal chunks on p ranks (`schedules.zigzag`: p <= length / 2)."""
+    """Tokens of a sequence that a rank holds at most: two of 2p near-equal chunks on p ranks (`patterns.zigzag`: p <= length / 2)."""
     parts = max(1, min(size, length // 2))
     return length if parts == 1 else min(length, 2 * -(-length // (2 * parts)))
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import BatchPlan, MicrobatchPlan, Zone
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan, Zone
 
 Placement: TypeAlias = Sequence[tuple[int, ...]]
 """By sequence, the ranks that share it: ascending, so that a ring crosses each node's border once."""
@@ -21,12 +21,12 @@ Members: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the plans of one planner have in common. `movement`: of every zone."""
+    """What the plans of one planner have in common. `pattern`: of every zone."""
 
     planner: str
     cluster: Cluster
     model: Model
-    movement: str = "ring"
+    pattern: str = "ring"
 
     def microbatch(self, lengths: Sequence[int], placement: Placement) -> MicrobatchPlan:
         """The plan in which sequences with the same ranks share a zone."""
@@ -38,7 +38,7 @@ class Frame:
             cluster.node_size,
             model.num_heads,
             model.num_kv_heads,
-            zones(placement, cluster, self.movement),
+            zones(placement, cluster, self.pattern),
         )
 
     def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> tuple[BatchPlan, Members]:
@@ -67,7 +67,7 @@ def grouped(placed: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, ..
     return {ranks: sorted(seqs) for ranks, seqs in groups.items()}
 
 
-def zones(placement: Placement, cluster: Cluster, movement: str = "ring") -> tuple[Zone, ...]:
+def zones(placement: Placement, cluster: Cluster, pattern: str = "ring") -> tuple[Zone, ...]:
     """Zones in issue order: inter-node, intra-node, local; the widest first, then by ranks. Sequences with the same ranks share one."""
     groups = members(placement)
 
@@ -76,4 +76,4 @@ def zones(placement: Placement, cluster: Cluster, movement: str = "ring") -> tup
 
     ordered = sorted(groups, key=lambda ranks: (spread(ranks), -len(ranks), ranks))
     names = (INTER_NODE, INTRA_NODE, LOCAL)
-    return tuple(Zone(names[spread(ranks)], movement, ranks, tuple(groups[ranks])) for ranks in ordered)
+    return tuple(Zone(names[spread(ranks)], pattern, ranks, tuple(groups[ranks])) for ranks in ordered)

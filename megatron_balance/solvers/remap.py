@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.solvers import remap_exact, remap_milp
 from megatron_balance.solvers.remap_problem import Objective, Problem, Sides, balanced
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.solvers.remap_problem import Problem
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.passes.tables import Bools, Ints
+from megatron_balance.ir.arrays import Bools, Ints
 from megatron_balance.solvers.remap_problem import Problem
 
 Floats: TypeAlias = NDArray[np.float64]

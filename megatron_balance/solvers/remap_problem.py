@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 
 Objective: TypeAlias = Literal["bottleneck", "total"]
 Sides: TypeAlias = Literal["send", "both"]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from tests.support import jobs
 from tests.support.pool import Pool
 from tests.support.strategies import Case, plan

@@ -10,20 +10,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import reference
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan, Zone
-from megatron_balance.core.program import Attend, Exchange
-from megatron_balance.core.rows import Rows
-from megatron_balance.passes.transpose import POLICIES, Policy
-from megatron_balance.schedules import expand, layout, project
-from megatron_balance.schedules.figures import figures
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.program import Attend, Exchange
+from megatron_balance.ir.rows import Rows
+from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.compile.pipeline import expand, layout, project
+from megatron_balance.analysis.statistics import figures
 from tests.support import dense, jobs
 from tests.support.jobs import Ran, Run
 from tests.support.pool import WORLDS, Pool
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
-from tests.support.tilings import random_tiling
+from tests.support.task_tables import random_task_table
 
 pytestmark = pytest.mark.dist
 
@@ -46,17 +46,17 @@ def test_the_executor_equals_the_reference(pool: Pool, planner: str, num_ranks: 
 
 
 def assert_equals_reference(planned: MicrobatchPlan, head_dim: int, run: Run, ranks: list[Ran]) -> None:
-    truth, homes = truth_of(planned, head_dim, run.policy)
+    truth, owned = truth_of(planned, head_dim, run.policy)
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         values = getattr(truth, name)
-        theirs = [reference.at_home(home, values) for home in homes] if values else []
+        theirs = [reference.owned_rows(rows, values) for rows in owned] if values else []
         ours = [getattr(ran, name) for ran in ranks] if values else []
         assert dense.worst(ours, theirs) < TOLERANCE[run.dtype], (run, name)
 
 
 @functools.lru_cache(maxsize=2)  # the runs of a test differ also in their types
 def truth_of(planned: MicrobatchPlan, head_dim: int, policy: Policy) -> tuple[reference.Result, list[Rows]]:
-    """What the reference makes of the plan, and the homes of all ranks."""
+    """What the reference makes of the plan, and the owners of all ranks."""
     x = jobs.inputs(planned, head_dim)
     truth = reference.run(expand(planned, policy), x.q, x.k, x.v, x.scale, x.dout)
     return truth, [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
@@ -116,8 +116,8 @@ def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
         assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
     counters = [results[0].counters for results in per_rank]
     assert all(c["exchanges_p2p"] > 0 and c["exchanges_all_to_all"] > 0 for c in counters)
-    for pattern in ("all_gather", "reduce_scatter"):
-        assert [c[f"exchanges_{pattern}"] > 0 for c in counters] == [rank in (1, 3, 4, 5, 6, 7) for rank in range(8)]
+    for collective in ("all_gather", "reduce_scatter"):
+        assert [c[f"exchanges_{collective}"] > 0 for c in counters] == [rank in (1, 3, 4, 5, 6, 7) for rank in range(8)]
     assert [c["kernel_calls_local"] > 0 for c in counters] == [rank == 2 for rank in range(8)]
     assert [c["kernel_calls_intra_node"] > 0 for c in counters] == [rank in (1, 3, 4, 5, 6, 7) for rank in range(8)]
     assert all(c["kernel_calls_inter_node"] > 0 for c in counters)
@@ -125,7 +125,7 @@ def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
 
 def test_half_precision_comes_close(pool: Pool) -> None:
     """bf16 keeps 8 bits: a hundredth of the largest value, with partials merged in fp32."""
-    planned = random_tiling(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
+    planned = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
     per_rank = pool.run(jobs.attend, 4, planned, 8, (Run("keep", "bfloat16"), Run("keep", "float64")))
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         ours, theirs = ([getattr(results[i], name) for results in per_rank] for i in (0, 1))
@@ -134,9 +134,9 @@ def test_half_precision_comes_close(pool: Pool) -> None:
 
 def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
     """Ranks 1 and 2 hold nothing, yet rank 2 attends a tile for rank 0."""
-    whole = random_tiling(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
-    tiling = replace(whole.zones[0], fragments=Rows.of(4, [(0, 0, 0, 40)]), tasks=Rows.of(6, [(0, 0, 0, 40, 20, 40), (2, 0, 0, 40, 0, 20)]))
-    planned = replace(whole, zones=(tiling,))
+    whole = random_task_table(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
+    task_table = replace(whole.zones[0], fragments=Rows.of(4, [(0, 0, 0, 40)]), tasks=Rows.of(6, [(0, 0, 0, 40, 20, 40), (2, 0, 0, 40, 0, 20)]))
+    planned = replace(whole, zones=(task_table,))
     per_rank = pool.run(jobs.attend, 3, planned, 8, RUNS)
     for index, run in enumerate(RUNS):
         assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])

@@ -1,4 +1,4 @@
-"""Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own, wherever, with whom and in turns with what
+"""Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own, wherever, with whom and interleaved with what
 it ran, and all ranks make the same calls in the same order.
 """
 
@@ -7,22 +7,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_balance.core.plan import MicrobatchPlan, Tiling
-from megatron_balance.core.rows import Rows
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.rows import Rows
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.passes import interleave
-from megatron_balance.passes.verify import verify
-from megatron_balance.reference import at_home
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.verify import verify
+from megatron_balance.reference import owned_rows
 from megatron_balance.runtime.attention import BackwardSlot, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.joint import Server
-from megatron_balance.schedules import expand, layout
-from megatron_balance.schedules.joint import plan_ticks
-from megatron_balance.schedules.ticks import ticks
+from megatron_balance.compile.pipeline import expand, layout
+from megatron_balance.planning.ticks import plan_ticks
+from megatron_balance.planning.tick_order import ticks
 from tests.support import dense
 from tests.support.pool import Pool
-from tests.support.tick_jobs import LAYERS, HalfStep, Way, alone, attend_in_ticks, seed_of
+from tests.support.tick_jobs import LAYERS, NanoBatchStep, Way, alone, attend_in_ticks, seed_of
 
 HEADS, KV_HEADS, DIM, RANKS = 4, 2, 8, 8
 FIRST = ((37, 20, 3), (60,), (11, 12, 13, 14), (1,))
@@ -30,24 +30,24 @@ SECOND = ((41,), (), (25, 9), (7, 1, 5))
 """Of the same microbatches, of which one has no second half."""
 
 
-def dealt(lengths: tuple[int, ...], homes: Rows) -> MicrobatchPlan:
+def dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
     """Shards of 8 queries dealt to all ranks, with or without tokens of their own."""
-    shards = [(seq, a, min(a + 8, stop)) for _, seq, start, stop in homes for a in range(start, stop, 8)]
+    shards = [(seq, a, min(a + 8, stop)) for _, seq, start, stop in owned for a in range(start, stop, 8)]
     tasks = sorted((at % RANKS, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
-    zones = (Tiling("dealt", homes, Rows.of(6, tasks)),) if lengths else ()
+    zones = (TaskTable("dealt", owned, Rows.of(6, tasks)),) if lengths else ()
     return MicrobatchPlan("dealt", lengths, RANKS, 2, HEADS, KV_HEADS, zones)
 
 
 def spread(lengths: tuple[int, ...], num_ranks: int) -> MicrobatchPlan:
     """Each sequence in as many parts as a stage has ranks."""
     parts = [(r, s, n * r // num_ranks, n * (r + 1) // num_ranks) for r in range(num_ranks) for s, n in enumerate(lengths)]
-    homes = Rows.of(4, [row for row in parts if row[2] < row[3]])
-    return MicrobatchPlan("spread", lengths, num_ranks, 2, HEADS, KV_HEADS, (Tiling("spread", homes, Rows(6)),) if lengths else ())
+    owned = Rows.of(4, [row for row in parts if row[2] < row[3]])
+    return MicrobatchPlan("spread", lengths, num_ranks, 2, HEADS, KV_HEADS, (TaskTable("spread", owned, Rows(6)),) if lengths else ())
 
 
-def half_step(microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1) -> HalfStep:
+def nano_batch_step(microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1) -> NanoBatchStep:
     plans = tuple(spread(lengths, RANKS // num_stages) for lengths in microbatches)
-    return HalfStep(plans, plan_ticks(ticks(num_stages, len(plans), num_chunks), plans, dealt))
+    return NanoBatchStep(plans, plan_ticks(ticks(num_stages, len(plans), num_chunks), plans, dealt))
 
 
 @pytest.mark.dist
@@ -59,32 +59,32 @@ def half_step(microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, nu
         (2, 2, (FIRST, SECOND), Way(again=True, streams=True)),
         (4, 2, (FIRST, SECOND), Way()),
     ],
-    ids=["whole, again", "halves", "halves, chunks, again", "halves, four stages, chunks"],
+    ids=["whole, again", "halves", "nano-batches, chunks, again", "nano-batches, four stages, chunks"],
 )
 def test_every_stage_gets_the_attention_of_its_own_microbatches(
-    pool: Pool, num_stages: int, num_chunks: int, halves: tuple[tuple[tuple[int, ...], ...], ...], way: Way
+    pool: Pool, num_stages: int, num_chunks: int, nano_batches: tuple[tuple[tuple[int, ...], ...], ...], way: Way
 ) -> None:
-    steps = [half_step(microbatches, num_stages, num_chunks) for microbatches in halves]
+    steps = [nano_batch_step(microbatches, num_stages, num_chunks) for microbatches in nano_batches]
     ranks = pool.run(attend_in_ticks, RANKS, steps, DIM, way)
     for number, attended in enumerate(ranks):
         stage, rank = divmod(number, RANKS // num_stages)
-        assert len(attended.values) == len(halves) * len(FIRST) * num_chunks
-        for (cell, half), values in attended.values.items():
-            plan = steps[half].plans[cell.microbatch]
-            home = Rows.of(3, layout(plan, rank).tolist())
-            assert len(values[0]) == sum(stop - start for _, start, stop in home)
-            truth = alone(plan, DIM, seed_of(stage, cell, half)) if len(home) else [[]] * 4
+        assert len(attended.values) == len(nano_batches) * len(FIRST) * num_chunks
+        for (cell, nano_batch), values in attended.values.items():
+            plan = steps[nano_batch].plans[cell.microbatch]
+            owned = Rows.of(3, layout(plan, rank).tolist())
+            assert len(values[0]) == sum(stop - start for _, start, stop in owned)
+            truth = alone(plan, DIM, seed_of(stage, cell, nano_batch)) if len(owned) else [[]] * 4
             for name, value, wanted in zip(("out", "q_grad", "k_grad", "v_grad"), values, truth, strict=True):
-                assert not len(home) or dense.worst([value], [at_home(home, wanted)]) < 1e-10, (number, cell, half, name)
+                assert not len(owned) or dense.worst([value], [owned_rows(owned, wanted)]) < 1e-10, (number, cell, nano_batch, name)
         assert attended.order == ranks[0].order, "a rank that serves makes the calls of those that compute, in their order"
-    turns = interleave.forward(LAYERS, len(halves))
-    forwards, backwards = ([turn for turn in ts if turn.part != "linear"] for ts in (turns, interleave.backward(turns)))
+    segments = ping_pong.forward(LAYERS, len(nano_batches))
+    forwards, backwards = ([segment for segment in ts if segment.part != "linear"] for ts in (segments, ping_pong.backward(segments)))
     num_ticks = len(steps[0].ticks) // 2
     assert len(ranks[0].order) == num_ticks * (len(forwards) * (1 + way.again) + len(backwards))
 
 
 def test_ticks_are_proved_like_any_plan() -> None:
-    step = half_step(FIRST[:3])
+    step = nano_batch_step(FIRST[:3])
     assert {one.tick.microbatches for one in step.ticks} == {(0, None), (1, 0), (2, 1), (None, 2), (None, 0), (0, 1), (1, 2), (2, None)}
     for one in step.ticks:
         verify(expand(one.plan, "replay"))
@@ -94,14 +94,14 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
     shape = AttentionShape(HEADS, KV_HEADS, DIM)
 
     def alone(length: int) -> MicrobatchPlan:
-        homes = Rows.of(4, [(0, 0, 0, length)])
-        return MicrobatchPlan("x", (length,), 1, 1, HEADS, KV_HEADS, (Tiling("x", homes, Rows.of(6, [(0, 0, 0, length, 0, length)])),))
+        owned = Rows.of(4, [(0, 0, 0, length)])
+        return MicrobatchPlan("x", (length,), 1, 1, HEADS, KV_HEADS, (TaskTable("x", owned, Rows.of(6, [(0, 0, 0, length, 0, length)])),))
 
     bound = bind(alone(5), 0, shape, groups=single(), policy="replay")
     q, k, v = (torch.randn(5, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     slot = BackwardSlot()
     out = balanced_attention(q, k, v, bound, 1.0, slot)
-    with pytest.raises(InvalidProgramError, match="needs the plan of its tick with as many at home, got none"):
+    with pytest.raises(InvalidProgramError, match="needs the plan of its tick with as many at the owner, got none"):
         out.sum().backward()
     slot.bound = bind(alone(6), 0, shape, groups=single(), policy="replay")
     with pytest.raises(InvalidProgramError, match="got one with 6"):
@@ -112,4 +112,4 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
     with pytest.raises(ConfigError, match="bind both phases, or with policy replay"):
         bind(alone(5), 0, shape, groups=single(), phases=["forward"])
     with pytest.raises(InvalidProgramError, match="rank 0 has 5 rows of its own"):
-        Server(torch.float32, torch.device("cpu"), 1.0).serve([bound], interleave.forward(1, 1), backward=False)
+        Server(torch.float32, torch.device("cpu"), 1.0).serve([bound], ping_pong.forward(1, 1), backward=False)

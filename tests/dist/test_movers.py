@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan, Routing, Zone
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
 from tests.dist.test_executor import SOME, TOLERANCE, assert_equals_reference
 from tests.support import dense, jobs, steady
 from tests.support.jobs import Run
 from tests.support.pool import Pool
 from tests.support.strategies import ALL_PLANNERS, plan
-from tests.support.tilings import random_tiling
+from tests.support.task_tables import random_task_table
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.dist
@@ -35,9 +35,9 @@ COLLECTIVE = MicrobatchPlan(
 # For the interpreter, which takes its time over every block of 8 rows: still fragments of more than one block, and of parts of one.
 SMALL = replace(SOME, batch=Batch((40, 9, 1, 17)), tokens_per_rank=24)
 INTERPRETED = {"routed": replace(ROUTED, lengths=(72, 20)), "collective": replace(COLLECTIVE, lengths=(72, 20, 17))}
-MOVEMENTS = ("te_ring", "ulysses", "zeppelin", "random_tiling")
-"""Planners that between them have every kind of movement."""
-TILED = random_tiling(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
+MOVEMENTS = ("te_ring", "ulysses", "zeppelin", "random_task_table")
+"""Planners that between them have every kind of comm pattern."""
+TILED = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
 
 
 @pytest.mark.parametrize("planner", [name for name in ALL_PLANNERS if name in MOVEMENTS])
@@ -97,7 +97,7 @@ def test_memory_is_what_the_plan_said_it_would_be(pool: Pool, policy: str) -> No
 
 def test_plans_of_other_shapes_share_the_slabs(pool: Pool) -> None:
     """Six plans in turn: from the second time round not one slab more."""
-    plans = tuple(random_tiling(Batch((90 + 7 * i, 31 + 3 * i)), Cluster(4, 4), Model(4, 2, 16), seed=i) for i in range(6))
+    plans = tuple(random_task_table(Batch((90 + 7 * i, 31 + 3 * i)), Cluster(4, 4), Model(4, 2, 16), seed=i) for i in range(6))
     for per_plan in pool.run(steady.steps, 4, plans, 1, "keep", "plain", "bfloat16"):
         slabs = [seen.steps[i].num_slabs for i in range(3) for seen in per_plan]
         assert slabs[6:] == [slabs[5]] * 12

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import REMAP, MicrobatchPlan, Routing, Zone
-from megatron_balance.passes.transpose import POLICIES, Policy
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
+from megatron_balance.compile.transpose import POLICIES, Policy
 from tests.support import jobs, routed
 from tests.support.jobs import Run
 from tests.support.pool import Pool, RankError
@@ -22,8 +22,8 @@ from tests.support.strategies import Case, bare_plan, plan, random_moves
 pytestmark = pytest.mark.dist
 
 CASE = Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, seed=5)
-PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_tiling", "random_zones"]
-"""One of each movement; tests/dist/test_executor.py runs all planners, remapped and routed, against the reference."""
+PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_task_table", "random_zones"]
+"""One of each comm pattern; tests/dist/test_executor.py runs all planners, remapped and routed, against the reference."""
 # Ranks 0 and 2 share a sequence across two nodes of two; ranks 1 and 3 attend their own and pass on the others'.
 TWO_NODES = MicrobatchPlan(
     *("by_hand", (256, 40, 40), 4, 2, 4, 2),
@@ -108,7 +108,7 @@ def test_ranks_that_share_a_nic_are_one_proxy(pool: Pool) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", [*PLANNERS, "remapped zeppelin", "remapped te_ring"])
 def test_streams_do_in_order_what_was_foreseen(pool: Pool, planner: str, policy: Policy) -> None:
-    """The recorded order of each stream is that of `passes.order.streams`, which the simulator prices."""
+    """The recorded order of each stream is that of `compile.order.streams`, which the simulator prices."""
     name = planner.removeprefix("remapped ")
     for planned in (plan(name, CASE), everything_routed(plan(name, replace(CASE, remapped=planner != name)))):
         for rank, phases in enumerate(pool.run(routed.traced, 8, planned, policy)):
@@ -143,7 +143,7 @@ def test_a_proxy_passes_on_while_it_computes(pool: Pool) -> None:
 
 
 def test_a_rank_that_dies_ends_the_call_everywhere(pool: Pool) -> None:
-    """Also where a rank only waits for a proxy, and where it only passes on."""
+    """Also where a rank only waits for a proxy, and where it only compile on."""
     ring = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(1, (0,)))
     start = time.monotonic()
     with pytest.raises(RankError) as caught:

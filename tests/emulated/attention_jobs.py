@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.passes.transpose import Policy
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import Groups, make_groups

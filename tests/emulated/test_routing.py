@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_balance import Cluster, Model, make_planner
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.core.program import Program
-from megatron_balance.layers import Layers
-from megatron_balance.passes.transpose import Policy
-from megatron_balance.schedules import expand
-from megatron_balance.schedules.payload import Payload
-from megatron_balance.schedules.traffic import traffic
+from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.wire import Payload
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Program
+from megatron_balance.planning.layers import Layers
 from tests.emulated import attention_jobs
 from tests.emulated.conftest import Emulate
 from tests.emulated.test_run import ENDED_S, assert_no_namespace_but, network_namespaces

@@ -1,4 +1,4 @@
-"""Our rules `hybrid` against the scheduler of the installed megatron-core, group by group."""
+"""Our rules `hybrid` against the scheduler of the installed megatron-ir, group by group."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_balance import Batch, Cluster, Model, make_planner
-from megatron_balance.layers import Layers
 from megatron_balance.megatron import own_scheduler as own
 from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, hybrid, plan_with
-from megatron_balance.runtime.prefetch import PlanSpec
+from megatron_balance.planning.ahead import PlanSpec
+from megatron_balance.planning.layers import Layers
 
 pytestmark = pytest.mark.megatron
 

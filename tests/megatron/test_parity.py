@@ -77,7 +77,7 @@ COLLECTIVES = {
     "ulysses": {"exchanges_all_to_all"},
     "flexsp": {"exchanges_all_to_all"},
 }
-PING_PONG = "distca"  # runs microbatches as two half batches, those of one document as they are
+PING_PONG = "distca"  # runs microbatches as two nano-batches, those of one document as they are
 TRADE_HEADS = ("ulysses", "flexsp")
 # These cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token more.
 EVEN = ("ulysses", "packing", "distca")
@@ -117,7 +117,7 @@ def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> N
     assert (counted["relayed_bytes_forward"].sum() > 0) == (counted["relayed_bytes_backward"].sum() > 0) == (routed > 0)
     assert (counted["q_tokens_received"].sum() > 0) == (planner in TRADE_HEADS or planner == PING_PONG)
     if remap:
-        for step in run.steps:  # counts of a microbatch, or of its halves, differ by one token at most
+        for step in run.steps:  # counts of a microbatch, or of its nano-batches, differ by one token at most
             plans = step["num_microbatches"] * (1 + (planner == PING_PONG))
             assert step["imbalance_after"]["tokens"] <= 1 + ranks * plans / step["num_tokens"]
     ran = {name for name, counts in counted.items() if name.startswith("exchanges_") and counts.sum() > 0}
@@ -128,7 +128,7 @@ def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> N
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "replayed backward": ({}, {"backward": "replay"}),
     "full recomputation": ({"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}, {}),
-    "recomputed core attention": ({"recompute-granularity": "selective"}, {}),
+    "recomputed ir attention": ({"recompute-granularity": "selective"}, {}),
     "two samples a microbatch": ({"micro-batch-size": 2}, {}),
     "distributed optimizer, overlapped": (
         {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True, "context-parallel-size": 2},

@@ -1,4 +1,4 @@
-"""Training with microbatches as two half batches in turns: the losses of one rank, and of the same planner without."""
+"""Training with microbatches as two nano-batches interleaved: the losses of one rank, and of the same planner without."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def two_nodes(num_ranks: int) -> dict[str, Any]:
     return {"cluster": {"ranks_per_node": num_ranks // 2}}
 
 
-def halved(run: Run, num_ranks: int, forwards: int = MODEL["num-layers"]) -> None:
-    """Every microbatch ran as two: each layer attended twice, forward (`forwards` in all of a half) and backward."""
+def ping_pong(run: Run, num_ranks: int, forwards: int = MODEL["num-layers"]) -> None:
+    """Every microbatch ran as two: each layer attended twice, forward (`forwards` in all of a nano-batch) and backward."""
     for step in run.steps:
-        halves = 2 * step["num_microbatches"]
-        assert step["counters"]["forward_calls"] == [forwards * halves] * num_ranks
-        assert step["counters"]["backward_calls"] == [MODEL["num-layers"] * halves] * num_ranks
+        nano_batches = 2 * step["num_microbatches"]
+        assert step["counters"]["forward_calls"] == [forwards * nano_batches] * num_ranks
+        assert step["counters"]["backward_calls"] == [MODEL["num-layers"] * nano_batches] * num_ranks
         assert step["num_sequences"] > step["num_microbatches"]
 
 
@@ -40,10 +40,10 @@ def one_rank(train: Train) -> Run:
 
 
 def test_eight_ranks_train_like_one(train: Train, one_rank: Run) -> None:
-    """With planner distca halves are the default."""
+    """With planner distca nano-batches are the default."""
     run = train(8, "distca", EIGHT, config={**two_nodes(8), "backward": "keep"})
     assert_same_training(run, one_rank)
-    halved(run, 8)
+    ping_pong(run, 8)
 
 
 def test_replayed_and_recomputed_backwards_train_the_same(train: Train, one_rank: Run) -> None:
@@ -51,7 +51,7 @@ def test_replayed_and_recomputed_backwards_train_the_same(train: Train, one_rank
     again = {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1}
     run = train(4, "distca", {**EIGHT, **again}, config={**two_nodes(4), "backward": "replay", "plan_ahead": True})
     assert_same_training(run, one_rank)
-    halved(run, 4, MODEL["num-layers"] + 1)
+    ping_pong(run, 4, MODEL["num-layers"] + 1)
     assert "planning on the spot" not in run.result.log(0)
 
 
@@ -65,7 +65,7 @@ def test_any_planner_with_both_layers_around_it(train: Train, one_rank: Run) -> 
     config = {**two_nodes(4), "ping_pong": True, "routing": "always", "remap": True}
     run = train(4, {"name": "zeppelin", "slack": 2.0}, {**EIGHT, "train-iters": 2}, config=config)
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:2]))
-    halved(run, 4)
+    ping_pong(run, 4)
     assert min(sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))) > 0
 
 
@@ -76,7 +76,7 @@ def test_tensor_parallel_ranks_share_both_halves(train: Train, tmp_path: Path) -
     run = train(8, "distca", {**load, "tensor-model-parallel-size": 2, **flags}, config=two_nodes(4))
     assert_same_training(run, train(1, "te_ring", at_once(load)))
     assert len(run.steps) == STEPS
-    halved(run, 4)  # of one tensor-parallel coordinate
+    ping_pong(run, 4)  # of one tensor-parallel coordinate
 
 
 def test_what_cannot_be_taken_apart_is_refused_with_one_sentence(train: Train) -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_be_taken_apart_is_refused_with_one_sentence(train: Train) -
 
     def whole(result: Result) -> None:
         assert set(result.codes) == {0}, result.tail(result.failed or 0)
-        assert "microbatches run whole, not as two half batches: --recompute-granularity selective" in result.log(0)
+        assert "microbatches run whole, not as two nano-batches: --recompute-granularity selective" in result.log(0)
 
     flags = {"recompute-granularity": "selective", "train-iters": 1}
     train(2, "te_ring", flags, config={"ping_pong": True}, expect=refused, deadline_s=60)

@@ -1,4 +1,4 @@
-"""Experts and two half batches in turns: the losses of one rank that takes microbatches whole, the router's own among them."""
+"""Experts and two nano-batches interleaved: the losses of one rank that takes microbatches whole, the router's own among them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def logged(result: Result, name: str) -> list[float]:
     return [float(value) for values in found for value in values]
 
 
-def halved(run: Run, layers: int, again: int) -> bool:
+def ran_as_two(run: Run, layers: int, again: int) -> bool:
     """Every microbatch ran as two: each layer of a stage attended twice, and as often again in a recomputed backward."""
     calls = [(step["counters"]["forward_calls"], step["counters"]["backward_calls"], step["num_microbatches"]) for step in run.steps]
     return all(set(f) == {(1 + again) * 2 * m * layers} and set(b) == {2 * m * layers} for f, b, m in calls)
@@ -54,7 +54,7 @@ def test_the_losses_of_a_router_are_those_of_whole_microbatches(
     flags, one = loaded
     run = train(4, "distca", {**flags, **sharing}, config={"cluster": {"ranks_per_node": 2}})
     assert_same_training(run, one)
-    assert halved(run, MODEL["num-layers"], again=0)
+    assert ran_as_two(run, MODEL["num-layers"], again=0)
     for name in ("load_balancing_loss", "global_load_balancing_loss"):
         assert logged(run.result, name) == pytest.approx(logged(one.result, name), rel=1e-5)
         assert len(logged(run.result, name)) == STEPS
@@ -67,7 +67,7 @@ def test_stages_that_attend_together_route_half_batches(train: Train, loaded: tu
     run = train(8, "distca", {**flags, **SHARED, **parallel, **RECOMPUTED}, config={"cluster": {"ranks_per_node": 2}})
     assert_same_training(run, one)
     ticks = run.steps[0]["num_ticks"] // 2
-    assert all(set(step["counters"]["backward_calls"]) == {2 * ticks} for step in run.steps), "one layer, two halves"
+    assert all(set(step["counters"]["backward_calls"]) == {2 * ticks} for step in run.steps), "one layer, two nano-batches"
     assert logged(run.result, "load_balancing_loss") == pytest.approx(logged(one.result, "load_balancing_loss")[:2], rel=1e-5)
 
 
@@ -87,7 +87,7 @@ def test_replicas_share_experts(train: Train, loaded: tuple[dict[str, Any], Run]
     flags = {**unbalanced, **SHARED, **recomputed, "context-parallel-size": 1, "micro-batch-size": 1}
     run = train(4, {"name": "zeppelin", "slack": 2.0}, flags, config=config)
     assert_same_training(run, train(1, "te_ring", at_once(unbalanced)))
-    assert halved(run, MODEL["num-layers"], again=0)
+    assert ran_as_two(run, MODEL["num-layers"], again=0)
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,14 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return flags, train(1, "te_ring", at_once(flags))
 
 
-# One of each movement, and the one whose half batches run in turns: stages know nothing else of a plan.
+# One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else of a plan.
 @pytest.mark.parametrize("planner", ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"])
 def test_a_planner_trains_on_two_stages_like_one_rank(train: Train, loaded: tuple[dict[str, Any], Run], planner: str) -> None:
     flags, one = loaded
     run = train(4, planner, {**flags, **TWO_STAGES}, config={**ONE_RANK_NODES, "pipeline": "stages"})
     assert_same_training(run, one)
-    halves = 2 if planner == "distca" else 1  # its half batches run in turns
-    calls = [LAYERS // 2 * microbatches * halves for microbatches in run.column("num_microbatches")]
+    nano_batches = 2 if planner == "distca" else 1  # its nano-batches run interleaved
+    calls = [LAYERS // 2 * microbatches * nano_batches for microbatches in run.column("num_microbatches")]
     for step, expected in zip(run.steps, calls, strict=True):
         assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == [expected] * 4, "two stages of two ranks"
     assert run.column("num_tokens") == one.column("num_tokens")

@@ -1,4 +1,4 @@
-"""All pipeline stages attending together, tick by tick, two half batches in turns: the losses of one rank, and idle stages that work."""
+"""All pipeline stages attending together, tick by tick, two nano-batches interleaved: the losses of one rank, and idle stages that work."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_stages_that_attend_together_train_like_one_rank(
 
 
 def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Without half batches, and with core attention alone computed again, which they do not do."""
+    """Without nano-batches, and with ir attention alone computed again, which they do not do."""
     start, one = loaded
     flags = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1, "recompute-granularity": "selective", "train-iters": 2}
     run = train(4, DISTCA, {**start, **flags}, config={"cluster": {"ranks_per_node": 2}, "ping_pong": False})
@@ -78,7 +78,7 @@ def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[d
 
 
 def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> None:
-    """Every rank attends in every layer (of each half) of every tick, also for others while its own stage has nothing to do."""
+    """Every rank attends in every layer (of each nano-batch) of every tick, also for others while its own stage has nothing to do."""
     for step in run.steps:
         counted = step["counters"]
         assert step["num_ticks"] == num_ticks
@@ -89,7 +89,7 @@ def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> No
 
 
 def assert_counted_once(run: Run, layers: int) -> None:
-    """What the plans say is received and crosses nodes in one layer, both halves together, is what the ranks counted in so many."""
+    """What the plans say is received and crosses nodes in one layer, both nano-batches together, is what the ranks counted in so many."""
     for step in run.steps:
         counted = step["counters"]
         assert step["kv_tokens_received"] * len(counted["kv_tokens_received"]) * layers == pytest.approx(sum(counted["kv_tokens_received"]))
@@ -157,20 +157,22 @@ def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[st
     ],
 )
 def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[str, Any], calls: str) -> None:
-    """Passes through so many layers, f: forward, b: backward; each half attends once in each layer, forward and evaluating too."""
+    """Passes through so many layers, f: forward, b: backward; each nano-batch attends once in each layer, forward and evaluating too."""
     config = SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
-    for num_halves in (1, 2):
-        passes = attention_passes(config, 3, num_halves, backward=True)
-        assert " ".join(f"{'fb'[each.backward]}{attended(each.turns, num_halves)}" for each in passes) == calls
+    for num_nano_batches in (1, 2):
+        passes = attention_passes(config, 3, num_nano_batches, backward=True)
+        assert " ".join(f"{'fb'[each.backward]}{attended(each.segments, num_nano_batches)}" for each in passes) == calls
         assert {name[0] for name in phases(config, 3, backward=True)} == {call[0] for call in calls.split()}
         for training in (True, False):
-            forward = attention_passes(config, 3, num_halves, backward=False, training=training)
-            assert sum(attended(each.turns, num_halves) for each in forward) == 3
+            forward = attention_passes(config, 3, num_nano_batches, backward=False, training=training)
+            assert sum(attended(each.segments, num_nano_batches) for each in forward) == 3
         assert len(forward) == 1, "nothing is computed again in an evaluation"
 
 
-def attended(turns: Sequence[Any], num_halves: int) -> int:
+def attended(segments: Sequence[Any], num_nano_batches: int) -> int:
     """Layers in which every half attends."""
-    counts = {sum(turn.half == half and turn.part == "attend" for turn in turns) for half in range(num_halves)}
+    counts = {
+        sum(segment.nano_batch == nano_batch and segment.part == "attend" for segment in segments) for nano_batch in range(num_nano_batches)
+    }
     assert len(counts) == 1
     return counts.pop()

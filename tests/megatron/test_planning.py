@@ -16,23 +16,23 @@ pytest.importorskip("megatron.training")
 import torch
 from megatron.core import num_microbatches_calculator
 
+from megatron_balance.compile.layouts import layouts
 from megatron_balance.config import choose_planner
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.model import Model
 from megatron_balance.megatron import log, planning
 from megatron_balance.megatron.groups import Pool, node_size
-from megatron_balance.megatron.halves import parts_alike
 from megatron_balance.megatron.log import before, together
+from megatron_balance.megatron.nano_batches import parts_alike
 from megatron_balance.megatron.session import of_pool
 from megatron_balance.megatron.tick_figures import tick_figures
 from megatron_balance.megatron.tick_planning import JointStepPlanner
 from megatron_balance.megatron.tokens import PoolLengths, mask_of
-from megatron_balance.passes.atoms import ranges
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
-from megatron_balance.schedules.layouts import layouts
 
 pytestmark = pytest.mark.megatron
 
@@ -68,7 +68,7 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
 
 
 def joint_job(data: Data | None) -> Any:
-    """Two stages of one rank, half batches in turns."""
+    """Two stages of one rank, nano-batches interleaved."""
     work = job(data, "distca", micro_batch_size=1, seq_length=600, virtual_pipeline_model_parallel_size=None)
     work.ping_pong = True
     work.config.planner = choose_planner("distca", {"block": 8})
@@ -117,19 +117,21 @@ def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_tic
             assert [len(own) for own in planned.parts] == [2, 2], "of a microbatch of one document the second half is empty"
             order, other = ([one.tick for one in ticks] for ticks in planned.ticks)
             assert order == other
-            for half, ticks in enumerate(planned.ticks):
-                assert ticks[0].plan.lengths == planned.plans[half].lengths
+            for nano_batch, ticks in enumerate(planned.ticks):
+                assert ticks[0].plan.lengths == planned.plans[nano_batch].lengths
     finally:
         ahead.close()
     assert "planning on the spot" not in caplog.text
-    assert parts_alike(((5,), (6,)), halved=True) == (((0,),), ((0,),)), "nobody has a second half"
+    assert parts_alike(((5,), (6,)), ping_pong=True) == (((0,),), ((0,),)), "nobody has a second half"
 
 
 def test_figures_of_ticks_count_each_half_once() -> None:
     work = joint_job(None)
     planned = JointStepPlanner(work, ahead=False, forward_only=False).plan(((300, 200, 40), (170,), (90, 90)))
     cost = AnalyticCost(work.joint_cluster(), work.model())
-    both, first, second = (tick_figures(halves, work.model(), cost, 1) for halves in (planned.ticks, planned.ticks[:1], planned.ticks[1:]))
+    both, first, second = (
+        tick_figures(nano_batches, work.model(), cost, 1) for nano_batches in (planned.ticks, planned.ticks[:1], planned.ticks[1:])
+    )
     assert both["num_ticks"] == first["num_ticks"] == 2 * (3 + 1)
     assert first["kv_tokens_received"] > second["kv_tokens_received"] > 0
     for name in ("kv_tokens_received", "kv_tokens_received_inter_node", "predicted_ms"):

@@ -38,7 +38,7 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
         assert first.column(name) == whole.column(name)[: len(first.steps)], f"{name} before the kill"
     elsewhere = train(2, "distca", {**saving, "save": None}, config=TWO_NODES)
-    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8], "2 layers of 2 microbatches, each as two half batches"
+    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8], "2 layers of 2 microbatches, each as two nano-batches"
     resumed = train(4, planner, saving, config=config)
     for run in (elsewhere, resumed):
         assert run.column("step") == list(range(saved + 1, steps + 1))

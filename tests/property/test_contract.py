@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 
 from megatron_balance import reference
-from megatron_balance.core.plan import from_json, to_json
-from megatron_balance.core.program import Program
-from megatron_balance.core.text import parse, text
-from megatron_balance.passes.tables import as_array
-from megatron_balance.passes.tidy import tidy
-from megatron_balance.passes.transpose import POLICIES, Policy
-from megatron_balance.passes.verify import verify
-from megatron_balance.schedules import expand, layout
+from megatron_balance.compile.pipeline import expand, layout
+from megatron_balance.compile.tidy import tidy
+from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.compile.verify import verify
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.plan import from_json, to_json
+from megatron_balance.ir.program import Program
+from megatron_balance.ir.text import parse, text
 from tests.support import dense
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -48,10 +48,10 @@ def test_a_program_prints_and_reads_the_same(planner: str, policy: Policy, case:
 def test_every_token_has_one_home_in_the_order_of_the_layout(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     assert planned.lengths == case.batch.lengths
-    homes = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
-    tokens = sorted((seq, token) for home in homes for seq, start, stop in home for token in range(start, stop))
+    owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
+    tokens = sorted((seq, token) for rows in owned for seq, start, stop in rows for token in range(start, stop))
     assert tokens == [(seq, token) for seq, length in enumerate(planned.lengths) for token in range(length)]
-    assert homes == [as_array(home).tolist() for home in expand(planned).homes]
+    assert owned == [as_array(owned).tolist() for owned in expand(planned).owned]
 
 
 @each_planner

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megatron_balance.schedules import attention_layout, layout
-from megatron_balance.schedules.layouts import RANK, SEQ, ZONE, away, fragments, layouts
+from megatron_balance.compile.layouts import RANK, SEQ, ZONE, fragments, layouts, remote
+from megatron_balance.compile.pipeline import attention_layout, layout
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 
@@ -31,9 +31,9 @@ def test_what_is_away_is_what_the_moves_say(planner: str, case: Case) -> None:
         return
     held = fragments(planned)
     found: dict[tuple[int, int], int] = {}
-    for fragment, begin, end, home, holder in away(planned, held).tolist():
+    for fragment, begin, end, linear_layout, holder in remote(planned, held).tolist():
         rank, _, start, stop = held[fragment, :4].tolist()
         assert rank == holder
         assert start <= begin < end <= stop
-        found[holder, home] = found.get((holder, home), 0) + end - begin
+        found[holder, linear_layout] = found.get((holder, linear_layout), 0) + end - begin
     assert found == {(src, dst): tokens for src, dst, tokens in planned.moves}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron_balance.core.plan import MicrobatchPlan, Tiling, Zone
-from megatron_balance.core.program import Program
-from megatron_balance.core.rows import Rows
-from megatron_balance.core.text import parse, text
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.transpose import POLICIES
+from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.passes.transpose import POLICIES
-from megatron_balance.passes.verify import verify
-from megatron_balance.schedules import expand
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.program import Program
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.text import parse, text
 
 ZONES = ("ring", "all_gather", "head_exchange")
 
@@ -25,16 +25,16 @@ def cuts(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:
     return list(zip(edges, edges[1:], strict=False))
 
 
-def random_tiles(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], num_ranks: int) -> Tiling:
+def random_tiles(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], num_ranks: int) -> TaskTable:
     """Any cut of the (query, key) triangle into rectangles, on any ranks."""
     fragments = sorted((rng.randrange(num_ranks), seq, a, b) for seq in seqs for a, b in cuts(rng, lengths[seq], 3))
     tasks = [(rng.randrange(num_ranks), seq, a, b, c, d) for seq in seqs for a, b in cuts(rng, lengths[seq], 3) for c, d in cuts(rng, b, 2)]
-    return Tiling("tiles", Rows.of(4, fragments), Rows.of(6, tasks))
+    return TaskTable("tiles", Rows.of(4, fragments), Rows.of(6, tasks))
 
 
-def random_plan(movement: str, seed: int) -> MicrobatchPlan:
-    """Two zones on different ranks, the first with this movement; sequences of one token and more ranks than tokens occur."""
-    rng = random.Random(f"{movement} {seed}")
+def random_plan(pattern: str, seed: int) -> MicrobatchPlan:
+    """Two zones on different ranks, the first with this comm pattern; sequences of one token and more ranks than tokens occur."""
+    rng = random.Random(f"{pattern} {seed}")
     num_ranks = rng.randint(1, 6)
     lengths = tuple(rng.choice([1, 2, 3, rng.randint(1, 40), rng.randint(1, 300)]) for _ in range(rng.randint(1, 4)))
     heads = rng.choice([1, 2, 4, 6, 8])
@@ -42,11 +42,11 @@ def random_plan(movement: str, seed: int) -> MicrobatchPlan:
     ranks = rng.sample(range(num_ranks), num_ranks)
     first = [seq for seq in range(len(lengths)) if rng.random() < 0.7]
     rest = [seq for seq in range(len(lengths)) if seq not in first]
-    zones: list[Zone | Tiling] = []
-    if first and movement == "tiles":
+    zones: list[Zone | TaskTable] = []
+    if first and pattern == "tiles":
         zones.append(random_tiles(rng, first, lengths, num_ranks))
     elif first:
-        zones.append(Zone("first", movement, tuple(ranks[: rng.randint(1, num_ranks)]), tuple(first)))
+        zones.append(Zone("first", pattern, tuple(ranks[: rng.randint(1, num_ranks)]), tuple(first)))
     if rest:
         zones.append(Zone("rest", rng.choice(ZONES), tuple(ranks), tuple(rest)))
     return MicrobatchPlan("test", lengths, num_ranks, num_ranks, heads, kv_heads, tuple(zones))
@@ -70,11 +70,11 @@ def is_invalid(program: Program) -> bool:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("movement", [*ZONES, "tiles"])
-def test_dropping_any_op_is_caught(movement: str, policy: Any) -> None:
+@pytest.mark.parametrize("pattern", [*ZONES, "tiles"])
+def test_dropping_any_op_is_caught(pattern: str, policy: Any) -> None:
     dropped = 0
     for seed in range(25):
-        program = expand(random_plan(movement, seed), policy)
+        program = expand(random_plan(pattern, seed), policy)
         verify(program)
         for name, mutant in without_one_op(program):
             assert is_invalid(mutant), f"not caught: seed {seed}, {name}"
@@ -82,8 +82,8 @@ def test_dropping_any_op_is_caught(movement: str, policy: Any) -> None:
     assert dropped > 100
 
 
-@pytest.mark.parametrize("movement", [*ZONES, "tiles"])
-def test_programs_survive_their_text(movement: str) -> None:
+@pytest.mark.parametrize("pattern", [*ZONES, "tiles"])
+def test_programs_survive_their_text(pattern: str) -> None:
     for seed in range(10):
-        program = expand(random_plan(movement, seed), "replay")
+        program = expand(random_plan(pattern, seed), "replay")
         assert parse(text(program)) == program

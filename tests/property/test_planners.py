@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner, verify
-from megatron_balance.core.plan import Zone, from_json, to_json
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
+from megatron_balance.ir.plan import Zone, from_json, to_json
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import printed
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
-from megatron_balance.schedules import layout
-from megatron_balance.schedules.figures import figures
 from megatron_balance.solvers.placed import Placement
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}

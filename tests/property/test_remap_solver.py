@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.solvers.remap import Sides, solve
 from megatron_balance.solvers.remap_milp import SOLVERS
 

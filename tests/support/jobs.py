@@ -10,15 +10,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.core.rows import Rows
+from megatron_balance.compile.pipeline import layout
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import PlanMismatchError
-from megatron_balance.passes.transpose import Policy
-from megatron_balance.reference import Floats, at_home
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.rows import Rows
+from megatron_balance.reference import Floats, owned_rows
 from megatron_balance.runtime.agree import check_agreement
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
-from megatron_balance.schedules import layout
 from tests.support import dense
 from tests.support.pool import World
 
@@ -72,7 +72,7 @@ class Ran:
 
 def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run]) -> list[Ran]:
     """Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`; values of the first call."""
-    home = Rows.of(3, layout(plan, world.rank).tolist())
+    owned = Rows.of(3, layout(plan, world.rank).tolist())
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     results = []
     for run in runs:
@@ -81,7 +81,7 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run
         calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
         for call in range(run.calls):
             x = inputs(plan, head_dim, call)
-            q, k, v, dout = _tensors(x, home, shape, run)
+            q, k, v, dout = _tensors(x, owned, shape, run)
             calls.append(((q, k, v), balanced_attention(q, k, v, bound, x.scale), dout))
         grads = [torch.autograd.grad(out, leaves, dout) for leaves, out, dout in calls]
         tensors = (t.detach().cpu().to(torch.float64).numpy() for t in (calls[0][1], *grads[0]))
@@ -107,10 +107,12 @@ def compare_plans(world: World, plans: Sequence[MicrobatchPlan]) -> str:
     return said
 
 
-def _tensors(x: dense.Tensors, home: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
+def _tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:
     """q, k, v and dout of this rank."""
     heads, dim = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.head_dim
-    rows = [at_home(home, values) if values else np.empty((0, h, dim)) for values, h in zip((x.q, x.k, x.v, x.dout), heads, strict=True)]
+    rows = [
+        owned_rows(owned, values) if values else np.empty((0, h, dim)) for values, h in zip((x.q, x.k, x.v, x.dout), heads, strict=True)
+    ]
     q, k, v, dout = (torch.from_numpy(r).to(run.device, getattr(torch, run.dtype)) for r in rows)
     if not run.strided:
         return [*(leaf.requires_grad_() for leaf in (q, k, v)), dout]

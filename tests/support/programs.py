@@ -3,8 +3,8 @@
 # Two ranks; rank 1 needs the keys of rank 0 and attends once over both parts (GQA: two query heads share a key-value head).
 PREFIX = """\
 program lengths 8 heads 2 kv_heads 1 policy none
-home r0 s0[0:4)
-home r1 s0[4:8)
+owner r0 s0[0:4)
+owner r1 s0[4:8)
 forward
 exchange 0 p2p
   r1 <- r0 kv s0[0:4)
@@ -15,11 +15,11 @@ attend r1
 backward
 """
 
-# Rank 0 holds everything; rank 1 attends one rectangle of it and returns a partial output, which is merged at home.
+# Rank 0 holds everything; rank 1 attends one rectangle of it and returns a partial output, which is merged at the owner.
 DISPATCH = """\
 program lengths 4 heads 1 kv_heads 1 policy none
-home r0 s0[0:4)
-home r1
+owner r0 s0[0:4)
+owner r1
 forward
 exchange 0 p2p
   r1 <- r0 q s0[2:4)
@@ -39,7 +39,7 @@ backward
 # Two launches on one rank, of which the second leaves a second partial output.
 TWO_LAUNCHES = """\
 program lengths 4 heads 1 kv_heads 1 policy none
-home r0 s0[0:4)
+owner r0 s0[0:4)
 forward
 attend r0
   q s0[0:4) over s0[2:4)
@@ -54,8 +54,8 @@ backward
 # Two ranks trade tokens for heads: each attends one query head over all tokens.
 HEADS = """\
 program lengths 3 heads 2 kv_heads 2 policy none
-home r0 s0[0:2)
-home r1 s0[2:3)
+owner r0 s0[0:2)
+owner r1 s0[2:3)
 forward
 exchange 0 all_to_all r0 r1
   r1 <- r0 q s0[0:2) h[1:2)
@@ -72,12 +72,12 @@ exchange 1 all_to_all r0 r1
 backward
 """
 
-# Three ranks in a chain: rank 1 passes on keys that it has used itself.
+# Three ranks in a chain: rank 1 compile on keys that it has used itself.
 CHAIN = """\
 program lengths 6 heads 1 kv_heads 1 policy none
-home r0 s0[0:2)
-home r1 s0[2:4)
-home r2 s0[4:6)
+owner r0 s0[0:2)
+owner r1 s0[2:4)
+owner r2 s0[4:6)
 forward
 attend r0
   q s0[0:2) over s0[0:2)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.passes.order import Issue, streams
-from megatron_balance.passes.transpose import Policy, transpose
+from megatron_balance.compile.order import Issue, streams
+from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.transpose import Policy, transpose
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.kernels import Kernel
 from megatron_balance.runtime.lowered import Phase
 from megatron_balance.runtime.trace import Trace, Traced, hidden_share
-from megatron_balance.schedules import project
 from tests.support import jobs
 from tests.support.jobs import Ran, Run
 from tests.support.pool import World
@@ -29,7 +29,7 @@ HEAD_DIM = 8
 
 @dataclass(frozen=True)
 class PhaseTrace:
-    """What one phase recorded, what its streams should have done, and the ops of each group of duties."""
+    """What one phase recorded, what its streams should have done, and the ops of each group of relay tasks."""
 
     recorded: list[Traced]
     expected: dict[str, tuple[Issue, ...]]
@@ -93,7 +93,7 @@ def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], s
 
 
 def _phase_trace(trace: Trace, expected: dict[str, tuple[Issue, ...]], phase: Phase) -> PhaseTrace:
-    return PhaseTrace(trace, expected, [{duty.op for duty in group} for group in phase.duties], hidden_share(trace))
+    return PhaseTrace(trace, expected, [{relay_task.op for relay_task in group} for group in phase.relay_tasks], hidden_share(trace))
 
 
 def _shape(plan: MicrobatchPlan) -> AttentionShape:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_balance.core.plan import MicrobatchPlan
-from megatron_balance.passes.transpose import Policy
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
@@ -81,7 +81,7 @@ def steps(world: World, plans: Sequence[MicrobatchPlan], layers: int, policy: Po
     wanted, groups = getattr(torch, dtype), replace(world.groups, buffers=BufferPool(cpu=True))
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 16)
     bounds = [bind(p, world.rank, shape, groups=groups, dtype=wanted, policy=policy, mover=mover, kernel="plain") for p in plans]
-    seen = [Seen([], bound.demand.call_bytes if bound.demand is not None else 0) for bound in bounds]
+    seen = [Seen([], bound.peak_bytes.call_bytes if bound.peak_bytes is not None else 0) for bound in bounds]
     for _ in range(3):
         for bound, found in zip(bounds, seen, strict=True):
             found.steps.append(_step(bound, layers, wanted))

@@ -9,17 +9,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MOVE_WIDTH, REMAP, MicrobatchPlan, Routing
-from megatron_balance.core.rows import Rows
+from megatron_balance.compile.pipeline import attention_layout
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MOVE_WIDTH, REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
-from megatron_balance.schedules import attention_layout
-from tests.support.tilings import random_tiling, random_zones
+from tests.support.task_tables import random_task_table, random_zones
 
-TEST_PLANNERS = {"random_tiling": random_tiling, "random_zones": random_zones}
+TEST_PLANNERS = {"random_task_table": random_task_table, "random_zones": random_zones}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
     "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),

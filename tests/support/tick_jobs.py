@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_balance.core.plan import MicrobatchPlan, Tiling
-from megatron_balance.core.rows import Rows
-from megatron_balance.core.tick import Cell, TickPlan
-from megatron_balance.passes import interleave
-from megatron_balance.passes.interleave import Turn
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.tick import Cell, TickPlan
 from megatron_balance.reference import Floats
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.joint import Server
 from megatron_balance.runtime.lowered import PhaseName
-from tests.support.half_batches import AttentionOf, Done, in_turns, leaves, one_call_a_layer, recorded
+from tests.support.nano_batches import AttentionOf, Done, interleaved, leaves, one_call_a_layer, recorded
 from tests.support.pool import World
 from tests.support.stream_threads import with_streams
 
@@ -30,8 +30,8 @@ Values = tuple[Floats, Floats, Floats, Floats]
 
 
 @dataclass(frozen=True)
-class HalfStep:
-    """One half of every microbatch: where its tokens are at home (`plans`, over one stage's ranks), and the ticks over all ranks."""
+class NanoBatchStep:
+    """One half of every microbatch: where its tokens are owned (`plans`, over one stage's ranks), and the ticks over all ranks."""
 
     plans: tuple[MicrobatchPlan, ...]
     ticks: tuple[TickPlan, ...]
@@ -53,40 +53,40 @@ class Attended:
     order: list[Done]
 
 
-def seed_of(stage: int, cell: Cell, half: int) -> int:
+def seed_of(stage: int, cell: Cell, nano_batch: int) -> int:
     """Of the inputs."""
-    return 1000 * half + 100 * cell.chunk + 10 * stage + cell.microbatch
+    return 1000 * nano_batch + 100 * cell.chunk + 10 * stage + cell.microbatch
 
 
-def attend_in_ticks(world: World, halves: Sequence[HalfStep], head_dim: int, way: Way) -> Attended:
+def attend_in_ticks(world: World, nano_batches: Sequence[NanoBatchStep], head_dim: int, way: Way) -> Attended:
     """All ticks of a step."""
-    run = _Run(world, halves, head_dim, way)
-    with recorded(run.half_of.__getitem__) as order:
-        for number, one in enumerate(halves[0].ticks):
-            run.tick(one, [run.bind(half.ticks[number], at) for at, half in enumerate(halves)])
+    run = _Run(world, nano_batches, head_dim, way)
+    with recorded(run.nano_batch_of.__getitem__) as order:
+        for number, one in enumerate(nano_batches[0].ticks):
+            run.tick(one, [run.bind(nano_batch.ticks[number], at) for at, nano_batch in enumerate(nano_batches)])
     return Attended(run.found, order)
 
 
 class _Run:
-    def __init__(self, world: World, halves: Sequence[HalfStep], head_dim: int, way: Way) -> None:
-        plan = halves[0].plans[0]
+    def __init__(self, world: World, nano_batches: Sequence[NanoBatchStep], head_dim: int, way: Way) -> None:
+        plan = nano_batches[0].plans[0]
         self.groups = with_streams(world.groups, plan.ranks_per_node) if way.streams else world.groups
         self.stage, self.rank = divmod(world.rank, plan.num_ranks)
         self.shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
-        self.halves, self.way = halves, way
-        self.turns: tuple[Turn, ...] = interleave.forward(LAYERS, len(halves))
-        self.half_of: dict[Bound, int] = {}
+        self.nano_batches, self.way = nano_batches, way
+        self.segments: tuple[Segment, ...] = ping_pong.forward(LAYERS, len(nano_batches))
+        self.nano_batch_of: dict[Bound, int] = {}
         self.under_way: dict[Cell, tuple[list[BackwardSlot], list[Tensor], tuple[Tensor, ...], list[Tensor]]] = {}
         self.found: dict[tuple[Cell, int], Values] = {}
 
-    def bind(self, one: TickPlan, half: int) -> Bound:
+    def bind(self, one: TickPlan, nano_batch: int) -> Bound:
         """For what the tick runs, as training does."""
         phases: set[PhaseName] = {"backward"} if one.tick.backward else {"forward"}
         if self.way.again:
             phases.add("forward")
         rank, double = self.groups.rank, torch.float64
-        bound = bind(one.plan, rank, self.shape, groups=self.groups, dtype=double, policy="replay", half=half, phases=phases)
-        self.half_of[bound] = half
+        bound = bind(one.plan, rank, self.shape, groups=self.groups, dtype=double, policy="replay", nano_batch=nano_batch, phases=phases)
+        self.nano_batch_of[bound] = nano_batch
         return bound
 
     def tick(self, one: TickPlan, bounds: Sequence[Bound]) -> None:
@@ -101,20 +101,21 @@ class _Run:
     def serve(self, bounds: Sequence[Bound], *, backward: bool) -> None:
         server = Server(torch.float64, torch.device("cpu"), self.shape.head_dim**-0.5)
         if not backward or self.way.again:
-            server.serve(bounds, self.turns, backward=False)
+            server.serve(bounds, self.segments, backward=False)
         if backward:
-            server.serve(bounds, interleave.backward(self.turns), backward=True)
+            server.serve(bounds, ping_pong.backward(self.segments), backward=True)
 
     def forward(self, cell: Cell, bounds: Sequence[Bound]) -> None:
         drawn = [
-            leaves(half.plans[cell.microbatch], self.rank, self.shape, seed_of(self.stage, cell, at)) for at, half in enumerate(self.halves)
+            leaves(nano_batch.plans[cell.microbatch], self.rank, self.shape, seed_of(self.stage, cell, at))
+            for at, nano_batch in enumerate(self.nano_batches)
         ]
         slots = [BackwardSlot() for _ in bounds]
 
         def layers(*flat: Tensor) -> tuple[Tensor, ...]:
             inputs = [(flat[at], flat[at + 1], flat[at + 2]) for at in range(0, len(flat), 3)]
             now = [AttentionOf(slot.bound or bound, slot) for slot, bound in zip(slots, bounds, strict=True)]
-            return tuple(in_turns(now, inputs, self.turns))
+            return tuple(interleaved(now, inputs, self.segments))
 
         flat = [x for qkv, _ in drawn for x in qkv]
         out = checkpoint(layers, *flat, use_reentrant=True) if self.way.again else layers(*flat)
@@ -126,17 +127,19 @@ class _Run:
             slot.bound = bound
         torch.autograd.backward(out, douts)
         grads = [x.grad for x in flat]
-        for half, of in enumerate(out):
-            q, k, v = (x.numpy() for x in grads[3 * half : 3 * half + 3] if x is not None)
-            self.found[cell, half] = of.detach().numpy(), q, k, v
+        for nano_batch, of in enumerate(out):
+            q, k, v = (x.numpy() for x in grads[3 * nano_batch : 3 * nano_batch + 3] if x is not None)
+            self.found[cell, nano_batch] = of.detach().numpy(), q, k, v
 
 
 def alone(plan: MicrobatchPlan, head_dim: int, seed: int) -> list[list[Floats]]:
     """What `Values` are made of, by sequence, of a rank that holds and attends to everything itself."""
     lengths = plan.lengths
-    homes = Rows.of(4, [(0, seq, 0, n) for seq, n in enumerate(lengths)])
+    owned = Rows.of(4, [(0, seq, 0, n) for seq, n in enumerate(lengths)])
     tasks = Rows.of(6, [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)])
-    whole = MicrobatchPlan("alone", lengths, 1, 1, plan.num_heads, plan.num_kv_heads, (Tiling("alone", homes, tasks),) if lengths else ())
+    whole = MicrobatchPlan(
+        "alone", lengths, 1, 1, plan.num_heads, plan.num_kv_heads, (TaskTable("alone", owned, tasks),) if lengths else ()
+    )
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     bound = bind(whole, 0, shape, groups=single(), dtype=torch.float64)
     qkv, dout = leaves(whole, 0, shape, seed)

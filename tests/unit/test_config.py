@@ -22,11 +22,11 @@ from megatron_balance.config import (
     resolved,
     to_yaml,
 )
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
 from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.errors import ConfigError
-from megatron_balance.layers import Layers
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.planning.layers import Layers
 
 CLUSTERS = ["a800", "a800-ib", "emulated", "h100", "h200", "h800"]
 MODELS = [

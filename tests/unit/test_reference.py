@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_balance import reference
-from megatron_balance.core.rows import Rows
-from megatron_balance.core.text import parse, text
+from megatron_balance.compile.transpose import with_backward
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.passes.transpose import with_backward
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.text import parse, text
 from tests.support import dense, programs
 
 NAMES = ("out", "q_grad", "k_grad", "v_grad")
@@ -73,7 +73,7 @@ CHAIN_BACK = text(with_backward(parse(programs.CHAIN), "keep"))
         (programs.DISPATCH, "merge r0\n  out s0[2:4)\n", "", r"rank 0 holds 2 partials of out there, not merged"),
         (programs.DISPATCH, "out s0[2:4)\nmerge", "out s0[0:4)\nmerge", r"rank 1 holds no partial of out there"),
         (programs.DISPATCH, "merge r0", "merge r1", r"rank 1 holds no partial of some of out there"),
-        (programs.PREFIX, "home r1 s0[4:8)", "home r1 s0[5:8)", r"rank 1 does not hold all of q that it needs"),
+        (programs.PREFIX, "owner r1 s0[4:8)", "owner r1 s0[5:8)", r"rank 1 does not hold all of q that it needs"),
         (
             programs.PREFIX,
             "r1 <- r0 kv s0[0:4)",
@@ -123,8 +123,8 @@ PREFIX_BACK = text(with_backward(parse(programs.PREFIX), "keep"))
 
 def test_home_rows_follow_the_order_of_the_home() -> None:
     values = [np.arange(4.0)[:, None], 10 + np.arange(3.0)[:, None]]
-    assert reference.at_home(Rows.of(3, [(1, 1, 3), (0, 2, 4), (0, 0, 1)]), values)[:, 0].tolist() == [11, 12, 2, 3, 0]
-    assert reference.at_home(Rows(3), values).shape == (0, 1)
+    assert reference.owned_rows(Rows.of(3, [(1, 1, 3), (0, 2, 4), (0, 0, 1)]), values)[:, 0].tolist() == [11, 12, 2, 3, 0]
+    assert reference.owned_rows(Rows(3), values).shape == (0, 1)
 
 
 def test_a_program_without_sequences_gives_nothing() -> None:

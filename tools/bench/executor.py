@@ -187,14 +187,14 @@ class _ByHand:
 
     def __init__(self, groups: Groups, rows: int, scale: float) -> None:
         self.rank, self.size, self.pool = groups.rank, groups.size, groups.pool
-        self.half, self.scale = rows // 2, scale
+        self.nano_batch, self.scale = rows // 2, scale
 
     def rounds(self, t: int) -> tuple[slice, slice, bool]:
         """Query rows, key rows and mask of round t."""
         source = (self.rank - t) % self.size
         if t == 0:
             return slice(None), slice(None), True
-        return (slice(None), slice(0, self.half), False) if source < self.rank else (slice(self.half, None), slice(None), False)
+        return (slice(None), slice(0, self.nano_batch), False) if source < self.rank else (slice(self.nano_batch, None), slice(None), False)
 
     def exchange(self, block: Tensor, forward: bool) -> tuple[Tensor, list[dist.Work]]:
         step = 1 if forward else -1

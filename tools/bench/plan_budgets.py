@@ -16,17 +16,18 @@ from statistics import median
 from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
-from megatron_balance.layers import Layers
-from megatron_balance.passes.interleave import HALVES
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
+from megatron_balance.compile.pipeline import project
+from megatron_balance.patterns import dispatch
+from megatron_balance.planning.ahead import Pipeline, PlanSpec
+from megatron_balance.planning.layers import Layers
+from megatron_balance.planning.tick_planner import TickPlanner
 from megatron_balance.runtime import routes
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
-from megatron_balance.runtime.prefetch import Pipeline, PlanSpec
-from megatron_balance.runtime.tick_planner import TickPlanner
-from megatron_balance.schedules import dispatch, project
-from megatron_balance.schedules.figures import figures
-from megatron_balance.solvers.halves import halves
+from megatron_balance.solvers.nano_batches import nano_batches
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
@@ -101,28 +102,31 @@ def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[s
 
 
 def _pipeline_step(num_stages: int, stage: Cluster, num_microbatches: int, tokens_per_rank: int) -> Iterator[Measurement]:
-    """A training step in which all pipeline stages attend together and microbatches run as two half batches in turns: planning all of it,
+    """A training step in which all pipeline stages attend together and microbatches run as two nano-batches interleaved: planning all of it,
     and binding all of it on one rank. A tick is of one phase, and each plan is bound for the phases of its ticks.
     """
     joint = Cluster(num_stages * stage.num_ranks, stage.ranks_per_node)
     spec = PlanSpec("distca", stage, MODEL, Layers(), {"tokens_per_rank": tokens_per_rank}, None, Pipeline(joint, num_chunks=1))
     microbatches = [long_tailed(8 * stage.num_ranks, stage.num_ranks * tokens_per_rank, seed) for seed in range(num_microbatches)]
-    parts = [halves(lengths) for lengths in microbatches]
-    steps = [[[lengths[i] for i in part[half]] for lengths, part in zip(microbatches, parts, strict=True)] for half in range(HALVES)]
+    parts = [nano_batches(lengths) for lengths in microbatches]
+    steps = [
+        [[lengths[i] for i in part[nano_batch]] for lengths, part in zip(microbatches, parts, strict=True)]
+        for nano_batch in range(NUM_NANO_BATCHES)
+    ]
     planner = TickPlanner(spec)
-    halved = [planner.plan(step)[1] for step in steps]
+    ping_pong = [planner.plan(step)[1] for step in steps]
     groups = Groups(MIDDLE, joint.num_ranks, tuple(range(joint.num_ranks)), None)
 
     def bind_all(of_phase: bool) -> None:
-        for half, ticks in enumerate(halved):
+        for nano_batch, ticks in enumerate(ping_pong):
             names = {one.tick.microbatches: set[PhaseName]() for one in ticks}
             for one in ticks:
                 names[one.tick.microbatches].add("backward" if one.tick.backward else "forward")
             for microbatches, planned in {one.tick.microbatches: one.plan for one in ticks}.items():
                 phases = names[microbatches] if of_phase else BOTH_PHASES
-                bind(planned, MIDDLE, SHAPE, groups=groups, policy="replay", half=half, phases=phases)
+                bind(planned, MIDDLE, SHAPE, groups=groups, policy="replay", nano_batch=nano_batch, phases=phases)
 
-    size = f"step of {len(halved[0])} ticks, {num_stages} x {stage.num_ranks} ranks, {num_microbatches} microbatches in halves"
+    size = f"step of {len(ping_pong[0])} ticks, {num_stages} x {stage.num_ranks} ranks, {num_microbatches} microbatches in nano-batches"
     yield Measurement(f"plan a {size}: distca", None, lambda: [planner.plan(step) for step in steps])
     yield Measurement(f"bind one's {size}: distca", None, partial(bind_all, of_phase=True))
     yield Measurement(f"bind one's {size}, both phases: distca", None, partial(bind_all, of_phase=False))

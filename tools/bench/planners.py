@@ -26,14 +26,14 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
+from megatron_balance.analysis.statistics import figures
 from megatron_balance.config import load_cluster, load_model
-from megatron_balance.core.plan import Zone
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.layers import Layers
+from megatron_balance.ir.plan import Zone
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import ZeppelinOptions, pricing
 from megatron_balance.planners.zeppelin.price import Prices
-from megatron_balance.schedules.figures import figures
+from megatron_balance.planning.layers import Layers
 
 ZONES = ("inter_node", "intra_node", "local")
 CONTEXTS = ("64k", "128k", "256k")
@@ -151,7 +151,7 @@ def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
 
 def _predicted_ms(plans: Sequence[MicrobatchPlan], cluster: Cluster, model: Model, variant: Variant) -> float | None:
     """Milliseconds of a layer; None for plans that are not rings."""
-    if any(not isinstance(zone, Zone) or zone.movement != "ring" for plan in plans for zone in plan.zones):
+    if any(not isinstance(zone, Zone) or zone.pattern != "ring" for plan in plans for zone in plan.zones):
         return None
     cost = AnalyticCost(cluster, model)
     layers = variant.layers or PLANNERS[variant.planner].layers

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_balance.config import load_cluster, load_model
-from megatron_balance.core.model import Model
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import AttentionTable, CostTable, load_table, save_table
+from megatron_balance.ir.model import Model
 from megatron_balance.runtime.profile import QUICK, ProfileOptions, profile
 from tools.gpu.rows import Context, Figure, Row
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_balance.core.program import Kind
+from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lowered import Packed
 from megatron_balance.runtime.moves import Fill, Mover, Place, PlainMover, Space, choose_mover
 from megatron_balance.runtime.parcels import Form, parcel_bytes, unpacked

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance import reference
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.core.rows import Rows
+from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
-from megatron_balance.schedules import layout
 from tests.support import dense, jobs
 from tools.gpu.rows import Context, Device, Figure, Row, Target
 
@@ -65,13 +65,13 @@ def plan(name: str) -> MicrobatchPlan:
 def worst(planned: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
     """The largest difference of output and gradients from dense attention in fp64, each relative to its largest value."""
     truth = dense.attention(jobs.inputs(planned, HEAD_DIM))
-    homes = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
+    owned = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
     errors: list[float] = []
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         values = getattr(truth, name)
         largest = max(float(abs(x).max()) for x in values)
-        for home, ran in zip(homes, ranks, strict=True):
-            difference = abs(getattr(ran, name) - reference.at_home(home, values))
+        for rows, ran in zip(owned, ranks, strict=True):
+            difference = abs(getattr(ran, name) - reference.owned_rows(rows, values))
             errors.append(float(difference.max()) / largest if difference.size else 0.0)
     return max(errors)
 

@@ -47,7 +47,7 @@ def text(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         table.add_row(*cells(row))
     console.print(table)
-    console.print(closing(report))
+    console.print(remap_out(report))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip()
 
@@ -56,7 +56,7 @@ def markdown(report: dict[str, Any]) -> str:
     """For docs/measurements."""
     lines = [f"# {title(report)}", "", "`python -m tools.gpu.run`", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in report["rows"]]
-    return "\n".join([*lines, "", closing(report), ""])
+    return "\n".join([*lines, "", remap_out(report), ""])
 
 
 def title(report: dict[str, Any]) -> str:
@@ -74,7 +74,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     return row["name"], value, row["unit"], row["target"], verdict, row["note"]
 
 
-def closing(report: dict[str, Any]) -> str:
+def remap_out(report: dict[str, Any]) -> str:
     """How many figures are what they should be."""
     rows = report["rows"]
     judged = [row["ok"] for row in rows if row["ok"] is not None]

@@ -1,4 +1,4 @@
-"""distca: core attention as tasks of their own, on servers that need not hold the tokens (core attention disaggregation).
+"""distca: ir attention as tasks of their own, on servers that need not hold the tokens (ir attention disaggregation).
 
 Paper: Efficient Long-context Language Model Training by Core Attention Disaggregation (DistCA), section 4.2 and Appendix B.
 
@@ -9,11 +9,11 @@ for head-tail pairs (`shards`); its stop rule (`least_score`); seconds from the 
 holds and receives, for its own queries, too (`relief`). Every rank is an attention server; `servers: pool` leaves some without tokens.
 `schedule` is the scheduler alone, for a layout that is given.
 
-What we leave out: the order of execution (ping-pong, ticks of a pipeline), which is not a planner's business: it plans each half, and
-each tick (`plan_homes`).
+What we leave out: the order of execution (ping-pong, ticks of a pipeline), which is not a planner's business: it plans each nano-batch, and
+each tick (`plan_owned`).
 
 Where we differ and why:
-* Keys and values that a server has already, by home or by an earlier task, are free (the paper counts them all and says so, section 8), and
+* Keys and values that a server has already, by owner or by an earlier task, are free (the paper counts them all and says so, section 8), and
   so are those that a source no longer needs. A query counts with its output, which travels back.
 * Only the upper side of the tolerance counts. The slowest server sets the time; filling up the lightest ones moves keys for nothing.
 * Before anything heavy moves, light servers are joined (`consolidate`): keys of a long sequence then go to fewer servers.
@@ -30,19 +30,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan, Tiling
-from megatron_balance.core.rows import Rows
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
-from megatron_balance.passes.tables import as_array, as_rows
-from megatron_balance.planners.distca.linear import linear_homes, spread
+from megatron_balance.ir.arrays import as_array, as_rows
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.rows import Rows
+from megatron_balance.planners.distca.linear import linear_owned, spread
 from megatron_balance.planners.distca.schedule import Scheduling, schedule
 from megatron_balance.solvers.capacity import check_pool
 
-__all__ = ["DistcaOptions", "Scheduling", "linear_homes", "num_holders", "plan", "plan_homes", "schedule", "scheduling"]
+__all__ = ["DistcaOptions", "Scheduling", "linear_owned", "num_holders", "plan", "plan_owned", "schedule", "scheduling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DistcaOptions:
     """Capacity of a rank in tokens; unlimited if not given."""
     tolerance: float = 0.02
     """What the busiest server may have in attention above the mean, relatively (the paper's epsilon, 0.05 to 0.15 in its experiments). On
-    H200 nodes a layer is fastest at 0 to 0.02 (`megatron-balance reproduce distca fig12`)."""
+    H200 nodes a layer is fastest at 0 to 0.02 (`megatron-balance papers distca fig12`)."""
     block: int = 128
     """Queries of the attention kernel's tile; shards are multiples of it."""
     shards: Literal["plain", "head_tail"] = "plain"
@@ -74,7 +74,7 @@ class DistcaOptions:
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions) -> MicrobatchPlan:
-    """One tiling: the linear layout, and tasks that take no server longer than the tolerance allows.
+    """One task table: the linear layout, and tasks that take no server longer than the tolerance allows.
 
     Raises:
         InfeasibleError: the batch has more tokens than the ranks hold, or a rank's own tasks pass a cap that no other rank can help with.
@@ -82,14 +82,14 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     """
     holders = _holders(cluster, options)
     check_pool(batch.lengths, len(holders), options.tokens_per_rank)
-    homes = linear_homes(batch.lengths, holders)
-    return plan_homes(batch.lengths, as_rows(homes), cluster, model, cost, options)
+    owned = linear_owned(batch.lengths, holders)
+    return plan_owned(batch.lengths, as_rows(owned), cluster, model, cost, options)
 
 
-def plan_homes(
-    lengths: tuple[int, ...], homes: Rows, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions
+def plan_owned(
+    lengths: tuple[int, ...], owned: Rows, cluster: Cluster, model: Model, cost: CostModel, options: DistcaOptions
 ) -> MicrobatchPlan:
-    """The same for tokens that are at home where rows (rank, seq, start, stop) say; ranks without any serve, too.
+    """The same for tokens that are owned by the ranks that rows (rank, seq, start, stop) say; ranks without any serve, too.
 
     The layout being given, `tokens_per_rank`, `servers` and `pool_ranks` play no part.
 
@@ -97,8 +97,8 @@ def plan_homes(
         InfeasibleError: a rank's own tasks pass a cap that no other rank can help with.
         ConfigError: an option out of range.
     """
-    tasks = schedule(as_array(homes), lengths, cluster.num_ranks, cost, scheduling(options))
-    zones = (Tiling("attention", homes, as_rows(tasks)),) if homes else ()
+    tasks = schedule(as_array(owned), lengths, cluster.num_ranks, cost, scheduling(options))
+    zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
     return MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones)
 
 

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from megatron_balance.cost.base import Floats
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.planners.distca.parts import Parts, at_hand, at_least, at_most, num_bytes
 from megatron_balance.planners.distca.room import make_room
 from megatron_balance.planners.distca.servers import Servers

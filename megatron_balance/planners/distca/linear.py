@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 
 
-def linear_homes(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
+def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
     """Rows (rank, seq, start, stop) [n, 4] by rank; tokens of `ranks` differ by one at most (DistCA, section 6.1)."""
     tokens = np.array(lengths, dtype=np.int64)
     ends = np.cumsum(tokens)

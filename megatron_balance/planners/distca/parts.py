@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_balance.cost.base import Floats
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.planners.distca.servers import Servers
 from megatron_balance.planners.distca.shards import Piece, Shards, Sizes
 

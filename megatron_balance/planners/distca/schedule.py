@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.errors import ConfigError
-from megatron_balance.passes.tables import Ints, run_bounds
+from megatron_balance.ir.arrays import Ints, run_bounds
 from megatron_balance.planners.distca.consolidate import consolidate
 from megatron_balance.planners.distca.greedy import Drain, Rule
 from megatron_balance.planners.distca.relief import relieve
@@ -46,13 +46,13 @@ class Scheduling:
                 raise ConfigError(f"distca: {name} {value}: must be at least {least}")
 
 
-def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, scheduling: Scheduling) -> Ints:
+def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, scheduling: Scheduling) -> Ints:
     """Attention of what ranks hold, as tasks on ranks, none of which takes longer than the tolerance allows.
 
     A pure function of its arguments, for any layout: some ranks may hold nothing, and several fragments of a sequence may lie on one.
 
     Args:
-        homes: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
+        owners: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
         lengths: tokens of each sequence; `seq` indexes it. Parts of a sequence that nobody holds are not attended.
         num_ranks: all of them are attention servers.
         cost: predicts seconds of attention, and bytes.
@@ -63,21 +63,21 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
         k_stop is q_stop.
 
     Raises:
-        InfeasibleError: what a rank must hold or receive for its own tokens passes a cap, and no other rank can take these over.
+        InfeasibleError: what a rank must hold or receive for its own tokens compile a cap, and no other rank can take these over.
     """
-    homes = homes[homes[:, STOP] > homes[:, START]]
-    if not len(homes):
+    owned = owned[owned[:, STOP] > owned[:, START]]
+    if not len(owned):
         return np.empty((0, 6), dtype=np.int64)
-    homes = homes[np.argsort(homes[:, RANK], kind="stable")]
+    owned = owned[np.argsort(owned[:, RANK], kind="stable")]
     seconds = Seconds.of(cost, max(lengths))
-    edges = Edges.of(homes, min(scheduling.block, max(lengths)), seconds)
+    edges = Edges.of(owned, min(scheduling.block, max(lengths)), seconds)
     sizes = Sizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if scheduling.shards == "plain" else HeadTail(edges, sizes)
     caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
     servers = Servers(edges, shards, num_ranks, caps)
     relieve(servers)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
-    limit, limit_of_pairs = _limits(servers, homes, seconds, scheduling.tolerance)
+    limit, limit_of_pairs = _limits(servers, owned, seconds, scheduling.tolerance)
     rule = Rule(limit, scheduling.tolerance, sizes, least_score)
     if scheduling.consolidate:
         consolidate(servers, rule)
@@ -87,7 +87,7 @@ def schedule(homes: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     return _tasks(servers)
 
 
-def _limits(servers: Servers, homes: Ints, seconds: Seconds, tolerance: float) -> tuple[float, float]:
+def _limits(servers: Servers, owned: Ints, seconds: Seconds, tolerance: float) -> tuple[float, float]:
     """The load that no server may exceed, and what it may have of that in pairs, so that both are within the tolerance.
 
     Runs that are short or end inside a tile take more time a pair, so a server with long ones only may be within the tolerance in seconds
@@ -95,7 +95,7 @@ def _limits(servers: Servers, homes: Ints, seconds: Seconds, tolerance: float) -
     seconds, there are two limits, unless padding is so much that even pairs are no aim. Neither is below what somebody has to take: the
     heaviest block.
     """
-    start, stop = homes[:, START].astype(np.float64), homes[:, STOP].astype(np.float64)
+    start, stop = owned[:, START].astype(np.float64), owned[:, STOP].astype(np.float64)
     mean = float(servers.load.mean())
     mean_pairs_s = float(_pairs(start, stop).sum()) * seconds.pair_s / len(servers.load)
     by_pairs = max((1 + _AIM * tolerance) * mean_pairs_s, servers.heaviest_block())
@@ -121,7 +121,7 @@ def _spans(servers: Servers) -> tuple[Ints, Ints, Ints, Ints]:
     flat = chain.from_iterable(chain.from_iterable(servers.pieces))
     pieces = np.fromiter(flat, np.int64, 3 * sum(held)).reshape(-1, 3)
     which, start, stop = servers.shards.spans(pieces)
-    return np.repeat(np.arange(len(held)), held)[which], servers.edges.homes[pieces[which, 0], SEQ], start, stop
+    return np.repeat(np.arange(len(held)), held)[which], servers.edges.owned[pieces[which, 0], SEQ], start, stop
 
 
 def _tasks(servers: Servers) -> Ints:

@@ -26,7 +26,7 @@ _NO_CAPS = Caps()
 
 
 class Servers:
-    """State of the scheduling. The homes of `edges` are in the order of their ranks.
+    """State of the scheduling. The owners of `edges` are in the order of their ranks.
 
     `load` [R]: seconds, and those that it keeps free (`schedule`). `pieces`: of each server. `reach`: of each server, by sequence, how many
     of its first keys it has at hand as its tasks need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it
@@ -36,15 +36,15 @@ class Servers:
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
         self.edges, self.shards, self.caps = edges, shards, caps
         self.counted = caps != _NO_CAPS
-        rank = edges.homes[:, RANK]
-        self.homes: list[list[int]] = edges.homes.tolist()
+        rank = edges.owned[:, RANK]
+        self.owned: list[list[int]] = edges.owned.tolist()
         self.mass = shards.seconds
         self.load: Floats = np.bincount(rank, shards.mass[shards.ends] - shards.mass[shards.begins], num_ranks)
-        own: Floats = np.bincount(rank, edges.homes[:, STOP] - edges.homes[:, START], num_ranks)
+        own: Floats = np.bincount(rank, edges.owned[:, STOP] - edges.owned[:, START], num_ranks)
         self.own: list[int] = own.astype(np.int64).tolist()
         self._held: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_ranks)]
         self.reach: list[dict[int, int]] = [{} for _ in range(num_ranks)]
-        for server, seq, start, stop in self.homes:
+        for server, seq, start, stop in self.owned:
             self._held[server].setdefault(seq, []).append((start, stop))
             reach = self.reach[server]
             if reach.get(seq, 0) < stop:
@@ -68,10 +68,10 @@ class Servers:
 
     def seq(self, piece: Piece) -> int:
         """The sequence of a piece."""
-        return self.homes[piece[0]][1]
+        return self.owned[piece[0]][1]
 
     def held(self, server: int, seq: int) -> Sequence[tuple[int, int]]:
-        """What a server holds of a sequence by home."""
+        """What a server holds of a sequence by owner."""
         return self._held[server].get(seq, ())
 
     def missing(self, server: int, seq: int, key_stop: int) -> int:
@@ -80,13 +80,13 @@ class Servers:
 
     def freed(self, server: int, piece: Piece) -> int:
         """Keys that a server no longer needs to receive once the piece, whole, is elsewhere."""
-        home, seq, start, _ = self.homes[piece[0]]
-        if home == server and start == 0:
+        owner, seq, start, _ = self.owned[piece[0]]
+        if owner == server and start == 0:
             return 0  # it holds them
         return self._not_held(server, seq, self._needed(server, seq, piece), self.reach[server][seq])
 
     def _not_held(self, server: int, seq: int, start: int, stop: int) -> int:
-        """Of the keys [start, stop) those that the server does not hold by home."""
+        """Of the keys [start, stop) those that the server does not hold by owner."""
         if stop <= start:
             return 0
         count = stop - start
@@ -97,10 +97,10 @@ class Servers:
 
     def _needed(self, server: int, seq: int, but: Piece | None = None) -> int:
         """Up to where the pieces of a server need keys of a sequence."""
-        homes, key_stop = self.homes, self.shards.key_stop
+        owned, key_stop = self.owned, self.shards.key_stop
         most = 0
         for piece in self.pieces[server]:
-            if homes[piece[0]][1] == seq and piece != but:
+            if owned[piece[0]][1] == seq and piece != but:
                 most = max(most, key_stop(piece))
         return most
 
@@ -128,7 +128,7 @@ class Servers:
 
     def _foreign(self, server: int, piece: Piece) -> int:
         """Queries of a piece that the server has to receive."""
-        return 0 if self.homes[piece[0]][0] == server else self.shards.num_queries(piece)
+        return 0 if self.owned[piece[0]][0] == server else self.shards.num_queries(piece)
 
     def move(self, piece: Piece, low: int, high: int, source: int, target: int) -> list[Piece]:
         """Migrate [low, high) of a piece. Returns what is left of it at its source."""
@@ -137,7 +137,7 @@ class Servers:
         rest = [(fragment, first, low)] if first < low else []
         if high < last:
             rest.append((fragment, high, last))
-        seq, seconds, key_stop = self.homes[fragment][1], self.mass[high] - self.mass[low], self.shards.key_stop(moved)
+        seq, seconds, key_stop = self.owned[fragment][1], self.mass[high] - self.mass[low], self.shards.key_stop(moved)
         pieces = self.pieces[source]
         pieces.remove(piece)
         pieces += rest

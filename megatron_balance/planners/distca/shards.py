@@ -25,7 +25,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from megatron_balance.cost.base import Floats
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.planners.distca.work import Edges
 
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.kernel import TILE_TOKENS
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 
 RANK, SEQ, START, STOP = range(4)
-"""Columns of homes: rows of what each rank holds outside attention."""
+"""Columns of owners: rows of what each rank holds outside attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +47,29 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Where the fragments of `homes` may be cut: at multiples of the block from their start, and where they end.
+    """Where the fragments of `owned` may be cut: at multiples of the block from their start, and where they end.
 
     Fragment f has the edges first[f] .. last[f]; between two neighbours lies a block. `positions` in the sequence; `seconds`: S there, at
     the last edge where its tile would end.
     """
 
-    homes: Ints
+    owned: Ints
     first: Ints
     last: Ints
     positions: Ints
     seconds: Floats
 
     @classmethod
-    def of(cls, homes: Ints, block: int, seconds: Seconds) -> Edges:
+    def of(cls, owned: Ints, block: int, seconds: Seconds) -> Edges:
         """The edges of all fragments, one after the other."""
-        starts, stops = homes[:, START], homes[:, STOP]
+        starts, stops = owned[:, START], owned[:, STOP]
         counts = -(-(stops - starts) // block) + 1
         last = np.cumsum(counts) - 1
         first = last - counts + 1
-        fragment = np.repeat(np.arange(len(homes)), counts)
+        fragment = np.repeat(np.arange(len(owned)), counts)
         positions = starts[fragment] + block * (np.arange(len(fragment)) - first[fragment])
         upto = positions.copy()
         tile = min(block, TILE_TOKENS)
         upto[last] = starts + -(-(stops - starts) // tile) * tile
         positions[last] = stops
-        return cls(homes, first, last, positions, seconds.upto(upto))
+        return cls(owned, first, last, positions, seconds.upto(upto))

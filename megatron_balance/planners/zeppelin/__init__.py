@@ -43,12 +43,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners.zeppelin import costed, printed
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool

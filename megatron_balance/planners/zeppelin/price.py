@@ -25,9 +25,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.core.cluster import Cluster
 from megatron_balance.cost.base import CostModel
-from megatron_balance.layers import remap_s
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.planning.layers import remap_s
 from megatron_balance.solvers.groups import rank_tokens
 from megatron_balance.solvers.placed import Placement, members
 
@@ -141,11 +141,11 @@ class Prices:
         """Of each ring: its ranks, and what each of them has of it: seconds in all, seconds of its links, tokens."""
         size = self.cluster.node_size
         crossed = {ranks: {rank // size for rank in ranks} for ranks in rings if ranks[0] // size != ranks[-1] // size}
-        crossings = Counter(chain.from_iterable(crossed.values()))
+        inter_node_traffic = Counter(chain.from_iterable(crossed.values()))
         for ranks, seqs in rings.items():
             lengths = [self.lengths[seq] for seq in seqs]
             num_tokens = sum(lengths)
-            sharing = max((crossings[node] for node in crossed.get(ranks, ())), default=1)
+            sharing = max((inter_node_traffic[node] for node in crossed.get(ranks, ())), default=1)
             hops_s = self.hops_s(num_tokens, len(ranks), ranks in crossed, sharing)
             attention_s = sum(map(self._times_on(len(ranks)).__getitem__, lengths))
             yield ranks, self._zone_s(attention_s, hops_s, len(ranks)), hops_s, num_tokens / len(ranks)

@@ -7,8 +7,8 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.cluster import Cluster
 from megatron_balance.solvers.packing import least_loaded
 from megatron_balance.solvers.placed import Placement
 
@@ -61,7 +61,7 @@ def _inter_node(
                 return dict(zip(short, chosen, strict=True)), zone.nodes
             stuck = count + len(chosen)
         if count == len(order):
-            return {}, zone.nodes  # only rounding passes the capacity
+            return {}, zone.nodes  # only rounding compile the capacity
         threshold = lengths[order[count]]
 
 

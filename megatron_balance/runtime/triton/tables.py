@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_balance.passes.tables import Ints
+from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.lowered import Packed
 from megatron_balance.runtime.regions import Run
 from megatron_balance.runtime.triton.kernels import ADD_WIDTH, BLOCK_ROWS, COPY_WIDTH

@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from megatron_balance.layers import Layers
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.layers import Layers
 from tools.bench.distca import point as distca
 from tools.bench.emulated.job import OnTopology, Task, carry_out
 from tools.bench.emulated.point import Kernels, Point
-from tools.bench.emulated.steps import Experiment, Planned, in_turns
+from tools.bench.emulated.steps import Experiment, Planned, interleaved
 from tools.bench.emulated.variants import BASELINE, Variant
 
 VARIANTS = (
     Variant(BASELINE, "te_ring", Layers()),
     Variant("zeppelin", "zeppelin", PLANNERS["zeppelin"].layers),
     Variant("distca, whole batch", "distca", PLANNERS["distca"].layers),
-    Variant("distca, halves one by one", "distca", PLANNERS["distca"].layers, halved=True, in_turns=False),
-    Variant("distca, ping-pong", "distca", PLANNERS["distca"].layers, halved=True),
+    Variant("distca, nano-batches one by one", "distca", PLANNERS["distca"].layers, ping_pong=True, interleaved=False),
+    Variant("distca, ping-pong", "distca", PLANNERS["distca"].layers, ping_pong=True),
 )
 
 
@@ -31,7 +31,7 @@ class Turns(Experiment):
 
     def steps(self) -> tuple[Planned, ...]:
         """All of them."""
-        return in_turns(distca.batches(self.batches, self.seed), range(len(VARIANTS)), self.repeats)
+        return interleaved(distca.batches(self.batches, self.seed), range(len(VARIANTS)), self.repeats)
 
     def point(self, kernels: Kernels) -> Point:
         """The point at which the NICs are as fast as these batches need, and a margin."""

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.analysis.wire import of_transfers
 from megatron_balance.config import ClusterChoice, choose_planner, load_cluster
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan, Tiling
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.passes.tables import as_array
-from megatron_balance.schedules import dispatch
-from megatron_balance.schedules.payload import of_transfers
-from megatron_balance.simulator.halves import linear_s
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.patterns import dispatch
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.simulator.tables import Tables
-from megatron_balance.solvers.halves import halves
+from megatron_balance.solvers.nano_batches import nano_batches
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.batches import DATASETS, draw_batches
 from tools.bench.emulated.point import BYTES_PER_ELEMENT, FFN_SIZE, GOODPUT, SCALE, Kernels, Point
@@ -91,7 +91,9 @@ def needed_bytes_per_s(drawn: Sequence[Lengths], on: Machine) -> float:
 
 def _needed(lengths: Lengths, on: Machine) -> float:
     planner = choose_planner("distca", {})
-    plans = [planner.plan(Batch(tuple(lengths[i] for i in half)), on.cluster, on.model, on.cost) for half in halves(lengths)]
+    plans = [
+        planner.plan(Batch(tuple(lengths[i] for i in nano_batch)), on.cluster, on.model, on.cost) for nano_batch in nano_batches(lengths)
+    ]
     linear = [float(linear_s(plan, on)[0].min()) for plan in plans]
     attention = [float(_attention_s(plan, on).min()) for plan in plans]
     (in_a, out_a), (in_b, out_b) = (_busiest_nic(plan, on) for plan in plans)
@@ -106,7 +108,7 @@ def _attention_s(plan: MicrobatchPlan, on: Machine) -> Floats:
 def _busiest_nic(plan: MicrobatchPlan, on: Machine) -> tuple[float, float]:
     """Bytes of the busiest NIC, in or out, of both exchanges."""
     (zone,) = plan.zones
-    assert isinstance(zone, Tiling), "distca plans a tiling"
+    assert isinstance(zone, TaskTable), "distca plans a task table"
     there, back = (_nic_bytes(as_array(rows), on) for rows in dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads))
     return there, back
 

@@ -11,13 +11,13 @@ from megatron_balance.runtime.trace import Traced
 
 
 class Exchanged(NamedTuple):
-    """One exchange of a rank. `half`, `phase`, `call` (one a layer) and `exchange` say which; `sources`: ranks that send to this one.
+    """One exchange of a rank. `nano_batch`, `phase`, `call` (one a layer) and `exchange` say which; `sources`: ranks that send to this one.
 
     Seconds on the clock that all ranks of a machine share: `sent_s`, when the rank had issued it; `began_s`, when it began to wait for it,
     and `came_s`, when it had what it brings.
     """
 
-    half: int
+    nano_batch: int
     phase: str
     call: int
     exchange: int
@@ -27,7 +27,7 @@ class Exchanged(NamedTuple):
     came_s: float
 
 
-def exchanges_of(bound: Bound, half: int) -> Iterator[Exchanged]:
+def exchanges_of(bound: Bound, nano_batch: int) -> Iterator[Exchanged]:
     """All that a traced plan's calls exchanged. Its forwards came before its backwards, as a step without recomputation has it."""
     events = iter([event for event in bound.trace or [] if event.role == "own"])
     for name, phase, calls in (
@@ -35,21 +35,21 @@ def exchanges_of(bound: Bound, half: int) -> Iterator[Exchanged]:
         ("backward", bound.backward, bound.counters.backward_calls),
     ):
         for call in range(calls):
-            yield from _of_call(phase, events, (half, name, call))
+            yield from _of_call(phase, events, (nano_batch, name, call))
 
 
 def _of_call(phase: Phase, events: Iterator[Traced], which: tuple[int, str, int]) -> Iterator[Exchanged]:
     sent: dict[int, float] = {}
     for step in phase.steps:
         match step:
-            case Start(swap):
-                for _ in swap.places():
-                    sent[swap.id] = next(events).stop_s
-            case Finish(swap):
+            case Start(exchange_step):
+                for _ in exchange_step.places():
+                    sent[exchange_step.id] = next(events).stop_s
+            case Finish(exchange_step):
                 event: Traced = next(events)
-                sources = tuple(sorted({message.peer for message in swap.receives}))
-                sent_s = sent.get(swap.id, event.start_s)
-                yield Exchanged(*which, swap.id, sources, sent_s, event.start_s, event.stop_s)
+                sources = tuple(sorted({message.peer for message in exchange_step.receives}))
+                sent_s = sent.get(exchange_step.id, event.start_s)
+                yield Exchanged(*which, exchange_step.id, sources, sent_s, event.start_s, event.stop_s)
             case _:
                 next(events)
 

@@ -116,7 +116,7 @@ def calibrated(share: float | None, seconds: float, logs: Path) -> Kernels:
 def _measure(share: float | None, seconds: float) -> tuple[float, float, float, bool]:
     """Seconds of a round's attention, forward and backward, and FLOP/s of an MLP's product, while all ranks do the same.
 
-    And whether the compute thread got its share of a core.
+    And whether the compute thread got its share of a ir.
     """
     import torch
     import torch.distributed as dist
@@ -127,11 +127,11 @@ def _measure(share: float | None, seconds: float) -> tuple[float, float, float, 
     kernel = choose_kernel("auto", torch.device("cpu"), torch.float32, HEAD_DIM)
     q, k, v, out, dout = torch.randn(5, TOKENS_PER_RANK, HEADS, HEAD_DIM).unbind()
     lse = torch.full((TOKENS_PER_RANK, HEADS), 8.0)
-    whole, half = (0, TOKENS_PER_RANK), TOKENS_PER_RANK // 2
+    whole, nano_batch = (0, TOKENS_PER_RANK), TOKENS_PER_RANK // 2
     # The two kinds of round of a zigzag ring: keys of an earlier rank, keys of a later one.
     kinds = [
-        Entries((whole,), ((0, half),), (False,), (whole,)),
-        Entries(((half, TOKENS_PER_RANK),), (whole,), (False,), ((half, TOKENS_PER_RANK),)),
+        Entries((whole,), ((0, nano_batch),), (False,), (whole,)),
+        Entries(((nano_batch, TOKENS_PER_RANK),), (whole,), (False,), ((nano_batch, TOKENS_PER_RANK),)),
     ]
     x, w = torch.randn(TOKENS_PER_RANK, HEADS * HEAD_DIM), torch.randn(HEADS * HEAD_DIM, 2 * FFN_SIZE)
     forward = [lambda e=e: kernel.forward(kernel.prepare(e, q.device), q, k, v, 0.125) for e in kinds]

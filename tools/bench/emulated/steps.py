@@ -25,7 +25,7 @@ class Planned:
     lengths: Lengths
 
 
-def in_turns(drawn: Mapping[str, Sequence[Lengths]], variants: Sequence[int], repeats: int) -> tuple[Planned, ...]:
+def interleaved(drawn: Mapping[str, Sequence[Lengths]], variants: Sequence[int], repeats: int) -> tuple[Planned, ...]:
     """A warm-up of every variant, then every batch under all variants in turn, in an order that rotates. `drawn`: by data set."""
     first = next(iter(drawn))
     steps = [Planned(first, 0, WARM_UP, variant, drawn[first][0]) for variant in variants]
@@ -82,4 +82,4 @@ class Ablation(Experiment):
 
     def steps(self, topology: int) -> tuple[Planned, ...]:
         """The steps of one topology."""
-        return in_turns({name: draw_batches(name, self.batches[topology], self.seed) for name in DATASETS}, self.variants, self.repeats)
+        return interleaved({name: draw_batches(name, self.batches[topology], self.seed) for name in DATASETS}, self.variants, self.repeats)

@@ -1,7 +1,7 @@
 """In a rank: Megatron's `pretrain` over given batches, each step under the planner and layers of its variant, timed from outside.
 
 What is wrapped lives in this process only, which ends with its job: Megatron's `train_step` and its reduction of gradients, the session's
-choice of a planner, `bind`, and the two halves of the attention call.
+choice of a planner, `bind`, and the two nano-batches of the attention call.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron.training import training as megatron_training
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_balance.core.plan import BatchPlan
+from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.wire import Payload
+from megatron_balance.compile import ping_pong as ping_pong_order
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.ir.plan import BatchPlan
 from megatron_balance.megatron import entry, forward_backward, ping_pong, session
 from megatron_balance.megatron.data import PADDING
 from megatron_balance.megatron.planning import StepPlanner
-from megatron_balance.passes import interleave
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
-from megatron_balance.schedules import expand
-from megatron_balance.schedules.payload import Payload
-from megatron_balance.schedules.traffic import traffic
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
 from tools.bench.emulated.exchanges import exchanges_of
@@ -90,7 +90,7 @@ class Run:
     backward: str
     folder: Path
     share: float | None
-    """Of a core, for each compute thread; None: ranks share the cores."""
+    """Of a ir, for each compute thread; None: ranks share the cores."""
     record: Callable[[dict[str, Any]], None]
     """Called on rank 0 with what each step measured."""
     variants: tuple[Variant, ...] = VARIANTS
@@ -265,7 +265,7 @@ class _Meter(Meter):
         if variant not in self._planners:
             job = copy.copy(job)
             job.config = job.config.model_copy(update={"planner": self.run.variants[variant].choice()})
-            job.ping_pong = self.run.variants[variant].halved
+            job.ping_pong = self.run.variants[variant].ping_pong
             self._planners[variant] = StepPlanner(job, ahead=False)
         return self._planners[variant]
 
@@ -292,7 +292,7 @@ class _Meter(Meter):
             self._at += 1
             self.step = _Step()
             variant = self.run.variants[self.run.steps[self._at].variant]
-            ping_pong.in_turns = interleave.forward if variant.in_turns else interleave.one_by_one
+            ping_pong.interleaved = ping_pong_order.forward if variant.interleaved else ping_pong_order.one_by_one
             device.prefer_transfers()
             dist.barrier()
             start = time.perf_counter()
@@ -321,7 +321,7 @@ class _Meter(Meter):
             "hidden_share": hidden_share(*traces),
             "tokens": sum(bound.num_tokens for bound in bounds),
             "counters": {name: sum(counters[name] for counters in counted) for name in counted[0]},
-            "exchanges": [exchange for half, bound in enumerate(bounds) for exchange in exchanges_of(bound, half)],
+            "exchanges": [exchange for nano_batch, bound in enumerate(bounds) for exchange in exchanges_of(bound, nano_batch)],
         }
         ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_balance.config import PlannerChoice, choose_planner
-from megatron_balance.layers import Layers
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.layers import Layers
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A planner and the layers around it. `halved`: microbatches run as two half batches, `in_turns` or one after the other."""
+    """A planner and the layers around it. `ping_pong`: microbatches run as two nano-batches, `interleaved` or one after the other."""
 
     name: str
     planner: str
     layers: Layers
-    halved: bool = False
-    in_turns: bool = True
+    ping_pong: bool = False
+    interleaved: bool = True
 
     def choice(self) -> PlannerChoice:
         """As a configuration would say it; zeppelin's own options `routed` and `remapped` follow the layers."""

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from megatron_balance.passes.transpose import POLICIES
+from megatron_balance.compile.transpose import POLICIES
 from tools.bench.emulated.batches import DATASETS
 from tools.bench.emulated.launch import rows_on_lines
 from tools.bench.emulated.point import PAPER_TOKENS, RANKS_PER_NODE
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--planners", type=_words, default=NAMES, help=f"of {', '.join(NAMES)} (default all)")
     one.add_argument("--seed", type=int, default=0, help="of the batches")
     one.add_argument("--repeats", type=int, default=3, help="of every call (default 3)")
-    one.add_argument("--share", type=float, default=SHARE, help=f"of a core, for each rank's kernels (default {SHARE})")
+    one.add_argument("--share", type=float, default=SHARE, help=f"of a ir, for each rank's kernels (default {SHARE})")
     one.add_argument("--out", type=Path, help="folder (default out/bench-simulated/NICS-nics)")
     both = verbs.add_parser("compare", help="simulate what was measured")
     both.add_argument("folders", type=Path, nargs="+", help="of `measure`")

@@ -1,4 +1,4 @@
-"""On the ranks: the cost table, by microbenchmarks alone, and how fast ranks at a share of a core are by the clock on the wall.
+"""On the ranks: the cost table, by microbenchmarks alone, and how fast ranks at a share of a ir are by the clock on the wall.
 
 The table's times are of the processor, as `megatron-balance profile` takes them on one thread: what others do on the cores does not
 count. The ranks' pace, seconds on the wall over seconds of the table, comes from launches one after the other on all ranks at once, each
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.core.plan import MicrobatchPlan, Zone
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import BesideTable, CostTable, LinkTable
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
@@ -70,7 +70,7 @@ TIMES = ("launch_s", "backward_launch_s", "full_s", "full_backward_s", "causal_s
 class OfPhase(NamedTuple):
     """How fast launches are, forward or backward: `factor` seconds on the wall of one by the table, and so much more for each launch.
 
-    A launch finds the caches as whatever ran on the core before it has left them; in the table's repetitions that was itself.
+    A launch finds the caches as whatever ran on the ir before it has left them; in the table's repetitions that was itself.
     """
 
     factor: float
@@ -109,7 +109,7 @@ def measure_table() -> CostTable:
 
 
 class Pacer:
-    """Launches at `share` of a core on all ranks at once, of known time by the table, alone and beside transfers that keep links full."""
+    """Launches at `share` of a ir on all ranks at once, of known time by the table, alone and beside transfers that keep links full."""
 
     def __init__(self, table: CostTable, share: float, rates: Rates) -> None:
         device.prefer_transfers()
@@ -191,7 +191,7 @@ def gathered(mine: Value) -> list[Value]:
 
 
 def paced(share: float) -> PacedKernel:
-    """The kernel that calls run on, at `share` of a core."""
+    """The kernel that calls run on, at `share` of a ir."""
     return PacedKernel(choose_kernel("auto", torch.device("cpu"), torch.float32, MODEL.head_dim), share)
 
 

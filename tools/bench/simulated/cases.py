@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+from megatron_balance.compile.pipeline import expand
 from megatron_balance.config import choose_planner
-from megatron_balance.core.batch import Batch
-from megatron_balance.core.cluster import Cluster
-from megatron_balance.core.model import Model
-from megatron_balance.core.plan import MicrobatchPlan
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.memory import Policy
 from megatron_balance.cost.table import CostTable
-from megatron_balance.layers import Layers
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.schedules import expand
+from megatron_balance.planning.layers import Layers
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.batches import PAPER_TOKENS, draw_batches
 from tools.bench.emulated.point import GOODPUT, INTRA_TO_NIC, NUM_NODES, NUM_RANKS, RANKS_PER_NODE

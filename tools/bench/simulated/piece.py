@@ -15,9 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_balance.core.plan import MicrobatchPlan, from_json, to_json
 from megatron_balance.cost.memory import Policy
 from megatron_balance.cost.table import CostTable, load_table, save_table
+from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
 from tools.bench.emulated.point import NUM_RANKS
 from tools.bench.simulated.cases import Grid, cases_of, flops_per_s, topology_of
 from tools.emulated_cluster import Topology, run

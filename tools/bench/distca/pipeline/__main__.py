@@ -29,7 +29,7 @@ EXPLANATION = (
     "exchanges of attention, mean over ranks; waiting for the other stage's hidden states is not in it.",
     "What ranks attended to in ticks in which their stage had no microbatch, a step's mean (joint). Warm-up: before the stage's first "
     "forward pass, or its first backward pass; drain: after its last. A task is a run of queries of one document with its keys, once a "
-    "layer and half batch.",
+    "layer and nano-batch.",
 )
 
 

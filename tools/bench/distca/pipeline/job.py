@@ -14,7 +14,7 @@ from tools.bench.distca import point as distca
 from tools.bench.emulated.batches import DATASETS, draw_batches
 from tools.bench.emulated.job import OnTopology, Task, carry_out
 from tools.bench.emulated.point import NUM_RANKS, PAPER_TOKENS, Kernels, Point
-from tools.bench.emulated.steps import Experiment, Planned, in_turns
+from tools.bench.emulated.steps import Experiment, Planned, interleaved
 from tools.bench.emulated.variants import Variant
 
 STAGES = 2
@@ -23,8 +23,8 @@ SAMPLE = 2048
 """Tokens that a replica reads for a microbatch."""
 
 VARIANTS = (
-    Variant("stages", "distca", PLANNERS["distca"].layers, halved=True),
-    Variant("joint", "distca", PLANNERS["distca"].layers, halved=True),
+    Variant("stages", "distca", PLANNERS["distca"].layers, ping_pong=True),
+    Variant("joint", "distca", PLANNERS["distca"].layers, ping_pong=True),
 )
 """By what `pipeline:` says in a configuration."""
 APART, TOGETHER = range(2)
@@ -50,7 +50,7 @@ class Pipelined(Experiment):
 
     def steps(self) -> tuple[Planned, ...]:
         """All of them."""
-        return in_turns(self.drawn(), range(len(VARIANTS)), self.repeats)
+        return interleaved(self.drawn(), range(len(VARIANTS)), self.repeats)
 
     def point(self, kernels: Kernels) -> Point:
         """The point at which the NICs are as fast as ticks need in which every stage has a microbatch, and a margin."""

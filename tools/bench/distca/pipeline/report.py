@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_balance.core.tick import Tick
+from megatron_balance.ir.tick import Tick
 from tools.bench.distca.pipeline.job import APART, REPLICAS, TOGETHER, VARIANTS
 from tools.bench.distca.report import mean_over_ranks
 from tools.bench.emulated.report import Record, busiest_nic_mb, net_step_s, slowest
@@ -47,7 +47,7 @@ class Idle(NamedTuple):
 
 
 def warms_up(ticks: Sequence[Tick], number: int, stage: int) -> bool:
-    """Whether a stage that is idle in tick `number` still has all its passes of that tick's direction before it; else they are over."""
+    """Whether a stage that is idle in tick `number` still has all its compile of that tick's direction before it; else they are over."""
     return any(tick.backward == ticks[number].backward and tick.cells[stage] is not None for tick in ticks[number:])
 
 

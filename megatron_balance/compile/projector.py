@@ -1,0 +1,163 @@
+"""One rank's program from a plan, and what the ranks around it have to do with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, chain, islice
+
+import numpy as np
+
+from megatron_balance.compile import remap, route
+from megatron_balance.compile.remap_merge import RemapMerge
+from megatron_balance.compile.route import Nics
+from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.program import FRAGMENT_WIDTH, Exchange, Op, RankProgram
+from megatron_balance.patterns.base import Context, Share
+from megatron_balance.patterns.registry import pattern_of
+
+
+class Projector:
+    """A plan with what has been worked out for some of its ranks. `replays`: whether programs say what a replayed backward brings again."""
+
+    def __init__(self, plan: MicrobatchPlan, *, replays: bool = True) -> None:
+        self.plan, self.replays = plan, replays
+        self.lengths = np.array(plan.lengths, dtype=np.int64)
+        self.counts = [pattern_of(zone).num_exchanges(zone) for zone in plan.zones]
+        self.ends = list(accumulate(self.counts))
+        self.total = sum(self.counts)
+
+    @cached_property
+    def _members(self) -> tuple[Ints, Ints]:
+        """Zones by member rank, and where those of each rank begin. Looked up: a plan may have a zone for each rank."""
+        everyone = range(self.plan.num_ranks)
+        ranks = [everyone if isinstance(zone, TaskTable) else zone.ranks for zone in self.plan.zones]
+        sizes = np.array([len(members) for members in ranks], dtype=np.int64)
+        members = np.fromiter(chain.from_iterable(ranks), np.int64, int(sizes.sum()))
+        order = np.argsort(members, kind="stable")
+        return np.repeat(np.arange(len(ranks)), sizes)[order], np.searchsorted(members[order], np.arange(self.plan.num_ranks + 1))
+
+    def zones(self, rank: int) -> list[int]:
+        """Indices of the zones that `rank` takes part in."""
+        zones, begin = self._members
+        return zones[begin[rank] : begin[rank + 1]].tolist()
+
+    def attention_layout(self, rank: int) -> Ints:
+        """Rows (seq, start, stop): the fragments that the zones place on `rank`, in order."""
+        zones = [self.plan.zones[index] for index in self.zones(rank)]
+        placed = (pattern_of(zone).place(zone, self.lengths, rank) for zone in zones)
+        return np.concatenate([np.empty((0, FRAGMENT_WIDTH), dtype=np.int64), *placed])
+
+    def layout(self, rank: int) -> Ints:
+        """The same outside attention."""
+        return self.remap_merge([rank]).linear(rank) if self.plan.moves else self.attention_layout(rank)
+
+    def project(self, rank: int) -> RankProgram:
+        """The forward ops of `rank`."""
+        program, routing = self.attention(rank), self.plan.routing
+        around = self.node(rank) if routing is not None else range(rank, rank + 1)
+        remap_merge = self.remap_merge(around) if self.plan.moves else None
+        if remap_merge is not None:
+            hops = remap.SentOn(*(rows[(rows[:, 6:] == rank).any(axis=1)] for rows in remap_merge.sent_on))
+            heads = (self.plan.num_heads, self.plan.num_kv_heads)
+            program = remap.remap(self.without_hops(program, remap_merge), remap_merge.linear(rank), remap_merge.own(rank), heads, hops)
+        program = program if self.replays else replace(program, replays=())
+        if routing is None:
+            return program
+        nics = Nics(self.plan.ranks_per_node, routing.ranks_per_nic, routing.min_tokens, routing.pieces)
+        return route.route(program, self.passing(rank, remap_merge), self.routed_ids(), nics)
+
+    def node(self, rank: int) -> range:
+        """The ranks of its node."""
+        first = rank - rank % self.plan.ranks_per_node
+        return range(first, min(first + self.plan.ranks_per_node, self.plan.num_ranks))
+
+    def remap_merge(self, ranks: range | list[int]) -> RemapMerge:
+        return RemapMerge(self.plan, ranks, [self.zones(rank) for rank in ranks])
+
+    # Attention
+
+    def share(self, index: int, rank: int, *, attends: bool = True) -> Share:
+        zone, base = self.plan.zones[index], self.ends[index] - self.counts[index]
+        context = Context(self.lengths, self.plan.num_heads, self.plan.num_kv_heads, base, attends, self.replays)
+        return pattern_of(zone).project(zone, context, rank)
+
+    def attention(self, rank: int) -> RankProgram:
+        """The program of the zones alone, in the attention layout."""
+        ops: list[Op] = []
+        replays: list[tuple[int, Exchange]] = []
+        queues: list[tuple[str, int]] = []
+        for index in self.zones(rank):
+            share = self.share(index, rank)
+            ops += share.ops
+            replays += share.replays
+            queues.append((self.plan.zones[index].name, len(share.ops)))
+        owned = as_rows(self.attention_layout(rank))
+        return RankProgram(rank, owned, tuple(ops), self.total, replays=tuple(replays), queues=tuple(queues))
+
+    def opens(self, index: int, op: Op) -> bool:
+        """Whether `op` is the first exchange of zone `index`, of which a remap makes a part."""
+        return isinstance(op, Exchange) and op.id == self.ends[index] - self.counts[index] and op.collective == "p2p"
+
+    def without_hops(self, program: RankProgram, remap_merge: RemapMerge) -> RankProgram:
+        """`program` without the first hops that the owner of what is remote makes instead."""
+        forward: list[Op] = []
+        queues: list[tuple[str, int]] = []
+        ops = iter(program.forward)
+        for index, (name, count) in zip(self.zones(program.rank), program.queues, strict=True):
+            before = len(forward)
+            for op in islice(ops, count):
+                if isinstance(op, Exchange) and self.opens(index, op):
+                    stay = remap_merge.stays(as_array(op.transfers))
+                    forward += [replace(op, transfers=as_rows(stay))] if len(stay) else []
+                else:
+                    forward.append(op)
+            queues.append((name, len(forward) - before))
+        return replace(program, forward=tuple(forward), queues=tuple(queues))
+
+    # The routing
+
+    def routed_ids(self) -> frozenset[int]:
+        """The forward exchanges that are routed."""
+        assert self.plan.routing is not None
+        remap_in = 1 if self.plan.moves else 0
+        ids: set[int] = set()
+        for index in self.plan.routing.zones:
+            if index != REMAP:
+                ids.update(range(remap_in + self.ends[index] - self.counts[index], remap_in + self.ends[index]))
+            elif remap_in:
+                ids.update((0, remap_in + self.total))
+        return frozenset(ids)
+
+    def passing(self, rank: int, remap_merge: RemapMerge | None) -> route.Passing:
+        """What the other ranks of its node exchange with other nodes where that is routed."""
+        assert self.plan.routing is not None
+        forward: list[tuple[int, Ints]] = []
+        replays: list[tuple[int, Ints]] = []
+        remap_in = 0 if remap_merge is None else 1
+        routed = set(self.plan.routing.zones)
+        for other in self.node(rank):
+            for index in self.zones(other) if other != rank else ():
+                if index not in routed or not self.reaches_out(index, other):
+                    continue
+                share = self.share(index, other, attends=False)
+                for op in share.ops:
+                    if isinstance(op, Exchange):
+                        rows = as_array(op.transfers)
+                        rows = remap_merge.stays(rows) if remap_merge is not None and self.opens(index, op) else rows
+                        forward.append((op.id + remap_in, rows))
+                replays += [(at + remap_in, as_array(op.transfers)) for at, op in share.replays]
+        if remap_merge is not None and REMAP in routed:
+            ends = remap.Ends.of(remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on)
+            forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]
+            replays.append((0, ends.again))
+        return route.Passing(forward, replays if self.replays else ())
+
+    def reaches_out(self, index: int, rank: int) -> bool:
+        """Whether `rank` may exchange anything with other nodes in a zone of its own."""
+        zone, size = self.plan.zones[index], self.plan.ranks_per_node
+        if not isinstance(zone, Zone) or zone.pattern != "ring":
+            return True
+        at = zone.ranks.index(rank)
+        return any(zone.ranks[other % len(zone.ranks)] // size != rank // size for other in (at - 1, at + 1))

@@ -1,0 +1,451 @@
+"""Prove, without tensors, that a program computes causal attention and its gradient exactly once.
+
+All regions are cut at every boundary that occurs (`ir.intervals`). Then: a rank reads only what it holds; a partial output
+travels or is returned only when it is one; every visible (query, key, head) is computed at most once; contributions are
+conserved by transfers and merges. So an output is complete exactly when the count at its owner equals the number of keys it
+may see, and the same for the gradients. Every op is needed: an exchange that brings nothing new or nothing used, and a merge
+with nothing to merge, are errors, so that dropping any op of a program that verifies makes one that does not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import assert_never
+
+import numpy as np
+
+from megatron_balance.compile.transpose import POLICIES
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
+from megatron_balance.ir.intervals import Atoms, ranges
+from megatron_balance.ir.program import (
+    FRAGMENT_WIDTH,
+    KEY_SIDE,
+    MOVED,
+    Attend,
+    AttendGrad,
+    Exchange,
+    Kind,
+    Merge,
+    Op,
+    Program,
+    is_remap_move,
+)
+from megatron_balance.ir.text import op_lines
+
+_NEVER = -1
+COPIED = (Kind.Q, Kind.KV, Kind.OUT_GRAD)  # a transfer leaves these with the source, too
+
+
+def verify(program: Program) -> None:
+    """Prove the forward and, if the program has one, the backward.
+
+    Raises InvalidProgramError: naming the op, its text and what is wrong.
+    """
+    _check_shape(program)
+    state = _State(program)
+    state.place_owned()
+    state.run("forward", program.forward)
+    state.finish("forward", (Kind.OUT,))
+    if program.policy is not None:
+        state.start_backward()
+        state.run("backward", program.backward)
+        state.finish("backward", (Kind.Q_GRAD, Kind.KV_GRAD))
+
+
+def _check_shape(program: Program) -> None:
+    if program.num_heads < 1 or program.num_kv_heads < 1 or program.num_heads % program.num_kv_heads:
+        raise InvalidProgramError(f"{program.num_kv_heads} key-value heads do not divide {program.num_heads} query heads")
+    for seq, length in enumerate(program.lengths):
+        if length < 1:
+            raise InvalidProgramError(f"sequence {seq} has length {length}")
+    if program.policy not in (None, *POLICIES):
+        raise InvalidProgramError(f"unknown policy {program.policy!r}; known: {', '.join(POLICIES)}, or none for a forward alone")
+    if program.policy is None and program.backward:
+        raise InvalidProgramError("the program has a backward but no policy, so it cannot be proved; say how received inputs reach it")
+
+
+class _State:
+    """What every rank holds. All arrays are flat over rank * num_atoms + atom; heads are counted in query heads."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ratio = program.num_heads // program.num_kv_heads
+        self.lengths = np.array(program.lengths, dtype=np.int64)
+        self.atoms = self._cut(program)
+        self.num_heads = self.atoms.num_head_atoms
+        self.num_atoms = self.atoms.num_token_atoms * self.num_heads
+        size = program.num_ranks * self.num_atoms
+        self.first = np.searchsorted(self.atoms.cuts, np.arange(len(self.lengths)) << 40)
+        self.last = np.searchsorted(self.atoms.cuts, (np.arange(len(self.lengths)) << 40) | self.lengths)
+        self.held = {kind: np.zeros(size, dtype=bool) for kind in (Kind.Q, Kind.KV, Kind.OUT_GRAD)}
+        self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
+        self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}
+        self.count = {kind: np.zeros(size, dtype=np.int64) for kind in MOVED}
+        seq = self.atoms.seq(np.arange(self.atoms.num_token_atoms))
+        behind = np.arange(len(seq)) - self.first[seq] + 1  # key atoms a query atom sees, its own included
+        self.pair_base = np.cumsum(behind) - behind
+        self.done = np.zeros(int(behind.sum()) * self.num_heads, dtype=bool)
+        self.scratch = np.zeros(max(size, len(self.done)), dtype=np.int32)
+        self.used = np.zeros(1, dtype=bool)  # by op: something that this exchange brought was read; the last entry is nobody's
+        self.where: tuple[str, Sequence[int], Sequence[Op]] = ("", (), ())
+
+    def _cut(self, program: Program) -> Atoms:
+        seqs, starts, stops, heads = (
+            [np.arange(len(self.lengths))],
+            [np.zeros_like(self.lengths)],
+            [self.lengths],
+            [np.array([0, program.num_heads])],
+        )
+
+        def add(table: Ints, columns: tuple[int, ...], scale: Ints | int) -> None:
+            seq, start, stop = table[:, 0], table[:, columns[0]], table[:, columns[1]]
+            if ((seq < 0) | (seq >= len(self.lengths))).any():
+                raise InvalidProgramError(f"a region names sequence {int(seq.max())}, but there are {len(self.lengths)}")
+            if ((start < 0) | (start >= stop) | (stop > self.lengths[seq])).any():
+                row = table[np.flatnonzero((start < 0) | (start >= stop) | (stop > self.lengths[seq]))[0]]
+                raise InvalidProgramError(f"region s{row[0]}[{row[columns[0]]}:{row[columns[1]]}) is empty or outside its sequence")
+            seqs.append(seq)
+            starts.append(start)
+            stops.append(stop)
+            if len(columns) == 4:
+                low, high = table[:, columns[2]] * scale, table[:, columns[3]] * scale
+                if ((low < 0) | (low >= high) | (high > program.num_heads)).any():
+                    raise InvalidProgramError("a region has an empty head span or heads that the model has not")
+                heads.extend(np.flatnonzero(np.bincount(side)) for side in (low, high))
+
+        for owned in program.owned:
+            add(as_array(owned), (1, 2), 1)
+        ops = (*program.forward, *program.backward)
+        moved = concat([op.transfers for op in ops if isinstance(op, Exchange)], 8)
+        merged = concat([op.values for op in ops if isinstance(op, Merge)], 6)
+        for table in (moved, merged):
+            if ((table[:, 0] < 0) | (table[:, 0] >= len(Kind))).any():
+                raise InvalidProgramError(f"a transfer or merge of an unknown kind; kinds are 0 to {len(Kind) - 1}")
+            add(table[:, 1:], (1, 2, 3, 4), np.where(np.isin(table[:, 0], KEY_SIDE), self.ratio, 1))
+        # A backward launch has the very table of its forward launch; looking at it once will do.
+        pairs = concat(list({id(op.pairs): op.pairs for op in ops if isinstance(op, Attend | AttendGrad)}.values()), 9)
+        add(pairs, (1, 2, 3, 4), 1)
+        add(pairs, (5, 6, 7, 8), self.ratio)
+        return Atoms.of(*(np.concatenate(c) for c in (seqs, starts, stops, heads)))
+
+    # Reading regions
+
+    def index(self, ranks: Ints, kind: Kind, regions: Ints) -> tuple[Ints, Ints]:
+        """(row, flat state index) of every atom of regions [n, 5] on `ranks` [n]."""
+        scale = self.ratio if kind in KEY_SIDE else 1
+        row, atom = self.atoms.expand(regions[:, 0], regions[:, 1], regions[:, 2], regions[:, 3] * scale, regions[:, 4] * scale)
+        return row, ranks[row] * self.num_atoms + atom
+
+    def place_owned(self) -> None:
+        tables = [as_array(owned) for owned in self.program.owned]
+        owned = np.concatenate([np.empty((0, FRAGMENT_WIDTH), dtype=np.int64), *tables])
+        self.owner_ranks = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
+        self.owned_regions = np.concatenate([owned, np.tile([0, self.program.num_heads], (len(owned), 1))], axis=1)
+        _, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
+        owners = np.bincount(flat % self.num_atoms, minlength=self.num_atoms)
+        _, tokens = ranges(self.first, self.last)
+        wrong = tokens[owners[tokens * self.num_heads] != 1]
+        if len(wrong):
+            atom = int(wrong[0])
+            where = f"sequence {self.atoms.seq(wrong[:1])[0]}, tokens [{self.atoms.start(wrong[:1])[0]}:{self.atoms.stop(wrong[:1])[0]})"
+            raise InvalidProgramError(f"layout: {where} lie on {owners[atom * self.num_heads]} ranks; each token has exactly one owner")
+        self.owned_index = flat
+        for kind in (Kind.Q, Kind.KV):
+            self.held[kind][flat] = True
+
+    def start_backward(self) -> None:
+        self.done[:] = False
+        for kind in (Kind.Q, Kind.KV):
+            if self.program.policy == "replay":
+                self.held[kind][:] = False
+                self.held[kind][self.owned_index] = True
+            self.brought[kind][:] = _NEVER
+        self.held[Kind.OUT_GRAD][self.owned_index] = True
+
+    # Running
+
+    def run(self, phase: str, ops: Sequence[Op]) -> None:
+        self.used = np.zeros(len(ops) + 1, dtype=bool)
+        for batch in _batches(ops):
+            chosen = [ops[i] for i in batch]
+            self.where = (phase, batch, chosen)
+            first = chosen[0]
+            self.check_ops(chosen)
+            match first:
+                case Exchange():
+                    self.exchange(phase, batch[0], first)
+                case Attend() | AttendGrad():
+                    if isinstance(first, Attend) != (phase == "forward"):
+                        raise self.error(0, f"{type(first).__name__} does not belong into the {phase}")
+                    self.attend(chosen, phase)  # pyright: ignore[reportArgumentType]
+                case Merge():
+                    self.merge(chosen)  # pyright: ignore[reportArgumentType]
+                case _:
+                    assert_never(first)
+        for index, op in enumerate(ops):
+            if not self.used[index] and isinstance(op, Exchange) and np.isin(as_array(op.transfers)[:, 0], COPIED).any():
+                self.where = (phase, [index], [op])
+                raise self.error(0, "nothing that it brings is ever used")
+
+    def check_ops(self, ops: Sequence[Op]) -> None:
+        """Every op does something, on ranks that are there."""
+        for which, op in enumerate(ops):
+            match op:
+                case Exchange(_, rows, _, ranks, _):
+                    empty = "it moves nothing"
+                case Attend(rank, rows) | AttendGrad(rank, rows):
+                    empty, ranks = "it attends nothing", (rank,)
+                case Merge(rank, rows):
+                    empty, ranks = "it merges nothing", (rank,)
+                case _:
+                    assert_never(op)
+            if not rows:
+                raise self.error(which, empty)
+            if any(not 0 <= rank < self.program.num_ranks for rank in ranks):
+                raise self.error(which, f"it names a rank that is not there; there are {self.program.num_ranks}")
+
+    def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
+        rows = as_array(op.transfers)
+        kinds, src, dst = rows[:, 0], rows[:, 6], rows[:, 7]
+        if ((src == dst) | (np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= self.program.num_ranks)).any():
+            raise self.error(0, "a transfer is from a rank to itself or names a rank that is not there")
+        allowed = (Kind.Q, Kind.KV, Kind.OUT) if phase == "forward" else (Kind.Q, Kind.KV, Kind.OUT_GRAD, Kind.Q_GRAD, Kind.KV_GRAD)
+        if not np.isin(kinds, allowed).all():
+            raise self.error(0, f"moves a kind of value that does not belong into the {phase}")
+        self.check_collective(op, rows)
+        self.check_routes(op, rows)
+        arrivals: list[tuple[Kind, Ints, Ints]] = []
+        for kind in _kinds(kinds):
+            chosen = rows[kinds == kind]
+            row, there = self.index(chosen[:, 6], kind, chosen[:, 1:6])
+            here = chosen[row, 7] * self.num_atoms + there % self.num_atoms
+            if kind in self.held:
+                self.require(self.held[kind][there], chosen[row], "the source does not hold it")
+                self.mark_used(kind, there)
+                self.require(~self.held[kind][here], chosen[row], "the target holds it already")
+                if not self.distinct(here):
+                    raise self.error(0, "a rank receives the same value twice")
+            else:
+                self.require(self.parts[kind][there] <= 1, chosen[row], "the source holds several partials of it that are not merged")
+                if kind == Kind.OUT:
+                    self.require(self.parts[kind][there] == 1, chosen[row], "the source holds no partial output of it")
+                if not self.distinct(there):
+                    raise self.error(0, "a partial is given away twice")
+                self.require(self.parts[kind][here] <= 1, chosen[row], "the target holds several partials of it that are not merged")
+            arrivals.append((kind, there, here))
+        moves = is_remap_move(op.id, self.program.remap_in, forward=phase == "forward")
+        for kind, there, here in arrivals:
+            if kind in self.held:
+                if moves:
+                    self.held[kind][there] = False
+                self.held[kind][here] = True
+                self.brought[kind][here] = op_index
+            else:
+                count = self.count[kind][there].copy()
+                self.parts[kind][there] = 0
+                self.count[kind][there] = 0
+                np.add.at(self.parts[kind], here, 1)
+                np.add.at(self.count[kind], here, count)
+
+    def check_collective(self, op: Exchange, rows: Ints) -> None:
+        if op.collective == "p2p":
+            return
+        group = np.array(op.group)
+        if not (np.isin(rows[:, 6], group).all() and np.isin(rows[:, 7], group).all()):
+            raise self.error(0, f"{op.collective} reaches beyond its group")
+        match op.collective:
+            case "all_gather":
+                differs = self.differing(op, rows[:, 6], rows[:, 7], rows)
+                if differs is not None:
+                    raise self.error(0, f"all_gather, but rank {differs} does not send the same to all")
+            case "reduce_scatter":
+                if np.isin(rows[:, 0], (Kind.Q_GRAD, Kind.KV_GRAD), invert=True).any():
+                    raise self.error(0, "reduce_scatter of values that are not sums of gradients")
+                differs = self.differing(op, rows[:, 7], rows[:, 6], rows)
+                if differs is not None:
+                    raise self.error(0, f"reduce_scatter, but rank {differs} is not sent the same by all")
+            case "all_to_all":
+                pass
+
+    def differing(self, op: Exchange, one: Ints, others: Ints, rows: Ints) -> int | None:
+        """The first rank of `one` whose rows are not the same with each of the other ranks of the group."""
+        order = np.lexsort((others, one))
+        ends = np.searchsorted(one[order] * self.program.num_ranks + others[order], np.arange(self.program.num_ranks**2 + 1))
+        ordered = rows[order, :6]
+        for rank in op.group:
+            first = rank * self.program.num_ranks
+            each = {ordered[ends[first + other] : ends[first + other + 1]].tobytes() for other in op.group if other != rank}
+            if len(each) > 1:
+                return rank
+        return None
+
+    def check_routes(self, op: Exchange, rows: Ints) -> None:
+        """Pieces are counted from 0, of pairs that move something, over ranks that are there."""
+        if not op.routes:
+            return
+        if op.collective != "p2p":
+            raise self.error(0, f"{op.collective} is routed; only point-to-point transfers are")
+        pieces: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for src, dst, piece, *proxies in op.routes:
+            pieces[src, dst].append(piece)
+            if any(not 0 <= rank < self.program.num_ranks for rank in proxies):
+                raise self.error(
+                    0, f"a route from rank {src} to rank {dst} names a rank that is not there; there are {self.program.num_ranks}"
+                )
+        moved = {(src, dst) for src, dst in rows[:, 6:8].tolist()}
+        for (src, dst), numbers in pieces.items():
+            if (src, dst) not in moved:
+                raise self.error(0, f"a route from rank {src} to rank {dst}, which moves nothing")
+            if numbers != list(range(len(numbers))):
+                raise self.error(0, f"pieces from rank {src} to rank {dst} are numbered {numbers}")
+
+    def attend(self, ops: Sequence[Attend | AttendGrad], phase: str) -> None:
+        pairs = concat([op.pairs for op in ops], 9)
+        ranks = np.repeat([op.rank for op in ops], [len(op.pairs) for op in ops])
+        self.check_pairs(pairs)
+        # Queries that see none of the keys, and keys that none of the queries sees, take no part.
+        queries = pairs[:, :5].copy()
+        queries[:, 1] = np.maximum(queries[:, 1], pairs[:, 5])
+        keys = np.concatenate([pairs[:, :1], pairs[:, 5:]], axis=1)
+        keys[:, 2] = np.minimum(keys[:, 2], pairs[:, 2])
+        for kind, regions in ((Kind.Q, queries), (Kind.KV, keys)) + (((Kind.OUT_GRAD, queries),) if phase == "backward" else ()):
+            row, flat = self.index(ranks, kind, regions)
+            self.require_pair(self.held[kind][flat], pairs[row], f"rank does not hold {kind.name}", ranks[row])
+            self.mark_used(kind, flat)
+        # Every (query atom, key atom, head atom) once.
+        row, query = ranges(*self.atoms.tokens(queries[:, 0], queries[:, 1], queries[:, 2]))
+        key_first, key_last = self.atoms.tokens(keys[:, 0], keys[:, 1], keys[:, 2])
+        again, key = ranges(key_first[row], np.minimum(key_last[row], query + 1))
+        row, query = row[again], query[again]
+        base = self.pair_base[query] + key - self.first[pairs[row, 0]]
+        if self.num_heads > 1:
+            head_first, head_last = self.atoms.head_range(pairs[:, 3], pairs[:, 4])
+            again, head = ranges(head_first[row], head_last[row])
+            row, query, key, base = row[again], query[again], key[again], base[again]
+        else:
+            head = np.zeros_like(row)
+        pair = base * self.num_heads + head
+        self.require_pair(~self.done[pair], pairs[row], "some of it is computed twice", ranks[row])
+        self.done[pair] = True
+        if not self.distinct(pair):
+            raise self.error(0, "it computes some pair twice")
+        rank = ranks[row]
+        self.contribute(Kind.OUT if phase == "forward" else Kind.Q_GRAD, rank, query, head, queries, ranks)
+        if phase == "backward":
+            self.contribute(Kind.KV_GRAD, rank, key, head, keys, ranks)
+
+    def contribute(self, kind: Kind, rank: Ints, token: Ints, head: Ints, regions: Ints, ranks: Ints) -> None:
+        """Count contributions at (rank, token atom, head atom); the launch leaves one partial of each region."""
+        np.add.at(self.count[kind], rank * self.num_atoms + token * self.num_heads + head, 1)
+        row, flat = self.index(ranks, kind, regions)
+        if (self.parts[kind][flat] > 1).any():
+            owner = int(ranks[row[int(np.flatnonzero(self.parts[kind][flat] > 1)[0])]])
+            which = [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(owner)
+            raise self.error(which, f"rank {owner} holds several partials of {kind.name} that are not merged")
+        self.parts[kind][flat] += 1  # once for each region, however often it is listed: NumPy reads before it writes
+
+    def check_pairs(self, pairs: Ints) -> None:
+        q_heads, kv_heads = pairs[:, 4] - pairs[:, 3], pairs[:, 8] - pairs[:, 7]
+        whole = (pairs[:, 3] == pairs[:, 7] * self.ratio) & (q_heads == kv_heads * self.ratio)
+        within = (kv_heads == 1) & (pairs[:, 3] // self.ratio == pairs[:, 7]) & ((pairs[:, 4] - 1) // self.ratio == pairs[:, 7])
+        self.require_pair(whole | within, pairs, "its query heads do not map evenly onto its key-value heads")
+        self.require_pair(pairs[:, 5] < pairs[:, 2], pairs, "no query of it may see any key of it")
+
+    def merge(self, ops: Sequence[Merge]) -> None:
+        values = concat([op.values for op in ops], 6)
+        ranks = np.repeat([op.rank for op in ops], [len(op.values) for op in ops])
+        if not np.isin(values[:, 0], MOVED).all():
+            names = ", ".join(kind.name for kind in _kinds(values[:, 0]) if kind not in MOVED)
+            raise self.error(0, f"merges {names or 'an unknown kind'}, which has no partials")
+        for kind in _kinds(values[:, 0]):
+            chosen = values[:, 0] == kind
+            row, flat = self.index(ranks[chosen], kind, values[chosen, 1:])
+            self.require(self.parts[kind][flat] >= 2, values[chosen][row], "there are not two partials to merge")
+            self.parts[kind][flat] = 1
+
+    def finish(self, phase: str, kinds: tuple[Kind, ...]) -> None:
+        """Everything is complete at the owner, and nothing is left elsewhere."""
+        for kind in kinds:
+            owned = self.owned_index
+            atom = owned % self.num_atoms // self.num_heads
+            seq = self.atoms.seq(atom)
+            want = self.last[seq] - atom if kind == Kind.KV_GRAD else atom - self.first[seq] + 1
+            bad = (self.count[kind][owned] != want) | (self.parts[kind][owned] != 1)
+            if bad.any():
+                index = int(np.flatnonzero(bad)[0])
+                one = atom[index : index + 1]
+                region = f"s{seq[index]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
+                raise InvalidProgramError(
+                    f"{phase}: rank {owned[index] // self.num_atoms} never completes {kind.name} of {region}: it has "
+                    f"{self.count[kind][owned[index]]} of {want[index]} parts of the sequence in {self.parts[kind][owned[index]]} partials"
+                )
+            self.parts[kind][owned] = 0
+            if self.parts[kind].any():
+                flat = np.flatnonzero(self.parts[kind])[:1]
+                one = flat % self.num_atoms // self.num_heads
+                region = f"s{self.atoms.seq(one)[0]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
+                raise InvalidProgramError(
+                    f"{phase}: rank {flat[0] // self.num_atoms} is left with a partial {kind.name} of {region} that no one asked for"
+                )
+
+    # Complaints
+
+    def mark_used(self, kind: Kind, flat: Ints) -> None:
+        self.used[self.brought[kind][flat]] = True
+
+    def distinct(self, flat: Ints) -> bool:
+        """Whether no index occurs twice: of two that write their number to one place, one does not find it again."""
+        number = np.arange(len(flat), dtype=np.int32)
+        self.scratch[flat] = number
+        return bool((self.scratch[flat] == number).all())
+
+    def require(self, good: Bools, rows: Ints, complaint: str) -> None:
+        if not good.all():
+            row = rows[int(np.flatnonzero(~good)[0])]
+            route = f" from rank {row[6]} to rank {row[7]}" if len(row) > 6 else ""
+            raise self.error(0, f"{Kind(int(row[0])).name} s{row[1]}[{row[2]}:{row[3]}) heads [{row[4]}:{row[5]}){route}: {complaint}")
+
+    def require_pair(self, good: Bools, pairs: Ints, complaint: str, ranks: Ints | None = None) -> None:
+        if not good.all():
+            at = int(np.flatnonzero(~good)[0])
+            row = pairs[at]
+            op = 0 if ranks is None else [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(int(ranks[at]))
+            raise self.error(op, f"q s{row[0]}[{row[1]}:{row[2]}) over [{row[5]}:{row[6]}): {complaint}")
+
+    def error(self, which: int, complaint: str) -> InvalidProgramError:
+        phase, indices, ops = self.where
+        lines = list(op_lines(ops[which], self.program.num_heads, self.program.num_kv_heads))
+        shown = "\n".join(lines[:6] + (["  ..."] if len(lines) > 6 else []))
+        return InvalidProgramError(f"{phase} op {indices[which]}: {complaint}\n{shown}")
+
+
+def _kinds(column: Ints) -> list[Kind]:
+    """The kinds that occur."""
+    return [kind for kind in Kind if (column == kind).any()]
+
+
+def _batches(ops: Sequence[Op]) -> Iterator[list[int]]:
+    """Indices of ops that can be checked together: an exchange alone; between two, the j-th op of every rank if of one kind."""
+    start = 0
+    while start < len(ops):
+        if isinstance(ops[start], Exchange):
+            yield [start]
+            start += 1
+            continue
+        stop = start
+        queues: dict[int, list[int]] = defaultdict(list)
+        while stop < len(ops):
+            op = ops[stop]
+            if isinstance(op, Exchange):
+                break
+            queues[op.rank].append(stop)
+            stop += 1
+        for depth in range(max(len(q) for q in queues.values())):
+            by_kind: dict[type[Op], list[int]] = defaultdict(list)
+            for queue in queues.values():
+                if depth < len(queue):
+                    by_kind[type(ops[queue[depth]])].append(queue[depth])
+            yield from by_kind.values()
+        start = stop

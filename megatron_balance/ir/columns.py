@@ -1,0 +1,106 @@
+"""Column names of the IR's tables: `rows[:, Transfer.SRC]` instead of `rows[:, 6]`.
+
+One class per table. Names in capitals are columns, or slices and tuples of neighbouring columns;
+`WIDTH` is the number of columns. All tables are int64 (`ir.rows`).
+"""
+
+from __future__ import annotations
+
+
+class Transfer:
+    """One transfer of an Exchange: a region of one kind from one rank to another."""
+
+    WIDTH = 8
+    KIND, SEQ, START, STOP, HEAD_START, HEAD_STOP, SRC, DST = range(8)
+    REGION = slice(1, 6)
+    """seq, start, stop, head_start, head_stop: a `Region`."""
+    SPAN = slice(1, 4)
+    """seq, start, stop: a `Fragment`."""
+    VALUE = slice(0, 6)
+    """kind and region: a `Value`."""
+    HEADS = slice(4, 6)
+    ENDS = slice(6, 8)
+    """src, dst."""
+
+
+class Pair:
+    """One rectangle of an Attend or AttendGrad: queries and the keys that they may see."""
+
+    WIDTH = 9
+    SEQ, Q_START, Q_STOP, Q_HEAD_START, Q_HEAD_STOP, K_START, K_STOP, KV_HEAD_START, KV_HEAD_STOP = range(9)
+    QUERY = slice(0, 5)
+    """The query `Region`."""
+    QUERY_SPAN = slice(0, 3)
+    KEY = (0, 5, 6, 7, 8)
+    """The key `Region`."""
+    KEY_COLUMNS = slice(5, 9)
+    """The key region without its sequence."""
+    K_SPAN = slice(5, 7)
+    Q_HEADS = slice(3, 5)
+    KV_HEADS = slice(7, 9)
+
+
+class Value:
+    """One region of one kind, as a Merge lists it."""
+
+    WIDTH = 6
+    KIND, SEQ, START, STOP, HEAD_START, HEAD_STOP = range(6)
+    REGION = slice(1, 6)
+    SPAN = slice(1, 4)
+
+
+class Region:
+    """Tokens of a sequence times heads."""
+
+    WIDTH = 5
+    SEQ, START, STOP, HEAD_START, HEAD_STOP = range(5)
+    SPAN = slice(0, 3)
+    HEADS = slice(3, 5)
+
+
+class Fragment:
+    """Tokens of a sequence, all heads: what one rank holds, in order."""
+
+    WIDTH = 3
+    SEQ, START, STOP = range(3)
+
+
+class Placed:
+    """A fragment and the rank that holds it."""
+
+    WIDTH = 4
+    RANK, SEQ, START, STOP = range(4)
+    FRAGMENT = slice(1, 4)
+
+
+class Task:
+    """One task of a task table: queries of a sequence, the keys before them, and the rank that attends."""
+
+    WIDTH = 6
+    RANK, SEQ, Q_START, Q_STOP, K_START, K_STOP = range(6)
+    QUERY = slice(1, 4)
+    KEYS = slice(4, 6)
+
+
+class Move:
+    """One entry of the remap: tokens that `SRC` attends to and `DST` owns outside attention."""
+
+    WIDTH = 3
+    SRC, DST, TOKENS = range(3)
+
+
+class Route:
+    """One piece of a routed transfer and its two proxies."""
+
+    WIDTH = 5
+    SRC, DST, PIECE, SEND_PROXY, RECEIVE_PROXY = range(5)
+    PAIR = slice(0, 2)
+    PROXIES = slice(3, 5)
+
+
+class Remote:
+    """Tokens that one rank (`HOLDER`) attends to and another (`OWNER`) owns outside attention."""
+
+    WIDTH = 5
+    SEQ, START, STOP, OWNER, HOLDER = range(5)
+    FRAGMENT = slice(0, 3)

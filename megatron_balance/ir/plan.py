@@ -1,0 +1,175 @@
+"""What a planner decides: compact, hashable, printable; no object per rank and fragment, no tensors.
+
+Nesting: BatchPlan (one optimizer step) > MicrobatchPlan > the program of one attention call, which is never stored but
+projected per rank from the zones (`schedules.project`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.rows import Rows
+
+FORMAT = "megatron-balance plan 3"
+
+MOVE_WIDTH = 3  # src, dst, tokens
+NO_MOVES = Rows(MOVE_WIDTH)
+
+REMAP = -1
+"""In `Routing.zones`: the exchanges of the remap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """Sequences that share a group of ranks, a placement and a comm pattern.
+
+    `pattern` names a schedule: "ring" and "all_gather" place zigzag, "head_exchange" contiguously. A zone on one rank is
+    local whatever its comm pattern. `name` is for people and reports (inter-node, intra-node, local, pool).
+    """
+
+    name: str
+    pattern: str
+    ranks: tuple[int, ...]
+    seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTable:
+    """Explicit placement and tasks: any cut of the (query, key) triangle, on any rank.
+
+    `fragments`: rows of (rank, seq, start, stop). `tasks`: rows of (rank, seq, q_start, q_stop, k_start, k_stop).
+    """
+
+    name: str
+    fragments: Rows
+    tasks: Rows
+    pattern: str = "dispatch"
+
+    @property
+    def seqs(self) -> tuple[int, ...]:
+        return tuple(sorted({row[1] for row in self.fragments}))
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which transfers between nodes go over all NICs of both nodes (Zeppelin, section 3.3).
+
+    Those of `zones` (indices into the plan's zones; `REMAP`: of the remap) that move `min_tokens` or more from one rank to another
+    in one exchange. `ranks_per_nic`: neighbouring ranks of a node that share a NIC. `pieces`: of one transfer on each NIC.
+    """
+
+    ranks_per_nic: int
+    zones: tuple[int, ...]
+    min_tokens: int = 1
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchPlan:
+    """One microbatch of the pool. Zones are in issue order: inter-node first, then intra-node, then local.
+
+    `moves`: the remap (Zeppelin, section 3.4), rows (src, dst, tokens) by src, then dst: of the fragments that the zones place on
+    src, the last ones are owned by dst outside attention. Empty: the linear layout is the attention layout.
+    """
+
+    planner: str
+    lengths: tuple[int, ...]
+    num_ranks: int
+    ranks_per_node: int
+    num_heads: int
+    num_kv_heads: int
+    zones: tuple[Zone | TaskTable, ...]
+    moves: Rows = NO_MOVES
+    routing: Routing | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that differ when any decision differs; equal on every host and Python."""
+        return hashlib.sha256(to_json(self).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """All microbatches of one optimizer step, in order."""
+
+    microbatches: tuple[MicrobatchPlan, ...]
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(m.fingerprint() for m in self.microbatches).encode()).hexdigest()[:16]
+
+
+def to_json(plan: MicrobatchPlan) -> str:
+    """The plan as one line of JSON with a fixed key order."""
+    body = {
+        "format": FORMAT,
+        **{k: getattr(plan, k) for k in ("planner", "lengths", "num_ranks", "ranks_per_node", "num_heads", "num_kv_heads")},
+        "zones": [_zone_to_json(z) for z in plan.zones],
+        "moves": list(plan.moves),
+        "routing": None if plan.routing is None else asdict(plan.routing),
+    }
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _zone_to_json(zone: Zone | TaskTable) -> dict[str, object]:
+    if isinstance(zone, Zone):
+        return asdict(zone)
+    return {"name": zone.name, "pattern": zone.pattern, "fragments": list(zone.fragments), "tasks": list(zone.tasks)}
+
+
+def from_json(text: str) -> MicrobatchPlan:
+    """The plan that `to_json` wrote.
+
+    Raises ConfigError: not a plan, or one of another format.
+    """
+    try:
+        loaded: Any = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"not a plan: {error}") from None
+    body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
+    found = body.get("format")
+    if found != FORMAT:
+        raise ConfigError(f"not a plan of this version: format is {found!r}, expected {FORMAT!r}")
+    try:
+        return MicrobatchPlan(
+            planner=str(body["planner"]),
+            lengths=_ints(body["lengths"]),
+            num_ranks=int(body["num_ranks"]),
+            ranks_per_node=int(body["ranks_per_node"]),
+            num_heads=int(body["num_heads"]),
+            num_kv_heads=int(body["num_kv_heads"]),
+            zones=tuple(_zone_from_json(z) for z in body["zones"]),
+            moves=Rows.of(MOVE_WIDTH, body["moves"]),
+            routing=_routing_from_json(body["routing"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
+
+
+def _zone_from_json(zone: dict[str, Any]) -> Zone | TaskTable:
+    if "tasks" in zone:
+        return TaskTable(
+            name=str(zone["name"]),
+            pattern=str(zone["pattern"]),
+            fragments=Rows.of(4, zone["fragments"]),
+            tasks=Rows.of(6, zone["tasks"]),
+        )
+    return Zone(str(zone["name"]), str(zone["pattern"]), _ints(zone["ranks"]), _ints(zone["seqs"]))
+
+
+def _routing_from_json(routing: dict[str, Any] | None) -> Routing | None:
+    if routing is None:
+        return None
+    return Routing(int(routing["ranks_per_nic"]), _ints(routing["zones"]), int(routing["min_tokens"]), int(routing["pieces"]))
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(v) is not int for v in cast(list[Any], values)):
+        raise ValueError(f"expected a list of whole numbers, got {values!r:.80}")
+    return tuple(cast(list[int], values))

@@ -1,0 +1,20 @@
+"""Published results beside ours: one file or folder for each paper, one function for each of its tables (`base.Table`)."""
+
+from __future__ import annotations
+
+from megatron_balance.papers import distca, zeppelin
+from megatron_balance.papers.base import Paper, of_name
+
+PAPERS: dict[str, Paper] = {
+    "distca": distca.PAPER,
+    "zeppelin": zeppelin.PAPER,
+}
+
+
+def paper_of(name: str) -> Paper:
+    """The paper of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return of_name(PAPERS, name, "reproduce: no paper")

@@ -1,0 +1,62 @@
+"""Figure 10 and section 6.2: speedup over Megatron and WLB-LLM with pipelines, on the grid of Table 5."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+from statistics import fmean
+
+from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.distca.baselines import megatron_s, wlb_s
+from megatron_balance.papers.distca.cases import DATASETS, Case
+from megatron_balance.papers.distca.distca import distca_s
+from megatron_balance.papers.distca.fig9 import DRAWN, Cell
+from megatron_balance.workloads.distributions import K
+
+STAGES = (1, 2, 4)
+NODES = {"8B": (8, 16, 32), "34B": (16, 32, 64)}
+TABLE_5 = {
+    ("8B", 128): (32, 64, 128),
+    ("8B", 256): (16, 32, 32),
+    ("8B", 512): (8, 8, 16),
+    ("34B", 128): (32, 64, 128),
+    ("34B", 256): (16, 32, 32),
+    ("34B", 384): (8, 8, 16),
+}
+"""Batch size on `NODES`, by model and MaxDocLen in K."""
+
+PUBLISHED = {("8B", "Megatron"): 1.83, ("8B", "WLB-ideal"): 1.35, ("34B", "Megatron"): 1.72, ("34B", "WLB-ideal"): 1.25}
+
+
+def grid() -> list[Cell]:
+    """All configurations of Table 5 with both data sets."""
+    cells: list[Cell] = []
+    for (model, longest), sizes in TABLE_5.items():
+        for (num_nodes, size), dataset in product(zip(NODES[model], sizes, strict=True), DATASETS):
+            cells.append(Cell(Case(model, num_nodes, size * longest * K, longest * K, STAGES), dataset))
+    return cells
+
+
+def rows(effort: Effort) -> list[Row]:
+    """What the text prints, then each cell of the grid."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for cell in effort.progress(grid(), "fig10"):
+        case, batches = cell.case, cell.case.batches(cell.dataset, effort.batches)
+        ours = fmean(distca_s(case, batch) for batch in batches)
+        others = {"Megatron": megatron_s, "WLB-ideal": wlb_s}
+        found[case.model_name, cell.name] = {name: fmean(of(case, batch) for batch in batches) / ours for name, of in others.items()}
+    summary: list[Row] = []
+    for (model, system), published in PUBLISHED.items():
+        finite = [each[system] for (of, _), each in found.items() if of == model and each[system] < inf]
+        summary.append(Row(f"{model}: over {system}, largest", published, max(finite), "x", "simulated"))
+        summary.append(Row(f"{model}: over {system}, mean", None, fmean(finite), "x", "simulated", note=DRAWN))
+    cells = [
+        Row(f"{name}: over {system}", None, ratio, "x", "simulated", note=DRAWN)
+        for (_, name), each in found.items()
+        for system, ratio in each.items()
+        if ratio < inf
+    ]
+    return [*summary, *cells]
+
+
+TABLE = Table("speedup with pipelines of 1, 2 or 4 stages, tensor parallelism 8, on the grid of Table 5", rows)

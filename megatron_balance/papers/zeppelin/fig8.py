@@ -1,0 +1,109 @@
+"""Figure 8 and section 5.1: speedup over Transformer Engine's ring for four models, three data sets and three context lengths.
+
+What is not printed and assumed: the MoE model runs on cluster A, eight ranks share a layer's experts; a context of 64k with tensor
+parallelism 2 is on 16 GPUs all the same ("4k per GPU"), so a tensor-parallel group holds 8k tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+
+from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.zeppelin.systems import DATASETS, HYBRID, LLAMA, OURS, TE, TOKENS_PER_GPU, ZEPPELIN, Case
+from megatron_balance.workloads.distributions import K
+from megatron_balance.workloads.lengths import Lengths
+
+CONTEXTS = (64 * K, 128 * K, 256 * K)
+SYSTEMS = (TE, LLAMA, HYBRID, ZEPPELIN, OURS)
+
+DRAWN = "drawn in the paper, not printed"
+PRINTED_NOTE = "Zeppelin: Algorithms 1 and 2 as printed, always routed and remapped, room for 1.5 times the mean tokens of a rank"
+OURS_NOTE = "this project's default: the same zones by predicted cost, routing and remap where they pay"
+MOE_NOTE = "tokens are taken as evenly routed to experts; where they are not, no placement of sequences is even"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A model of the figure. `label` as in the paper."""
+
+    label: str
+    model: str
+    cluster: str
+    tensor: int = 1
+    experts: int = 1
+
+    def case(self, context: int) -> Case:
+        """On as many GPUs as the context fills."""
+        return Case(self.model, self.cluster, context // TOKENS_PER_GPU, self.tensor, self.experts)
+
+
+B7, B13 = Panel("7B", "llama-7b", "a800"), Panel("13B", "llama-13b", "a800", tensor=2)
+B30, MOE = Panel("30B", "llama-30b", "h200", tensor=2), Panel("8x550M", "moe-8x550m", "a800", experts=8)
+MODELS = (B7, B13, B30, MOE)
+
+Cell = tuple[str, int, str]
+"""Label of a model, context length, data set."""
+
+
+def speedups(case: Case, batches: list[Lengths]) -> dict[str, float]:
+    """Throughput of every system over that of TE's ring."""
+    seconds = {system.name: sum(system.step_s(case, lengths) for lengths in batches) for system in SYSTEMS}
+    return {name: seconds[TE.name] / each for name, each in seconds.items()}
+
+
+def rows(effort: Effort) -> list[Row]:
+    """A row for each cell of the grid, then what the text says of all."""
+    found: dict[Cell, dict[str, float]] = {}
+    for model, context in effort.progress(list(product(MODELS, CONTEXTS)), "fig8"):
+        case = model.case(context)
+        for dataset in DATASETS:
+            found[model.label, context, dataset] = speedups(case, case.batches(dataset, effort.batches))
+    cells = [
+        Row(f"{model}, {context // K}k, {DATASETS[dataset]}", None, each[ZEPPELIN.name], "x", "simulated", note=DRAWN)
+        for (model, context, dataset), each in found.items()
+    ]
+    return [*cells, *_summary(found), *_claims(found)]
+
+
+def _summary(found: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
+    ours, rule = ([each[system.name] for each in found.values()] for system in (ZEPPELIN, OURS))
+    return [
+        Row("Zeppelin over TE CP, mean", 2.80, fmean(ours), "x", "simulated", note=PRINTED_NOTE),
+        Row("Zeppelin over TE CP, largest", 6.60, max(ours), "x", "simulated", note=PRINTED_NOTE),
+        Row("zeppelin with rule cost over TE CP, mean", 2.80, fmean(rule), "x", "simulated", note=OURS_NOTE),
+        Row("zeppelin with rule cost over TE CP, largest", 6.60, max(rule), "x", "simulated", note=OURS_NOTE),
+        Row("Hybrid DP over TE CP, mean", None, fmean(each[HYBRID.name] for each in found.values()), "x", "simulated", note=DRAWN),
+        Row("LLaMA CP over TE CP, mean", None, fmean(each[LLAMA.name] for each in found.values()), "x", "simulated", note=DRAWN),
+    ]
+
+
+def _claims(found: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
+    """What the text says without a number, as a ratio that should be above or below 1."""
+
+    def mean(model: str, dataset: str | None = None) -> float:
+        return fmean(each[ZEPPELIN.name] for (m, _, d), each in found.items() if m == model and dataset in (None, d))
+
+    def ahead(system: str, over: str, context: int) -> float:
+        cells = [each for (model, at, _), each in found.items() if (model, at) == (MOE.label, context)]
+        return fmean(each[system] for each in cells) / fmean(each[over] for each in cells)
+
+    longest, shortest = CONTEXTS[-1], CONTEXTS[0]
+    others = (TE.name, LLAMA.name, HYBRID.name)
+    best = min(
+        each[ZEPPELIN.name] / max(each[name] for name in others)
+        for (model, context, _), each in found.items()
+        if (model, context) != (MOE.label, shortest)
+    )
+    return [
+        Row("7B: speedup on ArXiv over that on GitHub", 1.0, mean("7B", "arxiv") / mean("7B", "github"), "x", "simulated", ">="),
+        Row("speedup of 13B over that of 7B, mean", 1.0, mean("13B") / mean("7B"), "x", "simulated", ">="),
+        Row("8x550M, 64k: LLaMA CP over Zeppelin", 1.0, ahead(LLAMA.name, ZEPPELIN.name, shortest), "x", "simulated", ">=", MOE_NOTE),
+        Row("8x550M, 256k: Zeppelin over LLaMA CP", 1.0, ahead(ZEPPELIN.name, LLAMA.name, longest), "x", "simulated", ">=", MOE_NOTE),
+        Row("Zeppelin over the best of the others, smallest", 1.0, best, "x", "simulated", ">=", "all cells but 8x550M at 64k"),
+    ]
+
+
+TABLE = Table("speedup over TE CP: 7B and 8x550M on cluster A, 13B with TP 2 on A, 30B with TP 2 on C", rows, batches=5)

@@ -1,0 +1,102 @@
+"""The systems that Zeppelin compares (section 5), as planners on the simulator's clocks.
+
+`keep` is the policy of all: Transformer Engine's backward ring brings keys and values again and carries their gradients, both in bf16
+(section 5.4.1: 4.41 ms a round, twice the forward's). Our gradients travel in fp32, so holding the keys and values moves the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_balance.config import choose_layers, choose_planner, load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.planning.layers import When
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.step import Setup, simulate_step
+from megatron_balance.workloads.distributions import K
+from megatron_balance.workloads.lengths import Lengths, draw
+
+TOKENS_PER_GPU = 4 * K
+DATASETS = {"arxiv": "ArXiv", "github": "GitHub", "prolong64k": "ProLong64k"}
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on GPUs of a cluster, 4k tokens each.
+
+    `tensor`: GPUs of a tensor-parallel group; `experts`: ranks that share a layer's experts.
+    """
+
+    model_name: str
+    cluster_name: str
+    num_gpus: int
+    tensor: int = 1
+    experts: int = 1
+    model: Model = field(init=False, repr=False, compare=False)
+    cluster: Cluster = field(init=False, repr=False, compare=False)
+    cost: AnalyticCost = field(init=False, repr=False, compare=False)
+    machine: Machine = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        model = load_model(self.model_name)
+        cluster = wide_ranks(load_cluster(self.cluster_name).build(num_ranks=self.num_gpus), self.tensor)
+        cost = AnalyticCost(cluster, model, self.tensor)
+        for name, value in (("model", model), ("cluster", cluster), ("cost", cost), ("machine", Machine(cluster, model, cost))):
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a batch, the total context length."""
+        return self.num_gpus * TOKENS_PER_GPU
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(policy="keep", experts=self.experts)
+
+    def batches(self, dataset: str, count: int) -> list[Lengths]:
+        """Batches "sampled proportionally to dataset distributions": documents until the context is full, the last one cut."""
+        return draw(dataset, self.num_tokens, count, SEED)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A planner with its options and the layers around it."""
+
+    name: str
+    planner: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    routing: When | None = None
+    remap: bool | None = None
+
+    def plans(self, case: Case, lengths: Sequence[int]) -> tuple[MicrobatchPlan, ...]:
+        """The microbatches of a step: one, unless the system makes its own."""
+        choice = choose_planner(self.planner, self.options, layers=choose_layers(self.planner, self.routing, self.remap))
+        return choice.plan_step([Batch(tuple(lengths))], case.cluster, case.model, case.cost).microbatches
+
+    def step_s(self, case: Case, lengths: Sequence[int]) -> float:
+        """Simulated seconds of a training step."""
+        return simulate_step(self.plans(case, lengths), case.machine, case.setup).step_s
+
+
+TE = System("TE CP", "te_ring")
+TE_ROUTED = System("TE CP, routed", "te_ring", routing="always")
+LLAMA = System("LLaMA CP", "llama_all_gather")
+HYBRID = System("Hybrid DP", "hybrid_dp")
+PRINTED: dict[str, Any] = {"rule": "paper"}
+ENGINE = System("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap=False)
+ENGINE_ROUTED = System("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
+ZEPPELIN = System("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
+OURS = System("zeppelin, rule cost", "zeppelin")
+
+
+def tokens_per_s(system: System, case: Case, batches: Sequence[Lengths]) -> float:
+    """Tokens per second over all batches."""
+    return sum(map(sum, batches)) / sum(system.step_s(case, lengths) for lengths in batches)

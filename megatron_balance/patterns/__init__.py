@@ -1,0 +1,1 @@
+"""Communication patterns: how the ranks of a zone meet queries, keys and outputs. One file each."""

@@ -1,0 +1,199 @@
+"""The two layers that lie around any planner's decision: remapping and routing (Zeppelin, sections 3.4 and 3.3).
+
+A planner says where attention runs. `with_layers` adds to its plan where tokens live outside attention (`MicrobatchPlan.moves`) and
+which transfers between nodes go over all NICs (`MicrobatchPlan.routing`); `schedules.project` carries both out.
+
+When routing pays (`routing: pays`): Eq. (1) holds n b_inter, the direct transfer, against n b_intra (x1 - 1) / x1 + n b_inter max(1 / x1,
+1 / x2) + n b_intra (x2 - 1) / x2. Divided by n that does not depend on n, but each of the three steps has its own latency, so short
+transfers go directly (`Routing.min_tokens`). Eq. (1) takes the other NICs to be idle. That holds for a ring, which leaves a node at one
+rank, and not for a head exchange or an all-gather, in which every rank uses its own NIC already: these are routed by `always` only. What
+leaves a node by a task table or by a remap is counted, NIC by NIC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.cost.base import CostModel
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.program import Kind
+from megatron_balance.ir.rows import Rows
+from megatron_balance.patterns import dispatch
+from megatron_balance.solvers import remap
+from megatron_balance.solvers.remap import Objective, Sides, Solver
+
+When: TypeAlias = Literal["always", "pays", "never"]
+RemapWhen: TypeAlias = Literal["always", "pays"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What lies around a planner.
+
+    `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC. `remap`: balance tokens outside
+    attention, `remap_when` always or where that saves time; `solver`, `objective` and `sides` as in `solvers.remap.solve`. `align`:
+    token counts outside attention are multiples of this (the tensor-parallel size).
+    """
+
+    routing: When = "never"
+    remap: bool = False
+    remap_when: RemapWhen = "always"
+    solver: Solver = "exact"
+    objective: Objective = "bottleneck"
+    sides: Sides = "both"
+    align: int = 1
+    pieces: int = 1
+
+    def __post_init__(self) -> None:
+        if self.pieces < 1:
+            raise ConfigError(f"routing: pieces {self.pieces}: a transfer has at least 1 piece on each NIC")
+        if self.align < 1:
+            raise ConfigError(f"remap: align {self.align}: must be at least 1 token")
+
+
+def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers: Layers) -> MicrobatchPlan:
+    """The planner's plan with its remap and its routing."""
+    if layers.remap and plan.lengths:
+        held = tokens_per_rank(plan)
+        if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
+            plan = replace(plan, moves=_moves(held, cluster, cost, layers))
+    routing = _routing(plan, cluster, cost, layers.routing)
+    return replace(plan, routing=None if routing is None else replace(routing, pieces=layers.pieces))
+
+
+def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
+    """Rows (src, dst, tokens) that even out `held` tokens a rank."""
+    found = remap.solve(
+        held,
+        cluster.node_size,
+        intra_s=_bandwidth_s(cost, cluster, inter_node=False),
+        inter_s=_bandwidth_s(cost, cluster, inter_node=True),
+        align=layers.align,
+        objective=layers.objective,
+        sides=layers.sides,
+        solver=layers.solver,
+    )
+    return as_rows(found.moves)
+
+
+def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds of one layer's forward pass that evening out `tokens` a rank saves in the linear parts, less what moving them takes."""
+    largest, mean = float(max(tokens)), sum(tokens) / len(tokens)
+    return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
+
+
+def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds to bring tokens from even to `tokens` a rank before attention, and their outputs back after it.
+
+    An estimate of what the best moves take, without solving for them: the longest time of a rank's link, and of a node's NICs for what
+    the node as a whole has above or below its share, one after the other; nothing of it hides behind attention.
+    """
+    size = cluster.node_size
+    mean = sum(tokens) / len(tokens)
+    most = max(max(tokens) - mean, mean - min(tokens))
+    if most < 1:
+        return 0.0
+    nodes = [sum(tokens[first : first + size]) for first in range(0, len(tokens), size)]
+    crossing = max(max(nodes) - mean * size, mean * size - min(nodes))
+    num_nics = ceil(size / cluster.ranks_per_nic)
+    seconds = cost.intra_node_s(float(most) * _token_bytes(cost), 2)
+    return seconds + (cost.inter_node_s(float(crossing) * _token_bytes(cost), 2, num_nics) if crossing >= 1 else 0.0)
+
+
+def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> float:
+    """Seconds per token of a remap, which moves its query, keys and values one way and its output the other; latency left out.
+
+    Ranks that share a NIC move their tokens over it at the same time.
+    """
+    num_bytes = _token_bytes(cost)
+    if inter_node:
+        return cost.inter_node_s(num_bytes, 0, 1 / cluster.ranks_per_nic)
+    return cost.intra_node_s(num_bytes, 0)
+
+
+def _token_bytes(cost: CostModel) -> float:
+    return cost.kv_bytes(1) + 2 * cost.query_bytes(1)
+
+
+def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When) -> Routing | None:
+    num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
+    if when == "never" or num_nics == 1 or cluster.num_nodes == 1:
+        return None
+    zones = [index for index, zone in enumerate(plan.zones) if isinstance(zone, TaskTable) or _crosses(zone, cluster)]
+    zones += [REMAP] if plan.moves and (zones or _moves_across(plan, cluster).size) else []
+    min_tokens = 1
+    if when == "pays":
+        kv_tokens = fewest_routed_tokens(cost, num_nics)
+        if kv_tokens is None:
+            return None
+        min_tokens = kv_tokens
+        zones = [index for index in zones if _pays(plan, index, cluster, cost, num_nics)]
+    return Routing(cluster.ranks_per_nic, tuple(sorted(zones)), min_tokens) if zones else None
+
+
+def fewest_routed_tokens(cost: CostModel, num_nics: int) -> int | None:
+    """From how many tokens' keys and values on a lone transfer is faster routed (Eq. 1, with latencies); None: never."""
+    num_bytes = cost.kv_bytes(1)
+    extra_s = cost.routed_s(0, 1, num_nics) - cost.inter_node_s(0)
+    saved_s = cost.inter_node_s(num_bytes) - cost.routed_s(num_bytes, 1, num_nics) + extra_s
+    return max(1, ceil(extra_s / saved_s)) if saved_s > 0 else None
+
+
+def _crosses(zone: Zone, cluster: Cluster) -> bool:
+    return len({cluster.node(rank) for rank in zone.ranks}) > 1
+
+
+def _moves_across(plan: MicrobatchPlan, cluster: Cluster) -> Ints:
+    moves = as_array(plan.moves)
+    return moves[moves[:, 0] // cluster.node_size != moves[:, 1] // cluster.node_size]
+
+
+def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
+    """Whether routing this zone, or the remap, is worth while; `fewest_routed_tokens` says that a lone transfer is."""
+    zone = None if index == REMAP else plan.zones[index]
+    if isinstance(zone, Zone):
+        return zone.pattern == "ring"
+    if zone is None and not _moves_across(plan, cluster).size:
+        return True  # a owner that makes the first hop of a ring, as `fewest_routed_tokens` has it
+    loads = _remap_loads(plan, cluster, cost) if zone is None else _task_table_loads(zone, plan, cluster, cost)
+    return any(_spread_pays(load, cluster, cost, num_nics) for load in loads)
+
+
+def _remap_loads(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
+    """Bytes that each rank sends to other nodes, and that it receives from them, one array [R] each."""
+    moves = _moves_across(plan, cluster)
+    num_bytes = np.rint(moves[:, 2] * _token_bytes(cost)).astype(np.int64)
+    return [np.bincount(moves[:, column], num_bytes, plan.num_ranks).astype(np.int64) for column in (0, 1)]
+
+
+def _task_table_loads(zone: TaskTable, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
+    """The same of the two exchanges of a task table."""
+    loads: list[Ints] = []
+    for rows in dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads):
+        table = as_array(rows)
+        table = table[table[:, 6] // cluster.node_size != table[:, 7] // cluster.node_size]
+        each = np.where(table[:, 0] == Kind.KV, cost.kv_bytes(1), cost.query_bytes(1))
+        num_bytes = np.rint(each * (table[:, 3] - table[:, 2])).astype(np.int64)
+        loads += [np.bincount(table[:, column], num_bytes, plan.num_ranks).astype(np.int64) for column in (6, 7)]
+    return loads
+
+
+def _spread_pays(load: Ints, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
+    """Whether the busiest NIC of a node would gain more from sharing its bytes with the others than that costs inside the node."""
+    by_node = load.reshape(-1, cluster.node_size)
+    padded = np.zeros((len(by_node), num_nics * cluster.ranks_per_nic), dtype=np.int64)
+    padded[:, : cluster.node_size] = by_node
+    nics = padded.reshape(len(by_node), num_nics, -1).sum(axis=2)
+    even = nics.mean(axis=1)
+    passed_on = by_node.max(axis=1) * (num_nics - 1) / num_nics
+    direct_s, even_s = (cost.inter_node_s(float(n.max())) for n in (nics, even))
+    return direct_s > even_s + 2 * cost.intra_node_s(float(passed_on.max()))

@@ -1,0 +1,312 @@
+"""Layers run over two nano-batches interleaved (`compile.ping_pong`): both nano-batches' programs and their linear steps on one compute stream.
+
+Two engines, as for one call. `events` joins the nano-batches' phases, layer after layer, to one phase with the steps in the order of the turns.
+`rounds` is for task tables over many ranks: it takes the turns one by one, all ranks at once; transfers of one exchange share NICs with one
+another but not with those of another lane, and kernels are not slowed by them.
+
+All layers are alike, so a few are simulated and the rest counted: from the second layer on, each takes what the last one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.analysis.wire import HEAD_START, HEAD_STOP, TOKENS
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.order import Run, Step, order
+from megatron_balance.compile.ping_pong import Cuts, Segment, parts
+from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.transpose import transpose
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.cost.memory import Policy
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.simulator import engine
+from megatron_balance.simulator.attention import SMALL, EngineName, check_engine, linear_tokens
+from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
+from megatron_balance.simulator.engine import Transport
+from megatron_balance.simulator.events import Outcome
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import Phase, phase_of
+from megatron_balance.simulator.rounds import turned
+from megatron_balance.simulator.tables import Tables
+
+SIMULATED = 3
+"""Layers that are simulated of as many or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PingPongMode:
+    """How the nano-batches go through the layers.
+
+    `interleaved`: interleaved, or every exchange waited for where it is issued (DistCA's "Single Stream", Fig. 11). `signal`: transfers carry
+    next to nothing, and nothing is packed, so that only computation takes time ("Signal").
+    """
+
+    policy: Policy = "keep"
+    interleaved: bool = True
+    signal: bool = False
+    engine: EngineName = "auto"
+    transport: Transport = "streams"
+
+
+class Passes(NamedTuple):
+    """The forward and the backward through all layers. `end_s` [R]: when each rank is done; `compute_s` [R]: how long it computed."""
+
+    forward: Outcome
+    backward: Outcome
+
+
+def layers(
+    nano_batches: Sequence[MicrobatchPlan],
+    machine: Machine,
+    num_layers: int,
+    way: PingPongMode = PingPongMode(),
+    experts_s: Sequence[Floats | float] = (0.0,) * ping_pong.NUM_NANO_BATCHES,
+) -> Passes:
+    """Both nano-batches through `num_layers` layers, all ranks entering at once. `experts_s`: by nano-batch, what the exchange between experts adds to
+    its linear step, forward and backward alike ([R], or the same on all ranks); its NICs are not shared with attention's transfers.
+
+    Raises:
+        ConfigError: the round engine is asked for what it does not know.
+    """
+    for nano_batch in nano_batches:
+        machine.check(nano_batch)
+    task_tables = all(isinstance(zone, TaskTable) for nano_batch in nano_batches for zone in nano_batch.zones) and not any(
+        nano_batch.moves for nano_batch in nano_batches
+    )
+    able = task_tables and way.transport == "streams"
+    check_engine(way.engine, machine)
+    if way.engine == "rounds" and not able:
+        raise ConfigError("the engine 'rounds' runs nano-batches of task tables on streams only; use the engine 'events'")
+    small = machine.num_ranks <= SMALL or machine.cost.contention.waits
+    rounds = able and (way.engine == "rounds" or (way.engine == "auto" and not small))
+    linear = [
+        (forward + own, backward + own)
+        for (forward, backward), own in zip((linear_s(h, machine) for h in nano_batches), experts_s, strict=True)
+    ]
+    simulated = _Rounds(nano_batches, machine, linear, way) if rounds else _Events(nano_batches, machine, linear, way)
+    found: list[Outcome] = []
+    for backward in (False, True):
+        if num_layers <= SIMULATED:
+            found.append(simulated.run(num_layers, backward=backward))
+            continue
+        less, more = (simulated.run(n, backward=backward) for n in (SIMULATED - 1, SIMULATED))
+        found.append(_extended(less, more, num_layers - SIMULATED))
+    return Passes(*found)
+
+
+def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
+    """Seconds of one layer's modules outside attention on each rank [R], forward and backward."""
+    counts, place = np.unique(linear_tokens(plan), return_inverse=True)
+    forward, backward = (np.array([machine.cost.layer_s(n, backward=b) for n in counts.tolist()])[place] for b in (False, True))
+    return forward * machine.slow(), backward * machine.slow()
+
+
+def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
+    """`more` and as many layers again as `times`, each like its last."""
+
+    def extended(a: Floats, b: Floats) -> Floats:
+        return b + times * (b - a)
+
+    return Outcome(extended(less.end_s, more.end_s), extended(less.compute_s, more.compute_s), extended(less.bytes_moved, more.bytes_moved))
+
+
+def _segments(num_layers: int, way: PingPongMode, *, backward: bool) -> tuple[Segment, ...]:
+    segments = (ping_pong.forward if way.interleaved else ping_pong.one_by_one)(num_layers)
+    return ping_pong.backward(segments) if backward else segments
+
+
+def _is_layer(segment: Segment, num_layers: int) -> bool:
+    """Whether a linear step counts: a layer's modules are all put before its attention, so the last step has none left."""
+    return segment.layer < num_layers
+
+
+class _Events:
+    def __init__(
+        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], way: PingPongMode
+    ) -> None:
+        self.machine, self.linear, self.way = machine, linear, way
+        self.nano_batches = [_NanoBatch.of(nano_batch, machine, way) for nano_batch in nano_batches]
+
+    def run(self, num_layers: int, *, backward: bool) -> Outcome:
+        ranks = self.machine.num_ranks
+        seconds, blocks_s = ([list[float]() for _ in range(ranks)] for _ in range(2))
+        joint = Phase([()] * ranks, seconds, [list[int]() for _ in range(ranks)], blocks_s)
+        steps: list[list[Step]] = [[] for _ in range(ranks)]
+        stride = 1 + max(
+            (max(ids, default=-1) for nano_batch in self.nano_batches for ids in nano_batch.phases[backward].exchanges), default=0
+        )
+        for segment in _segments(num_layers, self.way, backward=backward):
+            if segment.part == "linear":
+                if _is_layer(segment, num_layers):
+                    for rank, seconds in enumerate(self.linear[segment.nano_batch][backward].tolist()):
+                        steps[rank].append(Run(-1))
+                        joint.seconds[rank].append(seconds)
+                        joint.exchanges[rank].append(-1)
+                        joint.blocks_s[rank].append(0.0)
+                continue
+            first = (segment.layer * len(self.nano_batches) + segment.nano_batch) * stride
+            self._append(joint, steps, segment, first, backward=backward)
+        joint.steps = [tuple(own) for own in steps]
+        for layer in range(num_layers):
+            for nano_batch, own in enumerate(self.nano_batches):
+                first = (layer * len(self.nano_batches) + nano_batch) * stride
+                phase = own.phases[backward]
+                joint.flows += [replace(flow, exchange=first + flow.exchange) for flow in phase.flows]
+                joint.collectives += [replace(each, exchange=first + each.exchange) for each in phase.collectives]
+        return engine.play(joint, self.machine, np.zeros(ranks), self.way.transport)
+
+    def _append(self, joint: Phase, steps: list[list[Step]], segment: Segment, first: int, *, backward: bool) -> None:
+        """Every rank's steps of one part of a nano-batch; `first`: added to the ids of its exchanges."""
+        phase, cuts = self.nano_batches[segment.nano_batch].phases[backward], self.nano_batches[segment.nano_batch].cuts[backward]
+        for rank, (attend, end) in enumerate(cuts):
+            whole = len(phase.steps[rank])
+            begin, stop = {"start": (0, attend), "attend": (attend, end), "end": (end, whole)}[segment.part]
+            steps[rank] += phase.steps[rank][begin:stop]
+            joint.seconds[rank] += phase.seconds[rank][begin:stop]
+            joint.blocks_s[rank] += phase.blocks_s[rank][begin:stop]
+            joint.exchanges[rank] += [first + at if at >= 0 else at for at in phase.exchanges[rank][begin:stop]]
+
+
+@dataclass(slots=True)
+class _NanoBatch:
+    """One half's phases, forward and backward, with the steps of each rank as they are cut."""
+
+    phases: tuple[Phase, Phase]
+    cuts: tuple[list[Cuts], list[Cuts]]
+
+    @staticmethod
+    def of(plan: MicrobatchPlan, machine: Machine, way: PingPongMode) -> _NanoBatch:
+        programs = [transpose(project(plan, rank), way.policy, merges=False) for rank in range(plan.num_ranks)]
+        ahead = prefetchable(plan, way.policy)
+        phases: list[Phase] = []
+        cuts: list[list[Cuts]] = []
+        for backward in (False, True):
+            phase = phase_of(programs, machine, backward=backward, sums=way.transport == "streams")
+            if way.signal:
+                phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
+                for steps, seconds in zip(phase.steps, phase.seconds, strict=True):
+                    seconds[:] = [s if isinstance(step, Run) else 0.0 for step, s in zip(steps, seconds, strict=True)]
+            of_ranks: list[Cuts] = []
+            for program in programs:
+                ops = program.backward if backward else program.forward
+                steps, cut = parts(ops, order(ops, program.rank), ahead[backward])
+                _reorder(phase, program.rank, steps)
+                of_ranks.append(cut)
+            phases.append(phase)
+            cuts.append(of_ranks)
+        return _NanoBatch((phases[0], phases[1]), (cuts[0], cuts[1]))
+
+
+def _reorder(phase: Phase, rank: int, steps: tuple[Step, ...]) -> None:
+    """Put a rank's steps in the order of `steps`, with what belongs to each."""
+    place = {step: at for at, step in enumerate(phase.steps[rank])}
+    where = [place[step] for step in steps]
+    phase.steps[rank] = steps
+    phase.seconds[rank] = [phase.seconds[rank][at] for at in where]
+    phase.exchanges[rank] = [phase.exchanges[rank][at] for at in where]
+    phase.blocks_s[rank] = [phase.blocks_s[rank][at] for at in where]
+
+
+class _Rounds:
+    """`done` [R]: when each rank's compute stream has done what it was given. Streams are free when both nano-batches are through with them."""
+
+    def __init__(
+        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], way: PingPongMode
+    ) -> None:
+        self.machine, self.linear, self.way = machine, linear, way
+        self.tables = [Tables(nano_batch, machine) for nano_batch in nano_batches]
+
+    def run(self, num_layers: int, *, backward: bool) -> Outcome:
+        self.done, self.busy = np.zeros((2, self.machine.num_ranks))
+        clocks = [Clocks(tables, self.way.policy, self.done.copy(), backward=backward) for tables in self.tables]
+        for each in clocks[1:]:
+            each.free, each.bytes_moved = clocks[0].free, clocks[0].bytes_moved
+        nano_batches = [_OnClocks(self, tables, own) for tables, own in zip(self.tables, clocks, strict=True)]
+        for segment in _segments(num_layers, self.way, backward=backward):
+            match segment.part:
+                case "linear":
+                    if _is_layer(segment, num_layers):
+                        self.compute(self.linear[segment.nano_batch][backward])
+                case "start":
+                    nano_batches[segment.nano_batch].start()
+                case "attend":
+                    nano_batches[segment.nano_batch].attend()
+                case "end":
+                    nano_batches[segment.nano_batch].end()
+        return Outcome(self.done, self.busy, clocks[0].bytes_moved)
+
+    def compute(self, seconds: Floats) -> None:
+        self.done = self.done + seconds
+        self.busy = self.busy + seconds
+
+
+class _Coming(NamedTuple):
+    """What is on its way to each rank [R]: when it is there, and how long it takes to put away."""
+
+    arrived: Floats
+    placed: Floats
+
+
+class _OnClocks:
+    """One half's task tables, one call after the other."""
+
+    def __init__(self, run: _Rounds, tables: Tables, clocks: Clocks) -> None:
+        self.run, self.tables, self.clocks = run, tables, clocks
+        self.coming: list[_Coming] = []
+
+    def start(self) -> None:
+        self.coming = [self._send(messages, index, COPIED) for index, messages in self._inputs()]
+
+    def attend(self) -> None:
+        entered = self.run.done
+        self._receive()
+        for table in self.tables.zones:
+            seconds = np.zeros(self.run.machine.num_ranks)
+            seconds[table.ranks] = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
+            self.run.compute(seconds)
+        self.clocks.entered = entered
+        self.coming = [self._send(messages, index, MOVED) for index, messages in self._results()]
+
+    def end(self) -> None:
+        self._receive()
+
+    def _receive(self) -> None:
+        for arrived, placed in self.coming:
+            self.run.done = np.maximum(self.run.done, arrived)
+            self.run.compute(placed)
+        self.coming = []
+
+    def _inputs(self) -> list[tuple[int, Ints]]:
+        """Messages of what goes to the launches, by zone."""
+        found: list[tuple[int, Ints]] = []
+        for table in self.tables.zones:
+            assert table.tiles is not None, "task tables only"
+            there, back = table.tiles
+            if self.clocks.backward:
+                found.append((table.index, turned(back)))
+            if not self.clocks.backward or self.run.way.policy == "replay":
+                found.append((table.index, there))
+        return found
+
+    def _results(self) -> list[tuple[int, Ints]]:
+        """Messages of what the launches compute, by zone."""
+        tiles = [(table.index, table.tiles) for table in self.tables.zones if table.tiles is not None]
+        return [(index, turned(there) if self.clocks.backward else back) for index, (there, back) in tiles]
+
+    def _send(self, messages: Ints, index: int, traffic_class: int) -> _Coming:
+        """Issue an exchange. The clocks of this half take the time of the compute stream, and give it back with packing done."""
+        clocks = self.clocks
+        clocks.done, clocks.ready, clocks.busy = self.run.done.copy(), self.run.done.copy(), self.run.busy.copy()
+        if self.run.way.signal:
+            messages = messages.copy()
+            messages[:, TOKENS], messages[:, HEAD_STOP] = 1, messages[:, HEAD_START] + 1
+        _, arrived, placed = clocks.exchange(messages, index, traffic_class)
+        self.run.done, self.run.busy = clocks.done, clocks.busy
+        return _Coming(arrived, placed)

@@ -1,0 +1,76 @@
+"""Planners that only tests have: attention cut at random, to show that the vocabulary carries any task table and any mix of zones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.patterns import dispatch
+
+MOVEMENTS = ("ring", "all_gather", "head_exchange")
+
+Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
+
+
+def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
+    """Random rectangles of every sequence's (query, key) triangle on random ranks; tokens at the owner anywhere, in any order."""
+    rng = np.random.default_rng(seed)
+    fragments: list[tuple[int, ...]] = []
+    tasks: list[tuple[int, ...]] = []
+    for seq, length in enumerate(batch.lengths):
+        fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
+        tasks += [(_rank(rng, cluster), seq, *r) for r in _rectangles(rng, (0, length, 0, length), depth=int(rng.integers(0, 5)))]
+    zone = dispatch.task_table("random", _shuffled(rng, fragments, 4), _shuffled(rng, tasks, 6))
+    return _plan("random_task_table", batch, cluster, model, (zone,))
+
+
+def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
+    """Sequences dealt to a few zones, each on a random ordered choice of ranks with a random comm pattern (a task table is one)."""
+    rng = np.random.default_rng(seed)
+    num_zones = int(rng.integers(1, 5))
+    zone_of = rng.integers(0, num_zones, len(batch.lengths))
+    zones = []
+    for i in range(num_zones):
+        ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
+        seqs = rng.permutation(np.flatnonzero(zone_of == i))
+        zones.append(Zone(f"zone{i}", MOVEMENTS[int(rng.integers(len(MOVEMENTS)))], tuple(ranks.tolist()), tuple(seqs.tolist())))
+    return _plan("random_zones", batch, cluster, model, tuple(zones))
+
+
+def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:
+    return MicrobatchPlan(name, batch.lengths, cluster.num_ranks, cluster.ranks_per_node, model.num_heads, model.num_kv_heads, zones)
+
+
+def _rank(rng: np.random.Generator, cluster: Cluster) -> int:
+    return int(rng.integers(cluster.num_ranks))
+
+
+def _shuffled(rng: np.random.Generator, rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
+    return rng.permutation(np.array(rows, dtype=np.int64).reshape(-1, width))
+
+
+def _pieces(rng: np.random.Generator, length: int) -> Iterator[tuple[int, int]]:
+    """[0, length) cut at up to three random places."""
+    cuts = sorted({0, length, *rng.integers(0, length, int(rng.integers(0, 4))).tolist()})
+    yield from zip(cuts, cuts[1:], strict=False)
+
+
+def _rectangles(rng: np.random.Generator, whole: Rectangle, depth: int) -> Iterator[Rectangle]:
+    """`whole` cut again and again, along queries or keys; what no query may see is left out."""
+    q0, q1, k0, k1 = whole
+    if k0 >= q1:
+        return
+    along_queries = bool(rng.integers(2))
+    start, stop = (q0, q1) if along_queries else (k0, k1)
+    if depth == 0 or stop - start < 2:
+        yield whole
+        return
+    at = int(rng.integers(start + 1, stop))
+    nano_batches = ((q0, at, k0, k1), (at, q1, k0, k1)) if along_queries else ((q0, q1, k0, at), (q0, q1, at, k1))
+    for nano_batch in nano_batches:
+        yield from _rectangles(rng, nano_batch, depth - 1)

@@ -1,0 +1,249 @@
+"""`megatron-balance simulate` and `compare`: the keys of their JSON, their trace, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_balance import make_planner, simulate
+from megatron_balance.cli import main
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.planners import PLANNERS
+
+INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000"
+
+
+@pytest.fixture
+def run(capsys):
+    def run(command: str) -> tuple[int, str, str]:
+        code = main(command.split())
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def error(run, command: str) -> str:
+    code, out, err = run(command)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err[len("error: ") :].rstrip("\n")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_simulate_has_the_documented_keys_for_every_planner(run, planner):
+    code, out, _ = run(f"simulate --planner {planner} {INPUTS} --json")
+    assert code == 0
+    found = json.loads(out)
+    assert set(found["step_s"]) == {"median", "p5", "p95"}
+    assert found["tokens_per_s"] == pytest.approx(11046 / found["step_s"]["median"])
+    assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"]["median"])
+    assert len(found["peak_bytes_per_rank"]) == 8
+    assert set(found["utilisation"]) == {"compute", "link", "nic"}
+    assert all(0 <= share <= 1 for share in found["utilisation"].values())
+    assert found["kind"] == "simulated"
+    assert found["assumed"] == "llama-7b on h200 assumed"
+
+
+def test_simulate_prints_phases_for_people(run):
+    code, out, _ = run(f"simulate --planner te_ring {INPUTS} --spread 0.1 --draws 3")
+    assert code == 0
+    for words in (
+        "8 ranks (2 x 4), llama-7b on h200",
+        "s a step (",
+        "tokens/s, simulated",
+        "forward attention",
+        "busy on average: compute",
+    ):
+        assert words in out
+
+
+def test_batches_make_steps_and_microbatches_make_one(run):
+    data = "--planner te_ring --dataset github --tokens 20000 --batches 4 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000 --json"
+    four = json.loads(run(f"simulate {data}")[1])
+    one = json.loads(run(f"simulate {data} --microbatches 4")[1])
+    assert four["step_s"]["p5"] < four["step_s"]["median"] < four["step_s"]["p95"]
+    assert one["step_s"]["p5"] == one["step_s"]["p95"] > 3 * four["step_s"]["median"]
+    piped = json.loads(run(f"simulate {data} --microbatches 4 --pipeline 2")[1])
+    assert len(piped["peak_bytes_per_rank"]) == 16
+    assert piped["phases_s"]["waiting"] > 0
+
+
+def test_a_straggler_and_a_replay_change_what_they_should(run):
+    usual, slow, replayed = (
+        json.loads(run(f"simulate --planner te_ring {INPUTS} --json {more}")[1]) for more in ("", "--slow 3=4", "--policy replay")
+    )
+    assert slow["step_s"]["median"] > usual["step_s"]["median"]
+    assert replayed["step_s"]["median"] > usual["step_s"]["median"]
+    assert max(replayed["peak_bytes_per_rank"]) < max(usual["peak_bytes_per_rank"])
+
+
+def test_trace_is_a_chrome_trace_of_every_rank(run, tmp_path):
+    path = tmp_path / "trace.json"
+    assert run(f"simulate --planner zeppelin {INPUTS} --trace {path}")[0] == 0
+    document = json.loads(path.read_text())
+    assert {event["pid"] for event in document["traceEvents"]} == set(range(8))
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in document["traceEvents"] if event["ph"] == "X")
+
+
+def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run):
+    code, out, _ = run(f"compare {INPUTS} --json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["baseline"] == "te_ring"
+    rows = {row["planner"]: row for row in found["rows"]}
+    assert set(rows) | set(found["left_out"]) == set(PLANNERS)
+    for row in rows.values():
+        assert {"planner", "step_s", "tokens_per_s", "speedup", "imbalance", "plan_ms", "peak_bytes"} <= set(row)
+        assert row["speedup"] == pytest.approx(rows["te_ring"]["step_s"] / row["step_s"])
+        assert set(row["imbalance"]) == {"tokens", "attention"}
+    assert rows["te_ring"]["speedup"] == 1
+
+
+def test_compare_takes_named_planners_and_another_baseline(run):
+    code, out, _ = run(f"compare --planner ulysses --planner zeppelin {INPUTS} --baseline zeppelin")
+    assert code == 0
+    assert "speedup over zeppelin" in out
+    assert "te_ring" not in out
+
+
+PIPED = (
+    "--dataset github --tokens 12000 --batches 4 --microbatches 4 --pipeline 2 --ranks 4 --ranks-per-node 4 --tokens-per-rank 6000 --json"
+)
+
+
+def test_plans_are_run_as_training_would_run_them(run):
+    found = {
+        more: json.loads(run(f"simulate --planner distca {INPUTS} --json {more}")[1])
+        for more in ("", "--ping-pong true", "--ping-pong false")
+    }
+    assert [each["ping_pong"] for each in found.values()] == [True, True, False]
+    assert {each["pipeline"] for each in found.values()} == {None}
+    usual, asked, whole = (each["step_s"]["median"] for each in found.values())
+    assert usual == asked != whole
+    assert "two nano-batches interleaved" in run(f"simulate --planner distca {INPUTS}")[1]
+    assert "nano-batches interleaved" in run(f"compare --planner distca {INPUTS} --baseline distca")[1]
+    assert not json.loads(run(f"simulate --planner te_ring {INPUTS} --json")[1])["ping_pong"]
+
+
+def test_stages_attend_together_where_training_would_have_them(run):
+    joint, apart = (json.loads(run(f"simulate --planner distca {PIPED} {more}")[1]) for more in ("", "--stages stages"))
+    assert (joint["pipeline"], apart["pipeline"]) == ("joint", "stages")
+    assert joint["step_s"]["median"] != apart["step_s"]["median"]
+    assert len(joint["peak_bytes_per_rank"]) == 8
+    assert sum(joint["phases_s"].values()) == pytest.approx(joint["step_s"]["median"])
+    rows = json.loads(run(f"compare --planner te_ring --planner distca {PIPED}")[1])["rows"]
+    assert [(row["planner"], row["ping_pong"], row["pipeline"]) for row in rows] == [
+        ("te_ring", False, "stages"),
+        ("distca", True, "joint"),
+    ]
+    left_out = json.loads(run(f"compare {PIPED} --stages joint --baseline distca")[1])["left_out"]
+    assert "plans each stage for itself" in left_out["te_ring"]
+
+
+def test_a_configuration_says_how_plans_are_run(run, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("planner: {name: distca, tokens_per_rank: 6000}\nping_pong: false\npipeline: stages\n")
+    found = json.loads(run(f"simulate --config {config} {PIPED}")[1])
+    assert (found["ping_pong"], found["pipeline"]) == (False, "stages")
+    assert json.loads(run(f"simulate --config {config} {PIPED} --stages joint")[1])["pipeline"] == "joint"
+
+
+def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
+    path = tmp_path / "trace.json"
+    assert run(f"simulate --planner distca --ping-pong false {PIPED} --trace {path}")[0] == 0
+    assert {event["pid"] for event in json.loads(path.read_text())["traceEvents"]} == set(range(8))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (f"simulate --planner distca {INPUTS} --stages joint", "--stages joint goes with --pipeline P of several stages"),
+        (
+            f"simulate --planner te_ring {PIPED} --stages joint",
+            "pipeline: joint: planner te_ring plans each stage for itself; choose distca, or 'stages'",
+        ),
+        (
+            f"simulate --planner distca {INPUTS} --trace x.json",
+            "--trace x.json is of one attention call, and distca runs two nano-batches interleaved; add --ping-pong false",
+        ),
+        (f"compare --planner ulysses {INPUTS} --baseline te_ring", "--baseline te_ring is not among the planners of this run: ulysses"),
+        (f"simulate --planner te_ring {INPUTS} --slow 9=2", "--slow 9=2: expected RANK=FACTOR with a rank from 0 to 7, such as 3=1.5"),
+        (f"simulate --planner te_ring {INPUTS} --slow 1=x", "--slow 1=x: expected RANK=FACTOR, such as 3=1.5"),
+        (f"simulate --planner te_ring {INPUTS} --slow 1=0", "--slow 1=0: the factor must be more than 0"),
+        (f"simulate --planner te_ring {INPUTS} --spread -1", "spread -1.0: must not be negative; 0.1 is about 10 %"),
+        (f"simulate --planner te_ring {INPUTS} --draws 3", "--draws 3 goes with --spread S, such as 0.1"),
+        (f"simulate --planner te_ring {INPUTS} --pipeline 0", "pipeline 0: must be at least 1"),
+        (
+            f"simulate --planner te_ring {INPUTS} --microbatches 2",
+            "--microbatches 2: 1 batches do not make whole steps of so many; give a divisor",
+        ),
+        (
+            f"simulate --planner te_ring --planner ulysses {INPUTS} --trace x.json",
+            "--trace x.json is of one planner, and 2 are asked for; run simulate once for each",
+        ),
+        (
+            f"simulate --planner te_ring {INPUTS} --trace x.json --transport sockets",
+            "--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams",
+        ),
+        (
+            "simulate --planner te_ring --lengths 900 --ranks 256 --ranks-per-node 8 --tokens-per-rank 4000 --trace x.json",
+            "a trace of 256 ranks is too large to open; trace at most 128, with --ranks",
+        ),
+        (f"simulate --planner te_ring {INPUTS} --costs nowhere.json", None),
+    ],
+)
+def test_mistakes_are_one_sentence(run, command, message):
+    found = error(run, command)
+    assert message is None or found == message
+
+
+def test_plan_does_not_import_the_simulator():
+    code = (
+        "import sys; from megatron_balance.cli import main; "
+        "main(['plan', '--planner', 'te_ring', '--lengths', '900,80', '--ranks', '4', '--json']); "
+        "assert not [name for name in sys.modules if name.startswith(('megatron_balance.simulator', 'torch', 'rich'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
+    data = "--planner te_ring --model llama-13b --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 9000"
+    code, out, _ = run(f"simulate {data} --tensor-parallel 2 --json")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["num_ranks"], found["gpus_per_rank"], len(found["peak_bytes_per_rank"])) == (8, 2, 8)
+    cluster = wide_ranks(load_cluster("a800").build(num_ranks=16), 2)
+    model = load_model("llama-13b")
+    plan = make_planner("te_ring", cluster, model)([65536])
+    assert found["step_s"]["median"] == pytest.approx(simulate(plan, cluster, model, AnalyticCost(cluster, model, 2))["step_s"]["median"])
+    assert "8 ranks of 2 GPUs (2 x 4)" in run(f"simulate {data} --tensor-parallel 2")[1]
+
+
+def test_experts_are_exchanged_where_ranks_share_them(run):
+    data = "simulate --planner te_ring --model moe-8x550m --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 5000 --json"
+    alone, shared = (json.loads(run(f"{data} {more}")[1]) for more in ("", "--expert-parallel 8"))
+    assert shared["phases_s"]["forward_linear"] > alone["phases_s"]["forward_linear"]
+    assert max(shared["peak_bytes_per_rank"]) < max(alone["peak_bytes_per_rank"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tensor-parallel 0", "--tensor-parallel 0: must be at least 1"),
+        ("--tensor-parallel 3", "tensor parallelism 3 does not divide"),
+        ("--tensor-parallel 2 --costs table.json", "--costs table.json goes with --tensor-parallel 1"),
+        ("--tensor-parallel 2 --plan-costs table.json", "--plan-costs table.json goes with --tensor-parallel 1"),
+        ("--expert-parallel 8", "--expert-parallel 8: llama-7b has no experts"),
+        ("--model moe-8x550m --expert-parallel 3", "--expert-parallel 3: must divide the 8 experts"),
+        ("--model moe-8x550m --expert-parallel 0", "--expert-parallel 0: must"),
+    ],
+)
+def test_parallelism_that_cannot_be_is_refused(run, options, words):
+    assert words in error(run, f"simulate --planner te_ring {INPUTS} {options}")

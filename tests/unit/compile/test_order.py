@@ -1,0 +1,251 @@
+"""The order of a rank's steps and streams: what starts early, what waits for what, and that no rank waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from megatron_balance.compile.order import Finish, Issue, Run, Start, Step, order, roles, streams
+from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.transpose import POLICIES, Policy, transpose
+from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
+from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
+from megatron_balance.ir.rows import Rows
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+
+# Three queues on two nodes of two ranks: a ring over all ranks, one inside the first node, and a sequence on one rank.
+QUEUES = MicrobatchPlan(
+    *("by_hand", (64, 32, 8), 4, 2, 2, 1),
+    (
+        Zone("inter_node", "ring", (0, 1, 2, 3), (0,)),
+        Zone("intra_node", "ring", (0, 1), (1,)),
+        Zone("local", "ring", (0,), (2,)),
+    ),
+)
+
+
+def shown(ops: Sequence[Op], steps: Sequence[Step]) -> list[str]:
+    """Steps in short: exchanges by their ids, launches by their zone's number of keys' sequence."""
+    found: list[str] = []
+    for step in steps:
+        op = ops[step.op]
+        match step:
+            case Start():
+                assert isinstance(op, Exchange)
+                found.append(f"start {op.id}")
+            case Finish():
+                assert isinstance(op, Exchange)
+                found.append(f"finish {op.id}")
+            case Run():
+                assert isinstance(op, Attend | AttendGrad)
+                found.append("run s" + "s".join(str(s) for s in sorted({row[0] for row in op.pairs})))
+    return found
+
+
+def bound(plan: MicrobatchPlan, rank: int, policy: Policy = "keep") -> RankProgram:
+    return transpose(project(plan, rank), policy, merges=False)
+
+
+def test_the_next_rounds_keys_are_under_way_while_the_current_ones_are_attended() -> None:
+    program = bound(QUEUES, 0)
+    assert shown(program.forward, order(program.forward, 0)) == [
+        *("start 0", "run s0"),
+        *("finish 0", "start 1", "run s0"),
+        *("finish 1", "start 2", "start 3", "run s0"),  # the first transfer of the second queue too, but behind all of the first's
+        *("finish 2", "run s0", "run s1"),
+        *("finish 3", "run s1", "run s2"),
+    ]
+
+
+def test_the_backward_comes_in_reverse_and_its_gradients_travel_beside_computation() -> None:
+    program = bound(QUEUES, 0, "keep")
+    steps = shown(program.backward, order(program.backward, 0))
+    assert [s for s in steps if s.startswith("run")] == ["run s2", "run s1", "run s1", "run s0", "run s0", "run s0", "run s0"]
+    ends = [s for s in steps if not s.startswith("run")]
+    assert ends == ["start 1", "start 3", "finish 3", "start 5", "finish 5", "start 7", "finish 1", "finish 7"]
+    # The gradient of the first ring round goes once it is computed, and the next launch waits for no gradient.
+    assert steps.index("start 3") < steps.index("finish 3")
+    assert steps[steps.index("start 3") + 1] == "run s0"
+
+
+def test_in_a_replayed_ring_the_next_keys_pass_the_current_gradients() -> None:
+    program = bound(QUEUES, 0, "replay")
+    steps = shown(program.backward, order(program.backward, 0))
+    for again, gradient in ((2, 1), (4, 3), (6, 5)):
+        assert steps.index(f"start {again}") < steps.index(f"start {gradient}")
+    starts = [int(s.removeprefix("start ")) for s in steps if s.startswith("start")]
+    assert [i for i in starts if i % 2 == 0] == sorted(i for i in starts if i % 2 == 0)
+    assert [i for i in starts if i % 2] == sorted(i for i in starts if i % 2)
+
+
+def test_a_launch_waits_only_for_the_gradients_that_it_reads() -> None:
+    """The gradient of sequence 1's output comes from rank 1; the launch of sequence 0 goes ahead of it."""
+    ops: list[Op] = [
+        Exchange(0, Rows.of(8, [(Kind.OUT_GRAD, 1, 0, 8, 0, 2, 1, 0)])),
+        AttendGrad(0, Rows.of(9, [(0, 0, 8, 0, 2, 0, 8, 0, 1)])),
+        AttendGrad(0, Rows.of(9, [(1, 0, 8, 0, 2, 0, 8, 0, 1)])),
+    ]
+    assert shown(ops, order(ops, 0)) == ["start 0", "run s0", "finish 0", "run s1"]
+
+
+def test_a_launch_does_not_wait_for_keys_that_none_of_its_queries_sees() -> None:
+    ops: list[Op] = [Exchange(0, Rows.of(8, [(Kind.KV, 0, 4, 8, 0, 1, 1, 0)])), Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 8, 0, 1)]))]
+    assert shown(ops, order(ops, 0)) == ["start 0", "run s0", "finish 0"]
+
+
+def test_what_is_only_received_is_asked_for_at_once() -> None:
+    """A rank that sends no gradient asks for those of others before it computes its own."""
+    zones = (Zone("intra_node", "all_gather", (0, 1), (0,)),)
+    program = bound(replace(QUEUES, lengths=(16,), zones=zones), 0)
+    received_only = [
+        replace(op, transfers=Rows.of(8, [row for row in op.transfers if row[7] == 0]), collective="p2p", group=())
+        if isinstance(op, Exchange)
+        else op
+        for op in program.backward
+    ]
+    assert isinstance(order(received_only, 0)[0], Start)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+@given(case=cases(max_length=80, max_sequences=4))
+def test_every_step_comes_after_what_it_needs_and_no_rank_waits_for_ever(planner: str, policy: Policy, case: Case) -> None:
+    planned = plan(planner, case)
+    programs = [bound(planned, rank, policy) for rank in range(planned.num_ranks)]
+    for phase in ("forward", "backward"):
+        ops = [getattr(program, phase) for program in programs]
+        steps = [order(of, rank) for rank, of in enumerate(ops)]
+        for rank, (of, made) in enumerate(zip(ops, steps, strict=True)):
+            assert_well_ordered(of, made, rank)
+        assert_all_ends(ops, steps)
+
+
+def assert_well_ordered(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> None:
+    """Every op once, launches in program order, exchanges of a lane by id, and everything read has come before it is read."""
+    assert [s.op for s in steps if isinstance(s, Run)] == [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+    exchanges = [i for i, op in enumerate(ops) if isinstance(op, Exchange)]
+    started = {s.op: at for at, s in enumerate(steps) if isinstance(s, Start)}
+    finished = {s.op: at for at, s in enumerate(steps) if isinstance(s, Finish)}
+    ran = {s.op: at for at, s in enumerate(steps) if isinstance(s, Run)}
+    assert sorted(started) == sorted(finished) == exchanges
+    assert len(steps) == len(started) + len(finished) + len(ran)
+    for traffic_class in (False, True):
+        of_traffic_class = [i for i in exchanges if any((row[0] in MOVED) == traffic_class for row in _transfers(ops[i]))]
+        assert [started[i] for i in of_traffic_class] == sorted(started[i] for i in of_traffic_class)
+    for i in exchanges:
+        assert started[i] < finished[i]
+    for i, op in enumerate(ops):
+        begins = started.get(i, ran.get(i))
+        if begins is None:
+            continue
+        wanted = list(_reads(op, rank))
+        for j in exchanges:
+            if j < i and any(_meet(row, region) for row in _transfers(ops[j]) if row[7] == rank for region in wanted):
+                assert finished[j] < begins, (i, j)
+        if isinstance(op, Exchange) and any(row[0] in MOVED and row[6] == rank for row in op.transfers):
+            assert all(at < begins for j, at in ran.items() if j < i)
+
+
+def _transfers(op: Op) -> list[tuple[int, ...]]:
+    return list(op.transfers) if isinstance(op, Exchange) else []
+
+
+def _reads(op: Op, rank: int) -> list[tuple[int, ...]]:
+    """(kind, seq, start, stop, head_start, head_stop) of what an op needs, pair by pair."""
+    if isinstance(op, Exchange):
+        return [row[:6] for row in op.transfers if row[6] == rank]
+    if not isinstance(op, Attend | AttendGrad):
+        return []
+    found: list[tuple[int, ...]] = []
+    for seq, q0, q1, h0, h1, k0, k1, g0, g1 in op.pairs:
+        found += [(Kind.Q, seq, max(q0, k0), q1, h0, h1), (Kind.KV, seq, k0, min(k1, q1), g0, g1)]
+        if isinstance(op, AttendGrad):
+            found.append((Kind.OUT_GRAD, seq, max(q0, k0), q1, h0, h1))
+    return found
+
+
+def _meet(row: tuple[int, ...], region: tuple[int, ...]) -> bool:
+    return row[:2] == region[:2] and row[2] < region[3] and region[2] < row[3] and row[4] < region[5] and region[4] < row[5]
+
+
+def assert_all_ends(ops: Sequence[Sequence[Op]], steps: Sequence[Sequence[Step]]) -> None:
+    """Ranks run side by side; an end waits until every rank that sends in the exchange has started it. (Proxies wait for no step.)"""
+    sources = [
+        {op.id: {row[6] for row in op.transfers if row[7] == rank} for op in of if isinstance(op, Exchange)} for rank, of in enumerate(ops)
+    ]
+    started: set[tuple[int, int]] = set()
+    at = [0] * len(ops)
+    moving = True
+    while moving:
+        moving = False
+        for rank, of in enumerate(ops):
+            while at[rank] < len(steps[rank]):
+                step = steps[rank][at[rank]]
+                op = of[step.op]
+                if isinstance(op, Exchange):
+                    if isinstance(step, Start):
+                        started.add((rank, op.id))
+                    elif any((source, op.id) not in started for source in sources[rank][op.id]):
+                        break
+                at[rank] += 1
+                moving = True
+    assert at == [len(s) for s in steps], "ranks wait for one another"
+
+
+# Streams
+
+
+def test_each_leg_of_a_routed_exchange_has_its_stream() -> None:
+    """Rank 0 sends to rank 2 on the other node: half of it over rank 1 and rank 3."""
+    ring = MicrobatchPlan("by_hand", (32,), 4, 2, 2, 1, (Zone("inter_node", "ring", (0, 2), (0,)),), routing=Routing(1, (0,)))
+    issues = [streams(project(ring, rank).forward, rank, 2) for rank in range(4)]
+    exchange = [next(i for i, op in enumerate(project(ring, rank).forward) if isinstance(op, Exchange)) for rank in range(4)]
+    for rank in (0, 2):
+        at = exchange[rank]
+        assert {name: list(of) for name, of in issues[rank].items() if name != "compute"} == {
+            "dispatch": [Issue(at, "dispatch", ("own",))],
+            "inter_node": [Issue(at, "across", ("own",))],
+            "combine": [Issue(at, "combine", ("own",))],
+        }
+    for rank in (1, 3):
+        at = exchange[rank]
+        assert issues[rank] == {
+            "compute": (),
+            "dispatch": (Issue(at, "dispatch", ("send_proxy",)),),
+            "inter_node": (Issue(at, "across", ("receive_proxy", "send_proxy")),),
+            "combine": (Issue(at, "combine", ("receive_proxy",)),),
+        }
+
+
+def test_a_direct_transfer_belongs_to_the_link_that_it_takes() -> None:
+    program = project(replace(QUEUES, zones=QUEUES.zones[:1], lengths=(64,)), 1)
+    found = streams(program.forward, 1, 2)
+    assert set(found) == {"compute", "inter_node", "intra_node"}  # rank 1 receives from its own node and sends to the other
+    assert [i.op for i in found["inter_node"]] == [i.op for i in found["intra_node"]]
+    backward = streams(bound(QUEUES, 1).backward, 1, 2)
+    assert set(backward) == {"compute", "inter_node moved", "intra_node moved"}
+
+
+@pytest.mark.parametrize(
+    ("route", "rank", "expected"),
+    [
+        ((0, 0, 4, 4), 0, [("across", "own")]),
+        ((0, 1, 5, 4), 0, [("dispatch", "own")]),
+        ((0, 1, 5, 4), 1, [("dispatch", "send_proxy"), ("across", "send_proxy")]),
+        ((0, 1, 5, 4), 5, [("across", "receive_proxy"), ("combine", "receive_proxy")]),
+        ((0, 1, 5, 4), 4, [("combine", "own")]),
+        ((0, 0, 5, 4), 5, [("across", "receive_proxy"), ("combine", "receive_proxy")]),
+        ((0, 1, 4, 4), 4, [("across", "own")]),
+        ((0, 1, 5, 4), 7, []),
+    ],
+)
+def test_what_a_rank_is_to_a_piece(route: tuple[int, ...], rank: int, expected: list[tuple[str, str]]) -> None:
+    assert roles(route, rank) == expected
+
+
+def test_an_empty_batch_has_no_steps() -> None:
+    assert order((), 0) == ()
+    assert streams((), 0, 8) == {"compute": ()}

@@ -1,0 +1,219 @@
+"""Turns of two nano-batches, where a phase is cut, and that interleaved programs meet in one order on all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.order import Finish, Run, Start, Step, order, streams
+from megatron_balance.compile.ping_pong import Cuts, Segment, parts
+from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.transpose import POLICIES, Policy, transpose
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Op
+from megatron_balance.ir.rows import Rows
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+
+# A document of 8 tokens on each of two ranks; rank 1 attends for the later half of rank 0's.
+DISPATCH = MicrobatchPlan(
+    *("by_hand", (8, 4), 2, 1, 2, 1),
+    (
+        TaskTable(
+            "pool", Rows.of(4, [(0, 0, 0, 8), (1, 1, 0, 4)]), Rows.of(6, [(0, 0, 0, 4, 0, 4), (1, 0, 4, 8, 0, 8), (1, 1, 0, 4, 0, 4)])
+        ),
+    ),
+)
+
+
+def programs_of(planned: MicrobatchPlan, policy: Policy, *, backward: bool) -> list[Sequence[Op]]:
+    ranks = [transpose(project(planned, rank), policy, merges=False) for rank in range(planned.num_ranks)]
+    return [rank.backward if backward else rank.forward for rank in ranks]
+
+
+def shown(segments: Sequence[Segment]) -> str:
+    return " ".join(f"{'AB'[segment.nano_batch]}{segment.part[0] if segment.part != 'end' else 'E'}{segment.layer}" for segment in segments)
+
+
+# Turns
+
+
+def test_parts_of_two_halves_take_turns() -> None:
+    assert shown(ping_pong.forward(2)) == "Al0 As0 Bl0 Bs0 Aa0 Ba0 AE0 Al1 As1 BE0 Bl1 Bs1 Aa1 Ba1 AE1 Al2 BE1 Bl2"
+    assert shown(ping_pong.one_by_one(1)) == "Al0 As0 Aa0 AE0 Bl0 Bs0 Ba0 BE0 Al1 Bl1"
+    assert shown(ping_pong.forward(0)) == "Al0 Bl0"
+    assert shown(ping_pong.backward(ping_pong.forward(1))) == "Bl1 Bs0 Al1 As0 Ba0 Aa0 BE0 Bl0 AE0 Al0"
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) -> None:
+    """Between a start and what waits for it, forward and backward, the other nano-batch computes; one after the other, nothing does."""
+    segments = ping_pong.forward(num_layers)
+    for phase in (segments, ping_pong.backward(segments)):
+        for nano_batch in (0, 1):
+            own = [(at, segment) for at, segment in enumerate(phase) if segment.nano_batch == nano_batch and segment.part != "linear"]
+            assert [segment.part for _, segment in own] == ["start", "attend", "end"] * num_layers
+            for (begin, first), (end, second) in pairwise(own):
+                if first.part == "end":
+                    continue
+                beside = [
+                    segment.part
+                    for segment in phase[begin:end]
+                    if segment.nano_batch != nano_batch and segment.part in ("linear", "attend")
+                ]
+                assert beside, (nano_batch, first, second)
+    single = ping_pong.one_by_one(num_layers)
+    assert sorted(single) == sorted(segments)
+    for nano_batch in (0, 1):
+        at = [i for i, segment in enumerate(single) if segment.nano_batch == nano_batch and segment.part in ("start", "attend", "end")]
+        assert all(b - a == 1 for a, b in pairwise(at) if single[a].part != "end")
+
+
+# Cuts
+
+
+def cut_text(ops: Sequence[Op], rank: int, may_start: frozenset[int]) -> str:
+    steps, where = parts(ops, order(ops, rank), may_start)
+    words = [f"{type(step).__name__.lower()}{_id(ops[step.op])}" for step in steps]
+    return " | ".join(" ".join(part) for part in (words[: where.attend], words[where.attend : where.end], words[where.end :]))
+
+
+def _id(op: Op) -> str:
+    return f" {op.id}" if isinstance(op, Exchange) else ""
+
+
+def test_a_dispatch_is_cut_behind_what_goes_out_and_before_what_comes_home() -> None:
+    ahead = prefetchable(DISPATCH, "replay")
+    forward, backward = (programs_of(DISPATCH, "replay", backward=b) for b in (False, True))
+    assert cut_text(forward[1], 1, ahead.forward) == "start 0 | finish 0 run start 1 | finish 1"
+    # Rank 0 only sends and computes its own: it could ask for what comes back to the owner at once, but the others send that in their second part.
+    assert cut_text(forward[0], 0, ahead.forward) == "start 0 | start 1 run | finish 0 finish 1"
+    assert cut_text(backward[1], 1, ahead.backward) == "start 1 start 2 | finish 1 finish 2 run start 3 | finish 3"
+    kept = programs_of(DISPATCH, "keep", backward=True)
+    assert cut_text(kept[1], 1, prefetchable(DISPATCH, "keep").backward) == "start 1 | finish 1 run start 3 | finish 3"
+
+
+def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
+    assert parts((), (), frozenset({0})) == ((), Cuts(0, 0))
+    ops: list[Op] = [Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 4, 0, 1)]))]
+    assert parts(ops, (Run(0),), frozenset({0})) == ((Run(0),), Cuts(0, 1))
+
+
+# Two programs under way
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+@settings(max_examples=12)
+@given(case=cases(max_length=80, max_sequences=4), other=cases(max_length=80, max_sequences=4))
+def test_two_interleaved_programs_meet_in_one_order(planner: str, policy: Policy, case: Case, other: Case) -> None:
+    """No rank waits for ever, and between any two ranks each stream (a communicator on NCCL) has one order at both ends."""
+    case = replace(case, tokens_per_rank=None)
+    other = replace(case, batch=other.batch, seed=other.seed)
+    nano_batches = [plan(planner, case), plan(planner, other)]
+    for backward in (False, True):
+        ops = [programs_of(nano_batch, policy, backward=backward) for nano_batch in nano_batches]
+        ahead = [prefetchable(nano_batch, policy)[backward] for nano_batch in nano_batches]
+        segments = ping_pong.forward(2)
+        segments = ping_pong.backward(segments) if backward else segments
+        joint = [_joint([ops[nano_batch][rank] for nano_batch in (0, 1)], rank, ahead, segments) for rank in range(case.cluster.num_ranks)]
+        for rank, steps in enumerate(joint):
+            for nano_batch in (0, 1):  # nothing is left out, and what is not a start keeps its place
+                for layer in (0, 1):
+                    own = [step for at, of, step in steps if (at, of) == (nano_batch, layer)]
+                    wanted = order(ops[nano_batch][rank], rank)
+                    assert set(own) == set(wanted)
+                    assert len(own) == len(wanted)
+                    assert [s for s in own if not isinstance(s, Start)] == [s for s in wanted if not isinstance(s, Start)]
+        assert_all_end(ops, joint)
+        assert_one_order(nano_batches, ops, joint)
+
+
+def _joint(
+    programs: Sequence[Sequence[Op]], rank: int, ahead: Sequence[frozenset[int]], segments: Sequence[Segment]
+) -> list[tuple[int, int, Step]]:
+    """All steps of a rank as (half, layer, step), interleaved."""
+    of_nano_batch = [parts(ops, order(ops, rank), ids) for ops, ids in zip(programs, ahead, strict=True)]
+    found: list[tuple[int, int, Step]] = []
+    for nano_batch, layer, part in segments:
+        steps, (attend, end) = of_nano_batch[nano_batch]
+        of_segment = {"start": slice(0, attend), "attend": slice(attend, end), "end": slice(end, None), "linear": slice(0, 0)}[part]
+        found += [(nano_batch, layer, step) for step in steps[of_segment]]
+    return found
+
+
+Joint = Sequence[Sequence[tuple[int, int, Step]]]
+
+
+def assert_all_end(ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
+    """Ranks run side by side; an end waits until every rank that sends in the exchange has started it."""
+    started: set[tuple[int, int, int, int]] = set()
+    at = [0] * len(joint)
+    moving = True
+    while moving:
+        moving = False
+        for rank, steps in enumerate(joint):
+            while at[rank] < len(steps):
+                nano_batch, layer, step = steps[at[rank]]
+                op = ops[nano_batch][rank][step.op]
+                if isinstance(op, Exchange):
+                    sources = {row[6] for row in op.transfers if row[7] == rank}
+                    if isinstance(step, Start):
+                        started.add((nano_batch, layer, rank, op.id))
+                    elif any((nano_batch, layer, source, op.id) not in started for source in sources):
+                        break
+                at[rank] += 1
+                moving = True
+    assert at == [len(steps) for steps in joint], "ranks wait for one another"
+
+
+def assert_one_order(nano_batches: Sequence[MicrobatchPlan], ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
+    """What two ranks, or the ranks of a communicator, issue to a stream comes in one order."""
+    between: dict[tuple[object, str], dict[int, list[tuple[int, int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, steps in enumerate(joint):
+        streams_of = [_streams_by_op(ops[nano_batch][rank], rank, nano_batches[nano_batch].ranks_per_node) for nano_batch in (0, 1)]
+        for nano_batch, layer, step in steps:
+            op = ops[nano_batch][rank][step.op]
+            if not isinstance(step, Start):
+                assert isinstance(step, Finish) or isinstance(op, Attend | AttendGrad)
+                continue
+            assert isinstance(op, Exchange)
+            peers: set[object] = {frozenset((rank, peer)) for peer in _peers(op, rank)} if op.collective == "p2p" else {op.group}
+            for stream in streams_of[nano_batch][step.op]:
+                for peer in peers:
+                    between[peer, stream][rank].append((nano_batch, layer, op.id))
+    for (peer, stream), by_rank in between.items():
+        common = set.intersection(*(set(issued) for issued in by_rank.values()))
+        orders = [
+            [each for each in dict.fromkeys(issued) if each in common] for issued in by_rank.values()
+        ]  # an exchange may have two legs
+        assert all(one == orders[0] for one in orders), (peer, stream, orders)
+
+
+def _streams_by_op(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = defaultdict(list)
+    for stream, issues in streams(ops, rank, ranks_per_node).items():
+        for issue in issues:
+            found[issue.op].append(stream)
+    return found
+
+
+def _peers(op: Exchange, rank: int) -> set[int]:
+    peers = {row[6] if row[7] == rank else row[7] for row in op.transfers if rank in (row[6], row[7])}
+    for src, dst, _, send_proxy, receive_proxy in op.routes:
+        way = (src, send_proxy, receive_proxy, dst)
+        peers |= {b if a == rank else a for a, b in pairwise(way) if a != b and rank in (a, b)}
+    return peers
+
+
+def test_a_batch_of_no_sequences_has_nothing_to_start() -> None:
+    nothing = replace(DISPATCH, lengths=(), zones=())
+    assert prefetchable(nothing, "keep") == (frozenset(), frozenset())
+    assert Batch(()).num_tokens == 0

@@ -1,0 +1,207 @@
+"""What the CUDA transport issues, on streams that only write it down: which stream does what, in which order, after which event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone  # noqa: E402
+from megatron_balance.runtime import cuda  # noqa: E402
+from megatron_balance.runtime.attention import balanced_attention  # noqa: E402
+from megatron_balance.runtime.bind import AttentionShape, bind  # noqa: E402
+from megatron_balance.runtime.cuda import CudaStreams, Transfer  # noqa: E402
+from megatron_balance.runtime.groups import Groups, stream_names  # noqa: E402
+
+RING = MicrobatchPlan("by_hand", (64,), 4, 2, 2, 1, (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)),))
+PAIR = MicrobatchPlan("by_hand", (64,), 4, 2, 2, 1, (Zone("inter_node", "ring", (0, 2), (0,)),), routing=Routing(1, (0,)))
+
+
+class Written:
+    """Streams that write down what they are told; every event is the number of what came before it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+
+    def of(self, name: str) -> WrittenStream:
+        return WrittenStream(name, self.log)
+
+    def now(self) -> str:
+        return f"compute {sum(entry[0] == 'compute' for entry in self.log)}"
+
+    def wait(self, event: str) -> None:
+        self.log.append(("compute", "wait", event))
+
+
+class WrittenStream:
+    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
+        self.name, self.log = name, log
+
+    def wait(self, event: str) -> None:
+        self.log.append((self.name, "wait", event))
+
+    def batch(self, transfers: Sequence[Transfer]) -> None:
+        self.log.append((self.name, "batch", [("to" if t.sends else "from", t.peer, t.tensor.nbytes) for t in transfers]))
+
+    def call(self, issue: Callable[[], Sequence[Any]]) -> None:
+        raise AssertionError(f"no collective here, but {issue}")
+
+    def empty(self, num_bytes: int) -> Any:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def uses(self, x: Any) -> None:
+        self.log.append((self.name, "uses", x.nbytes))
+
+    def record(self) -> str:
+        return f"{self.name} {sum(entry[:2] == (self.name, 'batch') for entry in self.log)}"
+
+
+def issued(plan: MicrobatchPlan, rank: int) -> list[tuple[Any, ...]]:
+    """All that rank `rank` issues in a forward, but for the memory its streams use. Nothing arrives, so the values are void."""
+    streams = Written()
+    groups = Groups(rank, plan.num_ranks, tuple(range(plan.num_ranks)), None, streams=streams)
+    bound = bind(plan, rank, AttentionShape(2, 1, 4), groups=groups, kernel="plain")
+    inputs = [torch.zeros(bound.num_tokens, heads, 4) for heads in (2, 1, 1)]
+    balanced_attention(inputs[0], inputs[1], inputs[2], bound)
+    batches = {(name, size) for name, what, rows in streams.log if what == "batch" for _, _, size in rows}
+    assert batches == {(name, size) for name, what, size in streams.log if what == "uses"}
+    return [entry for entry in streams.log if entry[1] != "uses"]
+
+
+def test_transfers_in_the_node_and_between_nodes_go_beside_each_other() -> None:
+    """Rank 1 receives from rank 0 beside it and sends to rank 2 on the other node: 16 tokens, keys and values, fp32."""
+    log = issued(RING, 1)
+    assert log[:6] == [
+        ("inter_node", "wait", "compute 0"),
+        ("inter_node", "batch", [("to", 2, 512)]),
+        ("intra_node", "wait", "compute 0"),
+        ("intra_node", "batch", [("from", 0, 256)]),  # its low chunk only: no one needs the high one
+        ("compute", "wait", "intra_node 1"),
+        ("inter_node", "wait", "compute 1"),
+    ]
+
+
+def test_a_leg_waits_for_the_leg_before_and_attention_for_the_last() -> None:
+    """Rank 2 receives half of what it needs of rank 0 directly and half over rank 3, and sends its own the same way."""
+    assert issued(PAIR, 2) == [
+        ("dispatch", "wait", "compute 0"),
+        ("dispatch", "batch", [("to", 3, 512)]),
+        ("inter_node", "wait", "compute 0"),
+        ("inter_node", "wait", "dispatch 1"),
+        ("inter_node", "batch", [("from", 0, 256), ("to", 0, 512)]),
+        ("combine", "wait", "compute 0"),
+        ("combine", "wait", "inter_node 1"),
+        ("combine", "batch", [("from", 3, 256)]),
+        ("compute", "wait", "inter_node 1"),
+        ("compute", "wait", "combine 1"),
+    ]
+
+
+def test_a_proxy_passes_on_without_waiting_for_its_own_work() -> None:
+    log = issued(PAIR, 3)
+    assert log == [
+        ("dispatch", "batch", [("from", 2, 512)]),
+        ("inter_node", "wait", "dispatch 1"),
+        ("inter_node", "batch", [("from", 1, 256), ("to", 1, 512)]),
+        ("combine", "wait", "inter_node 1"),
+        ("combine", "batch", [("to", 2, 256)]),
+    ]
+    busy = replace(PAIR, lengths=(64, 8), zones=(*PAIR.zones, Zone("local", "ring", (3,), (1,))))
+    assert issued(busy, 3) == log
+
+
+def test_both_ends_of_every_batch_have_its_messages_in_the_same_order() -> None:
+    """All that two ranks say to each other on one stream, in order, is the same on both sides."""
+    plan = replace(RING, lengths=(200,), routing=Routing(1, (0,)))
+    said: dict[tuple[str, int, int], list[int]] = {}
+    heard: dict[tuple[str, int, int], list[int]] = {}
+    for rank in range(4):
+        for name, what, rows in issued(plan, rank):
+            for way, peer, size in rows if what == "batch" else ():
+                src, dst = (rank, peer) if way == "to" else (peer, rank)
+                (said if way == "to" else heard).setdefault((name, src, dst), []).append(size)
+    assert said == heard
+    assert {name for name, _, _ in said} == {"dispatch", "inter_node", "intra_node", "combine"}
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks_per_node", "links"),
+    [
+        (1, 8, []),
+        (8, 8, ["intra_node"]),
+        (4, 8, ["intra_node"]),
+        (4, 1, ["inter_node"]),
+        (16, 8, ["inter_node", "intra_node", "dispatch", "combine"]),
+        (16, 0, ["inter_node", "intra_node", "dispatch", "combine"]),
+    ],
+)
+def test_a_pool_has_the_streams_that_its_nodes_need(size: int, ranks_per_node: int, links: list[str]) -> None:
+    assert stream_names(size, ranks_per_node) == [name for link in links for name in (link, f"{link} moved")]
+
+
+class FakeCuda:
+    """`torch.cuda`, written down."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.inside: list[int] = [0]
+        self.made = 0
+
+    def Stream(self, priority: int) -> SimpleNamespace:  # noqa: N802
+        self.made += 1
+        number = self.made
+        self.log.append(("stream", number, priority))
+        return SimpleNamespace(number=number, wait_event=lambda event: self.log.append((number, "waits for", event)))
+
+    def Event(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(record=lambda stream=None: self.log.append((stream.number if stream else self.inside[-1], "records")))
+
+    def current_stream(self) -> SimpleNamespace:
+        return SimpleNamespace(wait_event=lambda event: self.log.append((self.inside[-1], "waits for", event)))
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Any:
+        self.inside.append(stream.number)
+        yield
+        self.inside.pop()
+
+
+def test_calls_and_waits_happen_inside_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work issued and waited for under the stream joins that stream to the communicator's own, and never stops the host."""
+    fake = FakeCuda()
+    monkeypatch.setattr(cuda.torch, "cuda", fake)
+    monkeypatch.setattr(cuda.dist, "P2POp", lambda op, tensor, peer, group: (op.__name__, tensor, peer, group))
+
+    def batch(ops: list[Any]) -> list[SimpleNamespace]:
+        fake.log.append((fake.inside[-1], [(name, peer, group) for name, _, peer, group in ops]))
+        return [SimpleNamespace(wait=lambda: fake.log.append((fake.inside[-1], "waits for the call")))]
+
+    monkeypatch.setattr(cuda.dist, "batch_isend_irecv", batch)
+    streams = CudaStreams({"inter_node": "between", "combine": "inside"}, (10, 11, 12))  # pyright: ignore[reportArgumentType]
+    across, combine = streams.of("inter_node"), streams.of("combine")
+    assert streams.of("inter_node") is across
+    streams.now()
+    across.wait("ready")  # pyright: ignore[reportArgumentType]
+    x = torch.zeros(1)
+    across.batch([Transfer(0, 1, 0, True, 1, x), Transfer(2, 0, 0, False, 2, x)])
+    across.record()
+    combine.batch([Transfer(0, 1, 0, True, 1, x)])
+    streams.wait("event")  # pyright: ignore[reportArgumentType]
+    assert fake.log == [
+        ("stream", 1, -1),  # between nodes: high priority
+        ("stream", 2, 0),
+        (0, "records"),
+        (1, "waits for", "ready"),
+        (1, [("isend", 11, "between"), ("irecv", 12, "between")]),
+        (1, "waits for the call"),
+        (1, "records"),
+        (2, [("isend", 11, "inside")]),
+        (2, "waits for the call"),
+        (0, "waits for", "event"),
+    ]

@@ -1,0 +1,207 @@
+"""The analytic cost model against hand-worked numbers, and that more never costs less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance import Cluster, Model
+from megatron_balance.cost.analytic import CALL_S, LAUNCH_S, AnalyticCost
+from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS, backward_factor
+from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.cost.perturbed import Factors, PerturbedCost
+
+CLUSTER = Cluster(
+    16,
+    8,
+    intra_bytes_per_s=400e9,
+    nic_bytes_per_s=50e9,
+    flops_per_s=1000e12,
+    attention_efficiency=0.5,
+    linear_efficiency=0.8,
+    memory_bytes_per_s=4e12,
+    num_sms=100,
+    intra_alpha_s=3e-6,
+    inter_alpha_s=10e-6,
+)
+MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, ffn_size=14336)
+COST = AnalyticCost(CLUSTER, MODEL)
+TILE_S = 4 * 128 * 128 * 128 / 500e12
+
+
+def causal(length: int, start: int = 0) -> list[int]:
+    """One pair of regions: queries [start, start + length) of a sequence over all keys up to them, all heads."""
+    return [0, start, start + length, 0, 32, 0, start + length, 0, 8]
+
+
+def attend(cost: MachineCost, *pairs: list[int], backward: bool = False) -> float:
+    rows = np.array(pairs, dtype=np.int64)
+    return float(cost.attend_s(rows, np.zeros(len(rows), dtype=np.int64), 1, backward=backward)[0])
+
+
+def test_attention_takes_four_flops_a_pair_and_channel_at_the_kernels_efficiency() -> None:
+    assert COST.attention_s(1e9) == pytest.approx(1e9 * 4 * 32 * 128 / 500e12)
+
+
+def test_head_dims_that_the_kernel_pads_cost_the_padded_size() -> None:
+    narrow = AnalyticCost(CLUSTER, replace(MODEL, head_dim=100))
+    assert narrow.attention_s(1e9) == pytest.approx(COST.attention_s(1e9))
+
+
+def test_short_runs_of_queries_and_keys_fill_whole_tiles_and_cost_a_thread_block_each() -> None:
+    long, whole, nano_batch = (COST.attention_s(1e6, run) for run in (1 << 30, TILE_TOKENS, TILE_TOKENS / 2))
+    assert long == pytest.approx(COST.attention_s(1e6), rel=1e-6)
+    assert whole == pytest.approx((1 + BLOCK_TILES) * 128 / 129 * long)
+    assert nano_batch == pytest.approx(128**2 / (64 * 65) * (1 + BLOCK_TILES) * long)
+
+
+def test_a_launch_takes_its_tiles_and_thread_blocks_over_the_whole_gpu() -> None:
+    # 32 blocks of 128 queries see 1, 2, ... 32 tiles of keys.
+    assert attend(COST, causal(4096)) == pytest.approx(LAUNCH_S + 32 * (32 * 33 / 2 + 32 * BLOCK_TILES) * TILE_S)
+
+
+def test_one_block_of_queries_takes_as_long_as_its_own_sm_needs() -> None:
+    alone = [0, 8192, 8320, 0, 1, 0, 8192, 0, 1]
+    assert attend(COST, alone) == pytest.approx(LAUNCH_S + (64 + BLOCK_TILES) * TILE_S * 100)
+    on_cpu = AnalyticCost(replace(CLUSTER, num_sms=0), MODEL)
+    assert attend(on_cpu, alone) == pytest.approx(LAUNCH_S + (64 + BLOCK_TILES) * TILE_S)
+
+
+def test_backward_has_five_products_for_two_at_a_lower_rate() -> None:
+    forward, backward = (attend(COST, causal(4096), backward=b) - LAUNCH_S for b in (False, True))
+    assert backward / forward == pytest.approx(2.5 * 73 / 63)
+    assert backward_factor() == pytest.approx(2.5 * 73 / 63)
+
+
+def test_launches_are_told_apart_and_empty_ones_are_free() -> None:
+    rows = np.array([causal(4096), causal(2048), causal(4096)], dtype=np.int64)
+    found = COST.attend_s(rows, np.array([2, 0, 2]), 4)
+    one, two = attend(COST, causal(2048)), attend(COST, causal(4096))
+    assert found.tolist() == pytest.approx([one, 0.0, 2 * two - LAUNCH_S, 0.0])
+    assert COST.attend_s(np.empty((0, 9), dtype=np.int64), np.empty(0, dtype=np.int64), 2).tolist() == [0.0, 0.0]
+
+
+def test_linear_time_counts_projections_the_gated_mlp_and_what_is_read_and_written_between() -> None:
+    flops = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    elements = 10 * 4096 + 2 * (4096 + 1024) + 3 * 14336
+    per_token = flops / 800e12 + 2 * elements / 4e12
+    assert COST.linear_s(100) == pytest.approx(100 * per_token)
+    assert COST.layer_s(8192) == pytest.approx(8192 * per_token)
+
+
+def test_few_tokens_take_as_long_as_reading_the_weights() -> None:
+    weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert COST.layer_s(1) == pytest.approx(2 * weights / 4e12, rel=0.01)
+
+
+def test_backward_of_a_layer_has_twice_the_products() -> None:
+    assert COST.layer_s(8192, backward=True) / COST.layer_s(8192) == pytest.approx(2, rel=0.05)
+
+
+def test_bytes_of_tokens() -> None:
+    assert COST.kv_bytes(10) == 10 * 2 * 8 * 128 * 2
+    assert COST.query_bytes(10) == 10 * 32 * 128 * 2
+    assert COST.pack_s(4e9) == pytest.approx(2 * 4e9 / 4e12)
+    assert COST.merge_s(1000) == pytest.approx(1000 * 3 * 32 * 129 * 4 / 4e12)
+    assert COST.optimizer_s(1e9) == pytest.approx(30e9 / 4e12)
+
+
+def test_a_message_costs_alpha_and_its_bytes() -> None:
+    assert COST.intra_node_s(4e9) == pytest.approx(3e-6 + 0.01)
+    assert COST.inter_node_s(4e9, num_messages=3) == pytest.approx(30e-6 + 0.08)
+    assert COST.link(inter_node=True).time_s(4e9, 3) == COST.inter_node_s(4e9, 3)
+    assert COST.link(inter_node=False).time_s(4e9) == COST.intra_node_s(4e9)
+
+
+def test_more_nics_move_bytes_faster_and_half_a_nic_slower() -> None:
+    assert COST.inter_node_s(4e9, num_nics=8) == pytest.approx(10e-6 + 0.01)
+    assert COST.inter_node_s(4e9, num_nics=0.5) == pytest.approx(10e-6 + 0.16)
+
+
+def test_routing_is_zeppelins_equation_1() -> None:
+    # n / 4 over each NIC, and 3 n / 4 through the node at either end.
+    expected = 2 * (3e-6 + 0.75 * 4e9 / 400e9) + 10e-6 + 1e9 / 50e9
+    assert COST.routed_s(4e9, num_nics=4) == pytest.approx(expected)
+    assert COST.routed_s(4e9, num_nics=1) == pytest.approx(COST.inter_node_s(4e9) + 6e-6)
+
+
+def test_launches_cost_each_the_same() -> None:
+    assert COST.launch_s(7) == pytest.approx(7 * LAUNCH_S)
+
+
+def test_transfers_take_sms_from_kernels() -> None:
+    contention = COST.contention  # 400 GB/s: 16 NVLinks, two channels each
+    assert (contention.intra_sms, contention.inter_sms) == (32, 2)
+    assert contention.slowdown(intra=False, inter=True) == pytest.approx(100 / 98)
+    assert contention.slowdown(intra=True, inter=True) == pytest.approx(100 / 66)
+    assert contention.slowdown(intra=False, inter=False) == 1.0
+
+
+def test_a_transfer_waits_for_one_thread_block_or_for_nearly_the_whole_kernel() -> None:
+    contention = COST.contention
+    assert contention.wait_s(2e-3, 1e-4, prioritised=True) == 1e-4
+    assert contention.wait_s(2e-3, 1e-4, prioritised=False) == pytest.approx(1.9e-3)
+    assert contention.wait_s(5e-5, 1e-4, prioritised=True) == 5e-5
+    assert AnalyticCost(replace(CLUSTER, num_sms=0), MODEL).contention.wait_s(2e-3, 1e-4, prioritised=False) == 0.0
+
+
+def test_a_tensor_parallel_group_is_one_wide_rank_that_pays_for_its_own_communication() -> None:
+    wide = wide_ranks(CLUSTER, 2)
+    assert (wide.num_ranks, wide.node_size, wide.flops_per_s, wide.nic_bytes_per_s) == (8, 4, 2000e12, 100e9)
+    two = AnalyticCost(wide, MODEL, 2)
+    assert two.attention_s(1e9) == pytest.approx(COST.attention_s(1e9) / 2)
+    # Two all-gathers and two reduce-scatters, each of half the tokens' hidden states from the one other GPU.
+    shared = 4 * (CALL_S + 3e-6 + 8192 * 4096 * 2 / 2 / 400e9)
+    assert two.layer_s(8192) == pytest.approx(COST.layer_s(8192) / 2 + shared)
+    assert two.contention == COST.contention
+
+
+def test_two_ranks_that_share_a_nic_have_it_to_themselves_as_one_wide_rank() -> None:
+    wide = wide_ranks(replace(CLUSTER, ranks_per_nic=2), 2)
+    assert (wide.ranks_per_nic, wide.nic_bytes_per_s) == (1, 50e9)
+
+
+def test_a_perturbed_cost_scales_each_part_by_its_own_factor() -> None:
+    cost = PerturbedCost(COST, Factors(attention=1.5, linear=2.0, intra_node=3.0, inter_node=4.0))
+    assert attend(cost, causal(4096)) == pytest.approx(1.5 * attend(COST, causal(4096)))
+    assert cost.layer_s(100, backward=True) == pytest.approx(2 * COST.layer_s(100, backward=True))
+    assert cost.intra_node_s(1e6) == pytest.approx(3 * COST.intra_node_s(1e6)) == pytest.approx(cost.link(inter_node=False).time_s(1e6))
+    assert cost.inter_node_s(1e6) == pytest.approx(4 * COST.inter_node_s(1e6)) == pytest.approx(cost.link(inter_node=True).time_s(1e6))
+    assert Factors.draw(0.1, 3) == Factors.draw(0.1, 3) != Factors.draw(0.1, 4)
+    assert Factors.draw(0.0, 3) == Factors()
+
+
+@given(length=st.integers(1, 20000), start=st.integers(0, 5000), backward=st.booleans())
+def test_an_extra_token_never_takes_less_time(length: int, start: int, backward: bool) -> None:
+    assert attend(COST, causal(length + 1, start), backward=backward) >= attend(COST, causal(length, start), backward=backward)
+    pairs = length * (length + 1) / 2
+    assert COST.attention_s(pairs + length + 1, length + 1) >= COST.attention_s(pairs, length) * (1 - 1e-12)
+    assert COST.layer_s(length + 1, backward=backward) >= COST.layer_s(length, backward=backward)
+    assert COST.head_s(length + 1, backward=backward) > COST.head_s(length, backward=backward)
+
+
+@given(
+    key=st.sampled_from(
+        ("intra_bytes_per_s", "nic_bytes_per_s", "flops_per_s", "attention_efficiency", "linear_efficiency", "memory_bytes_per_s")
+    ),
+    factor=st.floats(1.0, 8.0),
+    num_bytes=st.floats(0, 1e9),
+    tokens=st.integers(1, 9000),
+)
+def test_a_better_machine_is_never_slower(key: str, factor: float, num_bytes: float, tokens: int) -> None:
+    better = AnalyticCost(replace(CLUSTER, **{key: factor * getattr(CLUSTER, key)}), MODEL)
+    for seconds in (
+        lambda cost: cost.intra_node_s(num_bytes),
+        lambda cost: cost.inter_node_s(num_bytes),
+        lambda cost: cost.routed_s(num_bytes, 1, 4),
+        lambda cost: cost.layer_s(tokens),
+        lambda cost: cost.attention_s(tokens**2, tokens),
+        lambda cost: attend(cost, causal(tokens)),
+        lambda cost: cost.merge_s(tokens) + cost.pack_s(num_bytes) + cost.optimizer_s(num_bytes) + cost.head_s(tokens),
+    ):
+        assert seconds(better) <= seconds(COST) * (1 + 1e-12)

@@ -1,0 +1,236 @@
+"""Costs from a measured table: exact at its points, sound between and beyond them, and read strictly."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance import Cluster, Model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.kernel import visible_pairs
+from megatron_balance.cost.measured import MeasuredCost, PairGrid, split_masks
+from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.cost.perturbed import Factors, PerturbedCost
+from megatron_balance.cost.table import BesideTable, LinkTable, load_table, save_table
+from megatron_balance.errors import ConfigError
+from tests.support.cost_table import BEFORE, LAUNCH_S, K, Q, causal_s, full_s, made
+
+MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=128, ffn_size=320, vocab_size=257, bytes_per_element=4)
+CLUSTER = Cluster(8, 4, num_sms=0)
+
+
+TABLE = made()
+COST = MeasuredCost(TABLE, CLUSTER, MODEL)
+
+
+def attend(*pairs: list[int], backward: bool = False, cost: MeasuredCost = COST) -> float:
+    rows = np.array(pairs, dtype=np.int64)
+    return float(cost.attend_s(rows, np.zeros(len(rows), dtype=np.int64), 1, backward=backward)[0])
+
+
+def pair(q_start: int, q_stop: int, k_start: int, k_stop: int) -> list[int]:
+    return [0, q_start, q_stop, 0, 8, k_start, k_stop, 0, 2]
+
+
+@pytest.mark.parametrize("q", Q)
+@pytest.mark.parametrize("second", range(3))
+def test_times_at_the_grids_points_are_those_measured(q: int, second: int) -> None:
+    k, before, row = K[second], BEFORE[second], Q.index(q)
+    assert attend(pair(k, k + q, 0, k)) == pytest.approx(LAUNCH_S + TABLE.attention.full_s[row][second])
+    assert attend(pair(before, before + q, 0, before + q)) == pytest.approx(LAUNCH_S + TABLE.attention.causal_s[row][second])
+    backward = attend(pair(k, k + q, 0, k), backward=True)
+    assert backward == pytest.approx(2 * LAUNCH_S + TABLE.attention.full_backward_s[row][second])
+
+
+@given(q=st.integers(16, 1024), k=st.integers(32, 4096), before=st.integers(0, 4096))
+def test_times_inside_the_grid_are_exact_for_a_kernel_of_a_constant_and_its_pairs(q: int, k: int, before: int) -> None:
+    assert attend(pair(k, k + q, 0, k)) == pytest.approx(LAUNCH_S + full_s(q, k))
+    assert attend(pair(before, before + q, 0, before + q)) == pytest.approx(LAUNCH_S + causal_s(q, before))
+
+
+def test_beyond_the_grid_the_edges_rate_goes_on() -> None:
+    assert attend(pair(8192, 8192 + 2048, 0, 8192)) == pytest.approx(LAUNCH_S + 4 * full_s(1024, 4096))
+    twice = (2048 * 4096 + 2048 * 2049 / 2) / (1024 * 4096 + 1024 * 1025 / 2)
+    assert attend(pair(4096, 6144, 0, 6144)) == pytest.approx(LAUNCH_S + twice * causal_s(1024, 4096))
+
+
+def test_below_the_grid_nothing_is_cheaper_than_its_smallest_entry() -> None:
+    assert attend(pair(100, 101, 0, 1)) == pytest.approx(LAUNCH_S + full_s(16, 32))
+
+
+def test_heads_that_an_entry_leaves_out_are_not_paid() -> None:
+    nano_batch = [0, 512, 640, 0, 4, 0, 512, 0, 1]
+    assert attend(nano_batch) == pytest.approx(LAUNCH_S + full_s(128, 512) / 2)
+    wide = MeasuredCost(TABLE, CLUSTER, dataclasses.replace(MODEL, num_heads=16))
+    assert wide.attention_s(1e6, 1 << 20) == pytest.approx(2 * COST.attention_s(1e6, 1 << 20))
+
+
+def test_a_region_that_is_neither_full_nor_causal_is_two_entries() -> None:
+    neither = pair(100, 400, 50, 300)
+    split = split_masks(np.array([neither]))
+    assert [values.tolist() for values in split[False]] == [[100], [250]]
+    assert [values.tolist() for values in split[True]] == [[200], [50]]
+    assert attend(neither) == pytest.approx(LAUNCH_S + full_s(100, 250) + causal_s(200, 50))
+
+
+def test_the_entries_of_a_region_see_as_many_keys_as_the_region() -> None:
+    generator = np.random.default_rng(3)
+    rows = [[0, *sorted(generator.choice(99, 2, False)), 0, 8, *sorted(generator.choice(99, 2, False)), 0, 2] for _ in range(300)]
+    pairs = np.array(rows, dtype=np.int64)
+    (full_q, keys), (q, before) = split_masks(pairs)[False], split_masks(pairs)[True]
+    assert (full_q * keys + q * before + q * (q + 1) // 2).tolist() == visible_pairs(pairs).tolist()
+
+
+def test_launches_are_told_apart_and_empty_ones_are_free() -> None:
+    rows = np.array([pair(0, 128, 0, 128), pair(512, 640, 0, 512)], dtype=np.int64)
+    found = COST.attend_s(rows, np.array([2, 2]), 4)
+    assert found.tolist() == pytest.approx([0, 0, LAUNCH_S + causal_s(128, 0) + full_s(128, 512), 0])
+    # Regions without a visible pair are no entry.
+    assert attend(pair(0, 10, 50, 60)) == 0.0
+
+
+@given(length=st.integers(1, 9000), start=st.integers(0, 3000), backward=st.booleans())
+def test_an_extra_token_never_takes_less_time(length: int, start: int, backward: bool) -> None:
+    times = [attend(pair(start, start + tokens, 0, start + tokens), backward=backward) for tokens in (length, length + 1)]
+    assert times[1] >= times[0] * (1 - 1e-12)
+    planned = [COST.attention_s(tokens * (tokens + 1) / 2, tokens) for tokens in (length, length + 1)]
+    assert planned[1] >= planned[0] * (1 - 1e-12)
+
+
+def test_noise_in_the_table_does_not_make_more_work_faster() -> None:
+    grid = PairGrid((1, 2, 4), (1, 2), ((1.0, 2.0), (0.5, 3.0), (4.0, 3.5)), lambda q, k: q * k)
+    points = [(q, k) for q in (1.0, 2.0, 4.0) for k in (1.0, 2.0)]
+    found = grid.time_s(np.array([q for q, _ in points]), np.array([k for _, k in points]))
+    assert found.tolist() == [1.0, 2.0, 1.0, 3.0, 4.0, 4.0]
+
+
+def test_lines_are_fitted_to_the_other_figures() -> None:
+    assert COST.layer_s(256) == pytest.approx(1e-5 + 256e-6)
+    assert COST.layer_s(256, backward=True) == pytest.approx(3e-5 + 512e-6)
+    assert COST.linear_s(256) == pytest.approx(256e-6)
+    assert COST.merge_s(100) == pytest.approx(1e-6 + 1e-6)
+    assert COST.pack_s(50000) == pytest.approx(2e-6 + 5e-6)
+    assert COST.merge_s(0) == COST.pack_s(0) == COST.layer_s(0) == 0.0
+    assert COST.launch_s(3) == pytest.approx(3 * (LAUNCH_S + 1e-6))
+    assert COST.optimizer_s(100) == pytest.approx(100 * 15 * 1e-10)
+    assert COST.head_s(10) > 0
+
+
+def test_another_models_layer_takes_its_share_of_the_flops() -> None:
+    wide = MeasuredCost(TABLE, CLUSTER, dataclasses.replace(MODEL, hidden_size=256))
+    assert wide.linear_s(100) == pytest.approx(2 * COST.linear_s(100))
+
+
+def test_measured_links_win_and_the_others_are_the_clusters() -> None:
+    link = LinkTable("inter_node", "gloo", (1000, 1000000), (1e-3 + 1e-4, 1e-3 + 1e-1))
+    cost = MeasuredCost(made((link,)), CLUSTER, MODEL)
+    assert cost.inter_node_s(1e6) == pytest.approx(1e-3 + 0.1)
+    assert cost.intra_node_s(1e6) == pytest.approx(CLUSTER.intra_alpha_s + 1e6 / CLUSTER.intra_bytes_per_s)
+    assert (cost.call_s, COST.call_s > 0) == (0.0, True)
+
+
+def test_a_tensor_parallel_group_splits_what_was_measured() -> None:
+    two = MeasuredCost(TABLE, wide_ranks(CLUSTER, 2), MODEL, 2)
+    region = np.array([pair(512, 640, 0, 512)])
+    assert two.attend_s(region, np.zeros(1, dtype=np.int64), 1)[0] == pytest.approx(LAUNCH_S + full_s(128, 512) / 2)
+    shared = AnalyticCost(wide_ranks(CLUSTER, 2), MODEL, 2).tensor_parallel_s(256)
+    assert two.layer_s(256) == pytest.approx(1e-5 + 128e-6 + shared)
+    assert two.link(inter_node=False).bytes_per_s == 2 * COST.link(inter_node=False).bytes_per_s
+
+
+def test_a_measured_machine_can_be_perturbed_like_any_other() -> None:
+    cost = PerturbedCost(COST, Factors(linear=2.0))
+    assert cost.layer_s(256) == pytest.approx(2 * COST.layer_s(256))
+    assert cost.attention_s(1e6, 128) == COST.attention_s(1e6, 128)
+
+
+def test_a_table_for_another_head_dim_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"measured with head dim 16, m has 64; measure one with 'megatron-balance profile --model m'"):
+        MeasuredCost(TABLE, CLUSTER, dataclasses.replace(MODEL, head_dim=64, name="m"))
+
+
+def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    link = LinkTable("inter_node", "gloo", (1000, 1000000), (1e-3, 1e-1))
+    for table in (TABLE, made((link,))):
+        save_table(table, tmp_path / "t.json")
+        assert load_table(tmp_path / "t.json") == table
+
+
+def changed(*path: str | int, to: Any = ..., drop: bool = False) -> dict[str, Any]:
+    """The table's JSON with one value changed, dropped, or added."""
+    content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(TABLE)))
+    inner: Any = content
+    for key in path[:-1]:
+        inner = inner[key]
+    if drop:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = to
+    return copy.deepcopy(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (changed("attention", "launch_s", drop=True), "attention.launch_s: missing"),
+        (changed("attention", "lunch_s", to=1.0), "attention.lunch_s: unknown key, did you mean 'launch_s'?"),
+        (changed("attention", "full_s", 1, 2, to=-1.0), "attention.full_s[1][2]: expected positive seconds, got -1.0"),
+        (changed("attention", "full_s", 1, 2, to="x"), 'attention.full_s[1][2]: expected a number, got "x"'),
+        (changed("attention", "full_s", 1, to=[1.0]), "attention.full_s[1]: expected 3 times, one for each size, got 1"),
+        (changed("attention", "causal_s", to=[[1.0]]), "attention.causal_s: expected 3 rows, one for each entry of q_tokens, got 1"),
+        (changed("attention", "q_tokens", to=[128, 16, 1024]), "attention.q_tokens: expected whole numbers from 1 on in rising order"),
+        (changed("attention", "k_tokens", to=[4]), "attention.k_tokens: at least 2 sizes are needed, got [4]"),
+        (changed("attention", "q_tokens", 0, to=16.5), "attention.q_tokens[0]: expected a whole number, got 16.5"),
+        (changed("attention", "backward_launch_s", to=-1e-6), "attention.backward_launch_s: expected seconds of at least 0"),
+        (changed("merge", "seconds", 0, to=0.0), "merge.seconds[0]: expected positive seconds, got 0.0"),
+        (changed("layer", "gated_ffn", to=1), "layer.gated_ffn: expected true or false, got 1"),
+        (changed("format", to="old"), "format: expected 'megatron-balance cost table 1', got 'old'"),
+        (
+            changed("links", to=[{"name": "inter", "backend": "gloo", "sizes": [1, 2], "seconds": [1.0, 2.0]}]),
+            "links[0].name: unknown link 'inter', did you mean 'inter_node'?",
+        ),
+        (changed("source", to=[]), "source: expected an object, got []"),
+        (changed("pack", to=3), "pack: expected an object, got 3"),
+        ([], "the file: expected an object, got []"),
+    ],
+)
+def test_a_bad_table_is_refused_by_file_and_key(tmp_path: Path, content: Any, sentence: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        load_table(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert sentence in str(caught.value)
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    for text, sentence in (("{", "not a cost table in JSON"), ('{"format": 1, "format": 2}', "key 'format' is given twice")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=sentence):
+            load_table(path)
+    with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):
+        load_table(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save_table(TABLE, tmp_path / "no" / "folder.json")
+
+
+def test_kernels_take_as_much_longer_beside_transfers_as_was_measured(tmp_path: Path) -> None:
+    table = made(beside=BesideTable(1.1, 1.25))
+    save_table(table, tmp_path / "costs.json")
+    assert load_table(tmp_path / "costs.json") == table
+    contention = MeasuredCost(table, CLUSTER, MODEL).contention
+    assert contention.slowdown(intra=True, inter=False) == pytest.approx(1.1, rel=1e-5)
+    assert contention.slowdown(intra=False, inter=True) == pytest.approx(1.25, rel=1e-5)
+    assert contention.slowdown(intra=False, inter=False) == 1.0
+    assert COST.contention == AnalyticCost(CLUSTER, MODEL).contention
+    with pytest.raises(ConfigError, match=r"inter_node: expected a factor of at least 1, got 0\.9"):
+        BesideTable(1.0, 0.9)

@@ -1,0 +1,123 @@
+"""Reproduction of DistCA: the baselines' groups, what all systems are given, and what the closed forms say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+import pytest
+
+from megatron_balance.papers.base import Effort
+from megatron_balance.papers.distca import PAPER, appendix_a, fig9, fig10, motivation
+from megatron_balance.papers.distca.baselines import (
+    Share,
+    Way,
+    deal,
+    layer_s,
+    megatron_by_way,
+    per_document,
+    per_sequence,
+    replica_s,
+    wlb_by_way,
+)
+from megatron_balance.papers.distca.cases import Case, Held, chunks
+from megatron_balance.papers.distca.distca import distca_s
+from megatron_balance.workloads.distributions import K
+
+DOCUMENTS = [700, 31, 1, 256, 1000]
+
+
+@pytest.mark.parametrize("share", [per_sequence, per_document])
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_a_group_attends_every_query_once(share: Callable[[list[int], int], Share], num_ranks: int) -> None:
+    rows = share(DOCUMENTS, num_ranks).queries
+    attended = sorted((int(seq), token) for seq, start, stop, _ in rows for token in range(start, stop))
+    assert attended == [(seq, token) for seq, length in enumerate(DOCUMENTS) for token in range(length)]
+
+
+def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not() -> None:
+    documents = [6000, 1000, 1000]
+    pairs = {}
+    for name, share in (("document", per_document(documents, 4)), ("sequence", per_sequence(documents, 4))):
+        start, stop = share.queries[:, 1], share.queries[:, 2]
+        loads = np.bincount(share.queries[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
+        pairs[name] = loads.max() / loads.mean()
+    assert pairs["document"] < 1.01
+    assert pairs["sequence"] > 1.3
+
+
+def test_a_wider_group_computes_less_and_gathers_more() -> None:
+    case = Case("8B", 8, 256 * K, 128 * K)
+    alone, four = (sum(layer_s(case, per_document([128 * K], n))) for n in (1, 4))
+    assert alone / 4 < four < alone
+
+
+def test_samples_hold_whole_documents_but_for_those_that_pass_their_end() -> None:
+    assert chunks([5, 3, 9], 6) == [[5, 1], [2, 4], [5]]
+    for dataset in ("pretrain", "prolong"):
+        for batch in Case("8B", 8, 1024 * K, 256 * K).batches(dataset, 2):
+            assert sum(batch) == 1024 * K
+            assert max(batch) <= 256 * K
+            assert {256 * K * i for i in range(1, 5)} <= set(np.cumsum(batch).tolist())
+
+
+def test_items_go_to_the_bin_with_least_work_that_has_room() -> None:
+    assert deal([4, 3, 2, 1], [1, 1, 1, 1], 2, inf) == [[0, 3], [1, 2]]
+    assert deal([4, 3, 2, 1], [2, 2, 1, 1], 2, 3) == [[0, 3], [1, 2]]
+    assert deal([1, 1], [2, 2], 1, 3) is None
+
+
+def test_a_pipeline_of_alike_microbatches_takes_what_1f1b_takes() -> None:
+    case = Case("8B", 8, 1024 * K, 128 * K)
+    share = per_document([128 * K], 4)
+    one, two = (Way(stages, 4, "none") for stages in (1, 2))
+    head_s = case.cost.head_s(32 * K) + case.cost.head_s(32 * K, backward=True)
+    whole_s = replica_s(case, [share], one) - head_s
+    # Two stages, four microbatches: five times half the layers and the head on the last stage, and what results take to the next stage.
+    assert replica_s(case, [share] * 4, two) == pytest.approx(5 * whole_s / 2 + 4 * head_s, rel=0.02)
+
+
+def test_what_does_not_fit_the_memory_is_left_out() -> None:
+    case = Case("34B", 8, 1024 * K, 512 * K)
+    assert not case.fits(Held(512 * K, 0))
+    assert case.fits(Held(64 * K, 0))
+    [batch] = case.batches("pretrain", 1)
+    found = {(way.degree, way.recompute) for way in megatron_by_way(case, batch)}
+    assert (4, "none") not in found
+    assert (8, "full") in found
+
+
+def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ() -> None:
+    case = Case("8B", 8, 1024 * K, 128 * K)
+    [batch] = case.batches("pretrain", 1)
+    ours = distca_s(case, batch)
+    assert min(megatron_by_way(case, batch).values()) > 1.1 * ours
+    assert min(wlb_by_way(case, batch).values()) > 0.97 * ours
+    pipelines = Case("8B", 8, 1024 * K, 128 * K, (2,))
+    assert ours < distca_s(pipelines, batch) < inf
+
+
+def test_the_bound_on_shards_is_what_its_own_formula_says() -> None:
+    rows = {row.name: row for row in appendix_a.rows(Effort(1))}
+    formula, both = rows["shards, by the printed formula"], rows["shards, keys and values both counted"]
+    assert (formula.published, formula.ours) == (31, pytest.approx(59.3, abs=0.1))
+    assert both.ours == pytest.approx(30, abs=0.5)
+
+
+def test_the_grids_are_those_of_tables_4_and_5() -> None:
+    assert (len(fig9.grid()), len(fig10.grid())) == (36, 36)
+    assert {cell.case.num_tokens for cell in fig9.grid() if cell.case.num_nodes == 8} == {1024 * K, 512 * K}
+
+
+@pytest.mark.parametrize("table", ["fig3", "fig5", "fig6", "appendixa", "table6", "table7", "fig11"])
+def test_tables_have_finite_numbers(table: str) -> None:
+    for row in PAPER.tables[table].rows(Effort(1)):
+        assert np.isfinite(row.ours), row
+        assert row.ours >= 0, row
+
+
+def test_shards_below_a_tile_run_at_a_share_of_the_rate() -> None:
+    rates = {row.name: row.ours for row in motivation.fig5(Effort(1))}
+    assert rates["shards of 64"] == pytest.approx(0.5, abs=0.02)
+    assert rates["shards of 128"] > 0.95

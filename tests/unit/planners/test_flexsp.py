@@ -1,0 +1,189 @@
+"""flexsp: groups of different sizes, the integer program against brute force, and life without SciPy."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance import Batch, Cluster, Model, make_planner, verify
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.planners import flexsp
+from megatron_balance.planners.flexsp import FlexSpOptions, blast, plan_batch
+from megatron_balance.solvers.sized_groups import Groups, Limits, NoAnswerError, Problem, bucket, greedy, improve
+
+MODEL = Model(32, 8, 128)
+LENGTHS = [24957, 8593, 25756, 17251, 28869, 6177, 5610, 592, 9331, 15506]
+
+
+def plan_of(lengths: list[int], cluster: Cluster, **options: Any) -> MicrobatchPlan:
+    return make_planner("flexsp", cluster, MODEL, **options)(lengths)
+
+
+def groups_of(plan: MicrobatchPlan) -> list[tuple[int, list[int]]]:
+    assert all(isinstance(zone, Zone) and zone.pattern == "head_exchange" for zone in plan.zones)
+    return [(len(zone.ranks), [plan.lengths[seq] for seq in zone.seqs]) for zone in plan.zones if isinstance(zone, Zone)]
+
+
+# The planner
+
+
+def test_short_sequences_stay_alone_and_a_long_one_takes_a_node_that_it_does_not_leave() -> None:
+    # All ranks together would be even, too, but the all-to-all would cross the slow network.
+    plan = plan_of([24000, *[3000] * 8], Cluster(16, 8, nic_bytes_per_s=1e9), slack=2.0, solver="greedy")
+    assert groups_of(plan) == [(8, [24000]), *[(1, [3000])] * 8]
+
+
+def test_on_a_fast_network_one_group_may_be_the_most_even() -> None:
+    assert groups_of(plan_of([16000, 4000, 4000, 4000, 4000], Cluster(8, 8), slack=2.0)) == [(8, [16000, 4000, 4000, 4000, 4000])]
+
+
+def test_groups_are_disjoint_and_inside_nodes_where_they_fit() -> None:
+    plan = plan_of(LENGTHS, Cluster(32, 8))
+    groups = [zone.ranks for zone in plan.zones if isinstance(zone, Zone)]
+    taken = [rank for ranks in groups for rank in ranks]
+    assert len(taken) == len(set(taken))
+    assert len(groups) > 1
+    assert all(len({rank // 8 for rank in ranks}) == 1 for ranks in groups if len(ranks) <= 8)
+
+
+def test_no_rank_holds_more_than_its_capacity() -> None:
+    for capacity in (4600, 6000, 9000):
+        assert max(figures(plan_of(LENGTHS, Cluster(32, 8), tokens_per_rank=capacity), MODEL)["tokens_per_rank"]) <= capacity
+
+
+def test_groups_of_more_ranks_than_heads_are_avoided_where_memory_allows() -> None:
+    plan = make_planner("flexsp", Cluster(8, 8), Model(2, 2, 128), slack=4.0)([4000] * 4)
+    assert max(len(zone.ranks) for zone in plan.zones if isinstance(zone, Zone)) <= 2
+
+
+@pytest.mark.parametrize("lengths", [[23, 19, 14, 8], [64], [1] * 64, [8] * 8, [63, 1]])
+def test_a_capacity_equal_to_the_average_is_legal(lengths: list[int]) -> None:
+    plan = plan_of(lengths, Cluster(8, 4), tokens_per_rank=8)
+    verify(plan, "replay")
+    assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 8
+
+
+def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
+    pytest.importorskip("scipy")
+    cluster = Cluster(32, 8)
+    pricing = flexsp._Pricing(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
+    problem = pricing.problem(LENGTHS, 8000)
+    by_program, by_greed = (problem.makespan(pricing.groups(LENGTHS, 8000, FlexSpOptions(solver=solver))) for solver in ("highs", "greedy"))
+    assert by_program <= by_greed
+
+
+def test_without_scipy_one_warning_and_the_greedy_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    wanted = plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
+    flexsp._warn_once.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with caplog.at_level(logging.WARNING):
+        cost, batch = AnalyticCost(Cluster(16, 8), MODEL), Batch(tuple(LENGTHS))
+        plans = [flexsp.plan(batch, Cluster(16, 8), MODEL, cost, FlexSpOptions()) for _ in range(2)]
+    assert plans == [wanted, wanted]
+    assert [record.message for record in caplog.records] == [
+        "flexsp: SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'; the greedy answer stands"
+    ]
+
+
+def test_a_program_that_would_be_too_large_is_not_tried() -> None:
+    assert plan_of(LENGTHS, Cluster(16, 8), most_variables=10) == plan_of(LENGTHS, Cluster(16, 8), solver="greedy")
+
+
+def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> None:
+    assert blast([5, 100, 20, 30, 40, 5], 2) == [[1], [4, 3, 2, 0, 5]]
+    assert blast([7], 3) == [[0]]
+    assert blast([], 2) == []
+
+
+def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
+    cluster = Cluster(8, 4)
+    made, members = plan_batch(Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=5000))
+    assert len(made.microbatches) >= -(-sum(LENGTHS) // 40000)
+    assert sorted(seq for seqs in members for seq in seqs) == list(range(len(LENGTHS)))
+    for plan, seqs in zip(made.microbatches, members, strict=True):
+        assert plan.lengths == tuple(LENGTHS[seq] for seq in seqs)
+        assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 5000
+        verify(plan)
+
+
+def test_a_sequence_longer_than_the_pool_is_named() -> None:
+    cluster = Cluster(8, 4)
+    with pytest.raises(InfeasibleError, match="sequence 4 has 28869 tokens"):
+        plan_batch(Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=100))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("slack", 0.9), ("node_limit", 0), ("num_buckets", 0), ("most_variables", 0), ("solver", "scip")]
+)
+def test_options_out_of_range_are_errors(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        plan_of([4], Cluster(8, 4), **{option: value})
+
+
+# The problem behind it
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    tokens = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
+    sizes = (1, 2, 4)
+    fixed = draw(st.sampled_from([0.0, 1.0]))  # what each further rank costs
+    seconds = [[n * n / size + fixed * (size - 1) for size in sizes] for n in tokens]
+    return Problem(tokens, seconds, sizes, 4, draw(st.integers(-(-sum(tokens) // 4), sum(tokens))))
+
+
+def brute_force(problem: Problem) -> float:
+    """The lowest makespan over all sizes and assignments."""
+    best = float("inf")
+    for count in range(1, problem.num_ranks + 1):
+        for sizes in product(problem.sizes, repeat=count):
+            if sum(sizes) > problem.num_ranks or list(sizes) != sorted(sizes):
+                continue
+            for owner in product(range(count), repeat=len(problem.tokens)):
+                groups: Groups = tuple((s, tuple(k for k, o in enumerate(owner) if o == g)) for g, s in enumerate(sizes))
+                if all(sum(problem.tokens[k] for k in items) <= size * problem.capacity for size, items in groups):
+                    best = min(best, problem.makespan(groups))
+    return best
+
+
+@given(problem=problems())
+@settings(max_examples=40)
+def test_the_program_finds_the_optimum_of_small_problems(problem: Problem) -> None:
+    pytest.importorskip("scipy")
+    together: Groups = ((4, tuple(range(len(problem.tokens)))),)
+    start = greedy(problem) or together
+    try:
+        found = improve(problem, start, Limits(nodes=1000))
+    except NoAnswerError:
+        found = start
+    assert sorted(k for _, items in found for k in items) == list(range(len(problem.tokens)))
+    assert sum(size for size, _ in found) <= 4
+    assert all(sum(problem.tokens[k] for k in items) <= size * problem.capacity for size, items in found)
+    assert brute_force(problem) <= problem.makespan(found) * (1 + 1e-9)
+    assert problem.makespan(found) <= brute_force(problem) * 1.011  # two tolerances
+
+
+@given(tokens=st.lists(st.integers(1, 12), min_size=1, max_size=9), num_buckets=st.integers(1, 4))
+def test_buckets_round_up_by_as_little_as_can_be(tokens: list[int], num_buckets: int) -> None:
+    made = bucket(tokens, num_buckets)
+    assert len(made) <= num_buckets
+    assert sorted(item for items in made for item in items) == list(range(len(tokens)))
+    order = sorted(tokens, reverse=True)
+    least = min(
+        sum(order[a] * (b - a) - sum(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True))
+        for count in range(min(num_buckets, len(order)))
+        for cuts in combinations(range(1, len(order)), count)
+    )
+    assert sum(tokens[items[0]] - tokens[item] for items in made for item in items) == least

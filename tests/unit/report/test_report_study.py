@@ -1,0 +1,273 @@
+"""The figures of a simulated report: parts add up, what limits a step is what was made to, and suggestions do what they say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_balance.cli import main
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.rows import Rows
+from megatron_balance.planners import PLANNERS
+from megatron_balance.report import lanes, lengths, limits, placement, words
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.timeline import timeline
+
+INPUTS = "--lengths 6000,1200,700,64,64,17,1 --ranks 4 --ranks-per-node 2 --tokens-per-rank 4000"
+
+
+@pytest.fixture
+def study(capsys, tmp_path):
+    def study(command: str) -> dict:
+        assert main(["report", "--out", str(tmp_path / "report.html"), "--json", *command.split()]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return study
+
+
+@pytest.fixture
+def limits_of(study, monkeypatch):
+    """By planner what limits it, without simulating what else could be tried."""
+    monkeypatch.setattr("megatron_balance.report.tries.candidates", lambda _: iter(()))
+    return lambda command: study(command)["limits"]
+
+
+def simulated(capsys, command: str) -> dict:
+    assert main(["simulate", "--json", *command.split()]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_without_planners_all_are_compared_as_compare_does(study, capsys):
+    found = study(INPUTS)
+    assert main(["compare", "--json", "--ping-pong", "false", *INPUTS.split()]) == 0  # a report's microbatches are whole
+    compared = {row["planner"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    rows = {row["planner"]: row for row in found["rows"]}
+    assert rows.keys() == compared.keys()
+    for name, row in rows.items():
+        shared = compared[name].keys() - {"plan_ms"}  # a clock's
+        assert {key: row[key] for key in shared} == {key: compared[name][key] for key in shared}
+        assert sum(row["phases_s"].values()) == pytest.approx(row["step_s"])
+    fastest = min((row for row in found["rows"] if row["planner"] != "te_ring"), key=lambda row: row["step_s"])
+    assert (found["baseline"], found["best"]) == ("te_ring", fastest["planner"])
+    assert found["load"].keys() == rows.keys()
+    assert found["asked"]["assumed"] == "llama-7b on h200 assumed"
+
+
+def test_the_baseline_is_added_and_named_planners_are_alone_with_it(study):
+    found = study(f"{INPUTS} --planner zeppelin -o rule=paper --baseline ulysses")
+    assert {row["planner"] for row in found["rows"]} == {"zeppelin", "ulysses"}
+    assert found["answer"][0].startswith("zeppelin is ") or "No planner that was compared beats ulysses" in found["answer"][0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "--slow 3=2", "--pipeline 4", "--recompute full --policy replay", "--transport sockets", "--model moe-8x550m --expert-parallel 4"],
+)
+def test_the_parts_of_a_step_add_up_to_it(study, limits_of, options):
+    found = study(f"{INPUTS} --planner zeppelin {options}")
+    for name, each in found["limits"].items():
+        row = next(row for row in found["rows"] if row["planner"] == name)
+        assert set(each["parts_s"]) == set(limits.PARTS)
+        assert all(seconds >= 0 for seconds in each["parts_s"].values())
+        assert sum(each["parts_s"].values()) == pytest.approx(row["step_s"], rel=1e-6)
+        assert (each["parts_s"]["experts"] > 0) == ("expert" in options)
+        assert each["kind"] == "simulated"
+
+
+def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
+    found = study(f"{INPUTS} --planner zeppelin --tensor-parallel 2".replace("--tokens-per-rank 4000", "--tokens-per-rank 8000"))
+    assert (found["asked"]["cluster"]["num_ranks"], found["asked"]["cluster"]["gpus_per_rank"]) == (2, 2)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "llama-7b on 4 GPUs of h200" in page
+    assert "a rank is 2 GPUs (tensor parallelism)" in page
+
+
+def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, capsys):
+    slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=6")["zeppelin"]
+    with_it, without = (simulated(capsys, f"{INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
+    # Gradients are synchronised beside the backward, which is longer then: they have a part of their own.
+    gained = [found["step_s"]["median"] - found["phases_s"]["gradient_sync"] for found in (with_it, without)]
+    assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
+    assert slow["limit"] == "straggler"
+    assert "Rank 3 computes 6.00 times as long as it should" in slow["sentence"]
+
+
+def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tmp_path):
+    (tmp_path / "slow.yaml").write_text("base: h200\nnic_bytes_per_s: 1.0e+8\n", encoding="utf-8")
+    found = limits_of(f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {tmp_path / 'slow.yaml'}")["te_ring"]
+    assert found["limit"] == "nic"
+    # A ring over two nodes of four leaves each of them at one rank of four, the other way round in the backward, which takes longer.
+    assert found["busiest_nic"]["bytes"] > 2 * found["busiest_nic"]["mean_bytes"]
+    assert found["busiest_nic"]["full_share"] > 0.5
+    assert f"number {found['busiest_nic']['nic']} of node {found['busiest_nic']['node']}" in found["sentence"]
+
+
+def test_one_rank_computes_and_loses_nothing(study):
+    found = study("--lengths 4000,100 --ranks 1 --tokens-per-rank 5000 --planner te_ring")
+    each = found["limits"]["te_ring"]
+    assert (each["limit"], each["busiest_nic"]) == ("compute", None)
+    assert each["computing_s"] == pytest.approx(each["step_s"])
+    assert found["best"] == found["baseline"] == "te_ring"
+
+
+def test_few_microbatches_leave_a_pipeline_waiting(limits_of):
+    found = limits_of("--lengths 4000,100 --ranks 1 --tokens-per-rank 5000 --planner te_ring --pipeline 8")["te_ring"]
+    assert found["limit"] == "bubble"
+    assert found["parts_s"]["bubble"] > 0.8 * found["step_s"]  # seven of eight stages wait at any time
+    assert "1 microbatch for 8 pipeline stages" in found["sentence"]
+
+
+def test_uneven_work_is_imbalance_and_the_remap_is_what_it_costs(limits_of):
+    # Equal tokens on both ranks, in one sequence and in eighty.
+    uneven = limits_of(f"--lengths 16000,{','.join(['200'] * 80)} --ranks 2 --tokens-per-rank 16000 --planner packing")["packing"]
+    attention = uneven["parts_s"]["attention"]
+    assert uneven["parts_s"]["imbalance"] == pytest.approx(attention * 0.9, rel=0.15)  # one rank has nearly all of twice the mean
+    assert uneven["largest_loss"] == "imbalance"
+    with_remap, without = (limits_of(f"{INPUTS} --planner zeppelin {remap}")["zeppelin"] for remap in ("--remap", "--no-remap"))
+    assert with_remap["parts_s"]["remap"] > 0
+    assert without["parts_s"]["remap"] == 0
+
+
+@pytest.mark.parametrize("told", ["", "--routing always --no-remap"])
+def test_every_suggestion_takes_as_long_as_its_options_simulated(study, capsys, told):
+    found = study(f"{INPUTS} --planner zeppelin {told}")
+    tried = [row for row in found["try_next"]["tries"] if row["options"]]
+    assert {row["where"] for row in tried} == {"planner", "step"}
+    for row in tried:
+        planner = "" if "--planner" in row["options"] else "--planner zeppelin"
+        inputs = INPUTS.replace("--tokens-per-rank 4000", "") if "--tokens-per-rank" in row["options"] else INPUTS
+        again = simulated(capsys, f"{inputs} {planner} {told} {row['options']}")  # the last of two counts
+        assert again["step_s"]["median"] == pytest.approx(row["step_s"], rel=1e-9), row["options"]
+        assert row["saves"] == pytest.approx(1 - row["step_s"] / found["try_next"]["step_s"])
+
+
+def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine(study):
+    command = "--dataset github --tokens 12000 --batches 2 --microbatches 2 --ranks 4 --ranks-per-node 2 --tokens-per-rank 7000"
+    found = study(f"{command} --planner zeppelin --slow 1=1.5")["try_next"]
+    names = [*(row["name"] for row in found["tries"]), *found["unchanged"], *found["impossible"]]
+    assert {f"the planner {name}" for name in PLANNERS if name != "zeppelin"} <= set(names)
+    for words_ in ("routing transfers", "rule paper", "tokens on a rank at most", "1 microbatches a step", "NICs twice", "no slow rank"):
+        assert any(words_ in name for name in names), words_
+    assert [row["step_s"] for row in found["tries"]] == sorted(row["step_s"] for row in found["tries"])
+    no_slow = next(row for row in found["tries"] if row["name"] == "no slow rank")
+    assert no_slow["saves"] > 0
+    assert any("no slow rank" in sentence for sentence in found["suggestions"])
+
+
+def test_a_step_that_does_not_fit_is_said_not_to_and_what_fits_is_suggested(study):
+    found = study("--lengths 30000,20000 --ranks 8 --ranks-per-node 4 --model llama-13b --tokens-per-rank 10000 --planner zeppelin")
+    assert not found["try_next"]["fits"]
+    assert any("does not fit" in sentence for sentence in found["answer"])
+    assert any(s.startswith("To make it fit") and "--recompute full" in s for s in found["try_next"]["suggestions"])
+
+
+def test_where_there_is_no_timeline_the_page_says_why(study, limits_of, monkeypatch):
+    monkeypatch.setattr("megatron_balance.report.study.MOST_RANKS", 3)  # a cluster of 129 takes seconds
+    found = study(f"{INPUTS} --planner ulysses")
+    assert found["timeline"] == {}
+    assert "at most 3 ranks" in found["timeline_left_out"]
+    assert "sockets" in study(f"{INPUTS} --planner zeppelin --transport sockets")["timeline_left_out"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (f"{INPUTS} --planner zeppelin --baseline te_rng", "--baseline te_rng: no such planner; one of te_ring,"),
+        ("--steps X --planner zeppelin", "--planner does not go with --steps"),
+        ("--steps X --lengths 3", "--lengths does not go with --steps"),
+        ("--steps X -o rule=paper", "-o does not go with --steps"),
+        ("--steps X --steps Y --steps Z", "--steps is given 3 times"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, tmp_path, command, message):
+    assert main(["report", "--out", str(tmp_path / "r.html"), *command.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.out == ""
+
+
+# Parts
+
+
+def test_lengths_are_counted_once_each_by_powers_of_two():
+    found = lengths.of_batches((Batch((100, 255, 256, 511, 512, 9000)), Batch((300,))))
+    assert [(each["from"], each["below"], each["sequences"]) for each in found["bins"] if each["sequences"]] == [
+        (0, 256, 2),
+        (256, 512, 3),
+        (512, 1024, 1),
+        (8192, 16384, 1),
+    ]
+    assert sum(each["tokens"] for each in found["bins"]) == found["num_tokens"] == 10934
+    assert (found["shortest"], found["longest"], found["median"], found["num_batches"]) == (100, 9000, 300.0, 2)
+    assert found["bins"][1]["attention_pairs"] == sum(n * (n + 1) // 2 for n in (256, 511, 300))
+
+
+def test_a_plan_says_which_ranks_share_each_sequence():
+    zones = (
+        Zone("inter_node", "ring", (0, 1, 2, 3, 4, 5, 6, 7), (0, 1)),
+        Zone("intra_node", "head_exchange", (4, 6), (2,)),
+        Zone("local", "ring", (7,), (3,)),
+        TaskTable("cut", Rows.of(4, [(5, 4, 0, 50), (6, 4, 50, 90)]), Rows.of(6, [(5, 4, 0, 90, 0, 90)])),
+    )
+    plan = MicrobatchPlan("by hand", (9000, 3, 400, 200, 90), 8, 4, 8, 8, zones)
+    found = placement.of_plan(plan)
+    where = {row["seq"]: (row["where"], row["rank_runs"]) for row in found["longest"]}
+    assert where[0] == ("across nodes", [(0, 7)])
+    assert where[1] == ("one rank", [(0, 0)])  # three tokens are not cut
+    assert where[2] == ("inside one node", [(4, 4), (6, 6)])
+    assert where[3] == ("one rank", [(7, 7)])
+    assert where[4] == ("inside one node", [(5, 6)])
+    assert [(kind["where"], kind["sequences"], kind["tokens"]) for kind in found["kinds"]] == [
+        ("across nodes", 1, 9000),
+        ("inside one node", 2, 490),
+        ("one rank", 2, 203),
+    ]
+
+
+def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
+    cluster, model = load_cluster("h200").build(num_ranks=16, ranks_per_node=8), load_model("llama-3b")
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    plan = PLANNERS["te_ring"].plan(Batch((9000, 2000)), cluster, model, machine.cost, PLANNERS["te_ring"].options())
+    found, events = lanes.of_plan(plan, machine, "keep"), timeline(plan, machine, "keep")["traceEvents"]
+    assert found["total_ms"] == pytest.approx(max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e3)
+    assert len(found["ranks"]) == lanes.SHOWN
+    assert {found["computing_share"][which] for which in ("most_rank", "least_rank")} <= set(found["ranks"])
+    attention = {e["pid"]: 0.0 for e in events}
+    for event in events:
+        if event["name"] == "attention":
+            attention[event["pid"]] += event["dur"] / 1e3
+    for lane in found["lanes"]:
+        spans = lane["spans_ms"]
+        assert all(a < b for a, b in spans)
+        assert all(b < c for (_, b), (c, _) in zip(spans, spans[1:], strict=False))
+        if lane["activity"] == "attention":
+            assert sum(b - a for a, b in spans) >= attention[lane["rank"]] * (1 - 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (words.seconds(1.3249), "1.32 s"),
+        (words.seconds(0.0215), "21.5 ms"),
+        (words.seconds(999.7e-6), "1,000 us"),
+        (words.seconds(0), "0 s"),
+        (words.size(4.234e9), "4.23 GB"),
+        (words.size(12), "12 bytes"),
+        (words.rate(50e9), "400 Gbit/s (50.0 GB/s)"),
+        (words.percent(0.4123), "41 %"),
+        (words.percent(0.0412), "4.1 %"),
+        (words.percent(0.0001), "under 0.1 %"),
+        (words.percent(0), "0 %"),
+        (words.ranges([3, 0, 1, 2, 7]), "0-3, 7"),
+        (words.listed(["a", "b", "c"]), "a, b and c"),
+        (words.count(1, "batch", "batches"), "1 batch"),
+        (words.count(1200, "batch", "batches"), "1,200 batches"),
+    ],
+)
+def test_numbers_read_well(said, meant):
+    assert said == meant

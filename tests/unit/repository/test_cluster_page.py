@@ -1,0 +1,53 @@
+"""docs/cluster.md names flags, files and keys that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.cli import build_parser
+from megatron_balance.config import CommunicationChoice, load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"(?:scripts|tests|docs|tools)/[\w./-]+\.(?:sh|sbatch|md|py)", PAGE)) - {"tools/preprocess_data.py"})
+)
+def test_files_that_it_names_are_there(path):
+    assert (ROOT / path).is_file()
+
+
+def test_commands_of_its_own_verbs_parse():
+    commands = [line.partition("#")[0].split() for line in PAGE.splitlines() if line.startswith("megatron-balance ")]
+    assert {words[1] for words in commands} == {"doctor", "compare"}
+    for words in commands:
+        build_parser().parse_args(words[1:])
+
+
+def test_its_configurations_load(tmp_path):
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 2
+    (tmp_path / "cluster.yaml").write_text("base: h200\n")
+    for at, block in enumerate(blocks):
+        path = tmp_path / f"balance{at}.yaml"
+        path.write_text(block if "planner" in block else f"planner: zeppelin\n{block}")
+        config = load_config(path)
+        assert config.planner is not None
+    assert config.communication == CommunicationChoice(4, 12)
+
+
+def test_its_step_figures_are_written():
+    package = ROOT / "megatron_balance"
+    written = (package / "megatron" / "log.py").read_text() + (package / "runtime" / "counters.py").read_text()
+    names = {
+        name.partition(".")[0]
+        for row in PAGE.partition("look at this first")[2].partition("## NCCL")[0].splitlines()
+        if row.startswith("| ")
+        for name in re.findall(r"`([a-z_.]+)`", row.split("|")[1])
+    }
+    assert {"plan_wait_ms", "imbalance_after", "bytes_sent_per_nic"} <= names
+    assert not [name for name in names if not re.search(rf"\b{name}\b", written)]

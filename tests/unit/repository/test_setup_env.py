@@ -1,0 +1,60 @@
+"""scripts/setup_env.sh: finds a Python that is new enough, or says what to install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "setup_env.sh"
+OLD = "#!/bin/sh\nexit 1\n"  # what an interpreter that is too old, or a pyenv shim without a version, answers to every check
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="the interpreter that is found must be 3.12 or later")
+
+
+def find_python(home: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    bash = shutil.which("bash")
+    assert bash
+    environment = {"HOME": str(home), "PATH": str(path)}
+    return subprocess.run(
+        [bash, "-c", f"source {SCRIPT}; find_python"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def forwarding() -> str:
+    return f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+
+
+def test_python_on_path_is_found(tmp_path):
+    program(tmp_path / "bin" / "python3.12", forwarding())
+    found = find_python(tmp_path, tmp_path / "bin")
+    assert found.returncode == 0, found.stderr
+    assert os.path.samefile(found.stdout.strip(), sys.executable)
+
+
+def test_python_of_pyenv_is_found_behind_shims_that_do_not_work(tmp_path):
+    for name in ("python3.12", "python3"):
+        program(tmp_path / "bin" / name, OLD)
+    program(tmp_path / ".pyenv" / "versions" / "3.12.1" / "bin" / "python", forwarding())
+    found = find_python(tmp_path, tmp_path / "bin")
+    assert found.returncode == 0, found.stderr
+    assert os.path.samefile(found.stdout.strip(), sys.executable)
+
+
+def test_no_new_enough_python_is_a_sentence_that_says_what_to_install(tmp_path):
+    program(tmp_path / "bin" / "python3", OLD)
+    found = find_python(tmp_path, tmp_path / "bin")
+    assert found.returncode == 1
+    assert found.stdout == ""
+    assert "error: no Python 3.12 or later" in found.stderr
+    assert "pyenv install 3.12" in found.stderr

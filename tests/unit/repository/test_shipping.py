@@ -1,0 +1,302 @@
+"""What goes to a cluster: image, launch scripts, experiments and pins are clean, agree, and print the command they would run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_balance.cli.doctor import MEGATRON_CORE
+from megatron_balance.config import CONFIGS, load_cluster, load_config, load_model, names
+
+ROOT = Path(__file__).resolve().parents[3]
+SLURM = ROOT / "scripts" / "slurm"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+MODELS = {"llama-3b": 1, "llama-7b": 1, "llama-13b": 2, "llama-30b": 2, "moe-8x550m": 1}
+"""Experiments, and the tensor parallelism of each."""
+TECHNIQUES = ("te_ring", "llama_all_gather", "hybrid_dp", "zeppelin")
+SHELL = sorted([*ROOT.glob("scripts/*.sh"), *SLURM.glob("*.sh"), *SLURM.glob("*.sbatch"), ROOT / "tools" / "gpu" / "run"])
+
+
+def tool(name: str) -> str:
+    """A linter: beside this Python, or on PATH."""
+    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if found is None:
+        pytest.skip(f"{name} is not installed; the extra `dev` brings it")
+    return found
+
+
+def test_the_dockerfile_is_clean():
+    checked = subprocess.run([tool("hadolint"), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
+def test_scripts_are_clean(script):
+    checked = subprocess.run([tool("shellcheck"), "-x", str(script)], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
+
+
+def argument(name: str) -> str:
+    """The default of a build argument."""
+    found = re.search(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+def extras() -> dict[str, list[str]]:
+    """What setup.py says, without running it."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    known = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+    call = next(node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+    table = next(word.value for word in call.keywords if word.arg == "extras_require")
+    scope = {
+        name: eval(compile(ast.Expression(value), "setup.py", "eval"), {"Path": Path, "__file__": ""})
+        for name, value in known.items()
+        if name.isupper() and name not in ("HERE", "README")
+    }
+    return eval(compile(ast.Expression(table), "setup.py", "eval"), scope)
+
+
+def test_image_extras_and_doctor_name_the_same_versions():
+    table = extras()
+    assert argument("MEGATRON_CORE") == MEGATRON_CORE
+    assert any(f"megatron-core=={MEGATRON_CORE};" in word for word in table["train"])
+    assert f"transformer-engine[core_cu13,pytorch]=={argument('TRANSFORMER_ENGINE')}" in table["te"]
+    setup_env = (ROOT / "scripts" / "setup_env.sh").read_text()
+    assert f'TESTED_TORCH="{table["te"][0]}"' in setup_env
+    assert f'TESTED_MEGATRON="megatron-core=={MEGATRON_CORE}"' in setup_env
+
+
+def test_the_pins_of_the_gpu_extras_fit_each_other():
+    requirements = pytest.importorskip("packaging.requirements")
+    table = extras()
+    parsed = {name: [requirements.Requirement(word) for word in table[name]] for name in ("te", "apex", "nccl", "gurobi", "data", "train")}
+    assert {str(r.specifier) for name in ("te", "apex", "nccl") for r in parsed[name] if r.name == "torch"} == {"==2.13.0"}
+    assert all(r.specifier.contains("2.13.0") for r in parsed["train"] if r.name == "torch")
+    pytest.importorskip("torch")
+    if importlib.metadata.version("torch").split("+")[0] != "2.13.0":
+        pytest.skip("another torch is installed than the one that is pinned")
+    wanted = [requirements.Requirement(word) for word in importlib.metadata.requires("torch") or []]
+    nccl = [r for r in wanted if r.name.startswith("nvidia-nccl")]
+    if not nccl:
+        pytest.skip("this build of torch brings no NCCL")
+    ours = next(r for r in parsed["nccl"] if r.name.startswith("nvidia-nccl"))
+    assert (ours.name, str(ours.specifier)) == (nccl[0].name, str(nccl[0].specifier))
+
+
+def test_the_image_is_not_root_and_copies_what_the_context_holds():
+    users = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert users
+    assert users[-1] not in ("root", "0")
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {word for words in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in words.split()}
+    assert copied == kept
+    assert all((ROOT / word).exists() for word in copied)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_yaml_loads(path):
+    match path.parent.name:
+        case "cluster":
+            assert load_cluster(path.stem).build().num_ranks >= 1
+        case "model":
+            assert load_model(path.stem).num_heads >= 1
+        case "planner":
+            (folder := path.parent).is_dir()
+            assert yaml.safe_load(path.read_text())["name"] in {p.stem.split("-")[0] for p in folder.glob("*.yaml")}
+        case "experiment":
+            assert load_config(path).planner is not None
+        case other:
+            raise AssertionError(f"configs/{other} is loaded by no test")
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("model", MODELS)
+def test_an_experiment_is_the_model_the_cluster_and_the_technique_of_the_paper(model, technique):
+    config = load_config(CONFIGS / "experiment" / f"{model}-{technique}.yaml")
+    assert config.planner is not None
+    assert config.model is not None
+    assert config.dataset is not None
+    assert config.cluster is not None
+    cluster = config.cluster.build()
+    assert (config.planner.name, config.model.name) == (technique, model)
+    assert cluster.name == ("h200" if model == "llama-30b" else "a800")
+    assert config.dataset.tokens == 4096 * cluster.num_ranks
+
+
+def test_every_experiment_of_the_launcher_has_its_flags_and_its_yamls():
+    assert {path.stem for path in (SLURM / "models").glob("*.args")} == set(MODELS)
+
+
+def words(path: Path) -> list[str]:
+    """The flags of an .args file, as the launcher reads them."""
+    return [word for line in path.read_text().splitlines() for word in line.partition("#")[0].split()]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("model", MODELS)
+def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
+    pytest.importorskip("megatron.training")
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_balance.megatron.arguments import add_balance_arguments, check_arguments
+
+    parser = add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    flags = [*words(SLURM / "training.args"), *words(SLURM / "models" / f"{model}.args")]
+    args = parser.parse_args([*flags, "--balance-config", "x.yaml", "--seq-length", "4096", "--max-position-embeddings", "4096"])
+    check_arguments(args)
+    preset = load_model(model)
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (preset.num_layers, preset.hidden_size, preset.ffn_size)
+    assert (args.num_attention_heads, args.kv_channels, args.vocab_size) == (preset.num_heads, preset.head_dim, preset.vocab_size)
+    assert (args.num_experts or 0, args.tensor_model_parallel_size) == (preset.num_experts, MODELS[model])
+    assert args.swiglu == preset.gated_ffn
+    assert preset.num_kv_heads == preset.num_heads  # or --num-query-groups would be missing
+
+
+class Cluster:
+    """Slurm's programs as stand-ins that write down how they were called, and the variables of a job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, folder / "calls"
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, answer in (("srun", ""), ("sbatch", ""), ("scontrol", "printf 'node7\\nnode8\\n'")):
+            program = programs / name
+            program.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" {name} "$@" >>"{self.calls}"\n{answer}\n')
+            program.chmod(0o755)
+        (folder / "corpus.bin").touch()
+        (folder / "corpus.idx").touch()
+        self.environment = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "DATA": str(folder / "corpus"),
+            "OUT": str(folder / "out"),
+            "REPO": str(ROOT),
+        }
+
+    def run(self, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**self.environment, **variables}
+        return subprocess.run(
+            ["bash", str(SLURM / script), *options], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def printed(self, script: str, *options: str, **variables: str) -> list[str]:
+        """The words of the command that a dry run prints."""
+        done = self.run(script, "--dry-run", *options, **variables)
+        assert done.returncode == 0, done.stderr
+        return shlex.split(done.stdout)
+
+
+JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-10]"}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return Cluster(tmp_path)
+
+
+def after(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_a_dry_run_prints_the_command_and_starts_nothing(cluster):
+    command = cluster.printed("single_node.sbatch")
+    assert command[:3] == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "OMP_NUM_THREADS=1", "srun"]
+    assert after(command, "--balance-config") == str(CONFIGS.resolve() / "experiment" / "llama-7b-zeppelin.yaml")
+    assert (after(command, "--seq-length"), after(command, "--context-parallel-size")) == ("32768", "8")
+    assert cluster.calls.read_text().split() == ["sbatch", "--test-only", str(SLURM / "single_node.sbatch")]
+    assert not (cluster.folder / "out").exists()
+
+
+def test_what_is_printed_is_what_is_run(cluster):
+    command = cluster.printed("multi_node.sbatch", "--train-iters", "7", **JOB)
+    cluster.calls.unlink()
+    done = cluster.run("multi_node.sbatch", "--train-iters", "7", **JOB)
+    assert done.returncode == 0, done.stderr
+    called = cluster.calls.read_text().splitlines()
+    assert called[:4] == ["scontrol", "show", "hostnames", "node[7-10]"]
+    assert called[4:] == command[2:]
+    assert command[-2:] == ["--train-iters", "7"]  # the last one counts in Megatron's parser
+
+
+def test_a_job_of_four_nodes_has_one_launcher_a_node(cluster):
+    command = cluster.printed("multi_node.sbatch", **JOB)
+    assert {
+        "--nodes=4",
+        "--ntasks=4",
+        "--ntasks-per-node=1",
+        "--nnodes=4",
+        "--nproc-per-node=8",
+        "--master-addr=node7",
+        "--master-port=20041",
+    } <= set(command)
+    assert 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' in command
+    assert (after(command, "--seq-length"), after(command, "--context-parallel-size")) == ("131072", "32")
+    assert not any("container" in word for word in command)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_one_variable_chooses_the_technique(cluster, technique):
+    command = cluster.printed("multi_node.sbatch", TECHNIQUE=technique, EXPERIMENT="llama-13b", **JOB)
+    assert load_config(after(command, "--balance-config")).planner.name == technique  # pyright: ignore[reportOptionalMemberAccess]
+    assert (after(command, "--tensor-model-parallel-size"), after(command, "--context-parallel-size")) == ("2", "16")
+
+
+def test_with_an_image_the_job_runs_in_a_container(cluster):
+    own = cluster.folder / "mine" / "pretrain_gpt.py"
+    own.parent.mkdir()
+    own.touch()
+    command = cluster.printed(
+        "single_node.sbatch", IMAGE="/images/balance.sqsh", SCRIPT=str(own), MOUNTS="/cache:/cache", CHECKPOINTS="/scratch/run"
+    )
+    mounts = next(word for word in command if word.startswith("--container-mounts=")).partition("=")[2].split(",")
+    assert "--container-image=/images/balance.sqsh" in command
+    assert {"/cache:/cache", "/scratch/run:/scratch/run", f"{own.parent}:{own.parent}", f"{ROOT}:{ROOT}"} <= set(mounts)
+    at = command.index("-m")
+    assert command[at : at + 3] == ["-m", "megatron_balance.launch", str(own)]
+    assert (after(command, "--save"), after(command, "--load")) == ("/scratch/run", "/scratch/run")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"EXPERIMENT": "llama-8b"}, "EXPERIMENT=llama-8b"),
+        ({"TECHNIQUE": "zepelin"}, "TECHNIQUE=zepelin"),
+        ({"DATA": ""}, "DATA is not set"),
+        ({"DATA": "/nowhere/corpus"}, "no /nowhere/corpus.bin"),
+        ({"SCRIPT": "/nowhere/pretrain.py"}, "SCRIPT=/nowhere/pretrain.py: no such file"),
+        ({"EXPERIMENT": "llama-13b", "SLURM_GPUS_ON_NODE": "1"}, "cannot hold tensor parallelism of 2"),
+    ],
+    ids=["experiment", "technique", "no data", "wrong data", "script", "tensor parallelism"],
+)
+def test_a_mistake_is_one_sentence_before_anything_starts(cluster, variables, said):
+    done = cluster.run("single_node.sbatch", **variables)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert not cluster.calls.exists()
+
+
+def test_what_slurm_would_refuse_is_said(cluster):
+    (cluster.folder / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: Requested node configuration is not available' >&2\nexit 1\n"
+    )
+    done = cluster.run("multi_node.sbatch", "--dry-run")
+    assert done.returncode == 2
+    assert "Requested node configuration is not available" in done.stderr
+
+
+def test_names_of_presets_are_those_of_the_files():
+    assert set(names("model")) >= set(MODELS)

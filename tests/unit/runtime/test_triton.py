@@ -1,0 +1,43 @@
+"""Triton's kernels against their plain twins, by the interpreter on CPU; and what the compiler makes of them for Hopper, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def in_child(module: str, *, interpreted: bool) -> subprocess.CompletedProcess[str]:
+    """Triton decides at import whether it interprets, so what needs one or the other runs in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
+    return subprocess.run(
+        [sys.executable, "-m", module], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_kernels_equal_their_twins() -> None:
+    ran = in_child("tests.support.triton_twins", interpreted=True)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
+    assert json.loads(ran.stdout.splitlines()[-1]) == {"fill": True, "place": True, "add": True, "partials": True, "empty": True}
+
+
+def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics() -> None:
+    ran = in_child("tests.support.triton_ptx", interpreted=False)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert set(found) == {"copy_rows", "add_rows", "merge_rows"}
+    for name, counts in found.items():
+        assert counts["wide_loads"] > 0, name
+        assert counts["wide_stores"] > 0, name
+        assert counts["narrow_data"] == 0, name
+        assert counts["atomics"] == 0, name
+        assert counts["wide_offsets"] > 0, f"{name} computes no 64-bit offset"

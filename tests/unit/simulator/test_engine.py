@@ -1,0 +1,279 @@
+"""The event engine against times worked out by hand, and against the bytes and the order that the executor has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.analysis.traffic import traffic
+from megatron_balance.compile.join import split
+from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, streams
+from megatron_balance.compile.pipeline import expand, project
+from megatron_balance.compile.route import Nics, with_routes
+from megatron_balance.compile.transpose import POLICIES, transpose
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Link
+from megatron_balance.cost.contention import Contention
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Program
+from megatron_balance.ir.rows import Rows
+from megatron_balance.planning.layers import Layers, with_layers
+from megatron_balance.simulator import engine
+from megatron_balance.simulator.attention import attention_call, events
+from megatron_balance.simulator.machine import Machine, fair_ends, fair_rates
+from megatron_balance.simulator.phase import Flow, Phase, phase_of
+from megatron_balance.simulator.timeline import timeline
+from tests.support.flat_cost import flat_machine
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+
+KV_BYTES = 128
+CALL, INTRA, INTER = 0.0005, Link(0.001, 1e6), Link(0.002, 1e5)
+
+
+def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1) -> Program:
+    """One exchange (or each transfer in one of its own) of keys: (src, dst, tokens) of sequence `src`."""
+    rows = [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in transfers]
+    ops = [Exchange(0, Rows.of(TRANSFER_WIDTH, rows))]
+    if exchanges > 1:
+        ops = [Exchange(at, Rows.of(TRANSFER_WIDTH, [row])) for at, row in enumerate(rows)]
+    owned = tuple(Rows.of(3, [(rank, 0, 10_000)]) for rank in range(num_ranks))
+    return Program((10_000,) * num_ranks, 2, 2, owned, tuple(ops))
+
+
+def forward_s(program: Program, machine: Machine) -> np.ndarray:
+    programs = [split(program, rank) for rank in range(program.num_ranks)]
+    return engine.play(phase_of(programs, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
+
+
+def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
+    seqs = tuple(range(len(lengths)))
+    return MicrobatchPlan("ring", lengths, num_ranks, ranks_per_node, 2, 2, (Zone("pool", "ring", tuple(range(num_ranks)), seqs),))
+
+
+def test_one_transfer_takes_its_call_its_alpha_and_its_bytes():
+    machine = flat_machine(4, 2)
+    assert forward_s(moving(4, (0, 1, 100)), machine)[:2] == pytest.approx(CALL + INTRA.time_s(100 * KV_BYTES))
+    assert forward_s(moving(4, (0, 2, 100)), machine)[[0, 2]] == pytest.approx(CALL + INTER.time_s(100 * KV_BYTES))
+
+
+def test_two_transfers_to_one_rank_share_its_link_and_both_directions_do_not():
+    machine = flat_machine(4, 4)
+    alone = CALL + INTRA.time_s(100 * KV_BYTES)
+    assert forward_s(moving(4, (0, 2, 100), (1, 2, 100)), machine)[2] == pytest.approx(alone + 100 * KV_BYTES / INTRA.bytes_per_s)
+    assert forward_s(moving(4, (0, 1, 100), (1, 0, 100)), machine)[:2] == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(("ranks_per_nic", "share"), [(1, 1.0), (2, 0.5)])
+def test_ranks_that_share_a_nic_have_half_of_it_each(ranks_per_nic: int, share: float):
+    machine = flat_machine(4, 2, ranks_per_nic)
+    stop = forward_s(moving(4, (0, 2, 100), (1, 3, 100)), machine)
+    assert stop == pytest.approx(CALL + INTER.time_s(100 * KV_BYTES, share=share))
+
+
+def test_the_longer_of_two_transfers_has_the_nic_to_itself_once_the_shorter_one_is_done():
+    machine = flat_machine(4, 2, 2)
+    stop = forward_s(moving(4, (0, 2, 100), (1, 3, 300)), machine)
+    begin, rate = CALL + INTER.alpha_s, INTER.bytes_per_s
+    assert stop[0] == pytest.approx(begin + 200 * KV_BYTES / rate)
+    assert stop[1] == pytest.approx(begin + 400 * KV_BYTES / rate)
+
+
+def test_a_routed_transfer_takes_what_eq_1_of_zeppelin_says():
+    machine = flat_machine(8, 4)
+    tokens = 4 * 128
+    stop = forward_s(with_routes(moving(8, (0, 4, tokens)), Nics(4, 1)), machine)
+    assert stop.max() == pytest.approx(3 * CALL + machine.cost.routed_s(tokens * KV_BYTES, 1, 4))
+    direct = forward_s(moving(8, (0, 4, tokens)), machine).max()
+    assert stop.max() < direct
+
+
+def test_one_stream_takes_exchanges_in_turn():
+    machine = flat_machine(4, 4)
+    stop = forward_s(moving(4, (0, 1, 100), (0, 2, 100), exchanges=2), machine)
+    assert stop[2] == pytest.approx(2 * (CALL + INTRA.time_s(100 * KV_BYTES)))
+
+
+def test_a_piece_is_passed_on_when_it_has_come():
+    machine = flat_machine(8, 4)
+    program = moving(8, (0, 4, 128))
+    op = program.forward[0]
+    assert isinstance(op, Exchange)
+    program = replace(program, forward=(replace(op, routes=Rows.of(ROUTE_WIDTH, [(0, 4, 0, 1, 5)])),))
+    stop = forward_s(program, machine)
+    near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
+    assert stop[[0, 1, 5, 4]] == pytest.approx([near, near + far, near + far + near, near + far + near])
+
+
+def test_a_ring_that_computes_longer_than_it_transfers_takes_its_launches():
+    machine = flat_machine(4, 4, launch=10.0)
+    call = attention_call(ring(4, 4, 800), machine, name="events")
+    assert call.forward.end_s == pytest.approx(4 * 10.0)
+    assert call.forward.compute_s == pytest.approx(4 * 10.0)
+
+
+def test_a_ring_that_transfers_longer_takes_its_rounds_and_one_launch():
+    machine = flat_machine(4, 4, launch=1e-6)
+    each = CALL + INTRA.time_s(800 // 4 * KV_BYTES)
+    call = attention_call(ring(4, 4, 800), machine, name="events")
+    assert call.forward.end_s.max() == pytest.approx(3 * each + 1e-6, rel=1e-6)
+
+
+def test_a_kernel_is_slowed_down_while_a_transfer_holds_its_processors():
+    contention = Contention(100, 20, 0)
+    machine = flat_machine(2, 2, launch=10.0, intra=Link(0.0, 1e4), call_s=0.0, contention=contention)
+    lasts = 200 // 2 * KV_BYTES / 1e4
+    call = attention_call(ring(2, 2, 200), machine, name="events")
+    # Beside the transfer the first launch does 0.8 of its work; one chunk of each block stays.
+    slower = call.forward.end_s.max() - 20.0
+    assert 0 < slower <= lasts * 0.2 + 1e-9
+
+
+@pytest.mark.parametrize(("waits", "across_s", "combine_s"), [(False, 0.0, 0.0), (True, 2.0, 8.0)])
+def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_inside(waits: bool, across_s: float, combine_s: float):
+    """From rank 0 over proxies 1 and 5 to rank 4, while all of them attend for 10 s in thread blocks of 2 s."""
+    machine = flat_machine(8, 4, contention=Contention(100, 0, 0, waits))
+    num_bytes = 128 * KV_BYTES
+    legs: list[tuple[Leg, str, int, int]] = [("dispatch", "dispatch", 0, 1), ("across", "inter_node", 1, 5), ("combine", "combine", 5, 4)]
+    flows = [Flow(0, leg, stream, a, b, 0, 4, num_bytes) for leg, stream, a, b in legs]
+    steps: list[tuple[Step, ...]] = [(Start(0), Run(1), Finish(0)) if rank in (0, 1, 4, 5) else (Run(1),) for rank in range(8)]
+    seconds = [[10.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
+    exchanges = [[-1 if isinstance(step, Run) else 0 for step in own] for own in steps]
+    blocks_s = [[2.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
+    phase = Phase(steps, seconds, exchanges, blocks_s, flows)
+    found = engine.play(phase, machine, np.zeros(8), trace=True).occupied
+    near, far = CALL + INTRA.time_s(num_bytes), CALL + INTER.time_s(num_bytes)
+    stop = {each.name: each.stop_s for each in found if each.name in ("dispatch", "across", "combine")}
+    crossed = near + across_s + far
+    assert stop == pytest.approx({"dispatch": near, "across": crossed, "combine": max(crossed, combine_s) + near})
+
+
+def test_thread_blocks_are_a_kernels_time_on_its_processors_and_a_kernel_that_leaves_some_free_has_none_to_wait_for():
+    contention = Contention(100, 20, 2, True)
+    assert contention.block_s(10.0, 400) == pytest.approx(10.0 / 4)
+    assert contention.block_s(10.0, 100) == 0.0
+
+
+def test_transfers_that_wait_make_a_routed_ring_slower_and_are_for_the_event_engine():
+    whole = MicrobatchPlan("ring", (65536,), 16, 8, 32, 8, (Zone("pool", "ring", tuple(range(16)), (0,)),))
+    planned = with_layers(whole, Cluster(16, 8), flat_machine(16, 8).cost, Layers(routing="always"))
+    clusters = [Cluster(16, 8, transfers_wait=waits) for waits in (False, True)]
+    model = Model(num_heads=32, num_kv_heads=8, head_dim=128)
+    usual, waiting = (Machine(cluster, model, AnalyticCost(cluster, model)) for cluster in clusters)
+    usual_s, waiting_s = (attention_call(planned, each, name="auto").forward.end_s.max() for each in (usual, waiting))
+    assert waiting_s > usual_s
+    with pytest.raises(ConfigError, match="transfers that wait for SMs"):
+        attention_call(planned, waiting, name="rounds")
+
+
+def test_a_straggler_computes_slower_and_the_ring_waits_for_it():
+    fair = flat_machine(4, 4, launch=10.0)
+    slow = Machine(fair.cluster, fair.model, fair.cost, (1.0, 2.0, 1.0, 1.0))
+    call = attention_call(ring(4, 4, 800), slow, name="events")
+    assert call.forward.compute_s == pytest.approx([40, 80, 40, 40])
+    assert call.forward.end_s.max() == pytest.approx(80.0)
+
+
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 3), st.integers(4, 7)), min_size=1, max_size=12),
+    capacity=st.lists(st.floats(0.5, 4.0), min_size=8, max_size=8),
+)
+def test_fair_shares_fill_a_resource_of_every_transfer_and_overfill_none(uses, capacity):
+    table, rates_of = np.array(uses), np.array(capacity)
+    rates = fair_rates(table, rates_of)
+    load = np.bincount(table.ravel(), weights=np.repeat(rates, 2), minlength=8)
+    assert (load <= rates_of * (1 + 1e-9)).all()
+    full = load >= rates_of * (1 - 1e-9)
+    # Max-min: each has a full resource on which no other is faster.
+    for flow, (a, b) in enumerate(uses):
+        assert any(full[r] and rates[flow] >= rates[(table == r).any(axis=1)].max() - 1e-9 for r in (a, b))
+
+
+def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
+    ends = fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.array([1.0]))
+    # Alone until 5, then half each: the first has 5 left and needs 10; the second then has 5 left and the resource to itself.
+    assert ends == pytest.approx([15.0, 20.0])
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+def test_every_link_and_nic_carries_the_bytes_of_the_program(case: Case, name: str):
+    """Forward; `tests/unit/simulator/test_sockets.py` has both phases. (NCCL's reduce-scatters go around a ring, `traffic` has gloo's.)"""
+    planned = plan(name, case)
+    shared = planned.routing.ranks_per_nic if planned.routing is not None else 1
+    machine = machine_of(case, shared)
+    moved = attention_call(planned, machine, "keep", name="events").forward.bytes_moved
+    program = replace(expand(planned, "keep"), backward=())
+    expected = traffic(program, machine.payload, ranks_per_node=machine.cluster.node_size, ranks_per_nic=shared)
+    ranks, nics = machine.num_ranks, machine.num_nics
+    assert np.array_equal(moved[:ranks], expected.intra_node_sent)
+    assert np.array_equal(moved[ranks : 2 * ranks], expected.intra_node_received)
+    assert np.array_equal(moved[2 * ranks : 2 * ranks + nics], expected.nic_sent.ravel())
+    assert np.array_equal(moved[2 * ranks + nics :], expected.nic_received.ravel())
+
+
+def machine_of(case: Case, ranks_per_nic: int) -> Machine:
+    """The machine of a drawn case, with as many ranks on a NIC as its plan is routed for."""
+    cluster = replace(case.cluster, ranks_per_nic=ranks_per_nic)
+    return Machine(cluster, case.model, AnalyticCost(cluster, case.model))
+
+
+@settings(max_examples=6, deadline=None)
+@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str):
+    planned = plan(name, case)
+    machine = machine_of(case, 1)
+    policy = POLICIES[case.seed % 2]
+    call = events(planned, machine, policy, (np.zeros(planned.num_ranks), np.zeros(planned.num_ranks)), trace=True)
+    for rank in range(planned.num_ranks):
+        program = transpose(project(planned, rank), policy, merges=False)
+        for outcome, ops in ((call.forward, program.forward), (call.backward, program.backward)):
+            expected = {
+                stream: [op.id for issue in issues if isinstance(op := ops[issue.op], Exchange)]
+                for stream, issues in streams(ops, rank, machine.cluster.node_size).items()
+                if stream != "compute" and not stream.endswith("collective")
+            }
+            began = sorted((e for e in outcome.occupied if e.rank == rank), key=lambda e: (e.start_s, e.stop_s))
+            # Ranks without a communicator of their own send a collective's messages one by one.
+            together = {op.id for op in ops if isinstance(op, Exchange) and op.collective != "p2p"}
+            for stream, issued in expected.items():
+                done = [e.exchange for e in began if e.stream == stream and e.exchange not in together]
+                # Of a parcel of a few bytes some pieces hold none, and these are not sent.
+                assert done == [at for at in issued if at in done]
+                assert len(done) == len(issued) or min(planned.lengths) * machine.model.head_dim <= 16
+            launches = sum(isinstance(op, Attend | AttendGrad) for op in ops)
+            assert sum(e.name == "run" for e in began) == launches
+
+
+def test_more_bandwidth_is_never_slower():
+    planned = ring(8, 4, 4000, 300, 77)
+    seconds = [
+        [outcome.end_s.max() for outcome in attention_call(planned, machine, policy, name="events")]
+        for policy in POLICIES
+        for machine in (flat_machine(8, 4, inter=Link(0.002, rate)) for rate in (1e5, 2e5, 1e6, 1e9))
+    ]
+    for four in (seconds[:4], seconds[4:]):
+        assert all(a >= b for slower, faster in zip(four, four[1:], strict=False) for a, b in zip(slower, faster, strict=True))
+
+
+def test_a_trace_is_json_with_one_lane_for_each_stream_and_nothing_overlaps_in_it():
+    machine = flat_machine(8, 4, layer=1e-4)
+    document = json.loads(json.dumps(timeline(ring(8, 4, 4000, 300), machine)))
+    events_of = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in events_of} == set(named)
+    assert {named[rank, 0] for rank in range(8)} == {"compute"}
+    assert set(named.values()) == {"compute", "inter_node", "inter_node moved", "intra_node", "intra_node moved"}
+    assert sum(e["name"] == "process_name" for e in document["traceEvents"]) == 8
+    for lane in named:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events_of if (e["pid"], e["tid"]) == lane)
+        assert all(stop <= start + 1e-6 * max(1.0, start) for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    launches = [e for e in events_of if e["name"] == "attention"]
+    assert len(launches) == 2 * 8 * 8

@@ -1,0 +1,145 @@
+"""The round engine against the event engine: equal where only one ring or collective is at work, near where zones meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Link
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.program import Exchange, Kind
+from megatron_balance.patterns import zigzag
+from megatron_balance.patterns.ring import _Blocks as Blocks
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.layers import Layers, with_layers
+from megatron_balance.simulator import tables
+from megatron_balance.simulator.attention import attention_call
+from megatron_balance.simulator.machine import Machine
+from tests.support.flat_cost import flat_machine
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+
+LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=32)
+
+
+def pool(pattern: str, num_ranks: int, ranks_per_node: int, lengths: tuple[int, ...], heads: int = 2) -> MicrobatchPlan:
+    zone = Zone("pool", pattern, tuple(range(num_ranks)), tuple(range(len(lengths))))
+    return MicrobatchPlan("pool", lengths, num_ranks, ranks_per_node, heads, heads, (zone,))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5).map(tuple),
+    shape=st.sampled_from([(2, 2), (3, 3), (6, 3), (8, 4), (8, 2)]),
+    pattern=st.sampled_from(["ring", "all_gather", "head_exchange"]),
+    entered=st.lists(st.floats(0.0, 2.0), min_size=8, max_size=8),
+)
+def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, pattern, entered):
+    ranks, per_node = shape
+    machine = flat_machine(ranks, per_node, launch=0.01, pair=1e-6)
+    planned = pool(pattern, ranks, per_node, lengths)
+    enter = np.array(entered[:ranks]), np.array(entered[:ranks])
+    exact = attention_call(planned, machine, "keep", enter, "events")
+    rounds = attention_call(planned, machine, "keep", enter, "rounds")
+    for a, b in zip(exact, rounds, strict=True):
+        # Collectives carry every tensor padded to 16 bytes, which the round engine leaves out: two tensors, and as many again going back.
+        padding_s = 0.0 if pattern == "ring" else 4 * 16 * ranks / machine.inter.bytes_per_s
+        assert b.end_s == pytest.approx(a.end_s, rel=1e-9, abs=padding_s)
+        assert b.compute_s == pytest.approx(a.compute_s, rel=1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=cases(num_ranks=(4, 8), max_length=200, max_sequences=5, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
+    planned = plan(name, case)
+    if planned.routing is not None and any(zone.pattern in ("all_gather", "head_exchange") for zone in planned.zones):
+        planned = replace(planned, routing=None)  # collectives are routed by `always` only, and the round engine leaves them whole
+    cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
+    machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
+    exact, rounds = (attention_call(planned, machine, "keep", name=engine).forward.bytes_moved for engine in ("events", "rounds"))
+    first = 2 * machine.num_ranks
+    # Tensors of collectives are padded, and pieces cut, to 16 bytes; here evenly.
+    assert rounds[first:] == pytest.approx(exact[first:], abs=64 * machine.num_ranks**2)
+
+
+BATCHES = {
+    "one long": (50651, 12380, 1301, 1204),
+    "mixed": (9000, 8000, 7000, 6000, 5000, 4000, 3000, 2000, *range(200, 1600, 100)),
+    "short": tuple(range(300, 3000, 60)),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["te_ring", "llama_all_gather", "ulysses", "packing", "hybrid_dp", "zeppelin"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, policy: Policy):
+    cluster = Cluster(8, 4, ranks_per_nic=2, nic_bytes_per_s=25e9, intra_bytes_per_s=200e9, num_sms=108)
+    cost = AnalyticCost(cluster, LLAMA)
+    planner = PLANNERS[name]
+    planned = planner.plan(Batch(BATCHES[batch]), cluster, LLAMA, cost, planner.options(tokens_per_rank=12_000))
+    planned = with_layers(planned, cluster, cost, planner.layers)
+    machine = Machine(cluster, LLAMA, cost)
+    exact, rounds = (attention_call(planned, machine, policy, name=engine) for engine in ("events", "rounds"))
+    for a, b in zip(exact, rounds, strict=True):
+        assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.15)
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5), size=st.integers(2, 9))
+def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size):
+    cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size)
+    forward, back = tables._walks(cut)
+    blocks = Blocks(cut, np.arange(size), 1)
+    tokens = np.where(blocks.there, blocks.stop - blocks.start, 0)
+    for hop in range(1, size):
+        assert forward[:, hop].tolist() == (tokens * (blocks.reach_forward() >= hop)).sum(axis=(1, 2)).tolist()
+        assert back[:, hop].tolist() == (tokens * (blocks.reach_backward() >= hop)).sum(axis=(1, 2)).tolist()
+
+
+def test_a_first_hop_that_a_home_makes_is_not_made_by_the_holder():
+    lengths = (4000, 100, 90)
+    zones = (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)), Zone("local", "ring", (4,), (1, 2)))
+    planned = MicrobatchPlan("x", lengths, 8, 4, 2, 2, zones)
+    machine = flat_machine(8, 4)
+    moved = with_layers(planned, machine.cluster, machine.cost, Layers(remap=True))
+    assert moved.moves
+    first = next(op for op in project(moved, 1).forward if isinstance(op, Exchange) and op.id == 1)
+    rows = as_array(first.transfers)
+    stays = int((rows[:, 3] - rows[:, 2])[(rows[:, 6] == 0) & (rows[:, 0] == Kind.KV)].sum())
+    table = tables.Tables(moved, machine).zones[0]
+    assert table.hops[0, 1] == stays
+
+
+@pytest.mark.parametrize("lengths", [(65536, 32768, 16384), (65536, 700, 300, 90, 17, 5, 2, 1)])
+def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypatch):
+    size = 32
+    cluster = Cluster(size, 8)
+    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
+    planned = pool("ring", size, 8, lengths, heads=32)
+    each = tables.Tables(planned, machine).zones[0]
+    monkeypatch.setattr(tables, "EXACT", 0)
+    by_kind = tables.Tables(planned, machine).zones[0]
+    assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
+    assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)
+    assert np.array_equal(by_kind.hops, each.hops)
+
+
+def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():
+    # Two rings of two ranks, both between the nodes, over one NIC a node.
+    zones = tuple(Zone("inter_node", "ring", (rank, rank + 2), (rank,)) for rank in (0, 1))
+    planned = MicrobatchPlan("x", (4000, 4000), 4, 2, 2, 2, zones)
+    alone = replace(planned, zones=zones[:1], lengths=(4000,))
+    machine = flat_machine(4, 2, 2, launch=1e-6, inter=Link(0.0, 1e5), call_s=0.0)
+    both_s, one_s = (attention_call(p, machine, name="rounds").forward.end_s.max() for p in (planned, alone))
+    exact_s = attention_call(planned, machine, name="events").forward.end_s.max()
+    assert exact_s == pytest.approx(2 * one_s, rel=1e-3)
+    assert both_s == pytest.approx(exact_s, rel=0.05)

@@ -1,0 +1,235 @@
+"""Whole steps: layers, pipeline, synchronisation, memory; from closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance import simulate
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.compile.transpose import POLICIES
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Link
+from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s
+from megatron_balance.cost.memory import Holding, Sharding, rank_memory
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan, Zone
+from megatron_balance.planners import PLANNERS
+from megatron_balance.simulator import collective, pipeline
+from megatron_balance.simulator import step as step_module
+from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.received import most_in_a_round
+from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
+from megatron_balance.simulator.step import Setup, simulate_step
+from tests.support.flat_cost import MODEL, flat_machine
+
+LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=8)
+
+
+def local(*lengths: int, ranks_per_node: int = 4) -> MicrobatchPlan:
+    """Every sequence on a rank of its own."""
+    zones = tuple(Zone("local", "ring", (rank,), (rank,)) for rank in range(len(lengths)))
+    return MicrobatchPlan("local", lengths, len(lengths), ranks_per_node, 2, 2, zones)
+
+
+def ring(num_ranks: int, ranks_per_node: int, *lengths: int, heads: int = 2) -> MicrobatchPlan:
+    zone = Zone("pool", "ring", tuple(range(num_ranks)), tuple(range(len(lengths))))
+    return MicrobatchPlan("ring", lengths, num_ranks, ranks_per_node, heads, heads, (zone,))
+
+
+def test_a_step_of_one_rank_is_its_layers():
+    machine = flat_machine(1, 1, launch=3.0, layer=0.01)
+    step = simulate_step([local(100, ranks_per_node=1)], machine)
+    # Forward 3 + 1, backward twice that, four layers.
+    assert step.step_s == pytest.approx(4 * 3 * (3.0 + 1.0))
+    assert step.phases_s["forward_attention"] == pytest.approx(4 * 3.0)
+    assert step.phases_s["backward_linear"] == pytest.approx(4 * 2.0)
+    assert step.utilisation == pytest.approx({"compute": 1.0, "link": 0.0, "nic": 0.0})
+
+
+def test_full_recomputation_runs_the_forward_again():
+    machine = flat_machine(1, 1, launch=3.0, layer=0.01)
+    assert simulate_step([local(100, ranks_per_node=1)], machine, Setup(recompute="full")).step_s == pytest.approx(4 * 4 * 4.0)
+
+
+def test_ranks_that_exchange_nothing_drift_apart_until_the_end():
+    machine = flat_machine(2, 2, launch=0.0, layer=0.01)
+    swapped = [local(100, 300, ranks_per_node=2), local(300, 100, ranks_per_node=2)]
+    together = simulate_step(swapped, machine).step_s
+    assert together - simulate_step(swapped, machine).phases_s["gradient_sync"] == pytest.approx(4 * 3 * (1.0 + 3.0))
+    assert coupled(swapped[0]).tolist() == [0, 1]
+
+
+def test_ranks_of_a_ring_go_through_the_layers_together():
+    assert coupled(ring(4, 4, 100)).tolist() == [0, 0, 0, 0]
+    mixed = replace(local(100, 100, 100, 100), zones=(Zone("a", "ring", (0, 2), (0,)), Zone("b", "ring", (1,), (1, 2, 3))))
+    assert coupled(mixed).tolist() == [0, 1, 0, 3]
+
+
+def test_equal_microbatches_are_simulated_once(monkeypatch):
+    calls: list[str] = []
+
+    def counted(plan, *more):
+        calls.append(plan.fingerprint())
+        return attention_call(plan, *more)
+
+    monkeypatch.setattr(step_module, "attention_call", counted)
+    machine = flat_machine(4, 4)
+    one = simulate_step([ring(4, 4, 400)], machine)
+    many = simulate_step([ring(4, 4, 400)] * 8, machine)
+    assert len(calls) == 2
+    assert many.step_s - many.phases_s["gradient_sync"] == pytest.approx(8 * (one.step_s - one.phases_s["gradient_sync"]))
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks"), [(1, 3, 1), (2, 2, 1), (4, 8, 1), (4, 3, 1), (4, 8, 2), (2, 4, 4), (4, 4, 2)]
+)
+def test_the_bubble_of_a_pipeline_is_what_the_closed_form_says(stages, microbatches, chunks):
+    forward_s, backward_s = 1.0, 2.0
+
+    def each(_: int, step: pipeline.Pass, ready: np.ndarray) -> np.ndarray:
+        return ready + (backward_s if step.backward else forward_s) / chunks
+
+    clocks = pipeline.run(stages, microbatches, chunks, 1, each, lambda _: np.zeros(1))
+    work_s = microbatches * (forward_s + backward_s)
+    assert max(float(clock.max()) for clock in clocks) == pytest.approx(work_s * (1 + pipeline.bubble_share(stages, microbatches, chunks)))
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))
+def test_every_stage_runs_every_pass_once(stages, groups, chunks):
+    microbatches = groups if chunks == 1 else groups * stages
+    for stage in range(stages):
+        found = pipeline.order(stages, stage, microbatches, chunks)
+        expected = {pipeline.Pass(b, m, c) for b in (False, True) for m in range(microbatches) for c in range(chunks)}
+        assert len(found) == len(expected)
+        assert set(found) == expected
+
+
+def test_a_pipelined_step_has_the_bubble_of_1f1b():
+    # Few bytes from stage to stage: as good as nothing beside seconds.
+    machine = flat_machine(2, 2, launch=2.0, layer=0.01, inter=Link(0.0, 1e15))
+    plans = [local(100, 100, ranks_per_node=2)] * 8
+    step = simulate_step(plans, machine, Setup(pipeline=4))
+    work_s = 8 * 3 * (2.0 + 1.0)
+    assert step.step_s - step.phases_s["gradient_sync"] == pytest.approx(work_s * (1 + 3 / 8))
+    assert sum(step.phases_s.values()) == pytest.approx(step.step_s)
+    assert len(step.peak_bytes) == 4 * 2
+
+
+def test_layers_and_microbatches_that_a_pipeline_cannot_share_evenly_are_errors():
+    machine, plans = flat_machine(2, 2), [local(10, 10, ranks_per_node=2)] * 3
+    with pytest.raises(ConfigError, match=r"4 layers of custom cannot be cut into 3 pipeline chunks"):
+        simulate_step(plans, machine, Setup(pipeline=3))
+    with pytest.raises(ConfigError, match=r"3 microbatches are not a multiple of 2 pipeline stages"):
+        simulate_step(plans, machine, Setup(pipeline=2, interleave=2))
+    with pytest.raises(ConfigError, match=r"interleave 2 goes with a pipeline"):
+        Setup(interleave=2)
+    with pytest.raises(ConfigError, match=r"at least one microbatch"):
+        simulate_step([], machine)
+    with pytest.raises(ConfigError, match=r"a plan for 4 ranks, 4 a node, on custom with 2 ranks"):
+        simulate_step([ring(4, 4, 100)], machine)
+    with pytest.raises(ConfigError, match=r"the engine 'rounds' knows the transport 'streams' only"):
+        simulate_step(plans, machine, Setup(engine="rounds", transport="sockets"))
+    with pytest.raises(ConfigError, match=r"slowdown names 3 ranks, custom has 2"):
+        Machine(machine.cluster, machine.model, machine.cost, (1.0, 1.0, 2.0))
+
+
+def test_synchronisation_hides_behind_the_backward():
+    machine = flat_machine(4, 2, launch=0.01)
+    apart, beside = (simulate_step([ring(4, 2, 400)], machine, Setup(overlap_sync=overlap)) for overlap in (False, True))
+    assert beside.phases_s["gradient_sync"] < apart.phases_s["gradient_sync"]
+    assert beside.phases_s["gradient_sync"] >= apart.phases_s["gradient_sync"] / MODEL.num_layers - 1e-12
+
+
+def test_peaks_are_those_of_the_memory_model():
+    machine = flat_machine(4, 2)
+    planned = ring(4, 2, 400, 36)
+    got = np.array(figures(planned, MODEL)["kv_tokens_received_per_rank"])
+    for policy, received in zip(POLICIES, (got, most_in_a_round(planned)), strict=True):
+        peak = simulate_step([planned], machine, Setup(policy=policy)).peak_bytes
+        tokens = linear_tokens(planned)
+        sharding, holding = Sharding(optimizer=4), Holding(policy)
+        assert peak.tolist() == [rank_memory(MODEL, t, r, sharding, holding).total for t, r in zip(tokens, received, strict=True)]
+    assert most_in_a_round(planned).tolist() == [max(linear_tokens(planned))] * 4
+
+
+@pytest.mark.parametrize("ranks_per_node", [8, 4])
+def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_node):
+    machine = flat_machine(8, ranks_per_node, 2)
+    group = np.arange(8)
+    here = Group(8, ranks_per_node, machine.intra, replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * machine.nics.per_node))
+    assert collective.ring(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
+    even = np.full((8, 8), 125.0)
+    assert collective.exchange(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
+
+
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(1, 3000), min_size=2, max_size=4), grown=st.integers(0, 3))
+def test_an_extra_token_is_never_faster(lengths, grown):
+    cluster = Cluster(len(lengths), len(lengths))
+    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
+    more = [n + (rank == grown % len(lengths)) for rank, n in enumerate(lengths)]
+    few_s, many_s = (
+        simulate_step([replace(local(*each, ranks_per_node=len(each)), num_heads=32, num_kv_heads=32)], machine).step_s
+        for each in (lengths, more)
+    )
+    assert many_s >= few_s * (1 - 1e-12)
+
+
+@settings(max_examples=10, deadline=None)
+@given(length=st.integers(64, 40_000), ranks=st.sampled_from([(4, 4), (8, 4)]))
+def test_an_extra_token_in_every_chunk_of_a_ring_is_never_faster(length, ranks):
+    cluster = Cluster(*ranks)
+    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
+    few_s, many_s = (simulate_step([ring(*ranks, n, heads=32)], machine).step_s for n in (length, length + 2 * ranks[0]))
+    assert many_s >= few_s * (1 - 1e-12)
+
+
+@settings(max_examples=8, deadline=None)
+@given(factor=st.floats(1.0, 8.0), name=st.sampled_from(["te_ring", "llama_all_gather", "ulysses", "hybrid_dp"]))
+def test_more_bandwidth_is_never_a_slower_step(factor, name):
+    cluster = Cluster(8, 4, ranks_per_nic=2)
+    faster = replace(cluster, nic_bytes_per_s=cluster.nic_bytes_per_s * factor, intra_bytes_per_s=cluster.intra_bytes_per_s * factor)
+    planner = PLANNERS[name]
+    options = planner.options(tokens_per_rank=4000)
+    planned = planner.plan(Batch((9000, 4000, 700, 90, 17)), cluster, LLAMA, AnalyticCost(cluster, LLAMA), options)
+    # SMs that transfers hold depend on the link's rate, which is another machine; hold them equal.
+    slow_s, fast_s = (
+        simulate_step([planned], Machine(c, LLAMA, AnalyticCost(replace(c, num_sms=0), LLAMA)), Setup(engine="events")).step_s
+        for c in (cluster, faster)
+    )
+    assert fast_s <= slow_s * (1 + 1e-9)
+
+
+def test_perturbed_machines_spread_step_times_and_a_seed_repeats_them():
+    cluster = Cluster(8, 4)
+    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
+    planned = [ring(8, 4, 30_000, heads=32)]
+    first, again = (summary(simulate_plans(planned, machine, Setup(), Perturbation(0.2, 6, seed=3))) for _ in range(2))
+    assert first == again
+    step = first["step_s"]
+    assert step["p5"] < step["median"] < step["p95"]
+    exact = summary(simulate_plans(planned, machine, Setup(), Perturbation()))["step_s"]
+    assert exact["p5"] == exact["median"] == exact["p95"]
+
+
+def test_simulate_takes_plans_and_whole_batches():
+    cluster = Cluster(4, 2)
+    planned = ring(4, 2, 3000, 500, heads=32)
+    one = simulate(planned, cluster, LLAMA)
+    assert {"step_s", "tokens_per_s", "phases_s", "peak_bytes_per_rank", "utilisation"} <= set(one)
+    assert one["tokens_per_s"] == pytest.approx(3500 / one["step_s"]["median"])
+    assert len(one["peak_bytes_per_rank"]) == 4
+    two = simulate([BatchPlan((planned, planned))], cluster, LLAMA, policy="replay")
+    assert two["step_s"]["median"] > one["step_s"]["median"]
+    assert max(two["peak_bytes_per_rank"]) < max(one["peak_bytes_per_rank"])
+    with pytest.raises(ConfigError, match="unknown option 'overlap', did you mean 'overlap_sync'"):
+        simulate(planned, cluster, LLAMA, overlap=False)

@@ -1,0 +1,171 @@
+"""Exchanges on gloo's sockets, against times worked out by hand and against what `docs/emulated-cluster.md` found gloo to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.analysis.traffic import traffic
+from megatron_balance.compile.join import split
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.route import Nics, with_routes
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Link
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Collective, Exchange, Kind, Program
+from megatron_balance.ir.rows import Rows
+from megatron_balance.simulator import engine, sockets, tcp
+from megatron_balance.simulator.attention import attention_call, events
+from megatron_balance.simulator.events import Outcome
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.phase import phase_of
+from tests.support.flat_cost import flat_machine
+from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+
+KV_BYTES = 128
+CALL, INTRA, INTER = 0.0005, Link(0.001, 1e6), Link(0.002, 1e5)
+
+
+def program(num_ranks: int, rows: list[tuple[int, int, int]], collective: Collective = "p2p") -> Program:
+    """One exchange of keys: (src, dst, tokens) of sequence `src`."""
+    transfers = Rows.of(TRANSFER_WIDTH, [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in rows])
+    group = tuple(range(num_ranks)) if collective != "p2p" else ()
+    homes = tuple(Rows.of(3, [(rank, 0, 10_000)]) for rank in range(num_ranks))
+    return Program((10_000,) * num_ranks, 2, 2, homes, (Exchange(0, transfers, collective=collective, group=group),))
+
+
+def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> Outcome:
+    programs = [split(of, rank) for rank in range(of.num_ranks)]
+    start = np.zeros(machine.num_ranks) if enter_s is None else np.array(enter_s)
+    return engine.play(phase_of(programs, machine, backward=False), machine, start, "sockets")
+
+
+def one_by_one(ways: list[tuple[int, int]]) -> Program:
+    """An exchange for each way, of 100 tokens."""
+    whole = program(4, [(src, dst, 100) for src, dst in ways])
+    op = whole.forward[0]
+    assert isinstance(op, Exchange)
+    return replace(whole, forward=tuple(Exchange(at, Rows.of(TRANSFER_WIDTH, [row])) for at, row in enumerate(op.transfers)))
+
+
+def routed(tokens: int, routes: Rows) -> Program:
+    """One transfer from rank 0 to rank 4 of 8."""
+    whole = program(8, [(0, 4, tokens)])
+    op = whole.forward[0]
+    assert isinstance(op, Exchange)
+    return replace(whole, forward=(replace(op, routes=routes),))
+
+
+def everyone(num_ranks: int, tokens: int) -> list[tuple[int, int, int]]:
+    return [(src, dst, tokens) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
+
+
+@pytest.fixture
+def even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments so small that sockets that take turns have equal shares, and buckets that save nothing."""
+    monkeypatch.setattr(tcp, "SEGMENT_BYTES", (KV_BYTES, KV_BYTES))
+    monkeypatch.setattr(tcp, "BURST_BYTES", (0, 0))
+
+
+@pytest.mark.usefixtures("even")
+def test_two_ranks_that_post_receives_first_send_both_ways_at_once() -> None:
+    machine = flat_machine(2, 1)
+    end = play(program(2, [(0, 1, 1000), (1, 0, 1000)]), machine).end_s
+    assert end == pytest.approx(CALL + INTER.time_s(1000 * KV_BYTES), rel=0.01)
+
+
+@pytest.mark.usefixtures("even")
+@pytest.mark.parametrize(("later_s", "turns"), [(0.0, 1), (0.01, 2)])
+def test_an_all_to_all_of_two_ranks_takes_turns_as_gloos_does_unless_they_begin_at_once(later_s: float, turns: int) -> None:
+    machine = flat_machine(2, 1)
+    end = play(program(2, [(0, 1, 1000), (1, 0, 1000)], "all_to_all"), machine, [0.0, later_s]).end_s
+    assert end.max() == pytest.approx(later_s + CALL + INTER.time_s(turns * 1000 * KV_BYTES), rel=0.01)
+
+
+@pytest.mark.usefixtures("even")
+def test_an_all_gather_goes_around_one_ring_however_many_nics_a_node_has() -> None:
+    block = 1000 * KV_BYTES
+    for ranks_per_nic in (1, 4):
+        machine = flat_machine(8, 4, ranks_per_nic)
+        end = play(program(8, everyone(8, 1000), "all_gather"), machine).end_s
+        # Seven blocks cross on the NIC between the nodes; the last half block may have to go on inside.
+        crossing_s = 7 * block / INTER.bytes_per_s
+        assert crossing_s < end.max() < 1.1 * crossing_s
+    assert play(program(8, everyone(8, 1000), "all_gather"), machine).bytes_moved[16:].tolist() == [7 * block] * 4
+
+
+@pytest.mark.usefixtures("even")
+def test_exchanges_go_beside_one_another() -> None:
+    stop = play(one_by_one([(0, 1), (0, 2)]), flat_machine(4, 4)).end_s
+    assert stop[1:3] == pytest.approx(CALL + INTRA.time_s(2 * 100 * KV_BYTES), rel=0.01)
+
+
+@pytest.mark.usefixtures("even")
+def test_a_piece_is_passed_on_when_it_has_come() -> None:
+    stop = play(routed(128, Rows.of(ROUTE_WIDTH, [(0, 4, 0, 1, 5)])), flat_machine(8, 4)).end_s
+    near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
+    # Whoever sends is through when its socket has the bytes.
+    assert stop[[1, 5, 4]] == pytest.approx([near, near + far, near + far + near], rel=0.02)
+
+
+@pytest.mark.usefixtures("even")
+def test_pieces_overtake_one_another() -> None:
+    machine = flat_machine(8, 4)
+    whole_s, cut_s = (play(with_routes(program(8, [(0, 4, 4096)]), Nics(4, 1, pieces=n)), machine).end_s.max() for n in (1, 4))
+    num_bytes, near, far = 4096 * KV_BYTES, INTRA.bytes_per_s, INTER.bytes_per_s
+    # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out and on happens beside the crossing.
+    assert whole_s == pytest.approx(3 * CALL + machine.cost.routed_s(num_bytes, 1, 4), rel=0.01)
+    # A connection takes the next piece while the last bytes of the one before are on their way.
+    expected_s = 2 * (CALL + INTRA.alpha_s) + CALL + INTER.alpha_s + num_bytes / 4 * (1 / far + 2 * 3 / 4 / near)
+    assert cut_s == pytest.approx(expected_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("transport", "meanwhile"), [("sockets", True), ("streams", False)])
+def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(transport: engine.Transport, meanwhile: bool) -> None:
+    fair = flat_machine(4, 4, launch=0.001)
+    slow = Machine(fair.cluster, fair.model, fair.cost, (1.0, 10_000.0, 1.0, 1.0))
+    ring = MicrobatchPlan("ring", (8000,), 4, 4, 2, 2, (Zone("pool", "ring", (0, 1, 2, 3), (0,)),))
+    forward = events(ring, slow, "keep", (np.zeros(4), np.zeros(4)), transport, trace=True).forward
+    assert forward.end_s[1] == pytest.approx(4 * 10.0, rel=0.05)
+    came_s = min(each.stop_s for each in forward.occupied if (each.rank, each.exchange, each.name) == (1, 1, "direct"))
+    assert (came_s < 10.0) == meanwhile
+
+
+def test_receives_are_posted_as_far_ahead_as_the_executor_does() -> None:
+    gloo = pytest.importorskip("megatron_balance.runtime.gloo")
+    assert gloo.Gloo.ahead == sockets.AHEAD
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(case: Case, name: str) -> None:
+    planned = plan(name, case)
+    shared = planned.routing.ranks_per_nic if planned.routing is not None else 1
+    cluster = replace(case.cluster, ranks_per_nic=shared)
+    machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
+    call = attention_call(planned, machine, "keep", name="events", transport="sockets")
+    moved = call.forward.bytes_moved + call.backward.bytes_moved
+    expected = traffic(expand(planned, "keep"), machine.payload, ranks_per_node=cluster.node_size, ranks_per_nic=shared)
+    ranks, nics = machine.num_ranks, machine.num_nics
+    assert np.array_equal(moved[:ranks], expected.intra_node_sent)
+    assert np.array_equal(moved[ranks : 2 * ranks], expected.intra_node_received)
+    assert np.array_equal(moved[2 * ranks : 2 * ranks + nics], expected.nic_sent.ravel())
+    assert np.array_equal(moved[2 * ranks + nics :], expected.nic_received.ravel())
+
+
+@settings(max_examples=8, deadline=None)
+@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+def test_faster_nics_are_never_slower_by_much(case: Case, name: str) -> None:
+    """Whoever is first on a connection may change with the rates; nothing else may."""
+    planned = plan(name, case)
+    cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
+    ends = [
+        attention_call(planned, Machine(fast, case.model, AnalyticCost(fast, case.model)), "replay", name="events", transport="sockets")
+        for fast in (cluster, replace(cluster, nic_bytes_per_s=4 * cluster.nic_bytes_per_s))
+    ]
+    slower, faster = (call.forward.end_s.max() + call.backward.end_s.max() for call in ends)
+    assert faster <= 1.05 * slower

@@ -1,0 +1,178 @@
+"""The GPU suite's frame: rows against targets, parts that end early, files on a GPU only; and the whole of it small, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tools.gpu import machine, parts, report, run
+from tools.gpu.rows import Context, Figure, Row, Target
+
+ROOT = Path(__file__).resolve().parents[3]
+SPEED = Figure("speed", "TFLOP/s", Target("at least", 85), speed=True)
+ERROR = Figure("error", "relative", Target("at most", 0.02))
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "met"),
+    [
+        (Target("at least", 85), 85.0, True),
+        (Target("at least", 85), 84.9, False),
+        (Target("at most", 1.02), 1.03, False),
+        (Target("equal", 0), 0.0, True),
+        (Target("equal", 0), 1.0, False),
+        (Target("at most", 1.02), math.nan, False),
+        (Target("at least", 1.02), math.nan, False),
+    ],
+)
+def test_a_value_is_held_against_its_target(target, value, met):
+    row = Figure("figure", "unit", target).measured(value)
+    assert (row.kind, row.ok, row.target) == ("measured", met, str(target))
+
+
+def test_what_was_left_out_is_no_failure_and_what_broke_is():
+    assert (SPEED.not_measured("needs a GPU").ok, SPEED.failed("boom").ok) == (None, False)
+    assert {SPEED.not_measured("").kind, SPEED.failed("").kind} == {"not measured"}
+    assert Figure("plain", "ms").measured(3.0).ok is None
+
+
+PART = """
+import sys, time
+from tools.gpu.rows import Figure, Target
+BUDGET_S = 5.0
+FIGURES = (Figure("first", "x", Target("at most", 1)), Figure("second", "x"), Figure("fast", "x", speed=True))
+def measure(context):
+    yield FIGURES[0].measured(0.5, context.device)
+    {then}
+    yield FIGURES[1].measured(2.0)
+"""
+
+
+@pytest.fixture
+def part(tmp_path, monkeypatch):
+    """Rows of a part that does `then` between its two figures, in a process of its own, with `seconds` for it."""
+
+    def rows(then: str, seconds: float = 30.0, device: str = "cpu") -> list[Row]:
+        (tmp_path / "made_up_part.py").write_text(PART.format(then=then))
+        sys.modules.pop("made_up_part", None)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setitem(parts.PARTS, "syncs", "made_up_part")
+        started = apart(monkeypatch, "made_up_part")
+        found = run.rows_of("syncs", device, time.monotonic() + seconds, None)  # pyright: ignore[reportArgumentType]
+        assert started or device == "cuda"
+        return found
+
+    return rows
+
+
+def apart(monkeypatch, module):
+    """Let the part's process know the made-up part too; the list of command lines that were started."""
+    started: list[list[str]] = []
+    popen = subprocess.Popen
+
+    def start(command, **kwargs):
+        started.append(command)
+        code = f"from tools.gpu import parts, run; parts.PARTS['syncs'] = {module!r}; raise SystemExit(run.main({command[3:]!r}))"
+        return popen([sys.executable, "-c", code], **kwargs)
+
+    monkeypatch.setattr(run.subprocess, "Popen", start)
+    return started
+
+
+def test_a_part_yields_its_rows_and_the_rest_needs_a_gpu(part):
+    first, second, fast = part("pass")
+    assert (first.value, first.ok, first.note, second.value) == (0.5, True, "cpu", 2.0)
+    assert (fast.kind, fast.ok, fast.note) == ("not measured", None, "needs a GPU")
+
+
+def test_a_part_that_breaks_keeps_the_rows_it_had(part, capsys):
+    first, second, _ = part("raise ValueError('of the planted kind')")
+    assert first.value == 0.5
+    assert (second.ok, second.note) == (False, "failed: ValueError: of the planted kind")
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_part_that_hangs_is_ended_and_its_rest_is_out_of_time(part):
+    began = time.monotonic()
+    first, second, _ = part("time.sleep(600)", seconds=6.0)
+    assert time.monotonic() - began < 20
+    assert first.value == 0.5
+    assert (second.kind, second.ok, second.note) == ("not measured", None, "out of time")
+
+
+def test_a_part_that_no_longer_fits_is_not_begun(part):
+    assert {row.note for row in part("raise SystemExit(1)", seconds=4.0, device="cuda")} == {"out of time"}
+
+
+def test_parts_fit_the_limit_together():
+    known = [run._load(name) for name in parts.PARTS]  # pyright: ignore[reportPrivateUsage]
+    assert sum(part.BUDGET_S for part in known) <= run.LIMIT_S["cuda"] < 480
+    names = [figure.name for part in known for figure in part.FIGURES]
+    assert len(names) == len(set(names))
+
+
+def test_files_are_written_on_a_gpu_only(tmp_path):
+    gpu = machine.Machine("cuda", "NVIDIA H200", 141 << 30, "13.0", 16, "3.12.1", {"torch": "2.13.0", "apex": None})
+    assert gpu.slug == "h200"
+    document = report.document(gpu, [SPEED.measured(90.0, "a | b"), ERROR.failed("boom")], 12.3)
+    report.write(document, tmp_path / gpu.slug)
+    assert json.loads((tmp_path / "h200-suite.json").read_text()) == document
+    table = (tmp_path / "h200-suite.md").read_text()
+    assert "| speed | 90 | TFLOP/s | >= 85 | met | a \\| b |" in table
+    assert "1 of 2 figures with a target are met, 1 of 2 were not measured; 12 s. Not installed: apex." in table
+    cpu = SimpleNamespace(device="cpu", slug="x86-64")
+    assert run._prefix(cpu, None) is None  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+    with pytest.raises(SystemExit, match="there is no GPU here"):
+        run._prefix(cpu, tmp_path)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--parts", "kernel"], "kernel: no such part"), (["--limit-s", "0"], "expected seconds")])
+def test_a_users_mistake_is_a_sentence(words, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run.main(words)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_context_counts_down():
+    context = Context("cpu", time.monotonic() + 5)
+    assert 0 < context.left_s() <= 5
+    assert not context.on_gpu
+
+
+@pytest.mark.megatron
+def test_the_suite_runs_without_a_gpu():
+    """What a machine without a GPU says: every figure that it can measure is met, the others say why they are not there. (All parts take
+    most of a minute; these are those that train and that compare attention.)
+    """
+    pytest.importorskip("megatron.training")
+    done = subprocess.run(
+        [str(ROOT / "tools" / "gpu" / "run"), "--json", "--parts", "attention,training"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=_environment(),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    document = json.loads(done.stdout)
+    assert document["mode"] == "interpreter"
+    missing = {row["note"] for row in document["rows"] if row["kind"] == "not measured"}
+    assert missing == {"needs a GPU", "does not serve cpu", "cpu_flash takes a call for each entry"}
+    assert any(row["name"].startswith("loss of two bf16 steps") and row["ok"] for row in document["rows"])
+
+
+def _environment():
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

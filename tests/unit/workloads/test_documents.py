@@ -1,0 +1,149 @@
+"""Cutting, packing and numbering documents: small cases written out by hand."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.workloads.documents import CutPolicy, DocumentStream, cut, open_stream, pack, shuffled, split_documents
+from megatron_balance.workloads.idx import CorpusWriter
+
+
+def array(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("policy", "pieces"),
+    [
+        ("split", [(0, 0, 3), (2, 0, 4), (3, 0, 4), (3, 4, 8), (3, 8, 9), (4, 0, 1)]),
+        ("truncate", [(0, 0, 3), (2, 0, 4), (3, 0, 4), (4, 0, 1)]),
+    ],
+)
+def test_long_documents_are_cut_at_the_context_length(policy: CutPolicy, pieces: list[tuple[int, int, int]]) -> None:
+    assert [tuple(row) for row in cut(array(3, 0, 4, 9, 1), 4, policy).tolist()] == pieces
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds"),
+    [
+        ((4, 3, 3, 1, 8, 8), [0, 2, 4, 5, 6]),
+        ((8, 8, 8), [0, 1, 2, 3]),
+        ((1, 1, 1, 1), [0, 4]),
+        ((8,), [0, 1]),
+        ((5, 3, 1), [0, 2, 3]),
+    ],
+)
+def test_a_piece_that_no_longer_fits_opens_the_next_sample(lengths: tuple[int, ...], bounds: list[int]) -> None:
+    assert pack(array(*lengths), 8).tolist() == bounds
+
+
+def test_an_order_is_drawn_from_seed_and_epoch_and_from_nothing_else() -> None:
+    assert sorted(shuffled(50, 7, 3).tolist()) == list(range(50))
+    assert shuffled(50, 7, 3).tolist() == shuffled(50, 7, 3).tolist()
+    orders = {tuple(shuffled(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_an_order_stays_the_same_from_version_to_version() -> None:
+    # Recorded once: a run that resumes after an upgrade must go on with the same documents.
+    assert shuffled(10, 1234, 0).tolist() == [5, 6, 3, 9, 7, 4, 1, 2, 8, 0]
+
+
+def test_samples_go_on_across_epochs_without_a_gap() -> None:
+    stream = DocumentStream(array(4, 4, 4), seq_length=4, seed=1)
+    assert [stream.num_samples(epoch) for epoch in range(3)] == [3, 3, 3]
+    assert [stream.locate(index) for index in (0, 2, 3, 8)] == [(0, 0), (0, 2), (1, 0), (2, 2)]
+    for epoch in range(3):
+        documents = [piece.document for index in range(3 * epoch, 3 * epoch + 3) for piece in stream.sample(index)]
+        assert sorted(documents) == [0, 1, 2]
+
+
+def test_lengths_agree_with_samples() -> None:
+    stream = DocumentStream(array(5, 1, 12, 3, 8), seq_length=8, seed=3)
+    for index in range(20):
+        assert stream.lengths_of(index) == tuple(piece.stop - piece.start for piece in stream.sample(index))
+    assert stream.lengths_between(2, 5) == stream.lengths_of(2) + stream.lengths_of(3) + stream.lengths_of(4)
+
+
+def test_samples_may_be_asked_for_in_any_order() -> None:
+    forward, backward = (DocumentStream(array(5, 1, 12, 3, 8), 8, 3) for _ in range(2))
+    expected = [forward.sample(index) for index in range(40)]
+    assert [backward.sample(index) for index in reversed(range(40))] == expected[::-1]
+
+
+def test_only_the_chosen_documents_are_drawn() -> None:
+    stream = DocumentStream(array(5, 1, 12, 3, 8), 8, 3, documents=range(1, 3))
+    assert {piece.document for index in range(10) for piece in stream.sample(index)} == {1, 2}
+    assert (stream.num_tokens, stream.num_pieces) == (13, 3)
+
+
+def test_the_stream_of_a_corpus_needs_its_index_only(tmp_path: Path) -> None:
+    with CorpusWriter(tmp_path / "c") as writer:
+        for length in (5, 1, 12, 3, 8):
+            writer.add_document(np.ones(length, dtype=np.int64))
+    stream = open_stream(str(tmp_path / "c"), 8, 3)
+    same = DocumentStream(array(5, 1, 12, 3, 8), 8, 3)
+    assert [stream.sample(index) for index in range(12)] == [same.sample(index) for index in range(12)]
+    assert stream.fingerprint() == same.fingerprint()
+
+
+def test_a_stream_survives_pickling() -> None:
+    stream = DocumentStream(array(5, 1, 12, 3, 8), 8, 3)
+    copy = pickle.loads(pickle.dumps(stream))
+    assert [copy.sample(index) for index in range(12)] == [stream.sample(index) for index in range(12)]
+
+
+def test_the_fingerprint_sees_every_input() -> None:
+    base = DocumentStream(array(5, 12), 8, 3).fingerprint()
+    others = [
+        DocumentStream(array(5, 13), 8, 3),
+        DocumentStream(array(5, 12), 9, 3),
+        DocumentStream(array(5, 12), 8, 4),
+        DocumentStream(array(5, 12), 8, 3, "truncate"),
+        DocumentStream(array(5, 12), 8, 3, documents=range(1)),
+    ]
+    assert len({base, *(stream.fingerprint() for stream in others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"seq_length": 0}, ConfigError, "seq_length 0"),
+        ({"seed": -1}, ConfigError, "seed -1"),
+        ({"policy": "drop"}, ConfigError, "document policy 'drop': choose 'split' or 'truncate'"),
+        ({"documents": range(1, 4)}, ConfigError, "documents range"),
+        ({"documents": range(0)}, DataError, "documents 0 to 0 of the corpus hold no token"),
+        ({"document_lengths": array(0, 0, 0)}, DataError, "hold no token"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: dict[str, object], error: type[Exception], sentence: str) -> None:
+    usual: dict[str, object] = {"document_lengths": array(3, 4, 5), "seq_length": 8, "seed": 1}
+    with pytest.raises(error, match=sentence):
+        DocumentStream(**(usual | arguments))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_negative_sample_is_an_index_error() -> None:
+    with pytest.raises(IndexError, match="sample -1"):
+        DocumentStream(array(3), 8, 1).sample(-1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "parts"),
+    [
+        ((969, 30, 1), [range(97), range(97, 100), range(100, 100)]),
+        ((100, 0, 0), [range(100), range(100, 100), range(100, 100)]),
+        ((0.5, 0.25, 0.25), [range(50), range(50, 75), range(75, 100)]),
+    ],
+)
+def test_documents_are_split_in_proportion(weights: tuple[float, ...], parts: list[range]) -> None:
+    assert list(split_documents(100, weights)) == parts
+
+
+def test_planning_from_lengths_needs_no_torch() -> None:
+    program = "import sys, megatron_balance.workloads.lengths, megatron_balance.workloads.corpus; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0
