@@ -70,8 +70,8 @@ def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int) -> tuple[Rows,
     there: list[Ints] = []
     for kind, column, heads in ((Kind.Q, _QUERIES, num_heads), (Kind.KV, _KEYS, num_kv_heads)):
         needs = _union(tasks[:, [_RANK, _SEQ, column, column + 1]])
-        need, owned, start, stop = _met(needs[:, 1:], owned[:, 1:])
-        rows = np.column_stack([need, owned[owned, 1], start, stop, need, need, owned[owned, 0], needs[need, 0]])
+        need, at, start, stop = _met(needs[:, 1:], owned[:, 1:])
+        rows = np.column_stack([need, owned[at, 1], start, stop, need, need, owned[at, 0], needs[need, 0]])
         rows[:, 0], rows[:, 4], rows[:, 5] = kind, 0, heads
         there.append(rows[rows[:, 6] != rows[:, 7]])
     back = there[0][:, [0, 1, 2, 3, 4, 5, 7, 6]]
