@@ -2,7 +2,7 @@
 
 `torchrun ... -m megatron_balance.pretrain_gpt --balance-config FILE <Megatron's own flags>`
 
-Takes all of Megatron's own flags. The wheel of megatron-ir ships its training loop without the script that starts it; this is ours, on
+Takes all of Megatron's own flags. The wheel of megatron-core ships its training loop without the script that starts it; this is ours, on
 documents from `--data-path`. For a script of your own see `megatron_balance.launch`.
 """
 

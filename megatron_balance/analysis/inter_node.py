@@ -57,7 +57,7 @@ class InterNodeTraffic:
         self._moved = self._moved_rows()
 
     def ring(self, index: int, zone: Zone, held: Zigzag, sent_on: Ints) -> None:
-        """`sent_on` [G]: tokens that each rank of the ring compile on first."""
+        """`sent_on` [G]: tokens that each rank of the ring passes on first."""
         ranks, size, base = np.array(zone.ranks), len(zone.ranks), self._base[index]
         after = np.roll(ranks, -1)
         edge = np.flatnonzero(self.nics.node(ranks) != self.nics.node(after))

@@ -36,7 +36,7 @@ def figures(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[
     on round a ring is received by all that pass it on. Pairs are causal, in units of all heads.
 
     A remap counts apart: `remap_tokens_received_per_rank` are tokens whose query, key and value a rank is handed to attend with; their
-    outputs go back. In bytes both ways are included. Nobody receives what a proxy compile on. By NIC ([nodes][NICs of a node], neighbours
+    outputs go back. In bytes both ways are included. Nobody receives what a proxy passes on. By NIC ([nodes][NICs of a node], neighbours
     sharing one) counts what goes over it, proxies included, and collectives as gloo runs them (`traffic`).
 
     Args:

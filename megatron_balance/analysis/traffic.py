@@ -20,7 +20,7 @@ from megatron_balance.ir.program import Exchange, Program
 class Traffic:
     """Payload bytes of one attention call, one layer.
 
-    By rank, int64 [num_ranks]: what it sends and receives inside its node and to or from other nodes, what it compile on for others
+    By rank, int64 [num_ranks]: what it sends and receives inside its node and to or from other nodes, what it passes on for others
     included. By NIC, int64 [nodes, NICs of a node]: what it sends and receives.
     """
 

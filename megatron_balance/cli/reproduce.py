@@ -1,4 +1,4 @@
-"""`megatron-balance papers`: a paper's published numbers beside ours, with the ratio.
+"""`megatron-balance reproduce`: a paper's published numbers beside ours, with the ratio.
 
 Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it is exact, simulated or measured.
 """

@@ -14,7 +14,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.patterns import zigzag
 
 RANK, SEQ, START, STOP, ZONE, ON = range(6)
-"""Columns of `fragments`. ON: whether a ring's first exchange compile the fragment on."""
+"""Columns of `fragments`. ON: whether a ring's first exchange passes the fragment on."""
 
 FRAGMENT, BEGIN, END, OWNER, HOLDER = range(5)
 """Columns of `remote`: a row of `fragments`, and which of its tokens are owned by another rank."""

@@ -67,7 +67,7 @@ class RemapMerge:
         return remap.resourced(rows, self.regions)[0]
 
     def _ring_hops(self) -> Ints:
-        """First hops of rings that owners make: each compile on what the holder would, whole fragments cut by owner."""
+        """First hops of rings that owners make: each passes on what the holder would, whole fragments cut by owner."""
         chosen = self._fragment[:, layouts.ON] == 1
         regions, zones = self.regions[chosen], self._fragment[chosen, layouts.ZONE]
         targets = [self._after(*place) for place in zip(zones.tolist(), regions[:, remap.HOLDER].tolist(), strict=True)]

@@ -128,7 +128,7 @@ def _routes(pairs: Ints, nics: Nics) -> Ints:
 
 
 def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nics) -> RankProgram:
-    """`program` with its transfers between nodes routed, and with what the rank compile on for others of its node.
+    """`program` with its transfers between nodes routed, and with what the rank passes on for others of its node.
 
     `passing`: transfers, not routed, of which others of the node are source or target; others may be listed beside them. `ids`: the
     forward exchanges that are routed.
@@ -136,7 +136,7 @@ def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nic
     exchanges = {op.id: op for op in program.forward if isinstance(op, Exchange) and op.id in ids}
     routed = _all_routed(exchanges, passing.forward, program.rank, nics)
     again = {at: op for at, op in program.replays if at in ids}
-    # A rank that compile something on in the forward alone has nothing to bring again.
+    # A rank that passes something on in the forward alone has nothing to bring again.
     silent = {at: Exchange(at, Rows(TRANSFER_WIDTH)) for at, _ in passing.replays if at in routed}
     replays = silent | dict(program.replays) | _all_routed(again, passing.replays, program.rank, nics)
     forward, queues = _weave(program, routed)
@@ -144,7 +144,7 @@ def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nic
 
 
 def _all_routed(own: dict[int, Exchange], others: Listed, rank: int, nics: Nics) -> dict[int, Exchange]:
-    """By number, every exchange that the rank takes part in or compile something on in, routed."""
+    """By number, every exchange that the rank takes part in or passes something on in, routed."""
     if not own and not others:
         return {}
     mine = _Pairs.between_nodes([(at, as_array(op.transfers)) for at, op in own.items()], nics)
@@ -171,7 +171,7 @@ def _cut(table: Ints, number: Ints, numbers: Sequence[int]) -> list[bytes]:
 def _weave(program: RankProgram, routed: dict[int, Exchange]) -> tuple[tuple[Op, ...], tuple[tuple[str, int], ...]]:
     """The forward ops and queues with `routed` exchanges in their places.
 
-    What the rank only compile on comes as late as the order of ids allows, so that what stands between two of its own exchanges stays
+    What the rank only passes on comes as late as the order of ids allows, so that what stands between two of its own exchanges stays
     where it is.
     """
     own = {op.id for op in program.forward if isinstance(op, Exchange)}

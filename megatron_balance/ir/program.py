@@ -74,7 +74,7 @@ class Exchange:
     `routes`: rows (src, dst, piece, send_proxy, receive_proxy). All that the op moves from src to dst is cut, as bytes, into as
     many near-equal pieces as there are rows of (src, dst); piece i goes src -> send_proxy -> receive_proxy -> dst, where a hop from
     a rank to itself is no transfer (Zeppelin, section 3.3). What arrives is the same; only the links differ. In a projection,
-    `transfers` also lists what the rank compile on as a proxy, since it needs the sizes.
+    `transfers` also lists what the rank passes on as a proxy, since it needs the sizes.
     """
 
     id: int

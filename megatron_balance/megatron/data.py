@@ -161,7 +161,7 @@ def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
 
 def document_datasets_provider(
     train_val_test_num_samples: Sequence[int | None],
-    vp_stage: int | None = None,  # noqa: ARG001  Megatron compile it to providers; every stage reads the same documents
+    vp_stage: int | None = None,  # noqa: ARG001  Megatron passes it to providers; every stage reads the same documents
     *,
     policy: CutPolicy = "split",
 ) -> DatasetTriple:

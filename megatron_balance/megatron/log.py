@@ -75,7 +75,7 @@ class StepLog:
         self._setup = (pool, model, cost)
 
     def begin(self, forward_only: bool) -> None:
-        """A step begins; the first of several compile if Megatron runs it again."""
+        """A step begins; the first of several passes if Megatron runs it again."""
         if not forward_only and self._begun is None:
             self._begun = time.perf_counter()
 

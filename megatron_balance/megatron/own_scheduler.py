@@ -62,12 +62,12 @@ class _Guarded:
 
 
 def own_scheduler() -> Scheduler | None:
-    """The scheduler of the installed megatron-ir, or None if it has none or one that fails; a log line says which.
+    """The scheduler of the installed megatron-core, or None if it has none or one that fails; a log line says which.
 
-    Through megatron-ir 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its code decides; what surrounds it there
+    Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its code decides; what surrounds it there
     (data loader, forward pass) is not used, and does not run in 0.17 to 0.19.
     """
-    name = f"megatron-ir {version('megatron-core')}"
+    name = f"megatron-core {version('megatron-core')}"
     try:
         _schedule(*PROBE)
     except Exception as error:  # whatever the installed version raises, we do without it

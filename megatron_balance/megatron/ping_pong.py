@@ -1,7 +1,7 @@
 """A transformer block over two nano-batches interleaved, so that the exchanges of one run beside the computation of the other.
 
-The order is `compile.ping_pong`'s. Its linear step is what a layer does behind ir attention and, fused with that, what the next layer
-does before it (DistCA, section 4.1). Megatron's layer is taken apart at ir attention: everything before and after is its own submodules,
+The order is `compile.ping_pong`'s. Its linear step is what a layer does behind core attention and, fused with that, what the next layer
+does before it (DistCA, section 4.1). Megatron's layer is taken apart at core attention: everything before and after is its own submodules,
 called as `TransformerLayer` and `Attention` call them; patches/ping_pong.py pins the sources that were read for it. What cannot be taken
 apart so is refused.
 """
@@ -88,7 +88,7 @@ def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
 
 
 def able(model: torch.nn.Module, config: RunConfig) -> bool:
-    """Whether every layer of a model can be taken apart at ir attention.
+    """Whether every layer of a model can be taken apart at core attention.
 
     Raises:
         ConfigError: it shall be, and one cannot.
@@ -224,7 +224,7 @@ class _PingPongRun:
 
 
 def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """What a layer does before ir attention: query, key and value [T, 1, heads, D], and what its output is added to."""
+    """What a layer does before core attention: query, key and value [T, 1, heads, D], and what its output is added to."""
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)
     if layer.config.fp32_residual_connection:
@@ -243,7 +243,7 @@ def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tup
 
 
 def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _NanoBatch) -> Tensor:
-    """What a layer does with the output [T, 1, H * D] of ir attention: its hidden states."""
+    """What a layer does with the output [T, 1, H * D] of core attention: its hidden states."""
     projected = apply_module(layer.self_attention.linear_proj)(out)
     with layer.bias_dropout_add_exec_handler():
         state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, residual, layer.hidden_dropout)

@@ -145,7 +145,7 @@ class Session:
         """Check and adapt a model at its first step: attention by plan, positions by token, shapes that vary.
 
         Raises:
-            ConfigError: a model that attends past our ir attention, or whose positions cannot be given.
+            ConfigError: a model that attends past our core attention, or whose positions cannot be given.
         """
         for chunk in model if isinstance(model, list) else [model]:
             if id(chunk) in self._prepared:

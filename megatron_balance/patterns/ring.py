@@ -73,7 +73,7 @@ class _Blocks:
         self.there = (self.start < self.stop) & (self.position < cut.parts)[:, :, None]
 
     def turned(self, rounds: Ints) -> _Blocks:
-        """The same blocks, in round t the one that compile in `rounds[t]` here."""
+        """The same blocks, in round t the one that passes in `rounds[t]` here."""
         other = copy(self)
         other.position, other.start, other.stop, other.there = (
             array[rounds] for array in (self.position, self.start, self.stop, self.there)

@@ -1,12 +1,12 @@
 """The order of a pipeline in which all stages are in the same phase at any time (DistCA, section 4.1, Fig. 8).
 
-S stages, M microbatches, V model chunks a stage. A stage takes its V M compile in Megatron's order: groups of S microbatches go through
+S stages, M microbatches, V model chunks a stage. A stage takes its V M passes in Megatron's order: groups of S microbatches go through
 chunk 0, then 1, ...; backwards from the last chunk. In forward tick t stage s takes its pass t - s, in backward tick t its pass
 t - (S - 1 - s). The first V S ticks are forward; then backward and forward take turns; what is left is backward. Every input
 is there when it is needed, and a stage is done after 2 (V M + S - 1) ticks, as with one forward, one backward.
 
 What it costs is memory, without interleaving: stage s holds up to 2 (S - 1 - s) + 1 microbatches instead of S - s, because the backward
-compile that would come early wait for a tick of their own. With V > 1 it holds V S + S - 1 - 2 s chunks' worth, as Megatron's own does.
+passes that would come early wait for a tick of their own. With V > 1 it holds V S + S - 1 - 2 s chunks' worth, as Megatron's own does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def neighbour(tick: Tick, stage: int) -> int:
 
 
 def _passes(num_stages: int, num_microbatches: int, num_chunks: int, *, backward: bool) -> list[Cell]:
-    """The compile of a stage, in order."""
+    """The passes of a stage, in order."""
     size = num_stages if num_chunks > 1 else 1
     order = range(num_chunks - 1, -1, -1) if backward else range(num_chunks)
     return [Cell(first + m, chunk) for first in range(0, num_microbatches, size) for chunk in order for m in range(size)]

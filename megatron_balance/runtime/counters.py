@@ -20,7 +20,7 @@ class Counters:
     `kernel_calls_*`: by zone name ("other": any other name); `exchanges_*`: by pattern; tokens received: forward only, and apart
     those that a remap remaps, whose query, key and value come and whose output goes back (`remap_tokens_received`);
     `bytes_received`: of all tensors that arrived for this rank. `routed_transfers`: peers to which an exchange went in pieces.
-    `relayed_bytes`: passed on for others as a proxy; `inter_node_bytes`: between this rank and ranks of other nodes, what it compile on
+    `relayed_bytes`: passed on for others as a proxy; `inter_node_bytes`: between this rank and ranks of other nodes, what it passes on
     included. `idle_tasks`: tasks that a pipeline stage without a microbatch of its own attended to for others.
     """
 

@@ -1,7 +1,7 @@
 """Exchanges on gloo: asynchronous sends and receives, and threads for what is passed on.
 
 Every point-to-point message has a tag, so that transfers of several exchanges under way between the same two ranks, and those that a
-proxy compile on beside its own, are never taken for one another.
+proxy passes on beside its own, are never taken for one another.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class ProxyRoute(NamedTuple):
 
 
 class RelayTask(NamedTuple):
-    """What a proxy compile on in one exchange: one piece of `carried`, all that goes from one rank to another.
+    """What a proxy passes on in one exchange: one piece of `carried`, all that goes from one rank to another.
 
     `op`: the exchange's place in the program; `tag`: its first.
     """
@@ -199,7 +199,7 @@ class Work:
 class Phase:
     """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i touches.
 
-    `cuts`: where another call's parts may run between the steps. `relay_tasks`: what the rank compile on for others, in groups that wait for
+    `cuts`: where another call's parts may run between the steps. `relay_tasks`: what the rank passes on for others, in groups that wait for
     nothing in one another.
     """
 

@@ -98,7 +98,7 @@ class PhaseRun:
             self.take_steps(self.phase.cuts.end)
 
     def end(self) -> None:
-        """Wait for what comes back to the owner, and for all that the rank compile on for others."""
+        """Wait for what comes back to the owner, and for all that the rank passes on for others."""
         with self.guarded():
             self.take_steps(len(self.phase.steps))
             self.transport.end()

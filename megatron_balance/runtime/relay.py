@@ -1,4 +1,4 @@
-"""What a rank compile on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
+"""What a rank passes on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
 
 gloo needs someone to wait for a piece before it can be sent on, so threads do it; torch lets go of the interpreter while they wait.
 All relay tasks of a phase are known when it starts and are remapped then. Duties of one group come one after the other (rounds of a
@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class Relay:
-    """What a rank compile on in one run of a phase."""
+    """What a rank passes on in one run of a phase."""
 
     def __init__(self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: Form, groups: Groups, trace: Trace | None) -> None:
         self.threads = [_Thread(relay_tasks, form, groups, trace) for relay_tasks in groups_of_relay_tasks]

@@ -1,4 +1,4 @@
-"""A rank's part in routed exchanges, looked up: the pieces it sends and receives, and those it compile on for others."""
+"""A rank's part in routed exchanges, looked up: the pieces it sends and receives, and those it passes on for others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Routed:
 
 @lru_cache(maxsize=256)
 def part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]) -> tuple[Routed, tuple[ProxyRoute, ...]]:
-    """What this rank is to the pieces of an exchange: its own, and those it compile on. `moved`: pairs whose lane is not "copied".
+    """What this rank is to the pieces of an exchange: its own, and those it passes on. `moved`: pairs whose lane is not "copied".
 
     Everything is by source, target and piece: the order in which both ends of every hop have them.
     """
@@ -92,7 +92,7 @@ def _check(table: Ints) -> None:
     twice = ((src == receive_proxy) & left) | ((send_proxy == dst) & far) | ((src == dst) & (left | far | (send_proxy != receive_proxy)))
     for source, target, _, *proxies in table[twice].tolist():
         stations = [a for _, a, _ in hops((source, *proxies, target))] + [target]
-        raise InvalidProgramError(f"a piece from rank {source} to rank {target} compile a rank twice: {stations}")
+        raise InvalidProgramError(f"a piece from rank {source} to rank {target} passes a rank twice: {stations}")
 
 
 def _ends(table: Ints, rank: int) -> tuple[Ints, Ints]:

@@ -37,7 +37,7 @@ class Transport(Protocol):
         ...
 
     def end(self) -> None:
-        """Every exchange has ended; what this rank compile on for others too, where that takes its threads.
+        """Every exchange has ended; what this rank passes on for others too, where that takes its threads.
 
         Raises RuntimeError: something could not be passed on.
         """
@@ -52,7 +52,7 @@ class Transport(Protocol):
 
 
 def open_transport(bound: Bound, phase: Phase, form: Form) -> Transport:
-    """The transport of the pool, with everything begun that this rank compile on."""
+    """The transport of the pool, with everything begun that this rank passes on."""
     if bound.groups.streams is not None:
         return Streamed(phase, form, bound.groups, bound.trace)
     return Gloo(phase, form, bound.groups, bound.trace)

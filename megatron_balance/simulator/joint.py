@@ -53,7 +53,7 @@ def simulate_joint(
 
 
 def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
-    """The most compile through model chunks whose activations a stage holds at once."""
+    """The most passes through model chunks whose activations a stage holds at once."""
     held = most = 0
     for each in ticks:
         if each.tick.cells[stage] is not None:

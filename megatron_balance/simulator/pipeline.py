@@ -100,7 +100,7 @@ def _ready(step: Pass, place: int, last: int, done: dict[tuple[bool, int, int], 
 
 
 def bubble_share(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
-    """Idle time of a stage over its work, when all compile are alike: (p - 1) / (v m) (Narayanan et al., section 2.2)."""
+    """Idle time of a stage over its work, when all passes are alike: (p - 1) / (v m) (Narayanan et al., section 2.2)."""
     return (num_stages - 1) / (num_chunks * num_microbatches)
 
 

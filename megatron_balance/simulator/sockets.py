@@ -2,7 +2,7 @@
 
 Every message is a call of its own. The receiver says that it is ready, and only then the sender's bytes go. Two ranks have one connection:
 what one of them sends to the other, bytes and words of readiness alike, goes in the order in which it was given (`simulator.tcp`), so that
-a word said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead; and what it compile on for
+a word said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead; and what it passes on for
 others it expects from the beginning, and sends on when it has come. A sender has done its part when its socket has the message.
 
 A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two under way at a time; an all-to-all

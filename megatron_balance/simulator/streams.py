@@ -1,7 +1,7 @@
 """Exchanges on CUDA streams, as `runtime.streams` issues them.
 
 Each leg of an exchange is one call on its stream: it begins when the stream's call before has ended, when the compute stream has come to
-its start (unless the rank only compile on), and, routed, when the leg before it has ended on this rank. A transfer runs when both ends
+its start (unless the rank only passes on), and, routed, when the leg before it has ended on this rank. A transfer runs when both ends
 have begun: call, alpha, then its bytes; a call ends with the last of its transfers.
 
 Where transfers wait for SMs, a call that is launched while its rank attends begins when a thread block has ended if it goes between nodes,
@@ -111,7 +111,7 @@ class Streams(Links):
                     before[of] = call
 
     def entered(self, rank: int) -> None:
-        """What the rank compile on for others waits for its own work no more."""
+        """What the rank passes on for others waits for its own work no more."""
         for call in self.passing_on[rank]:
             self._release(call)
 

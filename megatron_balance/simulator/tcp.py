@@ -1,6 +1,6 @@
 """Bytes on TCP connections through token buckets, as Linux carries them and `tc` shapes them (docs/emulated-cluster.md).
 
-A link or a NIC is a queue in which segments leave in the order in which they came, whoever sent them; a segment compile two of them, the
+A link or a NIC is a queue in which segments leave in the order in which they came, whoever sent them; a segment passes two of them, the
 sender's and the receiver's. What a connection may have on its way is what its socket holds: a message goes into the socket until
 that is full, and room comes back with the acknowledgements, which wait in the queues of the way back behind whatever goes that way. So
 a message no longer than the socket's room is in the sender's queue at once, before all that is given to other connections later.

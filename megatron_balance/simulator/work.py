@@ -1,6 +1,6 @@
 """What ops cost on a machine: seconds of launches and of the merging and packing around them, the same for both engines.
 
-Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the executor. What a ring compile on as
+Packing (gathering what is sent) and adding up what arrives run on the compute stream, as in the executor. What a ring passes on as
 it came is not packed again.
 """
 

@@ -1,6 +1,6 @@
 r"""Megatron's indexed corpus: `PREFIX.bin` holds token ids, `PREFIX.idx` says where each document lies.
 
-Layout of `.idx` (megatron-ir 0.19.2, megatron/core/datasets/indexed_dataset.py), little-endian:
+Layout of `.idx` (megatron-core 0.19.2, megatron/core/datasets/indexed_dataset.py), little-endian:
 
     9 bytes  MMIDIDX\0\0            8 bytes  version, 1            1 byte   code of the token type
     8 bytes  number of sequences   8 bytes  number of boundaries (documents + 1)

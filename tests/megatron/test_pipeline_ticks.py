@@ -69,7 +69,7 @@ def test_stages_that_attend_together_train_like_one_rank(
 
 
 def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Without nano-batches, and with ir attention alone computed again, which they do not do."""
+    """Without nano-batches, and with core attention alone computed again, which they do not do."""
     start, one = loaded
     flags = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1, "recompute-granularity": "selective", "train-iters": 2}
     run = train(4, DISTCA, {**start, **flags}, config={"cluster": {"ranks_per_node": 2}, "ping_pong": False})

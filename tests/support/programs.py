@@ -72,7 +72,7 @@ exchange 1 all_to_all r0 r1
 backward
 """
 
-# Three ranks in a chain: rank 1 compile on keys that it has used itself.
+# Three ranks in a chain: rank 1 passes on keys that it has used itself.
 CHAIN = """\
 program lengths 6 heads 1 kv_heads 1 policy none
 owner r0 s0[0:2)

@@ -37,7 +37,7 @@ def lines(ours: Row, peers: Row) -> Iterator[str]:
     yield "# Planners beside the peers'"
     yield ""
     yield "Attention max/mean over ranks / KV tokens a rank receives in a layer, forward (of these from other nodes) / ms of planning."
-    yield f"{ours['model']} on {ours['cluster']}, {len(keys)} sets of batches. Ours, measured here: CPU time of one ir, median over all"
+    yield f"{ours['model']} on {ours['cluster']}, {len(keys)} sets of batches. Ours, measured here: CPU time of one core, median over all"
     yield "batches, layers included."
     yield ""
     yield from _table(keys, ((_label(row), cells) for row, cells in _ours(ours["rows"])))

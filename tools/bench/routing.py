@@ -59,7 +59,7 @@ class Case:
 
     Attributes:
         what: "transfer": one, from the first rank of node 0 to the first of node 1 (backward: its gradient, back); "ring": all ranks.
-        num_bytes: Payload of the transfer, or of what a rank of the ring compile on in one round.
+        num_bytes: Payload of the transfer, or of what a rank of the ring passes on in one round.
         nics: NICs of a node.
         pieces: What a transfer between nodes is cut into when it is routed.
         nic_bits_per_s: Rate of a NIC, in either direction.
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--mbit", type=int, nargs="+", default=[50, 100], help="rates of a NIC; a link inside a node: unshaped, and 8 times it"
     )
     parser.add_argument("--megabytes", type=int, nargs="+", default=[8, 32], help="of the transfer")
-    parser.add_argument("--ring-megabytes", type=int, nargs="+", default=[4], help="that a rank of the ring compile on in a round")
+    parser.add_argument("--ring-megabytes", type=int, nargs="+", default=[4], help="that a rank of the ring passes on in a round")
     parser.add_argument(
         "--nics", type=int, nargs="+", default=[4, 2, 1], help="of a node; with fewer than 4 the first size of each list only"
     )
@@ -176,7 +176,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['num_bytes'] // MEGABYTE:>3} | {_seconds(direct)} | {_seconds(routed)} {errors} | "
             f"{ratio['median']:6.2f} {ratio['min']:5.2f} {ratio['eq1']:5.2f}" + ("" if row["equal"] else "  OUTPUTS DIFFER")
         )
-    return "\n".join([*lines, "MB: 2 ** 20 bytes, of the transfer, or of what a rank of the ring compile on in one of its seven rounds"])
+    return "\n".join([*lines, "MB: 2 ** 20 bytes, of the transfer, or of what a rank of the ring passes on in one of its seven rounds"])
 
 
 def _seconds(of: dict[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 On a GPU it takes less than eight minutes and writes docs/measurements/<gpu>-suite.json and .md. Without one the same parts run small,
 Triton's kernels in its interpreter, in less than a minute; what only a GPU can say is then a row that reads "not measured", and no file
-is written. Needs torch, triton and the wheel of megatron-ir.
+is written. Needs torch, triton and the wheel of megatron-core.
 
 Each part runs in a process of its own: one that fails or hangs costs its own rows only.
 """

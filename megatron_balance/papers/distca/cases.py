@@ -2,7 +2,7 @@
 
 Not printed and assumed: `pretrain` has documents of up to 128K; for a longer MaxDocLen its lengths are scaled. Longer ones of `prolong` are
 cut. A batch is as many samples of MaxDocLen tokens as the batch size says (Table 4's first row of 8B is then the 1M tokens, and that of
-34B the 512K tokens, that section 6.3 names), filled with documents as they come; one that compile the end of a sample is cut there, and
+34B the 512K tokens, that section 6.3 names), filled with documents as they come; one that passes the end of a sample is cut there, and
 its parts do not see one another, under all systems alike.
 """
 

@@ -1,4 +1,4 @@
-"""distca: ir attention as tasks of their own, on servers that need not hold the tokens (ir attention disaggregation).
+"""distca: core attention as tasks of their own, on servers that need not hold the tokens (core attention disaggregation).
 
 Paper: Efficient Long-context Language Model Training by Core Attention Disaggregation (DistCA), section 4.2 and Appendix B.
 
@@ -53,7 +53,7 @@ class DistcaOptions:
     """Capacity of a rank in tokens; unlimited if not given."""
     tolerance: float = 0.02
     """What the busiest server may have in attention above the mean, relatively (the paper's epsilon, 0.05 to 0.15 in its experiments). On
-    H200 nodes a layer is fastest at 0 to 0.02 (`megatron-balance papers distca fig12`)."""
+    H200 nodes a layer is fastest at 0 to 0.02 (`megatron-balance reproduce distca fig12`)."""
     block: int = 128
     """Queries of the attention kernel's tile; shards are multiples of it."""
     shards: Literal["plain", "head_tail"] = "plain"

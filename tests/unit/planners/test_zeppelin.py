@@ -75,7 +75,7 @@ def test_paper_rule_lowers_the_rank_threshold_until_the_local_ones_fit() -> None
 
 
 def test_paper_rule_deals_fragments_round_robin_by_squared_length() -> None:
-    # s0 = 12: 40 and 20 are split. c_avg = (1600 + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1 fragments, but 20 whole compile the
+    # s0 = 12: 40 and 20 are split. c_avg = (1600 + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1 fragments, but 20 whole passes the
     # capacity of its rank (10 + 20 > 16), so it is split over all four.
     plan = plan_of([40, 20], Cluster(4, 4), rule="paper", tokens_per_rank=16)
     assert zones_of(plan) == [("intra_node", (0, 1, 2, 3), [40, 20])]

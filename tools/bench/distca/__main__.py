@@ -20,7 +20,7 @@ from tools.bench.emulated.report import brief, check
 from tools.bench.emulated.steps import Experiment
 
 SHARE = 0.06
-"""Of a ir, for each rank's computation: so slow that NICs of a rate that emulated links keep can hide their transfers behind it."""
+"""Of a core, for each rank's computation: so slow that NICs of a rate that emulated links keep can hide their transfers behind it."""
 EXPLANATION = (
     "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and gradient norms of a batch "
     "are equal to 1e-5. Step: without the reduction of gradients. Medians over the repeats of a batch, then means over batches. Waited: "

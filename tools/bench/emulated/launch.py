@@ -43,7 +43,7 @@ def parser(prog: str, description: str | None, *, layers: int, backward: str, sh
     found.add_argument("--nic-mbit", type=float, help="rate of a NIC in Mbit/s (default: by the operating point)")
     found.add_argument("--calibration-s", type=float, default=5.0, help="seconds of each measurement of a kernel")
     found.add_argument(
-        "--core-share", type=float, default=share, help=f"of a ir, for each rank's computation (default {share}; 0: as it comes)"
+        "--core-share", type=float, default=share, help=f"of a core, for each rank's computation (default {share}; 0: as it comes)"
     )
     found.add_argument("--out", type=Path, default=ROOT / "out" / out, help="folder of logs and results")
     found.add_argument("--json", action="store_true", help="print the results as JSON; all else goes to standard error")

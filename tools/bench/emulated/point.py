@@ -45,7 +45,7 @@ class Kernels:
     backward_s: float
     linear_flops_per_s: float
     share: float | None
-    """Of a ir, for each rank's compute thread; None: the ranks share the cores as they come."""
+    """Of a core, for each rank's compute thread; None: the ranks share the cores as they come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Point:
         k = self.kernels
         speed = "the ranks share the cores; imbalance between them costs less than on a cluster"
         if k.share is not None:
-            speed = f"each rank computes at {100 * k.share:.0f} % of a ir, by the deadline scheduler"
+            speed = f"each rank computes at {100 * k.share:.0f} % of a core, by the deadline scheduler"
         return (
             f"{NUM_NODES} nodes x {RANKS_PER_NODE} ranks, {TOKENS_PER_RANK} tokens a rank, {HEADS} heads x {HEAD_DIM}, fp32; {speed}.\n"
             f"Attention of a ring round, all ranks at once: forward {1e3 * k.forward_s:.1f} ms, backward {1e3 * k.backward_s:.1f} ms "

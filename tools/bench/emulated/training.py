@@ -90,7 +90,7 @@ class Run:
     backward: str
     folder: Path
     share: float | None
-    """Of a ir, for each compute thread; None: ranks share the cores."""
+    """Of a core, for each compute thread; None: ranks share the cores."""
     record: Callable[[dict[str, Any]], None]
     """Called on rank 0 with what each step measured."""
     variants: tuple[Variant, ...] = VARIANTS

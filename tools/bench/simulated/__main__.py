@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--planners", type=_words, default=NAMES, help=f"of {', '.join(NAMES)} (default all)")
     one.add_argument("--seed", type=int, default=0, help="of the batches")
     one.add_argument("--repeats", type=int, default=3, help="of every call (default 3)")
-    one.add_argument("--share", type=float, default=SHARE, help=f"of a ir, for each rank's kernels (default {SHARE})")
+    one.add_argument("--share", type=float, default=SHARE, help=f"of a core, for each rank's kernels (default {SHARE})")
     one.add_argument("--out", type=Path, help="folder (default out/bench-simulated/NICS-nics)")
     both = verbs.add_parser("compare", help="simulate what was measured")
     both.add_argument("folders", type=Path, nargs="+", help="of `measure`")

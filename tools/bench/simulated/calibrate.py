@@ -1,4 +1,4 @@
-"""On the ranks: the cost table, by microbenchmarks alone, and how fast ranks at a share of a ir are by the clock on the wall.
+"""On the ranks: the cost table, by microbenchmarks alone, and how fast ranks at a share of a core are by the clock on the wall.
 
 The table's times are of the processor, as `megatron-balance profile` takes them on one thread: what others do on the cores does not
 count. The ranks' pace, seconds on the wall over seconds of the table, comes from launches one after the other on all ranks at once, each
@@ -70,7 +70,7 @@ TIMES = ("launch_s", "backward_launch_s", "full_s", "full_backward_s", "causal_s
 class OfPhase(NamedTuple):
     """How fast launches are, forward or backward: `factor` seconds on the wall of one by the table, and so much more for each launch.
 
-    A launch finds the caches as whatever ran on the ir before it has left them; in the table's repetitions that was itself.
+    A launch finds the caches as whatever ran on the core before it has left them; in the table's repetitions that was itself.
     """
 
     factor: float
@@ -109,7 +109,7 @@ def measure_table() -> CostTable:
 
 
 class Pacer:
-    """Launches at `share` of a ir on all ranks at once, of known time by the table, alone and beside transfers that keep links full."""
+    """Launches at `share` of a core on all ranks at once, of known time by the table, alone and beside transfers that keep links full."""
 
     def __init__(self, table: CostTable, share: float, rates: Rates) -> None:
         device.prefer_transfers()

@@ -49,7 +49,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank runs. `share`: of a ir, for each rank's kernels. `done`: called on rank 0 after each call."""
+    """What every rank runs. `share`: of a core, for each rank's kernels. `done`: called on rank 0 after each call."""
 
     cases: Sequence[Case]
     table: CostTable
@@ -84,7 +84,7 @@ class Job:
             call.run()
             call.repeats.clear()
         for repeat in range(self.repeats):
-            for at in range(len(calls)):  # in an order that rotates, so that what compile on the machine meets all
+            for at in range(len(calls)):  # in an order that rotates, so that what passes on the machine meets all
                 if at % PACED_EVERY == 0:
                     pacer.sample(PACE_S)
                 call = calls[(at + repeat) % len(calls)]

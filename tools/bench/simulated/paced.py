@@ -1,4 +1,4 @@
-"""A kernel at a fixed share of a ir, to a fraction of a millisecond.
+"""A kernel at a fixed share of a core, to a fraction of a millisecond.
 
 Eight ranks on two cores share them: a rank that waits makes the others faster, and so does one that sends. A reservation of the kernel's
 deadline scheduler (`tools.bench.emulated.device`) ends that, but is kept only at every tick of its timer, 4 ms apart: a launch of a few
@@ -6,7 +6,7 @@ milliseconds runs at full speed, then stands still, and in runs of 4 ms the rese
 transfers. Here a launch is computed as ever, in `c` seconds of the processor, and returns `c / share` seconds after it was called: the
 time in between is the core's for others, transfers first. Where a launch has not had its share by then, it returns late.
 
-`c` has in it what Linux does for packets on the ir meanwhile, since it counts that to the thread that runs there
+`c` has in it what Linux does for packets on the core meanwhile, since it counts that to the thread that runs there
 (CONFIG_IRQ_TIME_ACCOUNTING is not set): beside transfers a launch takes longer, and as many times longer as a launch alone does.
 """
 

@@ -24,7 +24,7 @@ CLOSE = 0.15
 EXPLANATION = (
     "Attention calls on two emulated nodes of 4 ranks, forward and backward by the executor, from a common start until the last rank is "
     "done: medians over the repetitions; spread: longest less shortest, over the median. Every rank's kernel runs at a fixed share of a "
-    "ir (`tools/bench/simulated/paced.py`), its links are shaped (docs/emulated-cluster.md). Error: simulated over measured time - 1, of "
+    "core (`tools/bench/simulated/paced.py`), its links are shaped (docs/emulated-cluster.md). Error: simulated over measured time - 1, of "
     "both phases together, and of each.",
     "The simulator has the same plans, transport `sockets`, and a cost table that was measured on the ranks just before, by "
     "microbenchmarks alone: the kernel over a grid of queries and keys, how fast it is on all ranks at once and beside transfers, what the "

@@ -47,7 +47,7 @@ class Idle(NamedTuple):
 
 
 def warms_up(ticks: Sequence[Tick], number: int, stage: int) -> bool:
-    """Whether a stage that is idle in tick `number` still has all its compile of that tick's direction before it; else they are over."""
+    """Whether a stage that is idle in tick `number` still has all its passes of that tick's direction before it; else they are over."""
     return any(tick.backward == ticks[number].backward and tick.cells[stage] is not None for tick in ticks[number:])
 
 
