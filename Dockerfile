@@ -29,7 +29,7 @@ RUN found="$(pip list --format=freeze | sed -nE 's/^transformer[-_]engine==([0-9
 ARG GUROBIPY=13.0.3
 RUN pip install --no-cache-dir "gurobipy==${GUROBIPY}"
 
-COPY setup.py pyproject.toml README.md ./
+COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_balance megatron_balance
 COPY patches patches
 COPY configs configs
