@@ -1,2 +1,3 @@
-from setuptools import setup  # metadata: [project] in pyproject.toml
-setup()
+from setuptools import setup
+
+setup()  # metadata: [project] in pyproject.toml
