@@ -1,4 +1,4 @@
-"""What goes to a cluster: image, launch scripts, experiments and pins are clean, agree, and print the command they would run."""
+"""Package, image, launch scripts, experiments and pins are complete, agree, and print the command they would run."""
 
 from __future__ import annotations
 
