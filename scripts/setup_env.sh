@@ -50,7 +50,13 @@ install_extra() {
 
 # Prints what pyproject.toml says about the build and the package; the tools' settings install nothing.
 metadata() {
-  "$PYTHON" -c 'import sys, tomllib; p = tomllib.load(open(sys.argv[1], "rb")); print(p["build-system"], p["project"], p["tool"]["setuptools"])' "$1"
+  "$PYTHON" - "$1" <<'PROGRAM'
+import sys, tomllib
+
+with open(sys.argv[1], "rb") as file:
+    settings = tomllib.load(file)
+print(settings["build-system"], settings["project"], settings["tool"]["setuptools"])
+PROGRAM
 }
 
 setup_env() {
