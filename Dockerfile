@@ -1,9 +1,12 @@
-# Megatron-core, Transformer Engine and this package on NVIDIA's PyTorch image, which brings torch, NCCL and apex.
+# Megatron-core, Transformer Engine and this package on NVIDIA's PyTorch image, which brings torch,
+# NCCL and apex.
 #   docker build --build-arg BASE=<NVIDIA's registry>/nvidia/pytorch:26.06-py3 -t megatron-balance .
 #   docker run --gpus all --ipc=host --rm megatron-balance doctor
-# For Slurm with enroot and pyxis: enroot import -o megatron-balance.sqsh dockerd://megatron-balance:latest, then IMAGE=.../megatron-balance.sqsh.
-# No default for the base: which mirror of the image a cluster pulls from is the cluster's business. 26.06-py3 is the image on which Megatron's own
-# tests ran while its sources were at 0.19 (docker/.ngc_version.dev there).
+# For Slurm with enroot and pyxis, then IMAGE=.../megatron-balance.sqsh:
+#   enroot import -o megatron-balance.sqsh dockerd://megatron-balance:latest
+# No default for the base: which mirror of the image a cluster pulls from is the cluster's business.
+# 26.06-py3 is the image on which Megatron's own tests ran while its sources were at 0.19
+# (docker/.ngc_version.dev there).
 ARG BASE
 FROM ${BASE}
 
@@ -15,8 +18,9 @@ ARG MEGATRON_CORE=0.19.2
 RUN pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" \
  && pip install --no-cache-dir "psutil>=5.9"
 
-# What Megatron's lock file held after 0.19. Where the image has that version already nothing is built; else its extension is compiled against the
-# image's torch, which takes a while. The image's own constraints on versions are set aside for this one step.
+# What Megatron's lock file held after 0.19. Where the image has that version already nothing is
+# built; else its extension is compiled against the image's torch, which takes a while. The image's
+# own constraints on versions are set aside for this one step.
 ARG TRANSFORMER_ENGINE=2.17.1
 RUN found="$(pip list --format=freeze | sed -nE 's/^transformer[-_]engine==([0-9.]+).*/\1/p')" \
  && if [ "${found}" != "${TRANSFORMER_ENGINE}" ]; then \
@@ -25,18 +29,20 @@ RUN found="$(pip list --format=freeze | sed -nE 's/^transformer[-_]engine==([0-9
         "transformer-engine-torch==${TRANSFORMER_ENGINE}"; \
     fi
 
-# Gurobi is one of the solvers of the remap; its licence is the user's: mount it and set GRB_LICENSE_FILE.
+# Gurobi is one of the solvers of the remap; its licence is the user's: mount it and set
+# GRB_LICENSE_FILE.
 ARG GUROBIPY=13.0.3
 RUN pip install --no-cache-dir "gurobipy==${GUROBIPY}"
 
-COPY setup.py pyproject.toml README.md ./
+COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_balance megatron_balance
 COPY patches patches
 COPY configs configs
 RUN pip install --no-cache-dir . && megatron-balance --help >/dev/null
 
-# Which NCCL wins: the image's, in the system's library path. Its torch is linked against that one, and the network plugins of the image (HPC-X, RDMA
-# and SHARP) were built for it. A wheel of NCCL beside it would serve whatever imports it first, so the build ends if one has come in. Apex is the
+# Which NCCL wins: the image's, in the system's library path. Its torch is linked against that one,
+# and the network plugins of the image (HPC-X, RDMA and SHARP) were built for it. A wheel of NCCL
+# beside it would serve whatever imports it first, so the build ends if one has come in. Apex is the
 # image's as well: its kernels are compiled against the image's torch.
 RUN if pip list --format=freeze | grep -E '^nvidia-nccl-cu[0-9]+=='; then echo "error: a wheel of NCCL beside the image's own" >&2; exit 1; fi \
  && ldconfig -p | grep -q 'libnccl\.so\.2' \

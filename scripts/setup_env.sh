@@ -2,11 +2,11 @@
 # Creates or refreshes .venv in the repository; made to be sourced.
 #
 #   source scripts/setup_env.sh
-#   setup_env train dev        # extras of setup.py; sets PYTHON to the environment's interpreter
+#   setup_env train dev        # extras of pyproject.toml; sets PYTHON to the environment's interpreter
 #
 # Nothing is installed twice: each extra leaves a stamp with the checksum of what it was installed from.
 
-# What the tests and the demo were measured with. setup.py allows more; a cluster brings its own torch.
+# What the tests and the demo were measured with. pyproject.toml allows more; a cluster brings its own torch.
 TESTED_TORCH="torch==2.13.0"
 TESTED_MEGATRON="megatron-core==0.19.2"
 
@@ -48,6 +48,17 @@ install_extra() {
   esac
 }
 
+# Prints what pyproject.toml says about the build and the package; the tools' settings install nothing.
+metadata() {
+  "$PYTHON" - "$1" <<'PROGRAM'
+import sys, tomllib
+
+with open(sys.argv[1], "rb") as file:
+    settings = tomllib.load(file)
+print(settings["build-system"], settings["project"], settings["tool"]["setuptools"])
+PROGRAM
+}
+
 setup_env() {
   local top python wanted extra stamp started
   top=$(repository)
@@ -58,7 +69,7 @@ setup_env() {
     rm -rf "$top/.venv"
     "$python" -m venv "$top/.venv" || { say "error: '$python -m venv .venv' failed; see above."; return 1; }
   fi
-  wanted=$({ cat "$top/setup.py" "$top/scripts/setup_env.sh"; "$PYTHON" --version; echo "$top"; } | cksum)
+  wanted=$({ metadata "$top/pyproject.toml"; cat "$top/scripts/setup_env.sh"; "$PYTHON" --version; echo "$top"; } | cksum)
   for extra in base "$@"; do
     stamp="$top/.venv/.installed-$extra"
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && continue

@@ -41,8 +41,9 @@ def test_its_configurations_load(tmp_path):
 
 
 def test_its_step_figures_are_written():
-    package = ROOT / "megatron_balance"
-    written = (package / "megatron" / "log.py").read_text() + (package / "runtime" / "counters.py").read_text()
+    writers = [path for name in ("log.py", "figures.py", "counters.py") for path in (ROOT / "megatron_balance").rglob(name)]
+    assert {"log.py", "counters.py"} <= {path.name for path in writers}
+    written = "".join(path.read_text() for path in writers)
     names = {
         name.partition(".")[0]
         for row in PAGE.partition("look at this first")[2].partition("## NCCL")[0].splitlines()

@@ -27,12 +27,12 @@ def test_imports_point_down():
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("core/span.py", "import megatron_balance.planners", "Imports point down"),
-        ("core/span.py", "import numpy", "The vocabulary needs the standard library only"),
+        ("ir/span.py", "import megatron_balance.planners", "Imports point down"),
+        ("ir/span.py", "import numpy", "The vocabulary needs the standard library only"),
         ("planners/te_ring.py", "import torch", "The library torch only"),
         ("planners/te_ring.py", "import megatron_balance.planners.zeppelin", "Planners do not know one another"),
         ("cli/plan.py", "import megatron.core", "The library megatron only"),
-        ("schedules/ring.py", "import yaml", "Planning imports no configuration library"),
+        ("patterns/ring.py", "import yaml", "Planning imports no configuration library"),
     ],
 )
 def test_forbidden_import_is_caught(tmp_path, module, line, contract):

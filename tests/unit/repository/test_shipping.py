@@ -1,8 +1,7 @@
-"""What goes to a cluster: image, launch scripts, experiments and pins are clean, agree, and print the command they would run."""
+"""Package, image, launch scripts, experiments and pins are complete, agree, and print the command they would run."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import re
@@ -10,11 +9,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
 from megatron_balance.config import CONFIGS, load_cluster, load_config, load_model, names
 
@@ -53,18 +57,14 @@ def argument(name: str) -> str:
     return found[1]
 
 
+def project() -> dict[str, Any]:
+    """The table `[project]` of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def extras() -> dict[str, list[str]]:
-    """What setup.py says, without running it."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    known = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
-    call = next(node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
-    table = next(word.value for word in call.keywords if word.arg == "extras_require")
-    scope = {
-        name: eval(compile(ast.Expression(value), "setup.py", "eval"), {"Path": Path, "__file__": ""})
-        for name, value in known.items()
-        if name.isupper() and name not in ("HERE", "README")
-    }
-    return eval(compile(ast.Expression(table), "setup.py", "eval"), scope)
+    """Requirements of each extra."""
+    return project()["optional-dependencies"]
 
 
 def test_image_extras_and_doctor_name_the_same_versions():
@@ -92,6 +92,50 @@ def test_the_pins_of_the_gpu_extras_fit_each_other():
         pytest.skip("this build of torch brings no NCCL")
     ours = next(r for r in parsed["nccl"] if r.name.startswith("nvidia-nccl"))
     assert (ours.name, str(ours.specifier)) == (nccl[0].name, str(nccl[0].specifier))
+
+
+def test_metadata_is_static_and_agrees_with_the_package():
+    assert "dynamic" not in project()
+    assert project()["version"] == megatron_balance.__version__
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert len((ROOT / "setup.py").read_text().split("\n\n")) == 2, "setup.py only calls setup()"
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory) -> dict[str, set[str]]:
+    """Names of the files below the package in a wheel and in an sdist that are built here."""
+    pytest.importorskip("setuptools", minversion="77", reason="builds the wheel and the sdist")
+    folder = tmp_path_factory.mktemp("built")
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("megatron_balance", "patches", "configs"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    program = "import setuptools.build_meta as b; print(b.build_wheel('dist')); print(b.build_sdist('dist'))"
+    built = subprocess.run([sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    (wheel,), (sdist,) = (tree / "dist").glob("*.whl"), (tree / "dist").glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = set(archive.namelist())
+    with tarfile.open(sdist) as archive:
+        in_sdist = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    return {"wheel": in_wheel, "sdist": in_sdist}
+
+
+@pytest.mark.parametrize("form", ["wheel", "sdist"])
+def test_wheel_and_sdist_hold_every_module_patch_and_preset(shipped, form):
+    package = ROOT / "megatron_balance"
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for folder, _, names in os.walk(package, followlinks=True)
+        for path in (Path(folder) / name for name in names)
+        if path.suffix not in (".pyc", ".md")
+    }
+    assert {"megatron_balance/patches/pretrain.py", "megatron_balance/configs/cluster/h200.yaml", "megatron_balance/py.typed"} <= wanted
+    assert wanted - shipped[form] == set()
+    if form == "sdist":
+        assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= shipped[form]
 
 
 def test_the_image_is_not_root_and_copies_what_the_context_holds():

@@ -1,0 +1,67 @@
+"""Links and paths in the documents lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "megatron_balance"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAPS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "index.md", ROOT / "docs" / "architecture.md"]
+"""Pages that send a reader to files: every path on them exists."""
+
+MADE = {"path/to/pretrain_gpt.py", "balance.yaml", ".bin/.idx", "megatron_balance/planners/mine.py"}
+MADE |= {"megatron_balance/patterns/mine.py", "megatron_balance/compile/mine.py"}
+"""Files that the reader has or makes."""
+
+
+def without_outputs(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_outputs(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page):
+    text = without_outputs(page.read_text(encoding="utf-8"))
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        if not other.exists() or (anchor and anchor not in anchors(other.read_text(encoding="utf-8"))):
+            missing.append(target)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", MAPS, ids=ids)
+def test_paths_on_the_pages_that_send_a_reader_to_files_exist(page):
+    """Of the repository's top or of the package; in prose, and in a diagram too."""
+    text = page.read_text(encoding="utf-8")
+    quoted = [name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or name.endswith((".py", ".md", ".yaml"))]
+    drawn = re.findall(r"(?<![\w./<-])(?:[a-z_]+/)+(?:[\w-]+\.(?:py|md))?(?![\w<])", "".join(re.findall(r"```.*?```", text, re.DOTALL)))
+    named = {name for name in [*quoted, *(d for d in drawn if page.name == "architecture.md")] if name not in MADE}
+    assert sorted(n for n in named if not ((ROOT / n).exists() or (PACKAGE / n).exists() or (page.parent / n).exists())) == []
+
+
+def test_every_page_is_reached_from_the_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index)) | {"index.md"}
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == linked
+
+
+def test_the_glossary_has_at_most_25_terms():
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert 0 < len([row for row in rows if row not in ("word", "---")]) <= 25
