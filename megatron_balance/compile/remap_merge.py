@@ -16,7 +16,7 @@ from megatron_balance.patterns import dispatch
 class RemapMerge:
     """A remapped plan as `ranks` know it; `zones[i]`: indices of the zones of rank `ranks[i]`.
 
-    `regions`: rows of `remap.remote` of which one of them is the owner or the holder, or that one of them is sent by a owner.
+    `regions`: rows of `remap.remote` of which one of them is the owner or the holder, or that one of them is sent by an owner.
     """
 
     def __init__(self, plan: MicrobatchPlan, ranks: Sequence[int], zones: Sequence[Sequence[int]]) -> None:

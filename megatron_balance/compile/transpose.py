@@ -51,7 +51,7 @@ _GRAD_OF = np.array([Kind.Q_GRAD, Kind.KV_GRAD, Kind.OUT_GRAD])  # of Q, KV, OUT
 
 def transpose(program: RankProgram, policy: Policy, *, merges: bool = True) -> RankProgram:
     """`program` with its backward ops. Exchange ids: opening + 2 (n - 1 - i) replays forward exchange i, the next one reverses it;
-    an remap-in exchange i is replayed as i.
+    a remap-in exchange i is replayed as i.
 
     `merges=False` leaves the Merge ops out, for an executor that sums gradients where they arrive.
     """

@@ -20,7 +20,7 @@ What an op means:
 * `AttendGrad`: for each query region one partial Q_GRAD, for each key region one partial KV_GRAD.
 * `Merge`: the partials that the rank holds of a region become one: outputs by LSE, gradients by sum.
 
-Where a program has a remap (`RankProgram.remap_in`), what its exchanges take from a owner moves too: Q and KV in an remap-in exchange
+Where a program has a remap (`RankProgram.remap_in`), what its exchanges take from an owner moves too: Q and KV in a remap-in exchange
 and, in the backward, OUT_GRAD in the reversal of the last forward exchange. So the attention in between may bring a rank what it
 had given up, as it does any other value.
 

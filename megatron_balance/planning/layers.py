@@ -163,7 +163,7 @@ def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, n
     if isinstance(zone, Zone):
         return zone.pattern == "ring"
     if zone is None and not _moves_across(plan, cluster).size:
-        return True  # a owner that makes the first hop of a ring, as `fewest_routed_tokens` has it
+        return True  # an owner that makes the first hop of a ring, as `fewest_routed_tokens` has it
     loads = _remap_loads(plan, cluster, cost) if zone is None else _task_table_loads(zone, plan, cluster, cost)
     return any(_spread_pays(load, cluster, cost, num_nics) for load in loads)
 

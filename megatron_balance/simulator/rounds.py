@@ -2,7 +2,7 @@
 
 For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order, `compile.order`); what is simpler: the
 transfers of one exchange share links and NICs as if they all began together, and zones on other ranks take from a NIC what they need of
-it on average while both are at work (found by a run without them). What a owner sends on for a holder (`compile.remap.resourced`) the
+it on average while both are at work (found by a run without them). What an owner sends on for a holder (`compile.remap.resourced`) the
 holder sends. Tests hold it against the event engine.
 """
 

@@ -197,7 +197,7 @@ _REGION = [0, 1, 2, 3, 5]
 
 
 def _remote(plan: MicrobatchPlan) -> Ints:
-    """What is attended to away from owner: rows (seq, start, stop, owner, zone, holder, on); `on`: its ring's first exchange compile it on."""
+    """What is attended to away from its owner: rows (seq, start, stop, owner, zone, holder, on); `on`: its ring's first exchange passes it on."""
     if not plan.moves:
         return np.empty((0, 7), dtype=np.int64)
     held = layouts.fragments(plan)

@@ -54,7 +54,7 @@ def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
             total_inter[dst] += num_bytes * crosses
             tokens = {(seq, t) for t in range(start, stop)}
             if op.id < program.remap_in and tokens <= placed[dst]:
-                remapped[dst] |= tokens  # to attend with; what a owner sends on for a holder is attention's
+                remapped[dst] |= tokens  # to attend with; what an owner sends on for a holder is attention's
             elif op.id == remap_out:
                 pass
             elif kind == Kind.KV:

@@ -116,7 +116,7 @@ def calibrated(share: float | None, seconds: float, logs: Path) -> Kernels:
 def _measure(share: float | None, seconds: float) -> tuple[float, float, float, bool]:
     """Seconds of a round's attention, forward and backward, and FLOP/s of an MLP's product, while all ranks do the same.
 
-    And whether the compute thread got its share of a ir.
+    And whether the compute thread got its share of a core.
     """
     import torch
     import torch.distributed as dist

@@ -191,7 +191,7 @@ def gathered(mine: Value) -> list[Value]:
 
 
 def paced(share: float) -> PacedKernel:
-    """The kernel that calls run on, at `share` of a ir."""
+    """The kernel that calls run on, at `share` of a core."""
     return PacedKernel(choose_kernel("auto", torch.device("cpu"), torch.float32, MODEL.head_dim), share)
 
 

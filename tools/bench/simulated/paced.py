@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 
 class PacedKernel:
-    """`kernel`, so much slower that it takes `share` of a ir. `computed_s`: of the processor so far; `late_s`: what came late, in all;
+    """`kernel`, so much slower that it takes `share` of a core. `computed_s`: of the processor so far; `late_s`: what came late, in all;
     `spent_s`: by the clock on the wall, in launches.
     """
 
