@@ -1,6 +1,6 @@
 """What travels, in bytes: tensors of a message, parcels of a pair of ranks, pieces of a routed parcel, and which NIC they take.
 
-The executor packs in the same way (`runtime.parcels`); a test holds the two against each other. Messages are rows (exchange, src,
+The executor packs in the same way (`runtime.lower.parcels`); a test holds the two against each other. Messages are rows (exchange, src,
 dst, kind, head_start, head_stop, tokens): what one exchange moves of one kind and head span from one rank to another.
 """
 

@@ -16,7 +16,7 @@ from megatron_balance.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_balance.cost.table import CostTable
     from megatron_balance.ir.model import Model
-    from megatron_balance.runtime.profile import ProfileOptions
+    from megatron_balance.profiling.profile import ProfileOptions
 
 DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}
 AXES = ("q_tokens", "k_tokens", "before_tokens", "layer_tokens", "pack_bytes", "message_bytes")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out and not args.out.parent.is_dir():
         raise ConfigError(f"--out {args.out}: no folder {args.out.parent}")
     try:
-        from megatron_balance.runtime import profile
+        from megatron_balance.profiling import profile
     except ImportError as error:
         if error.name != "torch":
             raise
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ProfileOptions:
-    from megatron_balance.runtime.profile import QUICK, ProfileOptions
+    from megatron_balance.profiling.profile import QUICK, ProfileOptions
 
     given: dict[str, Any] = {axis: _sizes(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis) is not None}
     if args.repeats:

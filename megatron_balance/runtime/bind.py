@@ -20,12 +20,14 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import Kernel, choose_kernel
-from megatron_balance.runtime.lowered import BOTH_PHASES, Phase, PhaseName
-from megatron_balance.runtime.lowering import Lowering, Setting
-from megatron_balance.runtime.moves import Mover, choose_mover
-from megatron_balance.runtime.parcels import Form, wide_dtype
-from megatron_balance.runtime.peak_bytes import PeakBytes, peak_bytes
+from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.lower.lowering import Lowering, Setting
+from megatron_balance.runtime.lower.parcels import Form, wide_dtype
+from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, Phase, PhaseName
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
 
@@ -91,7 +93,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     nano_batch: int = 0,
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
-    """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `mover`: as in `runtime.moves.choose_mover`. `trace`: a list
+    """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `mover`: as in `runtime.movers.choose_mover`. `trace`: a list
     to record in, by wall clock (CPU).
 
     `nano_batch`: of two plans whose calls run interleaved (`compile.ping_pong`), which one this is; the same on all ranks. `phases`: those that

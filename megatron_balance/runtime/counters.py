@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Start, Step, Work
+from megatron_balance.runtime.lower.steps import Finish, GradLaunch, Launch, Start, Step, Work
 
 _ZONES = ("inter_node", "intra_node", "local")
 _TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT: "partial_tokens_received"}

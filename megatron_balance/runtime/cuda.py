@@ -1,6 +1,6 @@
 """CUDA's streams, as much of them as exchanges need, behind two protocols that a CPU can stand in for.
 
-Making a stream's calls wait in the stream, and never in the host, is all that happens here; what waits for what is `runtime.streams`.
+Making a stream's calls wait in the stream, and never in the host, is all that happens here; what waits for what is `runtime.transport.streams`.
 """
 
 from __future__ import annotations

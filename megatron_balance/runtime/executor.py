@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lowered import GradLaunch, Launch, Message, Operand, Packed, Step
-from megatron_balance.runtime.moves import Place, Space, part_heads
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step
+from megatron_balance.runtime.movers.base import Place, Space, part_heads
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.comm import is_summed
-from megatron_balance.runtime.lowered import (
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, shapes, unpacked, wide_dtype
+from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
     GradLaunch,
@@ -34,10 +34,10 @@ from megatron_balance.runtime.lowered import (
     Step,
     describe,
 )
-from megatron_balance.runtime.moves import Fill, part, part_heads
-from megatron_balance.runtime.parcels import Form, parcel_bytes, shapes, unpacked, wide_dtype
+from megatron_balance.runtime.movers.base import Fill, part, part_heads
 from megatron_balance.runtime.trace import Traced
 from megatron_balance.runtime.transport import open_transport
+from megatron_balance.runtime.transport.comm import is_summed
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class PhaseRun:
         self.at = 0  # the step that is next
         self.arrived_s = 0.0  # when what the last finished exchange brought was there
         self.filling: list[Fill] = []  # what was gathered since the last `fill`
-        self.transport = open_transport(bound, phase, self.form)
+        self.transport = open_transport(phase, self.form, bound.groups, bound.trace)
 
     @property
     def forward(self) -> bool:

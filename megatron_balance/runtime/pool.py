@@ -1,6 +1,6 @@
 """Memory that a rank's attention calls share: received inputs, partials, gradients on their way and packed messages.
 
-Slabs are made when a plan needs more than there is, sized by what the plan says (`runtime.peak_bytes`), and cut into buffers by best fit; the
+Slabs are made when a plan needs more than there is, sized by what the plan says (`runtime.lower.peak_bytes`), and cut into buffers by best fit; the
 same calls on the same plan find the same places, so that from the second on nothing is allocated, and shapes that vary from microbatch to
 microbatch leave the device's own allocator alone. A buffer is taken back when the last tensor on it is gone, whoever held it: autograd's
 saved tensors, views and transports included. Where another stream read or wrote it, it is used again as late as can be, and the compute

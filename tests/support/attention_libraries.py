@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.flash import Segments
-from megatron_balance.runtime.kernels import Entries, PlainKernel
+from megatron_balance.runtime.kernels.base import Entries
+from megatron_balance.runtime.kernels.libraries import Segments
+from megatron_balance.runtime.kernels.plain import PlainKernel
 
 padded_statistics = False
 """Whether Transformer Engine's stand-in returns LSE as cuDNN before 9.6 does."""
@@ -30,7 +31,7 @@ def entries_of(at: Segments) -> Entries:
 
 
 class ByFormula:
-    """`runtime.flash.Calls`, counted. LSE strided as FlashAttention leaves it."""
+    """`runtime.kernels.libraries.Calls`, counted. LSE strided as FlashAttention leaves it."""
 
     def __init__(self) -> None:
         self.forwards = self.backwards = 0

@@ -19,7 +19,7 @@ NEEDED = [
     "tests.support.tick_jobs",
 ]
 if importlib.util.find_spec("triton") is not None:
-    NEEDED += ["megatron_balance.runtime.triton.mover", "triton.experimental.gluon"]
+    NEEDED += ["megatron_balance.runtime.movers.triton.mover", "triton.experimental.gluon"]
 
 for name in NEEDED:
     importlib.import_module(name)

@@ -16,8 +16,8 @@ from megatron_balance.compile.transpose import Policy, transpose
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
-from megatron_balance.runtime.kernels import Kernel
-from megatron_balance.runtime.lowered import Phase
+from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.lower.steps import Phase
 from megatron_balance.runtime.trace import Trace, Traced, hidden_share
 from tests.support import jobs
 from tests.support.jobs import Ran, Run

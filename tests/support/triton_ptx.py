@@ -13,8 +13,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megatron_balance.runtime.moves import Fill, Place, Space
-from megatron_balance.runtime.triton import kernels, mover
+from megatron_balance.runtime.movers.base import Fill, Place, Space
+from megatron_balance.runtime.movers.triton import kernels, mover
 from tests.support.triton_twins import packed_of
 
 SHAPE = {"q": (300, 32, 128), "kv": (300, 8, 128)}

@@ -16,9 +16,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.moves import Fill, Mover, Place, PlainMover, Space, choose_mover
-from megatron_balance.runtime.regions import Run
+from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, Space
+from megatron_balance.runtime.movers.plain import PlainMover
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

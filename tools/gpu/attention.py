@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels import KERNELS, Entries, Kernel, PlainKernel, choose_kernel
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.moves import Place, Space, choose_mover
+from megatron_balance.runtime.kernels import KERNELS, choose_kernel
+from megatron_balance.runtime.kernels.base import Entries, Kernel
+from megatron_balance.runtime.kernels.plain import PlainKernel
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Place, Space
 from tools.gpu.kernels import packed_rows
 from tools.gpu.rows import Context, Figure, Row, Target
 from tools.gpu.timing import gpu_s

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.moves import Fill, Mover, Place, PlainMover, Space, choose_mover
-from megatron_balance.runtime.parcels import Form, parcel_bytes, unpacked
-from megatron_balance.runtime.regions import Run
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, unpacked
+from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, Space
+from megatron_balance.runtime.movers.plain import PlainMover
 from tools.gpu.rows import Context, Figure, Row, Target
 from tools.gpu.timing import copy_bytes_per_s, gpu_s
 

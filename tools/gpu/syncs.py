@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.profiling.host_syncs import HostSync, found, read
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
-from megatron_balance.runtime.host_syncs import HostSync, found, read
 from tools.gpu.rows import Context, Device, Figure, Row, Target
 
 BUDGET_S = 30.0

@@ -95,7 +95,7 @@ def test_neighbours_share_a_nic(num_ranks: int, ranks_per_node: int, ranks_per_n
 
 def test_sizes_are_those_that_the_executor_packs() -> None:
     torch = pytest.importorskip("torch")
-    from megatron_balance.runtime import parcels
+    from megatron_balance.runtime.lower import parcels
 
     rng = np.random.default_rng(0)
     for element, dtype, wide in ((2, torch.bfloat16, torch.float32), (4, torch.float32, torch.float32), (8, torch.float64, torch.float64)):

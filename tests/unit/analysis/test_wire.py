@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.parcels import ALIGN, Form, cut, pack, parcel_bytes, shapes, unpacked  # noqa: E402
-from megatron_balance.runtime.regions import without  # noqa: E402
+from megatron_balance.runtime.lower.parcels import ALIGN, Form, cut, pack, parcel_bytes, shapes, unpacked  # noqa: E402
+from megatron_balance.runtime.lower.regions import without  # noqa: E402
 from megatron_balance.runtime.trace import Traced, hidden_share  # noqa: E402
 
 FORMS = [Form(5, torch.bfloat16, torch.float32), Form(8, torch.float32, torch.float32), Form(3, torch.float64, torch.float64)]

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
-from megatron_balance.runtime.host_syncs import found, read  # noqa: E402
+from megatron_balance.profiling.host_syncs import found, read  # noqa: E402
 
 
 def event(name, cat, ts, dur, tid=1, **args):

@@ -9,13 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime import relay  # noqa: E402
 from megatron_balance.runtime.counters import Traffic  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
-from megatron_balance.runtime.lowered import Hop, ProxyRoute, RelayTask  # noqa: E402
-from megatron_balance.runtime.parcels import Form  # noqa: E402
-from megatron_balance.runtime.relay import Relay  # noqa: E402
+from megatron_balance.runtime.lower.parcels import Form  # noqa: E402
+from megatron_balance.runtime.lower.steps import Hop, ProxyRoute, RelayTask  # noqa: E402
 from megatron_balance.runtime.trace import Trace  # noqa: E402
+from megatron_balance.runtime.transport import relay  # noqa: E402
+from megatron_balance.runtime.transport.relay import Relay  # noqa: E402
 
 FORM = Form(4, torch.float32, torch.float32)
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lowered import Finish, Phase, Start
+from megatron_balance.runtime.lower.steps import Finish, Phase, Start
 from megatron_balance.runtime.trace import Traced
 
 

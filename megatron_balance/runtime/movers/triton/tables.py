@@ -1,4 +1,4 @@
-"""Tables of blocks for the kernels of `runtime.triton.kernels`, from the runs of packed tensors. NumPy, once for a bound plan."""
+"""Tables of blocks for the kernels of `runtime.movers.triton.kernels`, from the runs of packed tensors. NumPy, once for a bound plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_balance.ir.arrays import Ints
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.regions import Run
-from megatron_balance.runtime.triton.kernels import ADD_WIDTH, BLOCK_ROWS, COPY_WIDTH
+from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers.triton.kernels import ADD_WIDTH, BLOCK_ROWS, COPY_WIDTH
 
 MAX_PAIRS = 8
 """Tensor pairs of one launch. The kernels have a branch for each."""

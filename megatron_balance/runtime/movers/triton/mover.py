@@ -1,4 +1,4 @@
-"""Rows moved by Triton: see `runtime.moves.Mover`. Launches whose tables are made once and kept with the bound plan."""
+"""Rows moved by Triton: see `runtime.movers.Mover`. Launches whose tables are made once and kept with the bound plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.moves import Fill, Partials, Place, Space
-from megatron_balance.runtime.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, merge_rows
-from megatron_balance.runtime.triton.tables import Layer, Table, add_tables, copy_tables, layers
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space
+from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, merge_rows
+from megatron_balance.runtime.movers.triton.tables import Layer, Table, add_tables, copy_tables, layers
 
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
@@ -25,7 +25,7 @@ MERGE_TILE = 2048
 
 
 class TritonMover:
-    """See `runtime.moves.Mover`. Tables belong to the packed tensors of one bound plan, which are kept."""
+    """See `runtime.movers.Mover`. Tables belong to the packed tensors of one bound plan, which are kept."""
 
     name = "triton"
 
@@ -113,7 +113,7 @@ class _Part(NamedTuple):
 
 
 class TritonPartials:
-    """See `runtime.moves.Partials`: partials are held as they came, some of them, and merged in one launch with the final conversion."""
+    """See `runtime.movers.Partials`: partials are held as they came, some of them, and merged in one launch with the final conversion."""
 
     def __init__(self, space: Space, mover: TritonMover) -> None:
         self.space, self.mover = space, mover

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import ExchangeStep, Hop, Piece
-from megatron_balance.runtime.parcels import as_bytes, cut, pack, padded
-
-Parcel = tuple[int, Tensor]
-"""(pool rank of the peer, contiguous tensor)."""
+from megatron_balance.runtime.lower.parcels import as_bytes, cut, pack, padded
+from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Piece
+from megatron_balance.runtime.transport.base import Parcel
 
 _POISON_TAG = 2**31 - 1
 

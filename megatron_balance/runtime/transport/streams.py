@@ -18,13 +18,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron_balance.compile.order import LEGS, Leg
-from megatron_balance.runtime.comm import Collective, Parcel, by_way, collective, is_collective, pieces
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.cuda import Streams, Transfer
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import ExchangeStep, Hop, Phase, RelayTask
-from megatron_balance.runtime.parcels import Form, cut, parcel_bytes
+from megatron_balance.runtime.lower.parcels import Form, cut, parcel_bytes
+from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
+from megatron_balance.runtime.transport.base import Parcel
+from megatron_balance.runtime.transport.comm import Collective, by_way, collective, is_collective, pieces
 
 
 @dataclass(slots=True)

@@ -7,15 +7,12 @@ query row goes with either. Operands that are not consecutive are gathered by an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.flash import Calls, Segments
-
-if TYPE_CHECKING:
-    from megatron_balance.runtime.kernels import Entries
+from megatron_balance.runtime.kernels.base import Entries
+from megatron_balance.runtime.kernels.libraries import Calls, Segments
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 from megatron_balance.compile.order import Leg, Role
 from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.parcels import Carried
-from megatron_balance.runtime.regions import Run
+from megatron_balance.runtime.lower.parcels import Carried
+from megatron_balance.runtime.lower.regions import Run
 
 
 class Packed(NamedTuple):

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.runtime import comm
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import RelayTask
-from megatron_balance.runtime.parcels import Form, cut, parcel_bytes
+from megatron_balance.runtime.lower.parcels import Form, cut, parcel_bytes
+from megatron_balance.runtime.lower.steps import RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
+from megatron_balance.runtime.transport import comm
 from megatron_balance.runtime.workers import Job
 
 _AHEAD = 16  # receives posted before the first of them is waited for

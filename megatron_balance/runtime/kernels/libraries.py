@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Protocol
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.kernels.base import has_module
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -47,14 +47,6 @@ class Calls(Protocol):
     def backward(self, at: Segments, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         """dq, dk and dv. `dout`: the gradient, the final output [N, H, D] and LSE [N, H]."""
         ...
-
-
-def has_module(name: str) -> bool:
-    """Whether a module can be found, without importing it (a parent package is imported)."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent is not there
-        return False
 
 
 def _deterministic() -> bool:

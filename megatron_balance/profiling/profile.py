@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve, LayerTable, LinkTable, Source
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
-from megatron_balance.runtime.kernels import Entries, Kernel, choose_kernel, merge
+from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels.base import Entries, Kernel, merge
 
 FILLED_TOKENS = {"cpu": 256, "cuda": 16384}
 """Query tokens that a timed launch is filled up to with entries alike: a GPU needs many to be busy, a CPU takes them one by one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lowered import ExchangeStep, Finish, GradLaunch, Launch, Message, Start, Step
+from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, GradLaunch, Launch, Message, Start, Step
 
 INPUTS = (Kind.Q, Kind.KV)
 GRADS = (Kind.Q_GRAD, Kind.KV_GRAD)

@@ -11,11 +11,11 @@ import torch
 
 from megatron_balance.ir.arrays import Ints, concat, run_bounds
 from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op, RankProgram
-from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
-from megatron_balance.runtime.kernels import Entries, Kernel
-from megatron_balance.runtime.last_use import INPUTS
-from megatron_balance.runtime.lowered import GradLaunch, Launch, Operand, Packed
-from megatron_balance.runtime.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs
+from megatron_balance.runtime.kernels.base import Entries, Kernel
+from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
+from megatron_balance.runtime.lower.last_use import INPUTS
+from megatron_balance.runtime.lower.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Operand, Packed
 
 _SHIFT = 40
 _NOTHING = Packed((), 0, 0)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.runtime.comm import Collective, Parcel, break_off, by_way, collective, is_collective, pieces, receive, send
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import ExchangeStep, Phase
-from megatron_balance.runtime.parcels import Form
-from megatron_balance.runtime.relay import Relay
+from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.steps import ExchangeStep, Phase
 from megatron_balance.runtime.trace import Trace
+from megatron_balance.runtime.transport.base import Parcel
+from megatron_balance.runtime.transport.comm import Collective, break_off, by_way, collective, is_collective, pieces, receive, send
+from megatron_balance.runtime.transport.relay import Relay
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.last_use import INPUTS, Value, grads_of
-from megatron_balance.runtime.lowered import ExchangeStep, Finish, GradLaunch, Launch, Message, Operand, Phase, PhaseName, Start
-from megatron_balance.runtime.parcels import Form, padded, shapes
+from megatron_balance.runtime.lower.last_use import INPUTS, Value, grads_of
+from megatron_balance.runtime.lower.parcels import Form, padded, shapes
+from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, GradLaunch, Launch, Message, Operand, Phase, PhaseName, Start
 
 AHEAD = 2
 """Exchanges whose receives are posted before they are due: the most that a transport does."""

@@ -21,12 +21,12 @@ from megatron_balance.compile.transpose import Policy, forward_id
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
 from megatron_balance.ir.program import MOVED, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.counters import counts
-from megatron_balance.runtime.kernels import Kernel
-from megatron_balance.runtime.last_use import INPUTS, last_uses
-from megatron_balance.runtime.launches import LaunchesOf, Launching, LookedUp, pack_runs
-from megatron_balance.runtime.lowered import ExchangeStep, Finish, Launch, Message, Packed, Phase, PhaseName, Start, Step, Work
-from megatron_balance.runtime.regions import REGION, Table, grouped_runs, without
-from megatron_balance.runtime.routes import Routed, lower_routes, tag_base
+from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.lower.last_use import INPUTS, last_uses
+from megatron_balance.runtime.lower.launches import LaunchesOf, Launching, LookedUp, pack_runs
+from megatron_balance.runtime.lower.regions import REGION, Table, grouped_runs, without
+from megatron_balance.runtime.lower.routes import Routed, lower_routes, tag_base
+from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, Launch, Message, Packed, Phase, PhaseName, Start, Step, Work
 from megatron_balance.runtime.shape import AttentionShape
 
 _BOTH = (False, True)

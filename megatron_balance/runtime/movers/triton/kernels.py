@@ -1,7 +1,7 @@
-"""Triton kernels that move rows: one launch for many tensors. Written for Hopper; `runtime.triton.mover` launches them.
+"""Triton kernels that move rows: one launch for many tensors. Written for Hopper; `runtime.movers.triton.mover` launches them.
 
 Every tensor is rows of heads of `dim` elements, the last two without gaps, rows at any stride. What goes where is a table of blocks made
-once for a bound plan (`runtime.triton.tables`), so that a launch takes no work on the host but its arguments. Offsets are of 64 bits:
+once for a bound plan (`runtime.movers.triton.tables`), so that a launch takes no work on the host but its arguments. Offsets are of 64 bits:
 rows x stride compile 2**31 elements at 64k tokens of 256 heads of 128. `VECS`: elements of 16 bytes, where `dim` is a multiple, else 1; the
 hints let the compiler use accesses of 16 bytes. No atomics: each destination row is written by one program.
 """

@@ -14,8 +14,8 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
 from megatron_balance.ir.program import TRANSFER_WIDTH, Exchange, Kind, Op
 from megatron_balance.ir.rows import Rows
-from megatron_balance.runtime.lowered import Hop, Piece, ProxyRoute, RelayTask
-from megatron_balance.runtime.parcels import Carried
+from megatron_balance.runtime.lower.parcels import Carried
+from megatron_balance.runtime.lower.steps import Hop, Piece, ProxyRoute, RelayTask
 
 _RANK = (1 << 20) - 1
 _KINDS = tuple(Kind)

@@ -7,13 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.comm import Parcel
 from megatron_balance.runtime.counters import Traffic
-from megatron_balance.runtime.gloo import Gloo
-from megatron_balance.runtime.lowered import ExchangeStep, Phase
-from megatron_balance.runtime.parcels import Form
-from megatron_balance.runtime.streams import Streamed
+from megatron_balance.runtime.lower.steps import ExchangeStep
+
+Parcel = tuple[int, Tensor]
+"""(pool rank of the peer, contiguous tensor)."""
 
 
 class Transport(Protocol):
@@ -49,10 +47,3 @@ class Transport(Protocol):
         Raises RuntimeError: the error behind it, if that was met in passing something on.
         """
         ...
-
-
-def open_transport(bound: Bound, phase: Phase, form: Form) -> Transport:
-    """The transport of the pool, with everything begun that this rank compile on."""
-    if bound.groups.streams is not None:
-        return Streamed(phase, form, bound.groups, bound.trace)
-    return Gloo(phase, form, bound.groups, bound.trace)

@@ -1,0 +1,106 @@
+"""Rows between tensors: what a packed tensor takes from buffers, what goes back into them, and partials merged on the way.
+
+Shape legend: T rows of a buffer, N packed rows, H heads, D head dim. There are two movers. `PlainMover` is torch, run by run: the CPU's,
+and what the other one is tested against. `runtime.movers.triton.mover.TritonMover` does each of these calls in one launch where it can.
+No mover uses atomics: every destination row is written by one thread block, in an order that depends on the plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_balance.runtime.lower.steps import Packed
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a tensor of this shape and type, not filled, for as long as someone holds it."""
+
+
+HELD_PARTS = 4
+"""Merging n new partials of bf16 into an accumulator moves 2 n + 8 bytes an element: with 3 that is less than half of what merging each as
+it comes moves, and more of them would take more memory than the accumulator does."""
+
+
+class Fill(NamedTuple):
+    """Packed rows taken from buffers. `sources`: of each run, its buffer [T, H, ...]; `target`: [N, H, ...]."""
+
+    packed: Packed
+    sources: tuple[Tensor, ...]
+    target: Tensor
+
+
+class Place(NamedTuple):
+    """Packed rows put, or added, to rows of buffers. `source`: [N, H, ...]; `targets`: of each run, its buffer [T, H, ...]."""
+
+    packed: Packed
+    source: Tensor
+    targets: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What the partials of one forward need. `sizes`: (rows, heads) of each query buffer; `blank`: buffers that start empty.
+
+    `dtype`: of the output; `wide`: of LSE and of what is accumulated. `held`: most partials of a buffer that wait to be merged at once.
+    """
+
+    sizes: Mapping[int, tuple[int, int]]
+    blank: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+    wide: torch.dtype
+    empty: Empty
+    held: int = HELD_PARTS
+
+
+class Partials(Protocol):
+    """The outputs of one forward so far, by query buffer."""
+
+    def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
+        """Packed partials out [N, H, D] and LSE [N, H] to their rows. They are not changed later. `merges`: as in `lowered.Launch`."""
+        ...
+
+    def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Out [N, H, D] in its final type and LSE [N, H] of packed rows, both contiguous, and `into` tensors where there are some."""
+        ...
+
+    def final(self) -> tuple[Tensor, Tensor]:
+        """Out [T, H, D] in its final type and LSE [T, H] of buffer 0; they belong to the caller."""
+        ...
+
+
+class Mover(Protocol):
+    """Moves rows. `name` as in `choose_mover`."""
+
+    name: str
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Fill the targets; types are converted."""
+        ...
+
+    def place(self, places: Sequence[Place]) -> None:
+        """Write the sources to their rows. No row and head is named twice in one call."""
+        ...
+
+    def add(self, places: Sequence[Place]) -> None:
+        """Add the sources to their rows; a row may be named often (a key that several entries use)."""
+        ...
+
+    def partials(self, space: Space) -> Partials:
+        """Nothing so far."""
+        ...
+
+
+def part(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+    """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view, `x` itself if that is all of it."""
+    rows = x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
+    return rows if num_heads == rows.shape[1] else rows.narrow(1, head, num_heads)
+
+
+def part_heads(x: Tensor, head: int, num_heads: int) -> Tensor:
+    """Heads [head, head + num_heads) of `x`: a view, `x` itself if that is all of them."""
+    return x if num_heads == x.shape[1] else x.narrow(1, head, num_heads)
