@@ -25,7 +25,7 @@ from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.model import Model
 from megatron_balance.runtime.kernels import choose_kernel
-from megatron_balance.runtime.kernels.base import Entries, Kernel, merge
+from megatron_balance.runtime.kernels.base import Entries, Kernel, merge_partials
 
 FILLED_TOKENS = {"cpu": 256, "cuda": 16384}
 """Query tokens that a timed launch is filled up to with entries alike: a GPU needs many to be busy, a CPU takes them one by one."""
@@ -212,12 +212,12 @@ class _Bench:
         backward_s = time_s(lambda: self.kernel.backward(entries, dout, q, k, v, scale), self.device, repeats)
         return forward_s, backward_s
 
-    def merge(self) -> Curve:
+    def merge_partials(self) -> Curve:
         """Merging partials in fp32, by tokens."""
         sizes, seconds = self.options.layer_tokens, []
         for tokens in sizes:
             one, other = (self._partial(tokens) for _ in range(2))
-            seconds.append(time_s(lambda one=one, other=other: merge(one, other), self.device, self.options.repeats))
+            seconds.append(time_s(lambda one=one, other=other: merge_partials(one, other), self.device, self.options.repeats))
         return Curve(sizes, tuple(seconds))
 
     def _partial(self, tokens: int) -> tuple[Tensor, Tensor]:

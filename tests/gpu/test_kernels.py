@@ -192,7 +192,7 @@ def test_torchs_own_operators_take_these_arguments(name):
 def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):
     for module, stand_in in stand_ins.LIBRARIES["te_fused 2.9"].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
-    monkeypatch.setattr(libraries, "padded_statistics", True)
+    monkeypatch.setattr(stand_ins, "padded_statistics", True)
     kernel, entries = KERNELS["te_fused"].make(), ENTRIES["one_square"]
     q, k, v = _inputs(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"cuDNN >= 9\.6"):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, unpacked
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, unpack
 from megatron_balance.runtime.lower.regions import Run
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers import choose_mover
@@ -121,7 +121,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     form = Form(shape.head_dim, torch.bfloat16, torch.float32)
     carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
     raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
-    (q,), (kv,) = unpacked(raw, carried, form)
+    (q,), (kv,) = unpack(raw, carried, form)
     messages = [Fill(p, (x,), y) for p, x, y in zip(packed, sources, (q, kv[0], kv[1]), strict=True)]
     yield Case(MOVES[2], num_bytes, lambda mover: lambda: mover.fill(messages), lambda: [raw])
     yield _adding(sources, packed)

@@ -11,27 +11,27 @@ from megatron_balance.runtime.kernels.libraries import FLASH_ATTN_3, FlashAttn2C
 from megatron_balance.runtime.kernels.plain import PlainKernel
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 
-_WIDE = (torch.float32, torch.float64)
-_HALF = (torch.bfloat16, torch.float16)
+_32_BIT_AND_MORE = (torch.float32, torch.float64)
+_16_BIT = (torch.bfloat16, torch.float16)
 _ANY_DIM = (1 << 30, 1)
 _FLASH_DIMS = (256, 8)
 KERNELS: dict[str, Offer] = {
-    "plain": Offer(PlainKernel, ("cpu", "cuda"), (*_WIDE, *_HALF), _ANY_DIM),
-    "cpu_flash": Offer(CpuFlashKernel, ("cpu",), (torch.float32, *_HALF), _ANY_DIM),
-    "torch_varlen": Offer(lambda: VarlenKernel("torch_varlen", TorchCalls()), ("cuda",), _HALF, _FLASH_DIMS),
+    "plain": Offer(PlainKernel, ("cpu", "cuda"), (*_32_BIT_AND_MORE, *_16_BIT), _ANY_DIM),
+    "cpu_flash": Offer(CpuFlashKernel, ("cpu",), (torch.float32, *_16_BIT), _ANY_DIM),
+    "torch_varlen": Offer(lambda: VarlenKernel("torch_varlen", TorchCalls()), ("cuda",), _16_BIT, _FLASH_DIMS),
     "flash_attn": Offer(
         lambda: VarlenKernel("flash_attn", FlashAttn2Calls()),
-        *(("cuda",), _HALF, _FLASH_DIMS, ("flash_attn.flash_attn_interface",)),
+        *(("cuda",), _16_BIT, _FLASH_DIMS, ("flash_attn.flash_attn_interface",)),
         "pip install --no-build-isolation flash-attn",
     ),
     "flash_attn_3": Offer(
         lambda: VarlenKernel("flash_attn_3", FlashAttn3Calls()),
-        *(("cuda",), _HALF, _FLASH_DIMS, FLASH_ATTN_3),
+        *(("cuda",), _16_BIT, _FLASH_DIMS, FLASH_ATTN_3),
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
     ),
     "te_fused": Offer(
         lambda: VarlenKernel("te_fused", TeFusedCalls()),
-        *(("cuda",), _HALF, _FLASH_DIMS, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
+        *(("cuda",), _16_BIT, _FLASH_DIMS, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
 }

@@ -90,7 +90,7 @@ def has_module(name: str) -> bool:
         return False
 
 
-def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge_partials(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge two partials of the same queries: out [..., D] in the first one's type, natural-log LSE [...]."""
     lse = torch.logaddexp(one[1], other[1])
     weights = (torch.exp(part.sub(lse)).unsqueeze(-1) for part in (one[1], other[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels.base import Entries, merge
+from megatron_balance.runtime.kernels.base import Entries, merge_partials
 
 
 class CpuFlashKernel:
@@ -38,7 +38,7 @@ class CpuFlashKernel:
                 continue
             middle = d - (b - a)
             before = _flash(queries, _rows(k, c, middle), _rows(v, c, middle), False, scale)
-            parts.append(merge(before, _flash(queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)))
+            parts.append(merge_partials(before, _flash(queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)))
         if len(parts) == 1:
             out, lse = parts[0]
         else:

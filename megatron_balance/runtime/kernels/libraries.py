@@ -27,7 +27,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class CuSeqlens:
     """The entries of one launch: cu_seqlens of the packed queries and keys, their largest entry, and whether all are causal."""
 
     cu_q: Tensor
@@ -40,11 +40,11 @@ class Segments:
 class Calls(Protocol):
     """A library's forward and backward of one launch."""
 
-    def forward(self, at: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """q [N, H, D], k and v [M, G, D] -> out [N, H, D] and LSE [N, H]."""
         ...
 
-    def backward(self, at: Segments, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         """dq, dk and dv. `dout`: the gradient, the final output [N, H, D] and LSE [N, H]."""
         ...
 
@@ -56,13 +56,13 @@ def _deterministic() -> bool:
 class TorchCalls:
     """FlashAttention as torch was built with it."""
 
-    def forward(self, at: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal, return_debug_mask=False, scale=scale
         )
         return out, lse.T
 
-    def backward(self, at: Segments, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: read by nobody
         unused = torch.empty(0, device=q.device)
         return torch.ops.aten._flash_attention_backward(
@@ -78,13 +78,13 @@ class FlashAttn2Calls:
     def __init__(self) -> None:
         self.module: ModuleType = import_module("flash_attn.flash_attn_interface")
 
-    def forward(self, at: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module._flash_attn_varlen_forward(
             q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, dropout_p=0.0, softmax_scale=scale, causal=at.causal
         )
         return out, lse.T
 
-    def backward(self, at: Segments, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.module._flash_attn_varlen_backward(
             *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), dq, dk, dv, at.cu_q, at.cu_k, at.max_q, at.max_k),
@@ -110,14 +110,14 @@ class FlashAttn3Calls:
     def __init__(self) -> None:
         self.module: ModuleType = import_module(next(name for name in FLASH_ATTN_3 if has_module(name)))
 
-    def forward(self, at: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         new_keys_and_out, used, paging_rotary_scales = (None,) * 4, (None,) * 3, (None,) * 9
         out, lse, *_ = self.module._flash_attn_forward(
             *(q, k, v, *new_keys_and_out, at.cu_q, at.cu_k, *used, at.max_q, at.max_k, *paging_rotary_scales, scale, at.causal)
         )
         return out, lse.T
 
-    def backward(self, at: Segments, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.module._flash_attn_backward(
             *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, None, None, at.max_q, at.max_k, dq, dk, dv),
@@ -136,7 +136,7 @@ class TeFusedCalls:
         self.backend = self.module.FusedAttnBackend["F16_arbitrary_seqlen"]
         self.backward_takes = frozenset(inspect.signature(self.module.fused_attn_bwd).parameters)
 
-    def options(self, at: Segments, scale: float) -> dict[str, object]:
+    def options(self, at: CuSeqlens, scale: float) -> dict[str, object]:
         """What forward and backward are told alike."""
         mask = "padding_causal_bottom_right" if at.causal else "padding"
         formats = {"o_format": "thd"} if "o_format" in self.backward_takes else {}  # from 2.15 on; before, that of q
@@ -146,7 +146,7 @@ class TeFusedCalls:
             "window_size": (-1, 0) if at.causal else (-1, -1), **formats,
         }  # fmt: skip
 
-    def forward(self, at: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, kept, *_ = self.module.fused_attn_fwd(
             *(True, at.max_q, at.max_k, at.cu_q, at.cu_k, q, k, v, q.dtype, self.backend), **self.options(at, scale)
@@ -159,7 +159,7 @@ class TeFusedCalls:
             )
         return out.view(q.shape), lse[..., 0]
 
-    def backward(self, at: Segments, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
         q, k, v, grad, out = (x.contiguous() for x in (q, k, v, *dout[:2]))
         seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: read by nobody
         kept = [dout[2].contiguous()[..., None], seed]

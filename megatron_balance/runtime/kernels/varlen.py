@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import Entries
-from megatron_balance.runtime.kernels.libraries import Calls, Segments
+from megatron_balance.runtime.kernels.libraries import Calls, CuSeqlens
 
 
 @dataclass(frozen=True, slots=True)
-class _Half:
+class _MaskGroup:
     """The full or the causal entries. Rows are a slice where they are consecutive, else an index."""
 
-    at: Segments
+    at: CuSeqlens
     q: Tensor | slice
     k: Tensor | slice
     dout: Tensor | slice
@@ -29,7 +29,7 @@ class _Half:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    halves: tuple[_Half, ...]
+    groups: tuple[_MaskGroup, ...]
     num_q: int
     num_k: int
 
@@ -45,14 +45,14 @@ class VarlenKernel:
 
     def prepare(self, entries: Entries, device: torch.device) -> _Prepared:
         packed_q, packed_k = _packed(entries.q), _packed(entries.k)
-        halves: list[_Half] = []
+        groups: list[_MaskGroup] = []
         masks = _masks(entries)
         for causal in sorted(set(masks)):
             chosen = [i for i, mask in enumerate(masks) if mask == causal]
             q, k = [entries.q[i] for i in chosen], [entries.k[i] for i in chosen]
-            at = Segments(_cu_seqlens(q, device), _cu_seqlens(k, device), max(b - a for a, b in q), max(b - a for a, b in k), causal)
-            halves.append(
-                _Half(
+            at = CuSeqlens(_cu_seqlens(q, device), _cu_seqlens(k, device), max(b - a for a, b in q), max(b - a for a, b in k), causal)
+            groups.append(
+                _MaskGroup(
                     at,
                     _rows(q, device),
                     _rows(k, device),
@@ -61,33 +61,33 @@ class VarlenKernel:
                     _rows([packed_k[i] for i in chosen], device),
                 )
             )
-        return _Prepared(tuple(halves), packed_q[-1][1], packed_k[-1][1])
+        return _Prepared(tuple(groups), packed_q[-1][1], packed_k[-1][1])
 
     def forward(self, entries: _Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        parts = [self.calls.forward(half.at, _take(q, half.q), _take(k, half.k), _take(v, half.k), scale) for half in entries.halves]
+        parts = [self.calls.forward(group.at, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale) for group in entries.groups]
         if len(parts) == 1:
             return parts[0]
         out = q.new_empty(entries.num_q, *q.shape[1:])
         lse = parts[0][1].new_empty(entries.num_q, q.shape[1])
-        for half, (part, part_lse) in zip(entries.halves, parts, strict=True):
-            out[half.packed_q] = part
-            lse[half.packed_q] = part_lse
+        for group, (part, part_lse) in zip(entries.groups, parts, strict=True):
+            out[group.packed_q] = part
+            lse[group.packed_q] = part_lse
         return out, lse
 
     def backward(
         self, entries: _Prepared, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
-        for half in entries.halves:
-            final = (_take(dout[0], half.dout), _take(dout[1], half.dout), _take(dout[2], half.dout))
-            parts.append(self.calls.backward(half.at, final, _take(q, half.q), _take(k, half.k), _take(v, half.k), scale))
+        for group in entries.groups:
+            final = (_take(dout[0], group.dout), _take(dout[1], group.dout), _take(dout[2], group.dout))
+            parts.append(self.calls.backward(group.at, final, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale))
         if len(parts) == 1:
             return parts[0]
         dq = q.new_empty(entries.num_q, *q.shape[1:])
         dk = k.new_empty(entries.num_k, *k.shape[1:])
         dv = torch.empty_like(dk)
-        for half, (part_q, part_k, part_v) in zip(entries.halves, parts, strict=True):
-            dq[half.packed_q], dk[half.packed_k], dv[half.packed_k] = part_q, part_k, part_v
+        for group, (part_q, part_k, part_v) in zip(entries.groups, parts, strict=True):
+            dq[group.packed_q], dk[group.packed_k], dv[group.packed_k] = part_q, part_k, part_v
         return dq, dk, dv
 
 

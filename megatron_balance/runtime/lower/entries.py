@@ -1,8 +1,9 @@
-"""Pairs to kernel entries: as few (query rows, key rows) rectangles and triangles as the buffers' order allows.
+"""Pairs to kernel entries: as few (query rows, key rows) blocks as the buffers' order allows.
 
-An entry is *full* (every query sees every key) or *causal*, aligned at the bottom right: its last query sees its last key,
-as in FlashAttention. A pair that is neither is cut in two. Neighbouring pairs that lie side by side in their buffers become
-one entry: in a zigzag ring every round then has one entry a sequence.
+An entry is *full* (every query sees every key) or *causal*, aligned at the bottom right: its last
+query sees its last key, as in FlashAttention. A pair that is neither is split in two. Neighbouring
+pairs that lie side by side in their buffers become one entry: in a zigzag ring every round then has
+one entry a sequence.
 """
 
 from __future__ import annotations
@@ -12,28 +13,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, run_bounds
+from megatron_balance.ir.columns import Pair
 
 
 def simple_pairs(pairs: Ints, launch: Ints) -> tuple[Ints, Ints]:
-    """Pairs [9, n] without rows and keys that take no part, each either full or causal at the bottom right; and their launches."""
+    """Simple pairs, each either full or causal at the bottom right, and their launches.
+
+    `pairs`: `ir.columns.Pair`, a column a row: [9, n]. Queries and keys that take no part are left out.
+    """
     pairs = pairs.copy()
-    pairs[1] = np.maximum(pairs[1], pairs[5])
-    pairs[6] = np.minimum(pairs[6], pairs[2])
-    neither = (pairs[6] > pairs[1] + 1) & (pairs[6] < pairs[2])
+    pairs[Pair.Q_START] = np.maximum(pairs[Pair.Q_START], pairs[Pair.K_START])
+    pairs[Pair.K_STOP] = np.minimum(pairs[Pair.K_STOP], pairs[Pair.Q_STOP])
+    neither = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (pairs[Pair.K_STOP] < pairs[Pair.Q_STOP])
     if not neither.any():
         return pairs, launch
     upper, lower = pairs.copy(), pairs[:, neither]
-    upper[2, neither] = upper[6, neither]  # the queries up to the last key: causal
-    lower[1] = lower[6]  # the queries behind it see all of the keys
+    upper[Pair.Q_STOP, neither] = upper[Pair.K_STOP, neither]  # queries up to the last key: causal
+    lower[Pair.Q_START] = lower[Pair.K_STOP]  # the queries behind it see all of the keys
     order = np.argsort(np.concatenate([np.arange(len(launch)), np.flatnonzero(neither)]), kind="stable")
     return np.concatenate([upper, lower], axis=1)[:, order], np.concatenate([launch, launch[neither]])[order]
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Kernel entries of many launches. Rows are rows of the launch's operands, [n] each; `launch` is ascending.
+    """Kernel entries of many launches, [n] each. Rows are rows of the launch's operands.
 
-    `q_pairs`, `k_pairs`: indices into the simple pairs whose query (key) regions, in order, make up the entries' packed rows.
+    `launch` is ascending. `q_pairs`, `k_pairs`: indices into the simple pairs whose query (key)
+    regions, in order, make up the entries' packed rows.
     """
 
     launch: Ints
@@ -51,17 +57,21 @@ class Fused:
 
 
 def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
-    """Entries of simple `pairs` [9, n] of launches [n] (ascending) whose regions begin at operand rows `q_row`, `k_row` [n]."""
-    q_stop = q_row + pairs[2] - pairs[1]
-    k_stop = k_row + pairs[6] - pairs[5]
-    causal = pairs[6] > pairs[1] + 1
+    """Join simple `pairs` [9, n] into entries.
+
+    `launch` [n]: of each pair, ascending; `q_row`, `k_row` [n]: operand rows where its regions begin.
+    """
+    q_stop = q_row + pairs[Pair.Q_STOP] - pairs[Pair.Q_START]
+    k_stop = k_row + pairs[Pair.K_STOP] - pairs[Pair.K_START]
+    causal = pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
-    linked &= (pairs[0, 1:] == pairs[0, :-1]) & (launch[1:] == launch[:-1])
+    linked &= (pairs[Pair.SEQ, 1:] == pairs[Pair.SEQ, :-1]) & (launch[1:] == launch[:-1])
     bounds = run_bounds(~linked, len(launch))
     first, last = bounds[:-1], bounds[1:] - 1
     a, b, c, d, e = q_row[first], q_stop[first], k_row[first], k_stop[last], causal[last]
-    # One below the other, queries of the same keys: all full over the same keys, or a staircase that is causal as a whole.
+    # One below the other, queries of the same keys: all full over the same keys, or a staircase that
+    # is causal as a whole.
     below = b[:-1] == a[1:]
     full = ~e[1:] & ~e[:-1] & (c[1:] == c[:-1]) & (d[1:] == d[:-1])
     stairs = e[1:] & e[:-1] & (c[1:] == c[:-1]) & (d[1:] - d[:-1] == b[1:] - b[:-1])

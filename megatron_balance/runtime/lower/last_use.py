@@ -1,4 +1,4 @@
-"""Which step is the last to touch a received input, or the gradient of one."""
+"""The last step that touches a received input, or the gradient of one."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ Value = tuple[Kind, int]
 
 
 def last_uses(steps: Sequence[Step]) -> tuple[tuple[Value, ...], ...]:
-    """For each step, the received input buffers, and gradients beside them, that no later step reads or adds to."""
+    """For each step, the received inputs, and gradients beside them, that no later step touches."""
     last: dict[Value, int] = {}
     for index, step in enumerate(steps):
         match step:
-            case Start(exchange_step):
-                touched = _taken(exchange_step)
-            case Finish(exchange_step):
-                touched = {(m.kind, m.buffer) for m in exchange_step.receives}
+            case Start(exchange):
+                touched = _sent_inputs(exchange)
+            case Finish(exchange):
+                touched = {(m.kind, m.buffer) for m in exchange.receives}
             case Launch() | GradLaunch():
                 touched = step.reads
         for value in (*touched, *grads_of(step)):
             if value[1] > 0:
                 last[value] = index
-    found: list[list[Value]] = [[] for _ in steps]
+    last_of: list[list[Value]] = [[] for _ in steps]
     for value, index in sorted(last.items()):
-        found[index].append(value)
-    return tuple(tuple(f) for f in found)
+        last_of[index].append(value)
+    return tuple(tuple(values) for values in last_of)
 
 
 def grads_of(step: Step) -> set[Value]:
     """The gradients that a step adds to or sends."""
     match step:
-        case Start(exchange_step):
-            return _moved(exchange_step.sends)
-        case Finish(exchange_step):
-            return _moved(exchange_step.receives)
+        case Start(exchange):
+            return _grads(exchange.sends)
+        case Finish(exchange):
+            return _grads(exchange.receives)
         case GradLaunch():
             return {(Kind.Q_GRAD, run.buffer) for run in step.dq.runs} | {(Kind.KV_GRAD, run.buffer) for run in step.dk.runs}
         case Launch():
             return set()
 
 
-def _moved(messages: Sequence[Message]) -> set[Value]:
+def _grads(messages: Sequence[Message]) -> set[Value]:
     return {(m.kind, run.buffer) for m in messages if m.kind in GRADS for run in m.packed.runs}
 
 
-def _taken(exchange_step: ExchangeStep) -> set[Value]:
-    return {(m.kind, run.buffer) for m in exchange_step.sends if m.kind in INPUTS for run in m.packed.runs}
+def _sent_inputs(exchange: ExchangeStep) -> set[Value]:
+    return {(m.kind, run.buffer) for m in exchange.sends if m.kind in INPUTS for run in m.packed.runs}

@@ -14,7 +14,7 @@ from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.lower.last_use import INPUTS
-from megatron_balance.runtime.lower.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs
+from megatron_balance.runtime.lower.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, RegionIndex, Run, grouped_runs
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Operand, Packed
 
 _SHIFT = 40
@@ -28,10 +28,10 @@ class _Regions(NamedTuple):
     """Regions [5, n] and, [8, m], their pieces in `table`."""
 
     regions: Ints
-    table: Table
+    table: RegionIndex
     pieces: Ints
 
-    def chosen(self, which: Ints, table: Table) -> tuple[Ints, Ints]:
+    def chosen(self, which: Ints, table: RegionIndex) -> tuple[Ints, Ints]:
         """Only these, in this order, and their pieces in another table, or the same."""
         regions = self.regions[:, which]
         if table is not self.table or self.pieces.shape[1] > self.regions.shape[1]:
@@ -69,7 +69,7 @@ class Launching:
     def __init__(self, device: torch.device, kernel: Kernel) -> None:
         self.device, self.kernel = device, kernel
 
-    def look_up(self, ops: Sequence[Op], values: Mapping[Kind, Table]) -> LookedUp | None:
+    def look_up(self, ops: Sequence[Op], values: Mapping[Kind, RegionIndex]) -> LookedUp | None:
         """The launches of a phase; None: there are none. `values`: where it finds queries and keys."""
         indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
@@ -110,7 +110,7 @@ class Launching:
             found[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i], self.device))
         return found, row
 
-    def forward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, Table]) -> LaunchesOf:
+    def forward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]) -> LaunchesOf:
         """Launches of the forward by op index; an op has one for each head span of its pairs.
 
         `zones`: the zone's name of each op; `space`: where outputs and gradients lie.
@@ -125,7 +125,7 @@ class Launching:
             found.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
         return found
 
-    def backward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, Table]) -> LaunchesOf:
+    def backward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]) -> LaunchesOf:
         """The same of the backward."""
         found: LaunchesOf = {}
         if looked_up is None:
@@ -139,7 +139,7 @@ class Launching:
             found.setdefault(op, []).append(step)
         return found
 
-    def targets(self, table: Table, of: _Regions, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False) -> list[Packed]:
+    def targets(self, table: RegionIndex, of: _Regions, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False) -> list[Packed]:
         """Where the packed rows of each launch go in `table`: `chosen` of its regions, in order."""
         (regions, pieces), owner = of.chosen(chosen, table), launch[chosen]
         sizes = regions[2] - regions[1]

@@ -24,7 +24,7 @@ from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.last_use import INPUTS, last_uses
 from megatron_balance.runtime.lower.launches import LaunchesOf, Launching, LookedUp, pack_runs
-from megatron_balance.runtime.lower.regions import REGION, Table, grouped_runs, without
+from megatron_balance.runtime.lower.regions import REGION, RegionIndex, grouped_runs, without
 from megatron_balance.runtime.lower.routes import Routed, lower_routes, tag_base
 from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, Launch, Message, Packed, Phase, PhaseName, Start, Step, Work
 from megatron_balance.runtime.shape import AttentionShape
@@ -83,11 +83,11 @@ class Lowering:
             kind: np.column_stack([owned, np.tile([0, heads[kind], 0], (len(owned), 1)), np.cumsum(sizes) - sizes]).astype(np.int64)
             for kind in INPUTS
         }
-        self.owned = {kind: Table(own[kind]) for kind in INPUTS}
+        self.owned = {kind: RegionIndex(own[kind]) for kind in INPUTS}
         kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
         # Gradients lie beside what the forward received, so this is looked up for the backward alone too.
         sent, received, instances = self.exchange_sides(program.forward, forward=True)
-        self.space = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
+        self.space = {kind: RegionIndex(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
         self.values = self.space
         self.launching = Launching(device, kernel)
         self.looked_up: LookedUp | None = None
@@ -109,7 +109,7 @@ class Lowering:
         ops, places = self.program.backward, _backward_queues(self.program)
         sent, received, instances = self.exchange_sides(ops, forward=False)
         if again:
-            self.values = {kind: Table(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
+            self.values = {kind: RegionIndex(np.concatenate([kept[kind], *instances[kind]])) for kind in INPUTS}
             looked_up = self.launching.look_up(ops, self.values)
         else:  # the same launches in reverse, over the same rows
             looked_up = None if self.looked_up is None else self.looked_up.reversed(self.program)
@@ -174,7 +174,7 @@ class Lowering:
         ops = op_index[begin].tolist()
         return _Messages(rows, bounds, ops, peer, kinds, [-1] * len(begin), [owned_rows[op] for op in ops])
 
-    def exchange_steps(
+    def exchanges(
         self, ops: Sequence[Op], sides: tuple[_Messages, _Messages], zones: Sequence[str], routed: dict[int, Routed], *, forward: bool
     ) -> dict[int, ExchangeStep]:
         """The exchanges of a phase by op index."""
@@ -205,7 +205,7 @@ class Lowering:
     def packed_messages(self, side: _Messages) -> list[Packed]:
         """Rows of every message; received inputs have none, they become buffers."""
         tables = {"values": self.values, "space": self.space, "home": self.owned}
-        table_of: list[Table | None] = []
+        table_of: list[RegionIndex | None] = []
         for kind, owned_rows, buffer in zip(side.kind, side.owned_rows, side.buffer, strict=True):
             name, table = _TABLE_OF[owned_rows][kind]
             table_of.append(tables[name][table] if buffer < 0 else None)
@@ -234,7 +234,7 @@ class Lowering:
         """
         queues, zones = places
         routed, relay_tasks = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch)
-        exchange_steps = self.exchange_steps(ops, sides, zones, routed, forward=forward)
+        exchanges = self.exchanges(ops, sides, zones, routed, forward=forward)
         steps: list[Step] = []
         prefetchable = self.prefetchable.forward if forward else self.prefetchable.backward
         ordered, where = parts(ops, order.order(ops, self.program.rank), prefetchable)
@@ -243,9 +243,9 @@ class Lowering:
             begins.append(len(steps))
             match step:
                 case order.Start(op):
-                    steps.append(Start(exchange_steps[op]))
+                    steps.append(Start(exchanges[op]))
                 case order.Finish(op):
-                    steps.append(Finish(exchange_steps[op]))
+                    steps.append(Finish(exchanges[op]))
                 case order.Run(op):
                     steps += launches[op]
         begins.append(len(steps))
@@ -260,7 +260,7 @@ class Lowering:
     def mark_merges(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
         """Say of every output run whether it is the first there; buffers where that differs row by row start blank."""
         outputs = [s.out for s in steps if isinstance(s, Launch)]
-        outputs += [m.packed for s in steps if isinstance(s, Finish) for m in s.exchange_step.receives if m.kind == Kind.OUT]
+        outputs += [m.packed for s in steps if isinstance(s, Finish) for m in s.exchange.receives if m.kind == Kind.OUT]
         sizes = self.sizes[Kind.Q]
         by_rows = all(run.num_heads == sizes[run.buffer][1] for packed in outputs for run in packed.runs)  # no run splits heads
         written = {buffer: np.zeros((rows, 1 if by_rows else heads), dtype=bool) for buffer, (rows, heads) in sizes.items()}
@@ -292,9 +292,9 @@ class Lowering:
         for step in steps:
             if isinstance(step, Launch):
                 marked.append(step._replace(merges=mark(step.out)))
-            elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.exchange_step.receives):
-                receives = tuple(m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange_step.receives)
-                marked.append(Finish(step.exchange_step._replace(receives=receives)))
+            elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.exchange.receives):
+                receives = tuple(m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange.receives)
+                marked.append(Finish(step.exchange._replace(receives=receives)))
             else:
                 marked.append(step)
         return marked, tuple(sorted(blank))
@@ -313,7 +313,7 @@ _TABLE_OF = (_REMOTE, {kind: ("home", side) for kind, (_, side) in _REMOTE.items
 _NOT_ROUTED = Routed({}, {})
 
 
-def _resolve(regions: Ints, owner: Ints, table_of: Sequence[Table | None]) -> Ints:
+def _resolve(regions: Ints, owner: Ints, table_of: Sequence[RegionIndex | None]) -> Ints:
     """Pieces of regions [5, n], each in the table of its owner; none of those whose owner has no table."""
     tables = list(dict.fromkeys(table for table in table_of if table is not None))
     if len(tables) == 1 and None not in table_of:

@@ -68,7 +68,7 @@ def parcel_bytes(messages: Sequence[Carried], form: Form) -> int:
     return total
 
 
-def cut(num_bytes: int, count: int) -> list[tuple[int, int]]:
+def piece_bounds(num_bytes: int, count: int) -> list[tuple[int, int]]:
     """[start, stop) of `count` near-equal pieces, cut at multiples of ALIGN; empty ones where there are too few bytes."""
     blocks = -(-num_bytes // ALIGN)
     bounds = [min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)]
@@ -80,7 +80,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+def adjacent_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
     """The bytes of tensors that lie one after the other in one memory already, each aligned as `unpacked` has them: a view; else None."""
     first, at = tensors[0], tensors[0].data_ptr()
     memory = first.untyped_storage()
@@ -96,7 +96,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Contiguous tensors as one run of bytes: a view of the only one or of what is `joined`, else a copy."""
     if len(tensors) == 1:
         return as_bytes(tensors[0])
-    together = joined(tensors)
+    together = adjacent_bytes(tensors)
     if together is not None:
         return together
     starts, at = [], 0
@@ -109,7 +109,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return raw
 
 
-def unpacked(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Tensor]]:
+def unpack(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Tensor]]:
     """The tensors of each message, as views of the bytes that `pack` made of them."""
     found: list[list[Tensor]] = []
     at = 0

@@ -1,4 +1,7 @@
-"""How much memory of the pool one call of a bound plan needs at once: its steps walked once, with what each takes and lets go."""
+"""Peak bytes of the pool that one call of a bound plan needs.
+
+Its steps are walked once, with what each takes and lets go.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from megatron_balance.runtime.lower.parcels import Form, padded, shapes
 from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, GradLaunch, Launch, Message, Operand, Phase, PhaseName, Start
 
 AHEAD = 2
-"""Exchanges whose receives are posted before they are due: the most that a transport does."""
+"""Exchanges whose receives are posted before they are due: the most of any transport."""
 
 Sizes = Mapping[int, tuple[int, int]]
 """(rows, heads) of buffers by number."""
@@ -20,8 +23,9 @@ Sizes = Mapping[int, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class PeakBytes:
-    """Bytes at once; 0 of a phase that will not run. `kept_bytes`: what the forward leaves for the backward (policy keep), of
-    `forward_bytes`.
+    """Bytes at once; 0 of a phase that will not run.
+
+    `kept_bytes`: of `forward_bytes`, those that the forward leaves for the backward (policy keep).
     """
 
     forward_bytes: int
@@ -34,7 +38,7 @@ class PeakBytes:
 
 
 def peak_bytes(phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: Form, *, keep: bool) -> PeakBytes:
-    """What one call needs. `sizes`: of query and of key buffers."""
+    """Peak bytes of one call. `sizes`: of query and of key buffers."""
     kept = sum(message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
     forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
     backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
@@ -62,32 +66,35 @@ def message_bytes(message: Message, form: Form) -> int:
 
 
 def _received(phase: Phase) -> list[Message]:
-    return [m for step in phase.steps if isinstance(step, Finish) for m in step.exchange_step.receives]
+    return [m for step in phase.steps if isinstance(step, Finish) for m in step.exchange.receives]
 
 
 def _peak(phase: Phase, form: Form, grads: Mapping[Value, int]) -> int:
-    """Most bytes of messages, of operands that are gathered and of gradients beside received inputs, at any step. `grads`: of each."""
+    """Most bytes of messages, gathered operands and gradients beside received inputs, at any step.
+
+    `grads`: bytes of each.
+    """
     live = peak = 0
     made: dict[Value, int] = {}  # gradients so far
     held: dict[Value, int] = {(m.kind, m.buffer): message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
-    upcoming = [step.exchange_step for step in phase.steps if isinstance(step, Start)]
+    upcoming = [step.exchange for step in phase.steps if isinstance(step, Start)]
     started = expected = 0
     for index, step in enumerate(phase.steps):
         new = {value: grads[value] for value in grads_of(step) - made.keys() if value[1]}
         made |= new
         live += sum(new.values())
         match step:
-            case Start(exchange_step):
+            case Start(exchange):
                 started += 1
                 live += sum(_side(s.receives, form) for s in upcoming[expected : started + AHEAD])
                 expected = started + AHEAD
-                live += _side(exchange_step.sends, form) + _call(exchange_step, form)
+                live += _side(exchange.sends, form) + _call(exchange, form)
                 peak = max(peak, live)
-            case Finish(exchange_step):
+            case Finish(exchange):
                 live -= (
-                    _side(exchange_step.sends, form)
-                    + _call(exchange_step, form)
-                    + _side([m for m in exchange_step.receives if m.kind not in INPUTS], form)
+                    _side(exchange.sends, form)
+                    + _call(exchange, form)
+                    + _side([m for m in exchange.receives if m.kind not in INPUTS], form)
                 )
             case Launch() | GradLaunch():
                 peak = max(peak, live + _gathered(step, form))
@@ -99,16 +106,16 @@ def _side(messages: list[Message] | tuple[Message, ...], form: Form) -> int:
     return sum(message_bytes(m, form) for m in messages)
 
 
-def _call(exchange_step: ExchangeStep, form: Form) -> int:
+def _call(exchange: ExchangeStep, form: Form) -> int:
     """Bytes that a collective call is packed into and that it brings."""
-    if exchange_step.collective == "p2p":
+    if exchange.collective == "p2p":
         return 0
-    sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange_step.sends, exchange_step.receives))
-    for side, found in ((exchange_step.sends, sends), (exchange_step.receives, receives)):
+    sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange.sends, exchange.receives))
+    for side, num_bytes in ((exchange.sends, sends), (exchange.receives, receives)):
         for message in side:
-            found[message.peer] += message_bytes(message, form)
-    if exchange_step.collective == "all_gather":  # as wide for every rank as for the widest
-        return (len(exchange_step.group) + 1) * max((*sends.values(), *receives.values()), default=0)
+            num_bytes[message.peer] += message_bytes(message, form)
+    if exchange.collective == "all_gather":  # as wide for every rank as for the widest
+        return (len(exchange.group) + 1) * max((*sends.values(), *receives.values()), default=0)
     return sum(sends.values()) + sum(receives.values())
 
 
@@ -118,7 +125,7 @@ def _gathered(step: Launch | GradLaunch, form: Form) -> int:
     def rows(operand: Operand, tensors: int) -> int:
         return 0 if operand.buffer >= 0 else tensors * operand.packed.num_rows * operand.num_heads * form.dim * form.dtype.itemsize
 
-    found = rows(step.q, 1) + rows(step.k, 2)
+    num_bytes = rows(step.q, 1) + rows(step.k, 2)
     if isinstance(step, GradLaunch):
-        found += rows(step.dout, 2) + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
-    return found
+        num_bytes += rows(step.dout, 2) + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
+    return num_bytes

@@ -1,7 +1,7 @@
 """Regions to rows: where in a rank's buffers the tokens and heads of a region lie. NumPy, once per microbatch.
 
 A rank holds *instances*: regions that lie as consecutive rows in one buffer (its own fragments in buffer 0, each received
-message in a buffer of its own). `Table.resolve` turns regions into *pieces*, runs of rows of one buffer.
+message in a buffer of its own). `RegionIndex.resolve` turns regions into *pieces*, runs of rows of one buffer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHIFT = 40
 REGION, ROW, COUNT, HEAD, NUM_HEADS, BUFFER, BUFFER_ROW, BUFFER_HEAD = range(8)
 
 
-class Table:
+class RegionIndex:
     """The instances of one kind on one rank, as rows (seq, start, stop, head_start, head_stop, buffer, first row)."""
 
     def __init__(self, instances: Ints) -> None:
@@ -86,7 +86,7 @@ class Table:
 
 
 def without(instances: Ints, regions: Ints) -> Ints:
-    """Instances (see `Table`) without overlap, less the tokens of `regions` [m, 3], rows (seq, start, stop)."""
+    """Instances (see `RegionIndex`) without overlap, less the tokens of `regions` [m, 3], rows (seq, start, stop)."""
     if not len(regions):
         return instances
     order = np.argsort((regions[:, 0] << _SHIFT) | regions[:, 1])

@@ -1,4 +1,4 @@
-"""A rank's part in routed exchanges, looked up: the pieces it sends and receives, and those it compile on for others."""
+"""A rank's part in routed exchanges, looked up: the pieces it sends and receives, and those it passes on for others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Routed:
 
 @lru_cache(maxsize=256)
 def part(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]) -> tuple[Routed, tuple[ProxyRoute, ...]]:
-    """What this rank is to the pieces of an exchange: its own, and those it compile on. `moved`: pairs whose lane is not "copied".
+    """What this rank is to the pieces of an exchange: its own, and those it passes on. `moved`: pairs whose lane is not "copied".
 
     Everything is by source, target and piece: the order in which both ends of every hop have them.
     """

@@ -1,8 +1,8 @@
-"""What a rank executes: a list of steps with everything looked up, built by `bind`, run by `executor`.
+"""Steps that a rank executes: everything looked up; built by `bind`, run by `executor`.
 
-Buffers. Number 0 is what the caller remaps (q, k, v, and later the output and its gradient); every received message of
-inputs is a buffer of its own. Outputs, output gradients and query gradients have one tensor beside each query buffer, key
-gradients one beside each key buffer.
+Buffers. Number 0 is what the caller passes in (q, k, v, and later the output and its gradient);
+every received message of inputs is a buffer of its own. Outputs, output gradients and query
+gradients have one tensor beside each query buffer, key gradients one beside each key buffer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_balance.runtime.lower.regions import Run
 class Packed(NamedTuple):
     """Rows taken from (or added to) buffers: [num_rows, num_heads, ...] in the order of `runs`.
 
-    `indices`: of each run, on the device. `direct`: all rows are consecutive rows of one buffer with the wanted heads, so a view
-    serves.
+    `indices`: of each run, on the device. `direct`: all rows are consecutive rows of one buffer with
+    the wanted heads, so a view serves.
     """
 
     runs: tuple[Run, ...]
@@ -46,9 +46,18 @@ class Operand(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One forward kernel call. `entries`: what the kernel prepared; `calls`: how many launches it takes; `op`: its place in the program.
+    """One forward launch.
 
-    `out`: packed output rows -> query buffers; `merges[i]`: run i adds to what is there.
+    Attributes:
+        op: place in the program.
+        zone: name.
+        q: queries.
+        k: keys and values.
+        entries: as the kernel prepared them.
+        out: packed output rows -> query buffers.
+        merges: of each run of `out`, whether its rows hold a partial already.
+        reads: buffers that it reads.
+        calls: kernel calls that it takes.
     """
 
     op: int
@@ -63,7 +72,10 @@ class Launch(NamedTuple):
 
 
 class GradLaunch(NamedTuple):
-    """One backward kernel call. `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors."""
+    """One backward launch; other attributes as in `Launch`.
+
+    `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors.
+    """
 
     op: int
     zone: str
@@ -97,9 +109,10 @@ class Message(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One transfer of a piece, as the rank at one of its ends sees it: to or from `peer`. `stream` as in `compile.order.streams`.
+    """One transfer of a piece, as the rank at one of its ends sees it: to or from `peer`.
 
-    `tag` is added to the exchange's. `crosses`: the ends are on different nodes.
+    `tag` is added to the exchange's. `stream` as in `compile.order.streams`. `crosses`: the ends are
+    on different nodes.
     """
 
     peer: int
@@ -110,7 +123,11 @@ class Hop(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Piece `index` of `count` of all that goes from one rank to another in a routed exchange, at its source or at its target."""
+    """A piece of a routed parcel, at its source or at its target.
+
+    A parcel is all that goes from one rank to another in one exchange; this is piece `index` of
+    `count`.
+    """
 
     index: int
     count: int
@@ -118,7 +135,7 @@ class Piece(NamedTuple):
 
 
 class ProxyRoute(NamedTuple):
-    """A piece of others, as the proxy `role` sees it."""
+    """The way of another pair's piece through this rank, which is its proxy in `role`."""
 
     role: Role
     src: int
@@ -130,23 +147,39 @@ class ProxyRoute(NamedTuple):
 
 
 class RelayTask(NamedTuple):
-    """What a proxy compile on in one exchange: one piece of `carried`, all that goes from one rank to another.
+    """One piece that a proxy relays in one exchange.
 
-    `op`: the exchange's place in the program; `tag`: its first.
+    Attributes:
+        op: the exchange's place in the program.
+        exchange: its id.
+        tag: its first tag.
+        carried: the messages of the parcel that the piece is of.
+        route: which piece, and its hops.
     """
 
     op: int
     exchange: int
     tag: int
     carried: tuple[Carried, ...]
-    way: ProxyRoute
+    route: ProxyRoute
 
 
 class ExchangeStep(NamedTuple):
-    """One exchange of this rank. `collective` and `group` as in `ir.program.Exchange`; `op`: its place in the program.
+    """One exchange of this rank. Messages with one peer stand together.
 
-    Messages with one peer stand together. `routed_sends`, `routed_receives`: by peer, the pieces that all messages with it travel as.
-    `far`: peers on other nodes. `tag`: of its direct messages. `stream`: of a collective.
+    Attributes:
+        op: place in the program.
+        id: as in `ir.program.Exchange`.
+        zone: name.
+        collective: as in `ir.program.Exchange`.
+        group: as in `ir.program.Exchange`.
+        sends: messages.
+        receives: messages.
+        tag: of its direct messages.
+        routed_sends: by peer, the pieces that all messages to it travel as.
+        routed_receives: by peer, the pieces that all messages from it travel as.
+        far: peers on other nodes.
+        stream: of a collective.
     """
 
     op: int
@@ -163,22 +196,26 @@ class ExchangeStep(NamedTuple):
     stream: str
 
     def places(self) -> list[tuple[str, str]]:
-        """(stream, leg) of all that this rank sends and receives for itself in it, each once, in order."""
+        """(stream, leg) of this rank's own sends and receives, each once, in order."""
         if self.stream:
             return [(self.stream, "direct")]
-        found = {(m.stream, "direct") for m in self.sends if m.peer not in self.routed_sends}
-        found |= {(m.stream, "direct") for m in self.receives if m.peer not in self.routed_receives}
+        places = {(m.stream, "direct") for m in self.sends if m.peer not in self.routed_sends}
+        places |= {(m.stream, "direct") for m in self.receives if m.peer not in self.routed_receives}
         for routed in (self.routed_sends, self.routed_receives):
-            found |= {(piece.hop.stream, piece.hop.leg) for pieces in routed.values() for piece in pieces}
-        return sorted(found)
+            places |= {(piece.hop.stream, piece.hop.leg) for pieces in routed.values() for piece in pieces}
+        return sorted(places)
 
 
 class Start(NamedTuple):
-    exchange_step: ExchangeStep
+    """Issue an exchange."""
+
+    exchange: ExchangeStep
 
 
 class Finish(NamedTuple):
-    exchange_step: ExchangeStep
+    """Wait for the tensors of an exchange, and unpack them."""
+
+    exchange: ExchangeStep
 
 
 Step: TypeAlias = Launch | GradLaunch | Start | Finish
@@ -190,23 +227,29 @@ BOTH_PHASES: tuple[PhaseName, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one run of a phase adds to the counters (`runtime.counters`), known before it runs: (name, by how much)."""
+    """(name, count) pairs that one run of a phase adds to its `runtime.counters.Counters`."""
 
     counts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The steps of the forward or the backward. `frees[i]`: (kind, buffer) pairs that no step after i touches.
+    """The steps of the forward or the backward.
 
-    `cuts`: where another call's parts may run between the steps. `relay_tasks`: what the rank compile on for others, in groups that wait for
-    nothing in one another.
+    Attributes:
+        steps: in order.
+        cuts: where another call's segments may run between the steps.
+        last_uses: of each step, the (kind, buffer) pairs that no later step touches.
+        blank_outputs: query buffers whose output must start empty.
+        work: for the counters.
+        relay_tasks: pieces that the rank relays for others, in groups that wait for nothing in one
+            another.
     """
 
     steps: tuple[Step, ...]
     cuts: Cuts
     last_uses: tuple[tuple[tuple[Kind, int], ...], ...]
-    blank_outputs: tuple[int, ...] = ()  # query buffers whose output must start empty
+    blank_outputs: tuple[int, ...] = ()
     work: Work = field(default_factory=Work)
     relay_tasks: tuple[tuple[RelayTask, ...], ...] = ()
 
@@ -214,10 +257,11 @@ class Phase:
 def describe(step: Step) -> str:
     """One line for a log: what the step does and with whom."""
     match step:
-        case Start(exchange_step) | Finish(exchange_step):
-            sends = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} to rank {m.peer}" for m in exchange_step.sends)
-            receives = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in exchange_step.receives)
+        case Start(exchange) | Finish(exchange):
+            sends = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} to rank {m.peer}" for m in exchange.sends)
+            receives = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in exchange.receives)
             what = "start" if isinstance(step, Start) else "end"
-            return f"{what} of exchange {exchange_step.id} ({exchange_step.collective}) of zone {exchange_step.zone!r}: {sends or 'nothing out'}; {receives or 'nothing in'}"
+            exchanged = f"{sends or 'nothing out'}; {receives or 'nothing in'}"
+            return f"{what} of exchange {exchange.id} ({exchange.collective}) of zone {exchange.zone!r}: {exchanged}"
         case Launch() | GradLaunch():
             return f"{'attention' if isinstance(step, Launch) else 'attention gradient'} of zone {step.zone!r} in {step.calls} kernel calls"

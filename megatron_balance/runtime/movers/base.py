@@ -95,12 +95,12 @@ class Mover(Protocol):
         ...
 
 
-def part(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+def rows_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
     """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view, `x` itself if that is all of it."""
     rows = x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
     return rows if num_heads == rows.shape[1] else rows.narrow(1, head, num_heads)
 
 
-def part_heads(x: Tensor, head: int, num_heads: int) -> Tensor:
+def heads_view(x: Tensor, head: int, num_heads: int) -> Tensor:
     """Heads [head, head + num_heads) of `x`: a view, `x` itself if that is all of them."""
     return x if num_heads == x.shape[1] else x.narrow(1, head, num_heads)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels.base import merge
+from megatron_balance.runtime.kernels.base import merge_partials
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space, part, part_heads
+from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space, heads_view, rows_view
 
 
 class PlainMover:
@@ -21,28 +21,28 @@ class PlainMover:
         for packed, sources, target in fills:
             for run, index, source in zip(packed.runs, packed.indices, sources, strict=True):
                 if index is None:
-                    taken = part(source, run.start, run.stop, run.buffer_head, run.num_heads)
+                    taken = rows_view(source, run.start, run.stop, run.buffer_head, run.num_heads)
                 else:
-                    taken = part_heads(source.index_select(0, index), run.buffer_head, run.num_heads)
-                part(target, run.row, run.row + run.count, run.head, run.num_heads).copy_(taken)
+                    taken = heads_view(source.index_select(0, index), run.buffer_head, run.num_heads)
+                rows_view(target, run.row, run.row + run.count, run.head, run.num_heads).copy_(taken)
 
     def place(self, places: Sequence[Place]) -> None:
         for packed, source, targets in places:
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
-                own = part(source, run.row, run.row + run.count, run.head, run.num_heads)
+                own = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
                 if index is None:
-                    part(target, run.start, run.stop, run.buffer_head, run.num_heads).copy_(own)
+                    rows_view(target, run.start, run.stop, run.buffer_head, run.num_heads).copy_(own)
                 else:
-                    part_heads(target, run.buffer_head, run.num_heads)[index] = own.to(target.dtype)
+                    heads_view(target, run.buffer_head, run.num_heads)[index] = own.to(target.dtype)
 
     def add(self, places: Sequence[Place]) -> None:
         for packed, source, targets in places:
             for run, index, target in zip(packed.runs, packed.indices, targets, strict=True):
-                added = part(source, run.row, run.row + run.count, run.head, run.num_heads)
+                added = rows_view(source, run.row, run.row + run.count, run.head, run.num_heads)
                 if index is None:
-                    part(target, run.start, run.stop, run.buffer_head, run.num_heads).add_(added)
+                    rows_view(target, run.start, run.stop, run.buffer_head, run.num_heads).add_(added)
                 else:
-                    part_heads(target, run.buffer_head, run.num_heads).index_add_(0, index, added.to(target.dtype))
+                    heads_view(target, run.buffer_head, run.num_heads).index_add_(0, index, added.to(target.dtype))
 
     def partials(self, space: Space) -> Partials:
         return PlainPartials(space, self)
@@ -73,26 +73,26 @@ class PlainPartials:
                 self.out[run.buffer], self.lse[run.buffer] = out.to(self.space.wide), lse  # all of a buffer at once: no copy
                 continue
             self.make(run.buffer)
-            new_out = part(out, run.row, run.row + run.count, run.head, run.num_heads)
-            new_lse = part(lse, run.row, run.row + run.count, run.head, run.num_heads)
+            new_out = rows_view(out, run.row, run.row + run.count, run.head, run.num_heads)
+            new_lse = rows_view(lse, run.row, run.row + run.count, run.head, run.num_heads)
             held = self.out[run.buffer], self.lse[run.buffer]
             if index is None:
-                held_out, held_lse = (part(x, run.start, run.stop, run.buffer_head, run.num_heads) for x in held)
+                held_out, held_lse = (rows_view(x, run.start, run.stop, run.buffer_head, run.num_heads) for x in held)
                 if merging:
-                    new_out, new_lse = merge((held_out, held_lse), (new_out, new_lse))
+                    new_out, new_lse = merge_partials((held_out, held_lse), (new_out, new_lse))
                 held_out.copy_(new_out)
                 held_lse.copy_(new_lse)
                 continue
-            held_out, held_lse = (part_heads(x, run.buffer_head, run.num_heads) for x in held)
+            held_out, held_lse = (heads_view(x, run.buffer_head, run.num_heads) for x in held)
             if merging:
-                new_out, new_lse = merge((held_out[index], held_lse[index]), (new_out, new_lse))
+                new_out, new_lse = merge_partials((held_out[index], held_lse[index]), (new_out, new_lse))
             held_out[index] = new_out.to(self.space.wide)
             held_lse[index] = new_lse
 
     def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         if into is None and packed.direct and self.space.dtype == self.space.wide:
             run = packed.runs[0]
-            out, lse = (part(held[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads) for held in (self.out, self.lse))
+            out, lse = (rows_view(held[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads) for held in (self.out, self.lse))
             if out.is_contiguous() and lse.is_contiguous():
                 return out, lse  # nothing is added to them any more
         shape = (packed.num_rows, packed.num_heads)

@@ -20,22 +20,22 @@ class Transport(Protocol):
     traffic: Traffic
     ahead: int
 
-    def expect(self, exchange_step: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+    def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
         """Where the tensors of an exchange that begins later go. `arriving`: by peer whose messages are routed, the memory for all that
         comes from it; these peers are not in `receives`.
         """
         ...
 
-    def start(self, exchange_step: ExchangeStep, sends: Sequence[Parcel]) -> None:
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
         """Begin an exchange that was expected."""
         ...
 
-    def arrived(self, exchange_step: ExchangeStep) -> None:
+    def arrived(self, exchange: ExchangeStep) -> None:
         """What the exchange brings is there, for whatever is issued next."""
         ...
 
     def end(self) -> None:
-        """Every exchange has ended; what this rank compile on for others too, where that takes its threads.
+        """Every exchange has ended; what this rank passes on for others too, where that takes its threads.
 
         Raises RuntimeError: something could not be passed on.
         """

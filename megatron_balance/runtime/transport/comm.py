@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import as_bytes, cut, pack, padded
+from megatron_balance.runtime.lower.parcels import as_bytes, pack, padded, piece_bounds
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Piece
 from megatron_balance.runtime.transport.base import Parcel
 
@@ -24,7 +24,7 @@ _POISON_TAG = 2**31 - 1
 
 
 @dataclass(slots=True)
-class Collective:
+class CollectiveCall:
     """A collective call, packed and not yet issued. `memory`: what it reads and writes; `unpack`: where received bytes belong."""
 
     issue: Callable[[], list[dist.Work]]
@@ -64,12 +64,12 @@ def break_off(groups: Groups) -> None:
                 receive(torch.empty(1), peer, _POISON_TAG, groups).wait(timedelta(milliseconds=1))
 
 
-def by_way(sends: Sequence[Parcel], exchange_step: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
+def direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
     """What goes directly, and by peer the bytes of all that goes in pieces."""
     direct: list[Parcel] = []
     routed: dict[int, list[Tensor]] = {}
     for peer, x in sends:
-        if peer in exchange_step.routed_sends:
+        if peer in exchange.routed_sends:
             routed.setdefault(peer, []).append(x)
         elif x.numel():
             direct.append((peer, x))
@@ -78,34 +78,34 @@ def by_way(sends: Sequence[Parcel], exchange_step: ExchangeStep) -> tuple[list[P
 
 def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, Tensor]]:
     """Those pieces of a parcel's bytes that hold any, and where each goes."""
-    bounds = cut(raw.numel(), routed[0].count)
+    bounds = piece_bounds(raw.numel(), routed[0].count)
     for piece in routed:
         begin, end = bounds[piece.index]
         if begin < end:
             yield piece, piece.hop, raw[begin:end]
 
 
-def is_collective(exchange_step: ExchangeStep, groups: Groups) -> bool:
+def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
     """Whether an exchange is one collective call: it could be one, and its ranks have a process group."""
-    return exchange_step.collective != "p2p" and groups.of(exchange_step.group) is not None
+    return exchange.collective != "p2p" and groups.of(exchange.group) is not None
 
 
-def is_summed(exchange_step: ExchangeStep, groups: Groups) -> bool:
+def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
     """Whether an exchange is a reduce-scatter that brings one block, the sum of all: NCCL sums on the way. gloo's reduce-scatter is an
     all-reduce of everything inside, so there each block goes to its rank, which adds them up.
     """
-    return exchange_step.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange_step, groups)
+    return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
 
 
-def collective(sends: Sequence[Parcel], receives: Sequence[Parcel], exchange_step: ExchangeStep, groups: Groups) -> Collective:
+def pack_collective(sends: Sequence[Parcel], receives: Sequence[Parcel], exchange: ExchangeStep, groups: Groups) -> CollectiveCall:
     """An exchange as one collective call."""
-    group = groups.of(exchange_step.group)
+    group = groups.of(exchange.group)
     assert group is not None, "ranks without a process group"
-    if exchange_step.collective == "all_gather":
-        return _all_gather(sends, receives, exchange_step.group, groups, group)
-    if is_summed(exchange_step, groups):
-        return _reduce_scatter(sends, receives, exchange_step.group, groups, group)
-    return _all_to_all(sends, receives, exchange_step.group, groups, group)
+    if exchange.collective == "all_gather":
+        return _all_gather(sends, receives, exchange.group, groups, group)
+    if is_summed(exchange, groups):
+        return _reduce_scatter(sends, receives, exchange.group, groups, group)
+    return _all_to_all(sends, receives, exchange.group, groups, group)
 
 
 def _size(parcels: Sequence[Parcel], peer: int) -> int:
@@ -134,7 +134,7 @@ def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.devi
 
 def _all_to_all(
     sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
-) -> Collective:
+) -> CollectiveCall:
     device = _device(sends, receives)
     out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
     packed = groups.buffers.empty((sum(in_sizes),), torch.uint8, device)
@@ -150,12 +150,12 @@ def _all_to_all(
         work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)
         return [work] if work is not None else []
 
-    return Collective(issue, [packed, raw], unpack)
+    return CollectiveCall(issue, [packed, raw], unpack)
 
 
 def _all_gather(
     sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
-) -> Collective:
+) -> CollectiveCall:
     device = _device(sends, receives)
     others = [peer for peer in group if peer != groups.rank]
     mine = [p for p in sends if p[0] == others[0]]
@@ -172,12 +172,12 @@ def _all_gather(
     for index, peer in enumerate(group):
         if peer != groups.rank:
             unpack += _slots([p for p in receives if p[0] == peer], raw, index * width)
-    return Collective(issue, [packed, raw], unpack)
+    return CollectiveCall(issue, [packed, raw], unpack)
 
 
 def _reduce_scatter(
     sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
-) -> Collective:
+) -> CollectiveCall:
     """A block for each rank, all as wide as the widest; `receives`: what one peer would send. What this rank has of its own stays here."""
     device = _device(sends, receives)
     dtype = next(x.dtype for _, x in (*sends, *receives))  # gradients: all of the wide type
@@ -191,4 +191,4 @@ def _reduce_scatter(
         work = dist.reduce_scatter_tensor(raw.view(dtype), packed.view(dtype), group=process_group, async_op=True)
         return [work] if work is not None else []
 
-    return Collective(issue, [packed, raw], _slots(receives, raw, 0))
+    return CollectiveCall(issue, [packed, raw], _slots(receives, raw, 0))

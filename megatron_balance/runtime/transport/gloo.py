@@ -1,7 +1,7 @@
 """Exchanges on gloo: asynchronous sends and receives, and threads for what is passed on.
 
 Every point-to-point message has a tag, so that transfers of several exchanges under way between the same two ranks, and those that a
-proxy compile on beside its own, are never taken for one another.
+proxy passes on beside its own, are never taken for one another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import ExchangeStep, Phase
 from megatron_balance.runtime.trace import Trace
 from megatron_balance.runtime.transport.base import Parcel
-from megatron_balance.runtime.transport.comm import Collective, break_off, by_way, collective, is_collective, pieces, receive, send
+from megatron_balance.runtime.transport.comm import (
+    CollectiveCall,
+    break_off,
+    direct_and_routed,
+    is_collective,
+    pack_collective,
+    pieces,
+    receive,
+    send,
+)
 from megatron_balance.runtime.transport.relay import Relay
 
 
@@ -29,7 +38,7 @@ class _UnderWay:
     receiving: list[dist.Work]
     sending: list[dist.Work] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)
-    packed: Collective | None = None
+    packed: CollectiveCall | None = None
 
     def arrived(self) -> None:
         """Block the thread until everything is here, and in its place. Call once: gloo waits for ever for what has come before."""
@@ -65,41 +74,41 @@ class Gloo:
         self.leaving: dict[int, _UnderWay] = {}  # by exchange: those whose sends may still be under way
         self.relay = Relay(phase.relay_tasks, form, groups, trace) if phase.relay_tasks else None
 
-    def expect(self, exchange_step: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
-        if exchange_step.far:
-            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange_step.far)
-        if is_collective(exchange_step, self.groups):
-            self.expected[exchange_step.id] = receives
+    def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+        if exchange.far:
+            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
+        if is_collective(exchange, self.groups):
+            self.expected[exchange.id] = receives
             return
-        receiving = [receive(x, peer, exchange_step.tag, self.groups) for peer, x in receives if x.numel()]
+        receiving = [receive(x, peer, exchange.tag, self.groups) for peer, x in receives if x.numel()]
         for peer, raw in arriving.items():
-            for _, hop, x in pieces(raw, exchange_step.routed_receives[peer]):
-                receiving.append(receive(x, hop.peer, exchange_step.tag + hop.tag, self.groups))
+            for _, hop, x in pieces(raw, exchange.routed_receives[peer]):
+                receiving.append(receive(x, hop.peer, exchange.tag + hop.tag, self.groups))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
-        self.under_way[exchange_step.id] = _UnderWay(receiving)
+        self.under_way[exchange.id] = _UnderWay(receiving)
 
-    def start(self, exchange_step: ExchangeStep, sends: Sequence[Parcel]) -> None:
-        if exchange_step.far:
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
+        if exchange.far:
             self.traffic.inter_node_bytes_sent += sum(
-                x.nbytes for p, x in sends if p in exchange_step.far and p not in exchange_step.routed_sends
+                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
             )
-        if exchange_step.id in self.expected:
-            packed = collective(sends, self.expected.pop(exchange_step.id), exchange_step, self.groups)
-            self.under_way[exchange_step.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
+        if exchange.id in self.expected:
+            packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
+            self.under_way[exchange.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
             return
-        under_way = self.leaving[exchange_step.id] = self.under_way[exchange_step.id]
+        under_way = self.leaving[exchange.id] = self.under_way[exchange.id]
         under_way.keep = [x for _, x in sends]
-        direct, routed = by_way(sends, exchange_step)
-        under_way.sending = [send(x, peer, exchange_step.tag, self.groups) for peer, x in direct]
+        direct, routed = direct_and_routed(sends, exchange)
+        under_way.sending = [send(x, peer, exchange.tag, self.groups) for peer, x in direct]
         for peer, raw in routed.items():
-            for _, hop, x in pieces(raw, exchange_step.routed_sends[peer]):
-                under_way.sending.append(send(x, hop.peer, exchange_step.tag + hop.tag, self.groups))
+            for _, hop, x in pieces(raw, exchange.routed_sends[peer]):
+                under_way.sending.append(send(x, hop.peer, exchange.tag + hop.tag, self.groups))
                 under_way.keep.append(x)
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
 
-    def arrived(self, exchange_step: ExchangeStep) -> None:
-        self.under_way.pop(exchange_step.id).arrived()
-        self.let_go([at for at in self.leaving if at < exchange_step.id])
+    def arrived(self, exchange: ExchangeStep) -> None:
+        self.under_way.pop(exchange.id).arrived()
+        self.let_go([at for at in self.leaving if at < exchange.id])
 
     def let_go(self, exchanges: Sequence[int]) -> None:
         """Wait for the sends of exchanges. Where the rank has ended a later one, the peers have begun these: no one waits in a circle."""

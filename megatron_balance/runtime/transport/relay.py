@@ -1,4 +1,4 @@
-"""What a rank compile on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
+"""What a rank passes on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
 
 gloo needs someone to wait for a piece before it can be sent on, so threads do it; torch lets go of the interpreter while they wait.
 All relay tasks of a phase are known when it starts and are remapped then. Duties of one group come one after the other (rounds of a
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import Form, cut, parcel_bytes
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, piece_bounds
 from megatron_balance.runtime.lower.steps import RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport import comm
@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class Relay:
-    """What a rank compile on in one run of a phase."""
+    """What a rank passes on in one run of a phase."""
 
     def __init__(self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: Form, groups: Groups, trace: Trace | None) -> None:
         self.threads = [_Thread(relay_tasks, form, groups, trace) for relay_tasks in groups_of_relay_tasks]
@@ -98,7 +98,7 @@ class _Thread:
     def sized(self) -> Iterator[tuple[RelayTask, int]]:
         """Duties with the bytes of their pieces, without empty pieces."""
         for relay_task in self.relay_tasks:
-            begin, end = cut(parcel_bytes(relay_task.carried, self.form), relay_task.way.count)[relay_task.way.index]
+            begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), relay_task.route.count)[relay_task.route.index]
             if begin < end:
                 yield relay_task, end - begin
 
@@ -111,7 +111,7 @@ class _Thread:
                 (
                     relay_task,
                     x,
-                    comm.receive(x, relay_task.way.arrives.peer, relay_task.tag + relay_task.way.arrives.tag, self.groups),
+                    comm.receive(x, relay_task.route.arrives.peer, relay_task.tag + relay_task.route.arrives.tag, self.groups),
                     begin,
                 )
             )
@@ -120,18 +120,18 @@ class _Thread:
     def send(self, relay_task: RelayTask, x: Tensor, begin: float) -> dist.Work:
         """Begin to send a piece on, and count it. `begin`: when it was first waited for."""
         now = time.perf_counter()
-        work = comm.send(x, relay_task.way.leaves.peer, relay_task.tag + relay_task.way.leaves.tag, self.groups)
+        work = comm.send(x, relay_task.route.leaves.peer, relay_task.tag + relay_task.route.leaves.tag, self.groups)
         self.num_bytes += x.nbytes
-        self.crossed_in += x.nbytes * relay_task.way.arrives.crosses
-        self.crossed_out += x.nbytes * relay_task.way.leaves.crosses
+        self.crossed_in += x.nbytes * relay_task.route.arrives.crosses
+        self.crossed_out += x.nbytes * relay_task.route.leaves.crosses
         if self.trace is not None:
-            for hop in (relay_task.way.arrives, relay_task.way.leaves):
-                self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.way.role, begin, now))
+            for hop in (relay_task.route.arrives, relay_task.route.leaves):
+                self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.route.role, begin, now))
         return work
 
 
 def _described(relay_task: RelayTask, rank: int) -> str:
-    way = relay_task.way
-    path = f"rank {way.arrives.peer} -> rank {rank} -> rank {way.leaves.peer}"
-    piece = f"piece {way.index} of {way.count} from rank {way.src} to rank {way.dst}"
-    return f"exchange {relay_task.exchange}, {piece}, as {way.role.replace('_', ' ')}, {path}"
+    route = relay_task.route
+    path = f"rank {route.arrives.peer} -> rank {rank} -> rank {route.leaves.peer}"
+    piece = f"piece {route.index} of {route.count} from rank {route.src} to rank {route.dst}"
+    return f"exchange {relay_task.exchange}, {piece}, as {route.role.replace('_', ' ')}, {path}"

@@ -21,11 +21,11 @@ from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.cuda import Streams, Transfer
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import Form, cut, parcel_bytes
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, piece_bounds
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport.base import Parcel
-from megatron_balance.runtime.transport.comm import Collective, by_way, collective, is_collective, pieces
+from megatron_balance.runtime.transport.comm import CollectiveCall, direct_and_routed, is_collective, pack_collective, pieces
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _UnderWay:
     """`events`: after which all that comes to this rank in an exchange is there; `packed`: in a collective's own order."""
 
     events: list[Any]
-    packed: Collective | None = None
+    packed: CollectiveCall | None = None
 
 
 class Streamed:
@@ -53,22 +53,22 @@ class Streamed:
             for relay_task in group:
                 self.relay_tasks.setdefault(relay_task.op, []).append(relay_task)
 
-    def expect(self, exchange_step: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
-        self.expected[exchange_step.id] = receives, arriving
+    def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+        self.expected[exchange.id] = receives, arriving
 
-    def start(self, exchange_step: ExchangeStep, sends: Sequence[Parcel]) -> None:
-        receives, arriving = self.expected.pop(exchange_step.id)
-        if exchange_step.far:
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
+        receives, arriving = self.expected.pop(exchange.id)
+        if exchange.far:
             self.traffic.inter_node_bytes_sent += sum(
-                x.nbytes for p, x in sends if p in exchange_step.far and p not in exchange_step.routed_sends
+                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
             )
-            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange_step.far)
-        if is_collective(exchange_step, self.groups):
-            self.under_way[exchange_step.id] = self.start_collective(exchange_step, collective(sends, receives, exchange_step, self.groups))
+            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
+        if is_collective(exchange, self.groups):
+            self.under_way[exchange.id] = self.start_collective(exchange, pack_collective(sends, receives, exchange, self.groups))
             return
         batches: dict[tuple[Leg, str], list[Transfer]] = {}
-        self.add_own(exchange_step, sends, receives, arriving, batches)
-        self.add_relay_tasks(self.relay_tasks.get(exchange_step.op, ()), batches)
+        self.add_own(exchange, sends, receives, arriving, batches)
+        self.add_relay_tasks(self.relay_tasks.get(exchange.op, ()), batches)
         ready = self.streams.now()
         events: list[Any] = []
         before: dict[str, Any] = {}  # the last leg issued, by lane: the next one sends what it brought
@@ -88,11 +88,11 @@ class Streamed:
                 before[traffic_class] = event
             if any(not t.sends and t.dst == self.groups.rank for t in transfers):
                 events.append(event)
-        self.under_way[exchange_step.id] = _UnderWay(events)
+        self.under_way[exchange.id] = _UnderWay(events)
 
-    def start_collective(self, exchange_step: ExchangeStep, packed: Collective) -> _UnderWay:
+    def start_collective(self, exchange: ExchangeStep, packed: CollectiveCall) -> _UnderWay:
         """One call on the communicator of its ranks. The compute stream has packed the bytes and will unpack them."""
-        stream = self.streams.of(exchange_step.stream)
+        stream = self.streams.of(exchange.stream)
         stream.wait(self.streams.now())
         for x in packed.memory:
             stream.uses(x)
@@ -103,50 +103,50 @@ class Streamed:
 
     def add_own(
         self,
-        exchange_step: ExchangeStep,
+        exchange: ExchangeStep,
         sends: Sequence[Parcel],
         receives: Sequence[Parcel],
         arriving: Mapping[int, Tensor],
         batches: dict[tuple[Leg, str], list[Transfer]],
     ) -> None:
         """This rank's own messages and pieces, by leg and stream."""
-        rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange_step.sends, *exchange_step.receives)}
-        direct, routed = by_way(sends, exchange_step)
+        rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange.sends, *exchange.receives)}
+        direct, routed = direct_and_routed(sends, exchange)
         for index, (peer, x) in enumerate(direct):
             batches.setdefault(("direct", streams[peer]), []).append(Transfer(rank, peer, index, True, peer, x))
         for index, (peer, x) in enumerate((p, x) for p, x in receives if x.numel()):
             batches.setdefault(("direct", streams[peer]), []).append(Transfer(peer, rank, index, False, peer, x))
         for peer, raw in routed.items():
-            for piece, hop, x in pieces(raw, exchange_step.routed_sends[peer]):
+            for piece, hop, x in pieces(raw, exchange.routed_sends[peer]):
                 batches.setdefault((hop.leg, hop.stream), []).append(Transfer(rank, peer, piece.index, True, hop.peer, x))
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
         for peer, raw in arriving.items():
-            for piece, hop, x in pieces(raw, exchange_step.routed_receives[peer]):
+            for piece, hop, x in pieces(raw, exchange.routed_receives[peer]):
                 batches.setdefault((hop.leg, hop.stream), []).append(Transfer(peer, rank, piece.index, False, hop.peer, x))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
 
     def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: dict[tuple[Leg, str], list[Transfer]]) -> None:
         """What is passed on: received in one leg, sent in a later one."""
         for relay_task in relay_tasks:
-            way = relay_task.way
-            begin, end = cut(parcel_bytes(relay_task.carried, self.form), way.count)[way.index]
+            route = relay_task.route
+            begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), route.count)[route.index]
             if begin == end:
                 continue
-            x = self.streams.of(way.arrives.stream).empty(end - begin)
-            for hop, sends in ((way.arrives, False), (way.leaves, True)):
-                batches.setdefault((hop.leg, hop.stream), []).append(Transfer(way.src, way.dst, way.index, sends, hop.peer, x))
+            x = self.streams.of(route.arrives.stream).empty(end - begin)
+            for hop, sends in ((route.arrives, False), (route.leaves, True)):
+                batches.setdefault((hop.leg, hop.stream), []).append(Transfer(route.src, route.dst, route.index, sends, hop.peer, x))
                 self.record(relay_task, hop)
             self.traffic.relayed_bytes += x.nbytes
-            self.traffic.inter_node_bytes_received += x.nbytes * way.arrives.crosses
-            self.traffic.inter_node_bytes_sent += x.nbytes * way.leaves.crosses
+            self.traffic.inter_node_bytes_received += x.nbytes * route.arrives.crosses
+            self.traffic.inter_node_bytes_sent += x.nbytes * route.leaves.crosses
 
     def record(self, relay_task: RelayTask, hop: Hop) -> None:
         if self.trace is not None:
             now = time.perf_counter()
-            self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.way.role, now, now))
+            self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.route.role, now, now))
 
-    def arrived(self, exchange_step: ExchangeStep) -> None:
-        under_way = self.under_way.pop(exchange_step.id)
+    def arrived(self, exchange: ExchangeStep) -> None:
+        under_way = self.under_way.pop(exchange.id)
         for event in under_way.events:
             self.streams.wait(event)
         if under_way.packed is not None:

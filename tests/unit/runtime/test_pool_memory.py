@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from megatron_balance.runtime.lower.parcels import joined, pack  # noqa: E402
+from megatron_balance.runtime.lower.parcels import adjacent_bytes, pack  # noqa: E402
 from megatron_balance.runtime.pool import ALIGN, SLAB, BufferPool  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -116,6 +116,6 @@ def test_what_lies_in_one_piece_is_sent_without_a_copy() -> None:
     parts = [raw[16:21], raw[32:48].view(torch.float32), raw[48:60]]
     packed = pack(parts)
     assert (packed.data_ptr(), packed.numel()) == (parts[0].data_ptr(), 44)
-    assert joined([parts[0], parts[2]]) is None
-    assert joined([parts[1], parts[0]]) is None
+    assert adjacent_bytes([parts[0], parts[2]]) is None
+    assert adjacent_bytes([parts[1], parts[0]]) is None
     assert pack([parts[1], parts[0]]).tolist() == [*range(32, 48), *range(16, 21)]

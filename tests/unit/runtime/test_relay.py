@@ -23,7 +23,7 @@ ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, 
 
 def relay_task(exchange: int, rows: int = 4) -> RelayTask:
     """Rank 1 compile on the first half of what rank 0 sends to rank 4: `rows` keys of one head."""
-    way = ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
+    route = ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
     return RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), way)
 
 
@@ -68,7 +68,7 @@ def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: p
 def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
     tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))  # 16 bytes: one piece of the two
-    whole = tiny._replace(way=tiny.way._replace(index=1))
+    whole = tiny._replace(route=tiny.route._replace(index=1))
     Relay([[tiny, whole]], FORM, Groups(1, 8, tuple(range(8)), None), None).finish(Traffic())
     assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, merge_rows
-from megatron_balance.runtime.movers.triton.tables import Layer, Table, add_tables, copy_tables, layers
+from megatron_balance.runtime.movers.triton.tables import BlockTable, Layer, add_tables, copy_tables, layers
 
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
@@ -31,7 +31,7 @@ class TritonMover:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._tables: dict[tuple[object, ...], list[Table]] = {}
+        self._tables: dict[tuple[object, ...], list[BlockTable]] = {}
         self._layers: dict[int, tuple[Layer, ...]] = {}
         self._kept: list[Packed] = []
 
@@ -60,7 +60,7 @@ class TritonMover:
             self._layers[id(packed)] = layers(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
         return self._layers[id(packed)]
 
-    def _of(self, what: str, moves: Sequence[Fill] | Sequence[Place], make: Callable[[list[Packed]], list[Table]]) -> list[Table]:
+    def _of(self, what: str, moves: Sequence[Fill] | Sequence[Place], make: Callable[[list[Packed]], list[BlockTable]]) -> list[BlockTable]:
         key = (what, *(id(move.packed) for move in moves))
         if key not in self._tables:
             packed = [move.packed for move in moves]
@@ -69,7 +69,7 @@ class TritonMover:
         return self._tables[key]
 
 
-def _launch(kernel: Any, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def _launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """One launch over the blocks of a table; `sources`, `targets`: of each of its pairs, [T, H, ...]."""
     if not len(table.blocks):
         return

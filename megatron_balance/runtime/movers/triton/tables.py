@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class BlockTable:
     """One launch. `pairs`: whose tensors it is given; `blocks`: int32 [n, width]; `index`: int32 rows; `heads`: most of any block."""
 
     pairs: tuple[Pair, ...]
@@ -31,7 +31,7 @@ class Table:
     heads: int
 
 
-class _Launch:
+class _TableBuilder:
     """A launch as it is put together. Block columns that say where a list begins are set by `listed`."""
 
     def __init__(self, width: int) -> None:
@@ -47,11 +47,11 @@ class _Launch:
         self.num_index += len(rows)
         return self.num_index - len(rows)
 
-    def done(self, device: torch.device) -> Table:
+    def done(self, device: torch.device) -> BlockTable:
         blocks = np.concatenate(self.blocks) if self.blocks else np.empty((0, self.width), dtype=np.int64)
         index = np.concatenate(self.index) if self.index else np.zeros(1, dtype=np.int64)
         heads = int(blocks[:, -1].max()) if len(blocks) else 0
-        return Table(tuple(self.pairs), _to(device, blocks), _to(device, index), heads)
+        return BlockTable(tuple(self.pairs), _to(device, blocks), _to(device, index), heads)
 
 
 def _to(device: torch.device, values: Ints) -> Tensor:
@@ -63,12 +63,12 @@ def _to(device: torch.device, values: Ints) -> Tensor:
     return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)  # the host waits for nothing
 
 
-def copy_tables(packed: Sequence[Packed], device: torch.device, *, take: bool) -> list[Table]:
+def copy_tables(packed: Sequence[Packed], device: torch.device, *, take: bool) -> list[BlockTable]:
     """Launches that copy all runs of the packed tensors: from their buffers (`take`), or to them. Usually one.
 
     Block: (pair, source row, source list or -1, target row, target list or -1, count, source head, target head, heads).
     """
-    launches: list[_Launch] = []
+    launches: list[_TableBuilder] = []
     numbers: dict[Pair, int] = {}
     for place, one in enumerate(packed):
         for run_at, run in enumerate(one.runs):
@@ -92,25 +92,25 @@ def copy_tables(packed: Sequence[Packed], device: torch.device, *, take: bool) -
     return [launch.done(device) for launch in launches]
 
 
-def _numbered(launches: list[_Launch], numbers: dict[Pair, int], key: Pair, pair: Pair, width: int) -> int:
+def _numbered(launches: list[_TableBuilder], numbers: dict[Pair, int], key: Pair, pair: Pair, width: int) -> int:
     """The number of a pair of tensors in the last launch, a new one begun if that is full. `key`: the same for the same tensors."""
     if key not in numbers:
         if not launches or len(launches[-1].pairs) == MAX_PAIRS:
-            launches.append(_Launch(width))
+            launches.append(_TableBuilder(width))
             numbers.clear()
         numbers[key] = len(launches[-1].pairs)
         launches[-1].pairs.append(pair)
     return numbers[key]
 
 
-def add_tables(packed: Sequence[Packed], device: torch.device) -> list[Table]:
+def add_tables(packed: Sequence[Packed], device: torch.device) -> list[BlockTable]:
     """Launches that add all runs of the packed tensors to their buffers. Usually one; more where heads of the same rows are cut
     differently, since no two programs of a launch may write the same element.
 
     Block: (pair, list of target rows, list of first sources, list of numbers of sources, count, most sources, source head, target
     head, heads). The first source of a row is a place in the list of source rows.
     """
-    waves: list[list[_Launch]] = []
+    waves: list[list[_TableBuilder]] = []
     for place, one in enumerate(packed):
         for wave, runs in enumerate(_waves(one)):
             if wave == len(waves):
@@ -118,7 +118,7 @@ def add_tables(packed: Sequence[Packed], device: torch.device) -> list[Table]:
             launches = waves[wave]
             for run_at, rows in runs:
                 if not launches or len(launches[-1].pairs) == MAX_PAIRS:
-                    launches.append(_Launch(ADD_WIDTH))
+                    launches.append(_TableBuilder(ADD_WIDTH))
                 _add_blocks(launches[-1], one.runs[run_at], rows, (place, run_at))
     return [launch.done(device) for wave in waves for launch in wave]
 
@@ -153,7 +153,7 @@ def _rows(run: Run) -> Ints:
     return np.column_stack([inside, np.arange(run.row, run.row + run.count)])
 
 
-def _add_blocks(launch: _Launch, run: Run, rows: Ints, pair: Pair) -> None:
+def _add_blocks(launch: _TableBuilder, run: Run, rows: Ints, pair: Pair) -> None:
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     targets, first, number = np.unique(rows[:, 0], return_index=True, return_counts=True)
     target_at = launch.listed(targets)
