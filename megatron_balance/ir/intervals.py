@@ -12,6 +12,21 @@ _SHIFT = 40  # a token's position needs fewer bits than this
 _DENSE = 8  # a table with an entry a token is made where there are at most this many tokens a region
 
 
+def token_key(seq: Ints, position: Ints) -> Ints:
+    """Integers that order tokens by sequence, then position: seq << 40 | position."""
+    return (seq << _SHIFT) | position
+
+
+def seq_of(key: Ints) -> Ints:
+    """The sequence of each `token_key`."""
+    return key >> _SHIFT
+
+
+def position_of(key: Ints) -> Ints:
+    """The position of each `token_key` in its sequence."""
+    return key & ((1 << _SHIFT) - 1)
+
+
 def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
     """(row, value) of every value of every half-open range [start[row], stop[row]), row by row."""
     counts = np.maximum(stop - start, 0)

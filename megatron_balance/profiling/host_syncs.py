@@ -1,9 +1,10 @@
-"""Where a step makes the host wait for the device, found in a trace of torch's profiler.
+"""Search a trace of torch's profiler for steps that make the host wait for the device.
 
-A GPU is kept busy by a host that runs ahead of it; a host that waits (a value read by `.item()`, a copy to pageable memory, an explicit
-synchronisation) lets it run dry. `found` searches a Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the
-trace has the calls of CUDA's runtime, these decide. A trace without them, of a CPU, has the operators only: then those are named that would
-wait if their tensors were on a GPU.
+A GPU is kept busy by a host that runs ahead of it; a host that waits (a value read by `.item()`, a
+copy to pageable memory, an explicit synchronisation) lets it run dry. `find_host_syncs` searches a
+Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the trace has the calls
+of CUDA's runtime, these decide. A trace without them, of a CPU, has the operators only: then those
+are named that would wait if their tensors were on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WAITING_CALLS = frozenset(
         *("cudaFree", "cudaFreeHost"),
     )
 )
-"""Calls of CUDA's runtime and driver that return when the device is done, or that wait for all of it first."""
+"""Calls of CUDA's runtime and driver that return when the device is done, or wait for it first."""
 
 WAITING_OPS = frozenset(("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2", "aten::masked_select"))
 """Operators whose result, or its shape, the host must know."""
@@ -33,7 +34,10 @@ CALLERS = frozenset(("user_annotation", "cpu_op", "python_function"))
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """One wait. `what`: the call or operator; `where`: what it was called from, outermost first; `seconds`: how long it took."""
+    """One wait.
+
+    `what`: the call or operator; `where`: its callers, outermost first; `seconds`: how long it took.
+    """
 
     what: str
     where: tuple[str, ...]
@@ -43,10 +47,13 @@ class HostSync:
         return f"{self.what} ({1e6 * self.seconds:.0f} us) in {' > '.join(self.where) or 'no operator'}"
 
 
-def found(trace: Mapping[str, Any], within: str | None = None) -> list[HostSync]:
-    """All waits of a trace in order; with `within`, only those inside a `torch.profiler.record_function` of that name.
+def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list[HostSync]:
+    """All waits of a trace in order.
 
-    Raises ValueError: `within` is nowhere in the trace.
+    `within`: only those inside a `torch.profiler.record_function` of that name.
+
+    Raises:
+        ValueError: `within` is nowhere in the trace.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") in RUNTIME for event in events)
@@ -65,7 +72,7 @@ def found(trace: Mapping[str, Any], within: str | None = None) -> list[HostSync]
     return [wait for _, wait in sorted(waits, key=lambda wait: wait[0])]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_trace(path: Path) -> dict[str, Any]:
     """The trace in a file of `export_chrome_trace`."""
     return json.loads(path.read_text(encoding="utf-8"))
 

@@ -156,7 +156,7 @@ def long_tailed(num_seqs: int, num_tokens: int, seed: int = 20261120) -> list[in
 def _measure(measurement: Measurement, repeats: int) -> dict[str, Any]:
     times: list[float] = []
     for _ in range(repeats):
-        for cached in (dispatch.transfers, routes.part):  # plans differ from microbatch to microbatch
+        for cached in (dispatch.transfers, routes.routes_of):  # plans differ from microbatch to microbatch
             cached.cache_clear()
         start = time.process_time()
         measurement.run()

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.profiling.host_syncs import HostSync, found, read
+from megatron_balance.profiling.host_syncs import HostSync, find_host_syncs, read_trace
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
@@ -67,10 +67,10 @@ def waits(step: Callable[[], object], device: Device) -> list[HostSync]:
 
 def _of_step(path: Path) -> list[HostSync]:
     """Waits of the step itself and of the threads that autograd runs backward on; not of the synchronisation after it."""
-    trace = read(path)
+    trace = read_trace(path)
     (begin, end) = next((e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("name") == "step" and e.get("ph") == "X")
     inside = [e for e in trace["traceEvents"] if e.get("ph") != "X" or e.get("cat") == "gpu_memcpy" or begin <= e["ts"] < end]
-    return found({"traceEvents": inside})
+    return find_host_syncs({"traceEvents": inside})
 
 
 def _row(figure: Figure, syncs: list[HostSync]) -> Row:

@@ -44,7 +44,7 @@ class Kernel(Protocol):
         ...
 
     def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """q [T, H, D], k and v [T, G, D] -> packed out [N, H, D] and LSE [N, H]."""
+        """Q [T, H, D], k and v [T, G, D] -> packed out [N, H, D] and LSE [N, H]."""
         ...
 
     def backward(

@@ -41,7 +41,7 @@ class Calls(Protocol):
     """A library's forward and backward of one launch."""
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """q [N, H, D], k and v [M, G, D] -> out [N, H, D] and LSE [N, H]."""
+        """Q [N, H, D], k and v [M, G, D] -> out [N, H, D] and LSE [N, H]."""
         ...
 
     def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:

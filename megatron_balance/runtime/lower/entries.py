@@ -19,7 +19,7 @@ from megatron_balance.ir.columns import Pair
 def simple_pairs(pairs: Ints, launch: Ints) -> tuple[Ints, Ints]:
     """Simple pairs, each either full or causal at the bottom right, and their launches.
 
-    `pairs`: `ir.columns.Pair`, a column a row: [9, n]. Queries and keys that take no part are left out.
+    `pairs`: `ir.columns.Pair`, transposed: [9, n]. Queries and keys that take no part are left out.
     """
     pairs = pairs.copy()
     pairs[Pair.Q_START] = np.maximum(pairs[Pair.Q_START], pairs[Pair.K_START])
@@ -59,7 +59,8 @@ class Fused:
 def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
     """Join simple `pairs` [9, n] into entries.
 
-    `launch` [n]: of each pair, ascending; `q_row`, `k_row` [n]: operand rows where its regions begin.
+    `launch` [n]: of each pair, ascending; `q_row`, `k_row` [n]: operand rows where its regions
+    begin.
     """
     q_stop = q_row + pairs[Pair.Q_STOP] - pairs[Pair.Q_START]
     k_stop = k_row + pairs[Pair.K_STOP] - pairs[Pair.K_START]
@@ -70,8 +71,8 @@ def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
     bounds = run_bounds(~linked, len(launch))
     first, last = bounds[:-1], bounds[1:] - 1
     a, b, c, d, e = q_row[first], q_stop[first], k_row[first], k_stop[last], causal[last]
-    # One below the other, queries of the same keys: all full over the same keys, or a staircase that
-    # is causal as a whole.
+    # One below the other, queries of the same keys: all full over the same keys, or a staircase
+    # that is causal as a whole.
     below = b[:-1] == a[1:]
     full = ~e[1:] & ~e[:-1] & (c[1:] == c[:-1]) & (d[1:] == d[:-1])
     stairs = e[1:] & e[:-1] & (c[1:] == c[:-1]) & (d[1:] - d[:-1] == b[1:] - b[:-1])

@@ -1,4 +1,7 @@
-"""Kernel launches of one rank: the pairs of its attention ops, looked up in its buffers, all ops of a phase at once."""
+"""Kernel launches of one rank: the pairs of its attention ops, looked up in its buffers.
+
+All ops of a phase at once.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ import numpy as np
 import torch
 
 from megatron_balance.ir.arrays import Ints, concat, run_bounds
+from megatron_balance.ir.columns import Pair, Region
+from megatron_balance.ir.intervals import position_of, seq_of, token_key
 from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.lower.last_use import INPUTS
-from megatron_balance.runtime.lower.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, RegionIndex, Run, grouped_runs
+from megatron_balance.runtime.lower.regions import RegionIndex, RowRange, Run, grouped_runs
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Operand, Packed
 
-_SHIFT = 40
 _NOTHING = Packed((), 0, 0)
 _CONSECUTIVE = (None,)
 
@@ -25,25 +29,35 @@ LaunchesOf: TypeAlias = dict[int, list[Launch | GradLaunch]]
 
 
 class _Regions(NamedTuple):
-    """Regions [5, n] and, [8, m], their pieces in `table`."""
+    """Regions [5, n] and their row ranges in `index`, [`RowRange.WIDTH`, m]."""
 
     regions: Ints
-    table: RegionIndex
-    pieces: Ints
+    index: RegionIndex
+    row_ranges: Ints
 
-    def chosen(self, which: Ints, table: RegionIndex) -> tuple[Ints, Ints]:
-        """Only these, in this order, and their pieces in another table, or the same."""
+    def chosen(self, which: Ints, index: RegionIndex) -> tuple[Ints, Ints]:
+        """Only the regions `which`, in this order, and their row ranges in `index`."""
         regions = self.regions[:, which]
-        if table is not self.table or self.pieces.shape[1] > self.regions.shape[1]:
-            return regions, table.resolve(regions)
-        pieces = self.pieces[:, which]  # one for each
-        pieces[REGION] = np.arange(len(which))
-        return regions, pieces
+        if index is not self.index or self.row_ranges.shape[1] > self.regions.shape[1]:
+            return regions, index.resolve(regions)
+        row_ranges = self.row_ranges[:, which]  # one for each
+        row_ranges[RowRange.REGION] = np.arange(len(which))
+        return regions, row_ranges
 
 
 class LookedUp(NamedTuple):
-    """The launches of a phase, by number. `queries`, `keys`: regions of all their simple pairs, `launch` [n]: whose each is; `entries`:
-    of each launch, without rows of the output's gradient; `op_of`: the op of each launch.
+    """The launches of a phase, by number.
+
+    Attributes:
+        queries: regions of all simple pairs.
+        keys: regions of all simple pairs.
+        launch: of each simple pair, [n].
+        fused: kernel entries of all launches.
+        entries: of each launch, without rows of the output's gradient.
+        q: operand of each launch.
+        k: operand of each launch.
+        reads: buffers that each launch reads.
+        op_of: the op of each launch.
     """
 
     queries: _Regions
@@ -57,7 +71,7 @@ class LookedUp(NamedTuple):
     op_of: list[int]
 
     def reversed(self, program: RankProgram) -> LookedUp:
-        """The same for the backward, whose launches are the forward's in reverse."""
+        """The launches of the backward, which are the forward's in reverse."""
         indices = [[i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)] for ops in (program.forward, program.backward)]
         backward = dict(zip(indices[0], reversed(indices[1]), strict=True))
         return self._replace(op_of=[backward[op] for op in self.op_of])
@@ -70,7 +84,10 @@ class Launching:
         self.device, self.kernel = device, kernel
 
     def look_up(self, ops: Sequence[Op], values: Mapping[Kind, RegionIndex]) -> LookedUp | None:
-        """The launches of a phase; None: there are none. `values`: where it finds queries and keys."""
+        """The launches of a phase, or None where it has none.
+
+        `values`: where the phase finds queries and keys.
+        """
         indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
         if not indices:
@@ -78,74 +95,78 @@ class Launching:
         pairs, launch, op_of = _by_heads(concat(tables, PAIR_WIDTH), np.repeat(indices, [len(t) for t in tables]))
         count = len(op_of)
         pairs, launch = simple_pairs(pairs.T, launch)
-        sides = zip((pairs[:5], pairs[[0, 5, 6, 7, 8]]), (values[kind] for kind in INPUTS), strict=True)
-        queries, keys = (_Regions(regions, table, table.resolve(regions)) for regions, table in sides)
+        sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in INPUTS), strict=True)
+        queries, keys = (_Regions(regions, index, index.resolve(regions)) for regions, index in sides)
         (q, q_row), (k, k_row) = (self.operands(regions, launch, count) for regions in (queries, keys))
         fused = fuse(pairs, launch, q_row, k_row)
         reads = [_reads(*operands) for operands in zip(q, k, strict=True)]
         return LookedUp(queries, keys, launch, fused, _entries(fused, count), q, k, reads, op_of)
 
     def operands(self, wanted_regions: _Regions, launch: Ints, count: int) -> tuple[list[Operand], Ints]:
-        """For each launch an operand that holds its regions (of one head span), and the row where each region begins."""
-        regions, table, pieces = wanted_regions
-        region, begins_at = pieces[REGION], pieces[BUFFER_ROW] - pieces[ROW]
+        """For each launch an operand that holds its regions, and the row where each region begins.
+
+        The regions of a launch have one head span.
+        """
+        regions, index, row_ranges = wanted_regions
+        region, begins_at = row_ranges[RowRange.REGION], row_ranges[RowRange.BUFFER_ROW] - row_ranges[RowRange.ROW]
         first = region.searchsorted(np.arange(len(launch)))
-        row, wanted = begins_at[first], regions[4] - regions[3]
+        row, wanted = begins_at[first], regions[Region.HEAD_STOP] - regions[Region.HEAD_START]
         starts = launch.searchsorted(np.arange(count + 1))
-        begin = first[starts[:-1]]  # of each launch, among the pieces
-        in_row = (begins_at == row[region]) & (pieces[NUM_HEADS] == wanted[region])
-        for column in (BUFFER, BUFFER_HEAD):
-            in_row &= pieces[column] == np.repeat(pieces[column, begin], np.diff(np.append(begin, len(region))))
+        begin = first[starts[:-1]]  # of each launch, among the row ranges
+        in_row = (begins_at == row[region]) & (row_ranges[RowRange.NUM_HEADS] == wanted[region])
+        for column in (RowRange.BUFFER, RowRange.BUFFER_HEAD):
+            in_row &= row_ranges[column] == np.repeat(row_ranges[column, begin], np.diff(np.append(begin, len(region))))
         direct = np.logical_and.reduceat(in_row, begin).tolist()
         starts, heads = starts.tolist(), wanted[starts[:-1]].tolist()
-        places = zip(pieces[BUFFER, begin].tolist(), pieces[BUFFER_HEAD, begin].tolist(), heads, strict=True)
-        found = [Operand(*place, _NOTHING) for place in places]
+        places = zip(row_ranges[RowRange.BUFFER, begin].tolist(), row_ranges[RowRange.BUFFER_HEAD, begin].tolist(), heads, strict=True)
+        operands = [Operand(*place, _NOTHING) for place in places]
         for i in [i for i, is_direct in enumerate(direct) if not is_direct]:
-            part = slice(starts[i], starts[i + 1])
-            union = _union(regions[:, part])
-            sizes = union[2] - union[1]
-            runs = grouped_runs(sizes, table.resolve(union), np.zeros(len(sizes), dtype=np.int64), 1)[0]
-            at = ((union[0] << _SHIFT) | union[1]).searchsorted((regions[0, part] << _SHIFT) | regions[1, part], side="right") - 1
-            row[part] = (sizes.cumsum() - sizes)[at] + regions[1, part] - union[1, at]
-            found[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i], self.device))
-        return found, row
+            own = slice(starts[i], starts[i + 1])
+            union = _union(regions[:, own])
+            sizes = union[Region.STOP] - union[Region.START]
+            runs = grouped_runs(sizes, index.resolve(union), np.zeros(len(sizes), dtype=np.int64), 1)[0]
+            keys = token_key(regions[Region.SEQ, own], regions[Region.START, own])
+            at = token_key(union[Region.SEQ], union[Region.START]).searchsorted(keys, side="right") - 1
+            row[own] = (sizes.cumsum() - sizes)[at] + regions[Region.START, own] - union[Region.START, at]
+            operands[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i], self.device))
+        return operands, row
 
     def forward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]) -> LaunchesOf:
         """Launches of the forward by op index; an op has one for each head span of its pairs.
 
         `zones`: the zone's name of each op; `space`: where outputs and gradients lie.
         """
-        found: LaunchesOf = {}
+        launches: LaunchesOf = {}
         if looked_up is None:
-            return found
+            return launches
         queries, _, launch, fused, entries_of, q, k, reads, op_of = looked_up
         out = self.targets(space[Kind.Q], queries, launch, fused.q_pairs, len(op_of), distinct=True)
         for i, entries in enumerate(entries_of):
             prepared, calls, op = self.kernel.prepare(entries, self.device), self.kernel.launches(entries), op_of[i]
-            found.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
-        return found
+            launches.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
+        return launches
 
     def backward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]) -> LaunchesOf:
-        """The same of the backward."""
-        found: LaunchesOf = {}
+        """Launches of the backward by op index; arguments as for `forward`."""
+        launches: LaunchesOf = {}
         if looked_up is None:
-            return found
+            return launches
         queries, keys, launch, fused, entries_of, q, k, reads, op_of = looked_up
         dq = self.targets(space[Kind.Q], queries, launch, fused.q_pairs, len(op_of))
         dk = self.targets(space[Kind.KV], keys, launch, fused.k_pairs, len(op_of))
         for i, entries in enumerate(_with_gradients(entries_of, fused, dq)):
             prepared, calls, op = self.kernel.prepare(entries, self.device), self.kernel.launches(entries), op_of[i]
             step = GradLaunch(op, zones[op], q[i], k[i], _final_rows(dq[i]), prepared, dq[i], dk[i], reads[i], calls)
-            found.setdefault(op, []).append(step)
-        return found
+            launches.setdefault(op, []).append(step)
+        return launches
 
-    def targets(self, table: RegionIndex, of: _Regions, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False) -> list[Packed]:
-        """Where the packed rows of each launch go in `table`: `chosen` of its regions, in order."""
-        (regions, pieces), owner = of.chosen(chosen, table), launch[chosen]
-        sizes = regions[2] - regions[1]
-        runs = grouped_runs(sizes, pieces, owner, count, distinct=distinct)
-        begin = owner.searchsorted(np.arange(count))
-        heads = (regions[4, begin] - regions[3, begin]).tolist()
+    def targets(self, index: RegionIndex, of: _Regions, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False) -> list[Packed]:
+        """Where in `index` the packed rows of each launch go: `chosen` of its regions, in order."""
+        (regions, row_ranges), launch_of = of.chosen(chosen, index), launch[chosen]
+        sizes = regions[Region.STOP] - regions[Region.START]
+        runs = grouped_runs(sizes, row_ranges, launch_of, count, distinct=distinct)
+        begin = launch_of.searchsorted(np.arange(count))
+        heads = (regions[Region.HEAD_STOP, begin] - regions[Region.HEAD_START, begin]).tolist()
         return [pack_runs(*one, self.device) for one in zip(runs, np.add.reduceat(sizes, begin).tolist(), heads, strict=True)]
 
 
@@ -158,8 +179,11 @@ def pack_runs(runs: tuple[Run, ...], num_rows: int, num_heads: int, device: torc
 
 
 def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
-    """Pairs sorted by launch (an op and a head span), the launch of each pair, and the op of each launch."""
-    keys = np.column_stack([op_index, pairs[:, 3], pairs[:, 4], pairs[:, 7], pairs[:, 8]])
+    """Pairs sorted by launch, the launch of each pair, and the op of each launch.
+
+    A launch is an op and a head span.
+    """
+    keys = np.column_stack([op_index, pairs[:, Pair.Q_HEADS], pairs[:, Pair.KV_HEADS]])
     changes = (keys[1:] != keys[:-1]).any(axis=1)
     if int((changes & (keys[1:, 0] == keys[:-1, 0])).sum()):
         order = np.lexsort(keys.T[::-1])
@@ -170,7 +194,7 @@ def _by_heads(pairs: Ints, op_index: Ints) -> tuple[Ints, Ints, list[int]]:
 
 
 def _entries(fused: Fused, count: int) -> list[Entries]:
-    """Per launch."""
+    """Kernel entries of each launch."""
     q = list(zip(fused.q_start.tolist(), fused.q_stop.tolist(), strict=True))
     k = list(zip(fused.k_start.tolist(), fused.k_stop.tolist(), strict=True))
     causal = fused.causal.tolist()
@@ -179,7 +203,7 @@ def _entries(fused: Fused, count: int) -> list[Entries]:
 
 
 def _with_gradients(entries: list[Entries], fused: Fused, dq: list[Packed]) -> Iterator[Entries]:
-    """The same with where their rows of the output gradient lie, which is where `dq` goes."""
+    """Entries with their rows of the output gradient, which lie where `dq` goes."""
     sizes = fused.q_stop - fused.q_start
     bounds = fused.launch.searchsorted(np.arange(len(entries) + 1))
     packed = sizes.cumsum() - sizes
@@ -191,30 +215,31 @@ def _with_gradients(entries: list[Entries], fused: Fused, dq: list[Packed]) -> I
 
 
 def _final_rows(packed: Packed) -> Operand:
-    """The output's gradient, the output and its LSE of the packed rows: a view of one buffer, or gathered."""
+    """Operand of the output's gradient, the output and its LSE: a view, or gathered."""
     if packed.direct:
         return Operand(packed.runs[0].buffer, packed.runs[0].buffer_head, packed.num_heads, packed)
     return Operand(-1, 0, packed.num_heads, packed)
 
 
 def _union(regions: Ints) -> Ints:
-    """Disjoint regions [5, m], in order, over the same tokens as `regions` [5, n] (which have the same heads)."""
-    begin, end = (regions[0] << _SHIFT) | regions[1], (regions[0] << _SHIFT) | regions[2]
+    """Disjoint regions [5, m], in order, over the tokens of `regions` [5, n] of one head span."""
+    seq = regions[Region.SEQ]
+    begin, end = token_key(seq, regions[Region.START]), token_key(seq, regions[Region.STOP])
     order = np.argsort(begin, kind="stable")
     begin, end = begin[order], end[order]
     reach = np.maximum.accumulate(end)
     bounds = run_bounds(begin[1:] > reach[:-1], len(begin))
     first, last = bounds[:-1], bounds[1:] - 1
     union = np.tile(regions[:, :1], len(first))
-    union[0], union[1] = begin[first] >> _SHIFT, begin[first] & ((1 << _SHIFT) - 1)
-    union[2] = reach[last] & ((1 << _SHIFT) - 1)
+    union[Region.SEQ], union[Region.START] = seq_of(begin[first]), position_of(begin[first])
+    union[Region.STOP] = position_of(reach[last])
     return union
 
 
 def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:
     if q.buffer >= 0 and k.buffer >= 0:
         return frozenset(((Kind.Q, q.buffer), (Kind.KV, k.buffer)))
-    found: set[tuple[Kind, int]] = set()
+    buffers: set[tuple[Kind, int]] = set()
     for kind, operand in ((Kind.Q, q), (Kind.KV, k)):
-        found |= {(kind, operand.buffer)} if operand.buffer >= 0 else {(kind, run.buffer) for run in operand.packed.runs}
-    return frozenset(found)
+        buffers |= {(kind, operand.buffer)} if operand.buffer >= 0 else {(kind, run.buffer) for run in operand.packed.runs}
+    return frozenset(buffers)

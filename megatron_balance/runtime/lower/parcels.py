@@ -1,6 +1,6 @@
-"""What a message looks like on the way: its tensors, their bytes, and the pieces that a routed pair of ranks is cut into.
+"""The wire format (`analysis.wire`) on tensors: messages packed into bytes, and read from them.
 
-Source, target and proxies compute the same sizes with the functions here, from rows, heads and element types alone.
+Source, target and proxies compute the same sizes, from rows, heads and element types alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_balance.ir.program import Kind
-
-ALIGN = 16  # bytes; every element type starts at a multiple of its size
+from megatron_balance.analysis import wire
+from megatron_balance.analysis.wire import Carried, padded
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-Carried: TypeAlias = tuple[Kind, int, int]
-"""(kind, rows, heads) of one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +27,11 @@ class Form:
     dtype: torch.dtype
     wide: torch.dtype
 
+    @property
+    def sizes(self) -> wire.Sizes:
+        """Head dim and bytes of the elements."""
+        return wire.Sizes(self.dim, self.dtype.itemsize, self.wide.itemsize)
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type that partials are accumulated in."""
@@ -37,42 +39,13 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
-    """The tensors that carry a message: keys with values, outputs with their LSE, their gradient with both."""
-    kind, rows, heads = message
-    match kind:
-        case Kind.Q:
-            return (((rows, heads, form.dim), form.dtype),)
-        case Kind.KV:
-            return (((2, rows, heads, form.dim), form.dtype),)
-        case Kind.OUT:
-            return ((rows, heads, form.dim), form.dtype), ((rows, heads), form.wide)
-        case Kind.OUT_GRAD:
-            return ((2, rows, heads, form.dim), form.dtype), ((rows, heads), form.wide)
-        case Kind.Q_GRAD:
-            return (((rows, heads, form.dim), form.wide),)
-        case Kind.KV_GRAD:
-            return (((2, rows, heads, form.dim), form.wide),)
-
-
-def padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN) * ALIGN
+    """Shapes and types of the tensors that carry a message (`wire.tensor_shapes`)."""
+    return tuple([(shape, form.wide if wide else form.dtype) for shape, wide in wire.tensor_shapes(message, form.dim)])
 
 
 def parcel_bytes(messages: Sequence[Carried], form: Form) -> int:
-    """Bytes of all messages from one rank to another in one exchange, packed one after the other, each tensor aligned."""
-    at = total = 0
-    for message in messages:
-        for shape, dtype in shapes(message, form):
-            total = at + prod(shape) * dtype.itemsize
-            at = padded(total)
-    return total
-
-
-def piece_bounds(num_bytes: int, count: int) -> list[tuple[int, int]]:
-    """[start, stop) of `count` near-equal pieces, cut at multiples of ALIGN; empty ones where there are too few bytes."""
-    blocks = -(-num_bytes // ALIGN)
-    bounds = [min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    """Bytes of all messages from one rank to another in one exchange, packed."""
+    return wire.parcel_bytes(messages, form.sizes)
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -81,7 +54,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def adjacent_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The bytes of tensors that lie one after the other in one memory already, each aligned as `unpacked` has them: a view; else None."""
+    """The bytes of tensors that already lie packed in one memory: a view; else None."""
     first, at = tensors[0], tensors[0].data_ptr()
     memory = first.untyped_storage()
     for x in tensors:
@@ -93,7 +66,7 @@ def adjacent_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Contiguous tensors as one run of bytes: a view of the only one or of what is `joined`, else a copy."""
+    """Contiguous tensors as packed bytes: a view of one or of adjacent ones, else a copy."""
     if len(tensors) == 1:
         return as_bytes(tensors[0])
     together = adjacent_bytes(tensors)
@@ -111,7 +84,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Tensor]]:
     """The tensors of each message, as views of the bytes that `pack` made of them."""
-    found: list[list[Tensor]] = []
+    unpacked: list[list[Tensor]] = []
     at = 0
     for message in messages:
         tensors: list[Tensor] = []
@@ -119,5 +92,5 @@ def unpack(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Te
             stop = at + prod(shape) * dtype.itemsize
             tensors.append(raw[at:stop].view(dtype).view(shape))
             at = padded(stop)
-        found.append(tensors)
-    return found
+        unpacked.append(tensors)
+    return unpacked

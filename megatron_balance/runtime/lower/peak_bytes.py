@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
+from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import INPUTS, Value, grads_of
-from megatron_balance.runtime.lower.parcels import Form, padded, shapes
+from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, GradLaunch, Launch, Message, Operand, Phase, PhaseName, Start
 
 AHEAD = 2
@@ -62,7 +62,7 @@ def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int
 
 def message_bytes(message: Message, form: Form) -> int:
     """Bytes of the tensors that carry a message, each aligned."""
-    return sum(padded(prod(shape) * dtype.itemsize) for shape, dtype in shapes(message.carried, form))
+    return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
 
 
 def _received(phase: Phase) -> list[Message]:

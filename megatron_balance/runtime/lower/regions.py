@@ -1,7 +1,11 @@
-"""Regions to rows: where in a rank's buffers the tokens and heads of a region lie. NumPy, once per microbatch.
+"""Regions to rows: where in a rank's buffers the tokens and heads of a region lie.
 
-A rank holds *instances*: regions that lie as consecutive rows in one buffer (its own fragments in buffer 0, each received
-message in a buffer of its own). `RegionIndex.resolve` turns regions into *pieces*, runs of rows of one buffer.
+NumPy, once per microbatch. A rank holds *instances*: regions that lie as consecutive rows in one
+buffer (its own fragments in buffer 0, each received message in a buffer of its own).
+`RegionIndex.resolve` turns regions into *row ranges*, each in one buffer; `grouped_runs` joins
+those into the runs that are copied.
+
+Tables here are transposed, a column of the table a row of the array: [columns, n].
 """
 
 from __future__ import annotations
@@ -12,39 +16,60 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, run_bounds
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.columns import Fragment
+from megatron_balance.ir.intervals import ranges, token_key
 
-_SHIFT = 40
-REGION, ROW, COUNT, HEAD, NUM_HEADS, BUFFER, BUFFER_ROW, BUFFER_HEAD = range(8)
+
+class Instance:
+    """Columns of a region that lies in one buffer, from its row `ROW` on."""
+
+    WIDTH = 7
+    SEQ, START, STOP, HEAD_START, HEAD_STOP, BUFFER, ROW = range(7)
+    REGION = slice(0, 5)
+
+
+class RowRange:
+    """Columns of a part of a region that lies as consecutive rows in one buffer.
+
+    Rows [ROW, ROW + COUNT) and heads [HEAD, HEAD + NUM_HEADS) of region `REGION` are those from
+    `BUFFER_ROW` and `BUFFER_HEAD` on of `BUFFER`.
+    """
+
+    WIDTH = 8
+    REGION, ROW, COUNT, HEAD, NUM_HEADS, BUFFER, BUFFER_ROW, BUFFER_HEAD = range(8)
 
 
 class RegionIndex:
-    """The instances of one kind on one rank, as rows (seq, start, stop, head_start, head_stop, buffer, first row)."""
+    """The instances of one kind (queries, or keys) on one rank, sorted to be searched.
+
+    `instances`: [n, `Instance.WIDTH`].
+    """
 
     def __init__(self, instances: Ints) -> None:
-        order = np.argsort((instances[:, 0] << _SHIFT) | instances[:, 1], kind="stable")
+        order = np.argsort(token_key(instances[:, Instance.SEQ], instances[:, Instance.START]), kind="stable")
         self.columns = instances.T[:, order]
-        self.start = (self.columns[0] << _SHIFT) | self.columns[1]
-        self.stop = (self.columns[0] << _SHIFT) | self.columns[2]
+        self.start = token_key(self.columns[Instance.SEQ], self.columns[Instance.START])
+        self.stop = token_key(self.columns[Instance.SEQ], self.columns[Instance.STOP])
         self.disjoint = bool((self.stop[:-1] <= self.start[1:]).all())
 
     def resolve(self, regions: Ints) -> Ints:
-        """Pieces [8, m] of regions [5, n]: (region, row in it, count, head in it, heads, buffer, buffer row, buffer head) of each.
+        """Row ranges [`RowRange.WIDTH`, m] of regions [5, n], region by region.
 
-        Raises InvalidProgramError: part of a region is not held.
+        Raises:
+            InvalidProgramError: part of a region is not held.
         """
         seq, start, stop, head_start, head_stop = regions
-        begin, end = (seq << _SHIFT) | start, (seq << _SHIFT) | stop
+        begin, end = token_key(seq, start), token_key(seq, stop)
         if not self.disjoint or not len(self.start):
             return self._resolve_overlapping(regions, begin, end)
         first = self.start.searchsorted(begin, side="right") - 1
         whole = (end <= self.stop[first]).all()  # each lies in one instance, which is the rule
-        region, found = (np.arange(len(first)), first) if whole else ranges(first, self.start.searchsorted(end, side="left"))
-        _, _, _, held_start, held_stop, buffer, row = self.columns[:, found]
-        began, wanted_begin, wanted_end = self.start[found], begin, end
+        region, instance = (np.arange(len(first)), first) if whole else ranges(first, self.start.searchsorted(end, side="left"))
+        _, _, _, held_start, held_stop, buffer, row = self.columns[:, instance]
+        began, wanted_begin, wanted_end = self.start[instance], begin, end
         if not whole:
             wanted_begin, wanted_end, head_start, head_stop = begin[region], end[region], head_start[region], head_stop[region]
-        low, high = np.maximum(wanted_begin, began), np.minimum(wanted_end, self.stop[found])
+        low, high = np.maximum(wanted_begin, began), np.minimum(wanted_end, self.stop[instance])
         count = high - low
         if not (
             (first >= 0).all()
@@ -54,15 +79,19 @@ class RegionIndex:
             and (held_stop >= head_stop).all()
         ):
             return self._resolve_overlapping(regions, begin, end)
-        pieces = np.empty((8, len(region)), dtype=np.int64)
-        pieces[REGION], pieces[ROW], pieces[COUNT], pieces[HEAD] = region, low - wanted_begin, count, 0
-        pieces[NUM_HEADS], pieces[BUFFER] = head_stop - head_start, buffer
-        pieces[BUFFER_ROW], pieces[BUFFER_HEAD] = row + low - began, head_start - held_start
-        return pieces
+        row_ranges = np.empty((RowRange.WIDTH, len(region)), dtype=np.int64)
+        row_ranges[RowRange.REGION], row_ranges[RowRange.ROW] = region, low - wanted_begin
+        row_ranges[RowRange.COUNT], row_ranges[RowRange.HEAD] = count, 0
+        row_ranges[RowRange.NUM_HEADS], row_ranges[RowRange.BUFFER] = head_stop - head_start, buffer
+        row_ranges[RowRange.BUFFER_ROW], row_ranges[RowRange.BUFFER_HEAD] = row + low - began, head_start - held_start
+        return row_ranges
 
     def _resolve_overlapping(self, regions: Ints, begin: Ints, end: Ints) -> Ints:
-        """The same for instances that share tokens (other heads of the same tokens, say): region by region."""
-        pieces: list[tuple[int, ...]] = []
+        """`resolve`, region by region, for instances that share tokens.
+
+        Other heads of the same tokens, say.
+        """
+        row_ranges: list[tuple[int, ...]] = []
         for index, (region, low, high) in enumerate(zip(regions.T.tolist(), begin.tolist(), end.tolist(), strict=True)):
             missing = [(low, high, region[3], region[4])]
             for at in np.flatnonzero((self.start < high) & (self.stop > low)).tolist():
@@ -74,41 +103,45 @@ class RegionIndex:
                     if x >= y or u >= v:
                         left.append((a, b, c, d))
                         continue
-                    pieces.append((index, x - low, y - x, u - region[3], v - u, buffer, row + x - int(self.start[at]), u - head_start))
+                    buffer_row = row + x - int(self.start[at])
+                    row_ranges.append((index, x - low, y - x, u - region[3], v - u, buffer, buffer_row, u - head_start))
                     left += [(a, x, c, d), (y, b, c, d), (x, y, c, u), (x, y, v, d)]
                 missing = [m for m in left if m[0] < m[1] and m[2] < m[3]]
             if missing:
                 raise InvalidProgramError(
                     f"a rank does not hold all of s{region[0]}[{region[1]}:{region[2]}) heads [{region[3]}:{region[4]})"
                 )
-        table = np.array(pieces, dtype=np.int64).reshape(-1, 8)
-        return table[np.lexsort((table[:, HEAD], table[:, ROW], table[:, REGION]))].T
+        table = np.array(row_ranges, dtype=np.int64).reshape(-1, RowRange.WIDTH)
+        return table[np.lexsort((table[:, RowRange.HEAD], table[:, RowRange.ROW], table[:, RowRange.REGION]))].T
 
 
-def without(instances: Ints, regions: Ints) -> Ints:
-    """Instances (see `RegionIndex`) without overlap, less the tokens of `regions` [m, 3], rows (seq, start, stop)."""
-    if not len(regions):
+def without(instances: Ints, fragments: Ints) -> Ints:
+    """Instances [n, 7] without overlap, less the tokens of `fragments` [m, 3]."""
+    if not len(fragments):
         return instances
-    order = np.argsort((regions[:, 0] << _SHIFT) | regions[:, 1])
-    begin, end = ((regions[order, 0] << _SHIFT) | regions[order, column] for column in (1, 2))
-    end = np.maximum.accumulate(end)
+    seq = fragments[:, Fragment.SEQ]
+    begin, end = token_key(seq, fragments[:, Fragment.START]), token_key(seq, fragments[:, Fragment.STOP])
+    order = np.argsort(begin)
+    begin, end = begin[order], np.maximum.accumulate(end[order])
     begin[1:] = np.maximum(begin[1:], end[:-1])
-    start, stop = ((instances[:, 0] << _SHIFT) | instances[:, column] for column in (1, 2))
-    gap_start, gap_stop = np.append(-1, end), np.append(begin, np.iinfo(np.int64).max)  # between the regions
+    seq = instances[:, Instance.SEQ]
+    start, stop = token_key(seq, instances[:, Instance.START]), token_key(seq, instances[:, Instance.STOP])
+    gap_start, gap_stop = np.append(-1, end), np.append(begin, np.iinfo(np.int64).max)
     row, gap = ranges(np.searchsorted(gap_stop, start, side="right"), np.searchsorted(gap_start, stop, side="left"))
     low, high = np.maximum(start[row], gap_start[gap]), np.minimum(stop[row], gap_stop[gap])
     left = instances[row]
-    left[:, 1] += low - start[row]
-    left[:, 2] -= stop[row] - high
-    left[:, 6] += low - start[row]
+    left[:, Instance.START] += low - start[row]
+    left[:, Instance.STOP] -= stop[row] - high
+    left[:, Instance.ROW] += low - start[row]
     return left[low < high]
 
 
 class Run(NamedTuple):
     """Consecutive rows [row, row + count) of a packed tensor <-> rows of `buffer`.
 
-    `start` to `stop` are the buffer's rows if they are consecutive, else `index` lists them. Heads [head, head + num_heads)
-    of the packed rows are heads [buffer_head, buffer_head + num_heads) of the buffer.
+    `start` to `stop` are the buffer's rows if they are consecutive, else `index` lists them. Heads
+    [head, head + num_heads) of the packed rows are heads [buffer_head, buffer_head + num_heads) of
+    the buffer.
     """
 
     row: int
@@ -122,44 +155,49 @@ class Run(NamedTuple):
     buffer_head: int
 
 
-def grouped_runs(sizes: Ints, pieces: Ints, owner: Ints, num_owners: int, *, distinct: bool = False) -> list[tuple[Run, ...]]:
-    """For each owner, the pieces [8, m] of its regions packed one after the other, joined into as few runs as possible.
+def grouped_runs(sizes: Ints, row_ranges: Ints, group: Ints, num_groups: int, *, distinct: bool = False) -> list[tuple[Run, ...]]:
+    """For each group of regions, its rows packed one after the other, in as few runs as possible.
 
-    `sizes`, `owner` [n]: tokens of each region, and whose it is, ascending. `distinct`: no run names a row twice (for writing: partials
-    of one query from several entries of a launch).
+    Args:
+        sizes: tokens of each region, [n].
+        row_ranges: of the regions, [`RowRange.WIDTH`, m].
+        group: of each region (its message, its launch), ascending, [n].
+        num_groups: how many there are.
+        distinct: no run names a row twice. For writing: partials of one query come from several
+            entries of a launch.
     """
-    found: list[list[Run]] = [[] for _ in range(num_owners)]
-    if not pieces.shape[1]:
-        return [tuple(f) for f in found]
+    runs_of: list[list[Run]] = [[] for _ in range(num_groups)]
+    if not row_ranges.shape[1]:
+        return [tuple(runs) for runs in runs_of]
     offsets = sizes.cumsum() - sizes
-    region, count, begin = pieces[REGION], pieces[COUNT], pieces[BUFFER_ROW]
-    whose = owner[region]
-    base = offsets[np.minimum(owner.searchsorted(np.arange(num_owners)), len(sizes) - 1)]
-    row = offsets[region] + pieces[ROW] - base[whose]
+    region, count, begin = row_ranges[RowRange.REGION], row_ranges[RowRange.COUNT], row_ranges[RowRange.BUFFER_ROW]
+    group_of = group[region]
+    base = offsets[np.minimum(group.searchsorted(np.arange(num_groups)), len(sizes) - 1)]
+    row = offsets[region] + row_ranges[RowRange.ROW] - base[group_of]
     behind = begin[1:] == begin[:-1] + count[:-1]
-    same = (whose[1:] == whose[:-1]) & (row[1:] == row[:-1] + count[:-1])
-    for column in (BUFFER, HEAD, NUM_HEADS, BUFFER_HEAD):
-        same &= pieces[column, 1:] == pieces[column, :-1]
+    same = (group_of[1:] == group_of[:-1]) & (row[1:] == row[:-1] + count[:-1])
+    for column in (RowRange.BUFFER, RowRange.HEAD, RowRange.NUM_HEADS, RowRange.BUFFER_HEAD):
+        same &= row_ranges[column, 1:] == row_ranges[column, :-1]
     bounds = run_bounds(~same, len(row))
     begins, ends = bounds[:-1], bounds[1:]
     gaps = np.zeros(len(row), dtype=np.int64)
     np.cumsum(~behind, out=gaps[1:])
     consecutive = gaps[ends - 1] == gaps[begins]
     counts = np.add.reduceat(count, begins)
-    columns = (whose, row, pieces[BUFFER], begin, pieces[HEAD], pieces[NUM_HEADS], pieces[BUFFER_HEAD])
+    heads = (row_ranges[RowRange.HEAD], row_ranges[RowRange.NUM_HEADS], row_ranges[RowRange.BUFFER_HEAD])
+    columns = (group_of, row, row_ranges[RowRange.BUFFER], begin, *heads)
     of_runs = zip(*(column[begins].tolist() for column in columns), counts.tolist(), consecutive.tolist(), strict=True)
-    for at, (who, first, buffer, start, head, num_heads, buffer_head, total, together) in enumerate(of_runs):
+    for at, (of, first, buffer, start, head, num_heads, buffer_head, total, together) in enumerate(of_runs):
         index = None
         if not together:
             a, b = int(begins[at]), int(ends[at])
             if distinct and _repeats(begin[a:b], count[a:b]):
-                for rows in zip(row[a:b].tolist(), count[a:b].tolist(), begin[a:b].tolist(), strict=True):
-                    one, many, lies = rows
-                    found[who].append(Run(one, many, buffer, lies, lies + many, None, head, num_heads, buffer_head))
+                for packed_row, many, lies in zip(row[a:b].tolist(), count[a:b].tolist(), begin[a:b].tolist(), strict=True):
+                    runs_of[of].append(Run(packed_row, many, buffer, lies, lies + many, None, head, num_heads, buffer_head))
                 continue
             index = ranges(begin[a:b], begin[a:b] + count[a:b])[1]
-        found[who].append(Run(first, total, buffer, start, start + total, index, head, num_heads, buffer_head))
-    return [tuple(f) for f in found]
+        runs_of[of].append(Run(first, total, buffer, start, start + total, index, head, num_heads, buffer_head))
+    return [tuple(runs) for runs in runs_of]
 
 
 def _repeats(begin: Ints, count: Ints) -> bool:

@@ -12,18 +12,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from megatron_balance.analysis.wire import Carried
 from megatron_balance.compile.order import Leg, Role
 from megatron_balance.compile.ping_pong import Cuts
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lower.parcels import Carried
 from megatron_balance.runtime.lower.regions import Run
 
 
 class Packed(NamedTuple):
     """Rows taken from (or added to) buffers: [num_rows, num_heads, ...] in the order of `runs`.
 
-    `indices`: of each run, on the device. `direct`: all rows are consecutive rows of one buffer with
-    the wanted heads, so a view serves.
+    `indices`: of each run, on the device. `direct`: all rows are consecutive rows of one buffer
+    with the wanted heads, so a view serves.
     """
 
     runs: tuple[Run, ...]
@@ -92,7 +92,8 @@ class GradLaunch(NamedTuple):
 class Message(NamedTuple):
     """Rows of one kind and one head span between this rank and `peer`.
 
-    Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes to `packed`.
+    Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes
+    to `packed`.
     `merges` as in `Launch`, for received outputs. `stream` as in `compile.order.streams`.
     """
 
@@ -111,8 +112,8 @@ class Message(NamedTuple):
 class Hop(NamedTuple):
     """One transfer of a piece, as the rank at one of its ends sees it: to or from `peer`.
 
-    `tag` is added to the exchange's. `stream` as in `compile.order.streams`. `crosses`: the ends are
-    on different nodes.
+    `tag` is added to the exchange's. `stream` as in `compile.order.streams`. `crosses`: the ends
+    are on different nodes.
     """
 
     peer: int

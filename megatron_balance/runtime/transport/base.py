@@ -1,4 +1,4 @@
-"""What carries the exchanges of one run of a phase: threads on gloo, streams on CUDA."""
+"""Protocol of transports, which carry the exchanges of one run of a phase."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ Parcel = tuple[int, Tensor]
 
 
 class Transport(Protocol):
-    """One run of a phase. `traffic`: what it moved so far; `ahead`: how many exchanges are expected before they are due."""
+    """One run of a phase.
+
+    `traffic`: bytes that it moved so far; `ahead`: how many exchanges are expected before they are
+    due.
+    """
 
     traffic: Traffic
     ahead: int
 
     def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
-        """Where the tensors of an exchange that begins later go. `arriving`: by peer whose messages are routed, the memory for all that
-        comes from it; these peers are not in `receives`.
+        """Say where the tensors of an exchange that begins later go.
+
+        `arriving`: by peer whose messages are routed, the memory for all that comes from it; these
+        peers are not in `receives`.
         """
         ...
 
@@ -31,19 +37,21 @@ class Transport(Protocol):
         ...
 
     def arrived(self, exchange: ExchangeStep) -> None:
-        """What the exchange brings is there, for whatever is issued next."""
+        """Wait for the tensors of an exchange: whatever is issued next finds them."""
         ...
 
     def end(self) -> None:
-        """Every exchange has ended; what this rank passes on for others too, where that takes its threads.
+        """Wait for the end of every exchange, and of relaying where that takes this rank's threads.
 
-        Raises RuntimeError: something could not be passed on.
+        Raises:
+            RuntimeError: a piece could not be relayed.
         """
         ...
 
     def fail(self) -> None:
-        """Let no one wait for this rank after an error.
+        """Abort after an error: unblock peers that wait for this rank.
 
-        Raises RuntimeError: the error behind it, if that was met in passing something on.
+        Raises:
+            RuntimeError: the error behind it, if that was met in relaying.
         """
         ...

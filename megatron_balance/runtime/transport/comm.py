@@ -1,7 +1,8 @@
-"""The calls that carry exchanges: tagged sends and receives on gloo, and collectives.
+"""Communication calls of exchanges: tagged sends and receives on gloo, and collectives.
 
-A collective carries bytes: messages of several kinds and types to one peer are packed one after the other, each aligned, so
-that queries and keys of different head counts, or outputs and their fp32 LSE, go in a single call.
+A collective carries bytes: messages of several kinds and types to one peer are packed one after the
+other, each aligned, so that queries and keys of different head counts, or outputs and their fp32
+LSE, go in a single call.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import as_bytes, pack, padded, piece_bounds
+from megatron_balance.runtime.lower.parcels import as_bytes, pack
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Piece
 from megatron_balance.runtime.transport.base import Parcel
 
@@ -25,15 +27,18 @@ _POISON_TAG = 2**31 - 1
 
 @dataclass(slots=True)
 class CollectiveCall:
-    """A collective call, packed and not yet issued. `memory`: what it reads and writes; `unpack`: where received bytes belong."""
+    """A collective call, packed and not yet issued.
+
+    `memory`: tensors that it reads and writes; `received`: tensors and the bytes that belong there.
+    """
 
     issue: Callable[[], list[dist.Work]]
     memory: list[Tensor]
-    unpack: list[tuple[Tensor, Tensor]]
+    received: list[tuple[Tensor, Tensor]]
 
-    def place(self) -> None:
-        """Received bytes to the tensors they are of."""
-        for target, raw in self.unpack:
+    def unpack(self) -> None:
+        """Copy received bytes to the tensors that they are of."""
+        for target, raw in self.received:
             target.copy_(raw.view(target.dtype).view(target.shape))
 
 
@@ -52,9 +57,10 @@ def receive(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
 
 
 def break_off(groups: Groups) -> None:
-    """Make every transfer of the pool that this rank has under way, and what its peers wait for, fail at once (gloo).
+    """Make every transfer that this rank has under way, and those that peers wait for, fail (gloo).
 
-    A receive that times out closes the connections to all peers. It is the only way to wake another thread of this rank.
+    A receive that times out closes the connections to all peers. It is the only way to wake another
+    thread of this rank.
     """
     if groups.pool is None or dist.get_backend(groups.pool) != "gloo":
         return
@@ -65,7 +71,7 @@ def break_off(groups: Groups) -> None:
 
 
 def direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
-    """What goes directly, and by peer the bytes of all that goes in pieces."""
+    """Parcels that go directly; and by peer, the bytes of all that goes in pieces."""
     direct: list[Parcel] = []
     routed: dict[int, list[Tensor]] = {}
     for peer, x in sends:
@@ -77,7 +83,7 @@ def direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[
 
 
 def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, Tensor]]:
-    """Those pieces of a parcel's bytes that hold any, and where each goes."""
+    """The pieces of a parcel that are not empty, with their hop and bytes."""
     bounds = piece_bounds(raw.numel(), routed[0].count)
     for piece in routed:
         begin, end = bounds[piece.index]
@@ -91,8 +97,10 @@ def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
 
 
 def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether an exchange is a reduce-scatter that brings one block, the sum of all: NCCL sums on the way. gloo's reduce-scatter is an
-    all-reduce of everything inside, so there each block goes to its rank, which adds them up.
+    """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
+
+    gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
+    rank, which adds them up.
     """
     return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
 
@@ -112,7 +120,7 @@ def _size(parcels: Sequence[Parcel], peer: int) -> int:
     return sum(padded(x.nbytes) for p, x in parcels if p == peer)
 
 
-def _place(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
+def _pack_into(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
     at = begin
     for _, x in parcels:
         raw[at : at + x.nbytes].copy_(as_bytes(x))
@@ -139,18 +147,18 @@ def _all_to_all(
     out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
     packed = groups.buffers.empty((sum(in_sizes),), torch.uint8, device)
     raw = groups.buffers.empty((sum(out_sizes),), torch.uint8, device)
-    unpack: list[tuple[Tensor, Tensor]] = []
+    received: list[tuple[Tensor, Tensor]] = []
     send_at = receive_at = 0
     for peer, num_in, num_out in zip(group, in_sizes, out_sizes, strict=True):
-        _place([p for p in sends if p[0] == peer], packed, send_at)
-        unpack += _slots([p for p in receives if p[0] == peer], raw, receive_at)
+        _pack_into([p for p in sends if p[0] == peer], packed, send_at)
+        received += _slots([p for p in receives if p[0] == peer], raw, receive_at)
         send_at, receive_at = send_at + num_in, receive_at + num_out
 
     def issue() -> list[dist.Work]:
         work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)
         return [work] if work is not None else []
 
-    return CollectiveCall(issue, [packed, raw], unpack)
+    return CollectiveCall(issue, [packed, raw], received)
 
 
 def _all_gather(
@@ -162,30 +170,33 @@ def _all_gather(
     width = max([_size(sends, others[0]), *(_size(receives, peer) for peer in others)])
     packed = groups.buffers.empty((width,), torch.uint8, device)
     raw = groups.buffers.empty((width * len(group),), torch.uint8, device)
-    _place(mine, packed, 0)
+    _pack_into(mine, packed, 0)
 
     def issue() -> list[dist.Work]:
         work = dist.all_gather_into_tensor(raw, packed, group=process_group, async_op=True)
         return [work] if work is not None else []
 
-    unpack: list[tuple[Tensor, Tensor]] = []
+    received: list[tuple[Tensor, Tensor]] = []
     for index, peer in enumerate(group):
         if peer != groups.rank:
-            unpack += _slots([p for p in receives if p[0] == peer], raw, index * width)
-    return CollectiveCall(issue, [packed, raw], unpack)
+            received += _slots([p for p in receives if p[0] == peer], raw, index * width)
+    return CollectiveCall(issue, [packed, raw], received)
 
 
 def _reduce_scatter(
     sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
 ) -> CollectiveCall:
-    """A block for each rank, all as wide as the widest; `receives`: what one peer would send. What this rank has of its own stays here."""
+    """A block for each rank, all as wide as the widest. This rank's own gradients stay here.
+
+    `receives`: the tensors that one peer would send.
+    """
     device = _device(sends, receives)
     dtype = next(x.dtype for _, x in (*sends, *receives))  # gradients: all of the wide type
     width = max([sum(padded(x.nbytes) for _, x in receives), *(_size(sends, peer) for peer in group)])
     packed = groups.buffers.empty((width * len(group),), torch.uint8, device).zero_()
     raw = groups.buffers.empty((width,), torch.uint8, device)
     for index, peer in enumerate(group):
-        _place([p for p in sends if p[0] == peer], packed, index * width)
+        _pack_into([p for p in sends if p[0] == peer], packed, index * width)
 
     def issue() -> list[dist.Work]:
         work = dist.reduce_scatter_tensor(raw.view(dtype), packed.view(dtype), group=process_group, async_op=True)

@@ -1,7 +1,7 @@
-"""Exchanges on gloo: asynchronous sends and receives, and threads for what is passed on.
+"""Exchanges on gloo: asynchronous sends and receives, and threads that relay.
 
-Every point-to-point message has a tag, so that transfers of several exchanges under way between the same two ranks, and those that a
-proxy passes on beside its own, are never taken for one another.
+Every point-to-point message has a tag, so that transfers of several exchanges under way between the
+same two ranks, and those that a proxy relays beside its own, are never taken for one another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ from megatron_balance.runtime.transport.relay import Relay
 
 @dataclass(slots=True)
 class _UnderWay:
-    """An exchange's calls. `keep` holds the tensors that are still read; `packed`: what a collective brings, in its own order."""
+    """An exchange's calls.
+
+    `keep` holds the tensors that are still read; `packed`: those that a collective brings, in its
+    own order.
+    """
 
     receiving: list[dist.Work]
     sending: list[dist.Work] = field(default_factory=list)
@@ -41,27 +45,31 @@ class _UnderWay:
     packed: CollectiveCall | None = None
 
     def arrived(self) -> None:
-        """Block the thread until everything is here, and in its place. Call once: gloo waits for ever for what has come before."""
+        """Block the thread until everything is here, and unpacked.
+
+        Call once: gloo waits for ever for a message that has come before.
+        """
         for work in self.receiving:
             work.wait()
         self.receiving = []
         if self.packed is not None:
-            self.packed.place()
+            self.packed.unpack()
             self.packed = None
 
     def left(self) -> None:
-        """Block the thread until everything is on its way, so that what was sent may change. Call once."""
+        """Block the thread until everything is on its way, so that its memory may change. Call once."""
         for work in self.sending:
             work.wait()
         self.sending, self.keep = [], []
 
 
 class Gloo:
-    """See `runtime.transport.Transport`.
+    """See `runtime.transport.base.Transport`.
 
-    gloo sends a message once its receiver has said that it is ready, and says so on the connection on which other messages travel. Where
-    two ranks send each other pieces at once, as proxies of a ring do, the word for the next round would wait behind a whole piece of
-    this one. So receives are posted two exchanges ahead.
+    gloo sends a message once its receiver has said that it is ready, and says so on the connection
+    on which other messages travel. Where two ranks send each other pieces at once, as proxies of a
+    ring do, the word for the next round would wait behind a whole piece of this one. So receives
+    are posted two exchanges ahead.
     """
 
     ahead = 2
@@ -69,9 +77,9 @@ class Gloo:
     def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> None:
         self.groups = groups
         self.traffic = Traffic()
-        self.expected: dict[int, Sequence[Parcel]] = {}  # by exchange: what a collective that was not yet issued brings
+        self.expected: dict[int, Sequence[Parcel]] = {}  # receives of collectives not yet issued
         self.under_way: dict[int, _UnderWay] = {}
-        self.leaving: dict[int, _UnderWay] = {}  # by exchange: those whose sends may still be under way
+        self.leaving: dict[int, _UnderWay] = {}  # exchanges whose sends may still be under way
         self.relay = Relay(phase.relay_tasks, form, groups, trace) if phase.relay_tasks else None
 
     def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
@@ -111,7 +119,10 @@ class Gloo:
         self.let_go([at for at in self.leaving if at < exchange.id])
 
     def let_go(self, exchanges: Sequence[int]) -> None:
-        """Wait for the sends of exchanges. Where the rank has ended a later one, the peers have begun these: no one waits in a circle."""
+        """Wait for the sends of exchanges.
+
+        Where the rank has ended a later one, the peers have begun these: no deadlock.
+        """
         for at in exchanges:
             self.leaving.pop(at).left()
 

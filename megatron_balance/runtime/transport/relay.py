@@ -1,8 +1,9 @@
-"""What a rank passes on for others, beside its own work (Zeppelin, section 3.3): a proxy must not wait for its own computation.
+"""Relaying for others on gloo, beside a rank's own work (Zeppelin, section 3.3).
 
-gloo needs someone to wait for a piece before it can be sent on, so threads do it; torch lets go of the interpreter while they wait.
-All relay tasks of a phase are known when it starts and are remapped then. Duties of one group come one after the other (rounds of a
-ring, say); groups wait for nothing in one another, so each has a thread.
+A proxy must not wait for its own computation. gloo needs someone to wait for a piece before it can
+be sent on, so threads do it; torch releases the interpreter while they wait. All relay tasks of a
+phase are known when it starts, and handed to the threads then. Tasks of one group come one after
+the other (rounds of a ring, say); groups wait for nothing in one another, so each has a thread.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_balance.analysis.wire import piece_bounds
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, piece_bounds
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
 from megatron_balance.runtime.lower.steps import RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport import comm
@@ -30,25 +32,28 @@ _CPU = torch.device("cpu")
 
 
 class Relay:
-    """What a rank passes on in one run of a phase."""
+    """All relay tasks of a rank in one run of a phase."""
 
     def __init__(self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: Form, groups: Groups, trace: Trace | None) -> None:
         self.threads = [_Thread(relay_tasks, form, groups, trace) for relay_tasks in groups_of_relay_tasks]
         self.jobs: list[Job] = groups.workers.run([thread.pass_on for thread in self.threads])
 
     def raise_error(self) -> None:
-        """Raise what a relay task met, if any did."""
+        """Raise the error of a relay task, if one met any."""
         for thread in self.threads:
             if thread.error is not None:
                 raise thread.error
 
     def abandon(self) -> None:
-        """After an error: the threads end, since all connections are closed; one that does not is left behind."""
+        """Wait a while for the threads to end after an error.
+
+        They do, since all connections are closed; one that does not is left behind.
+        """
         for job in self.jobs:
             job.wait(_PATIENCE_S)
 
     def finish(self, traffic: Traffic) -> None:
-        """Wait until everything is passed on, and count it."""
+        """Wait until everything is sent on, and count it."""
         for job in self.jobs:
             job.wait()
         self.raise_error()
@@ -59,7 +64,10 @@ class Relay:
 
 
 class _Thread:
-    """One group of relay tasks, in order. `num_bytes` were passed on; `crossed_in`, `crossed_out`: of those, from and to other nodes."""
+    """One group of relay tasks, in order.
+
+    `num_bytes`: sent on so far; `crossed_in`, `crossed_out`: of those, from and to other nodes.
+    """
 
     def __init__(self, relay_tasks: Sequence[RelayTask], form: Form, groups: Groups, trace: Trace | None) -> None:
         self.relay_tasks, self.form, self.groups, self.trace = relay_tasks, form, groups, trace
@@ -67,7 +75,9 @@ class _Thread:
         self.error: RuntimeError | None = None
 
     def pass_on(self) -> None:
-        """Receive and send on every piece. Where one does not come or cannot be sent, `error` says so, and all other transfers of the
+        """Receive and send on every piece.
+
+        Where one does not come or cannot be sent, `error` says so, and all other transfers of the
         rank are broken off.
         """
         posted: deque[tuple[RelayTask, Tensor, dist.Work, float]] = deque()
@@ -96,7 +106,7 @@ class _Thread:
             comm.break_off(self.groups)
 
     def sized(self) -> Iterator[tuple[RelayTask, int]]:
-        """Duties with the bytes of their pieces, without empty pieces."""
+        """Relay tasks with the bytes of their pieces, without empty pieces."""
         for relay_task in self.relay_tasks:
             begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), relay_task.route.count)[relay_task.route.index]
             if begin < end:
@@ -107,14 +117,8 @@ class _Thread:
         for relay_task, num_bytes in upcoming:
             x = self.groups.buffers.empty((num_bytes,), torch.uint8, _CPU)
             begin = time.perf_counter()
-            posted.append(
-                (
-                    relay_task,
-                    x,
-                    comm.receive(x, relay_task.route.arrives.peer, relay_task.tag + relay_task.route.arrives.tag, self.groups),
-                    begin,
-                )
-            )
+            arrives = relay_task.route.arrives
+            posted.append((relay_task, x, comm.receive(x, arrives.peer, relay_task.tag + arrives.tag, self.groups), begin))
             return
 
     def send(self, relay_task: RelayTask, x: Tensor, begin: float) -> dist.Work:

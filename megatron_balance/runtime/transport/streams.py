@@ -1,10 +1,12 @@
-"""Exchanges on CUDA: communication streams beside the compute stream, joined by events; the host waits for nothing.
+"""Exchanges on CUDA: communication streams beside the compute stream, joined by events.
 
-Each stream of `compile.order.streams` has a communicator of its own, so that what it carries is only in order with itself: transfers
-between nodes (high priority) beside those inside the node, and what is moved beside what is copied. NCCL matches messages by their order
-between two ranks; ranks issue the exchanges of a stream in the order of their ids, and within one by source, target and piece. The
-legs of a routed exchange are one batch each, on streams of their own, since a leg waits for the one before. Collectives have streams
-too, but go by the communicators of their ranks.
+The host waits for nothing. Each stream of `compile.order.streams` has a communicator of its own, so
+that what it carries is only in order with itself: transfers between nodes (high priority) beside
+those inside the node, and moved beside copied traffic. NCCL matches messages by their order between
+two ranks; ranks issue the exchanges of a stream in the order of their ids, and within one by source,
+target and piece. The legs of a routed exchange are one batch each, on streams of their own, since a
+leg waits for the one before. Collectives have streams too, but go by the communicators of their
+ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_balance.analysis.wire import piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.cuda import Streams, Transfer
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, piece_bounds
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport.base import Parcel
@@ -30,14 +33,21 @@ from megatron_balance.runtime.transport.comm import CollectiveCall, direct_and_r
 
 @dataclass(slots=True)
 class _UnderWay:
-    """`events`: after which all that comes to this rank in an exchange is there; `packed`: in a collective's own order."""
+    """An exchange that was issued.
+
+    `events`: after which all that comes to this rank is there; `packed`: it is in a collective's
+    own order.
+    """
 
     events: list[Any]
     packed: CollectiveCall | None = None
 
 
 class Streamed:
-    """See `runtime.transport.Transport`. What is passed on is issued with the exchange, as one more part of its legs."""
+    """See `runtime.transport.base.Transport`.
+
+    Relayed pieces are issued with the exchange, in the batches of its legs.
+    """
 
     ahead = 0
 
@@ -71,12 +81,12 @@ class Streamed:
         self.add_relay_tasks(self.relay_tasks.get(exchange.op, ()), batches)
         ready = self.streams.now()
         events: list[Any] = []
-        before: dict[str, Any] = {}  # the last leg issued, by lane: the next one sends what it brought
+        before: dict[str, Any] = {}  # the last leg by traffic class: the next one sends what it brought
         for leg, name in sorted(batches, key=lambda place: (("direct", *LEGS).index(place[0]), place[1])):
             stream, traffic_class = self.streams.of(name), name.partition(" ")[2]
             transfers = sorted(batches[leg, name], key=lambda t: t[:3])
             if any(self.groups.rank in (t.src, t.dst) for t in transfers):
-                stream.wait(ready)  # what is only passed on does not wait for this rank's own work
+                stream.wait(ready)  # what is only relayed does not wait for this rank's own work
             if leg != "direct" and traffic_class in before:
                 stream.wait(before[traffic_class])
             for transfer in transfers:
@@ -91,7 +101,10 @@ class Streamed:
         self.under_way[exchange.id] = _UnderWay(events)
 
     def start_collective(self, exchange: ExchangeStep, packed: CollectiveCall) -> _UnderWay:
-        """One call on the communicator of its ranks. The compute stream has packed the bytes and will unpack them."""
+        """Issue one call on the communicator of its ranks.
+
+        The compute stream has packed the bytes and will unpack them.
+        """
         stream = self.streams.of(exchange.stream)
         stream.wait(self.streams.now())
         for x in packed.memory:
@@ -109,7 +122,7 @@ class Streamed:
         arriving: Mapping[int, Tensor],
         batches: dict[tuple[Leg, str], list[Transfer]],
     ) -> None:
-        """This rank's own messages and pieces, by leg and stream."""
+        """Add this rank's own messages and pieces, by leg and stream."""
         rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange.sends, *exchange.receives)}
         direct, routed = direct_and_routed(sends, exchange)
         for index, (peer, x) in enumerate(direct):
@@ -126,7 +139,7 @@ class Streamed:
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
 
     def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: dict[tuple[Leg, str], list[Transfer]]) -> None:
-        """What is passed on: received in one leg, sent in a later one."""
+        """Add relayed pieces: received in one leg, sent in a later one."""
         for relay_task in relay_tasks:
             route = relay_task.route
             begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), route.count)[route.index]
@@ -150,10 +163,10 @@ class Streamed:
         for event in under_way.events:
             self.streams.wait(event)
         if under_way.packed is not None:
-            under_way.packed.place()
+            under_way.packed.unpack()
 
     def end(self) -> None:
-        """Nothing to wait for: what was sent is kept by the streams until they have read it."""
+        """Do nothing: what was sent is kept by the streams until they have read it."""
 
     def fail(self) -> None:
-        """Nothing to wake: the host waits for no transfer."""
+        """Do nothing: the host waits for no transfer."""

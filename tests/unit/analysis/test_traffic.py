@@ -111,7 +111,7 @@ def test_sizes_are_those_that_the_executor_packs() -> None:
                 tensors = [shape for message in carried for shape in parcels.shapes(message, form)]
                 assert found.direct.tolist() == [sum(int(np.prod(shape)) * kind.itemsize for shape, kind in tensors)]
                 for count in (1, 3, 4, 8):
-                    pieces = [stop - start for start, stop in parcels.cut(int(found.packed[0]), count)]
+                    pieces = [stop - start for start, stop in wire.piece_bounds(int(found.packed[0]), count)]
                     assert wire.cut(found.packed, count)[:, 0].tolist() == pieces
 
 

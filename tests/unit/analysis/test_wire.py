@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from megatron_balance.analysis.wire import ALIGN, piece_bounds  # noqa: E402
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.lower.parcels import ALIGN, Form, pack, parcel_bytes, piece_bounds, shapes, unpack  # noqa: E402
+from megatron_balance.runtime.lower.parcels import Form, pack, parcel_bytes, shapes, unpack  # noqa: E402
 from megatron_balance.runtime.lower.regions import without  # noqa: E402
 from megatron_balance.runtime.trace import Traced, hidden_share  # noqa: E402
 

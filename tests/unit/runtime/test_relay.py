@@ -22,9 +22,9 @@ ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, 
 
 
 def relay_task(exchange: int, rows: int = 4) -> RelayTask:
-    """Rank 1 compile on the first half of what rank 0 sends to rank 4: `rows` keys of one head."""
+    """Rank 1 relays the first half of what rank 0 sends to rank 4: `rows` keys of one head."""
     route = ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
-    return RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), way)
+    return RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), route)
 
 
 class Wire:

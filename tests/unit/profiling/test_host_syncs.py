@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
-from megatron_balance.profiling.host_syncs import found, read  # noqa: E402
+from megatron_balance.profiling.host_syncs import find_host_syncs, read_trace  # noqa: E402
 
 
 def event(name, cat, ts, dur, tid=1, **args):
@@ -35,13 +35,13 @@ def gpu_trace(*planted):
 
 
 def test_a_step_that_only_issues_has_none():
-    assert found(gpu_trace()) == []
+    assert find_host_syncs(gpu_trace()) == []
 
 
 @pytest.mark.parametrize("call", ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"])
 def test_a_call_that_waits_is_found_with_its_operators(call):
     outer, inner = event("aten::item", "cpu_op", 300, 400), event("aten::_local_scalar_dense", "cpu_op", 310, 380)
-    (sync,) = found(gpu_trace(outer, inner, event(call, "cuda_runtime", 320, 350, correlation=9)))
+    (sync,) = find_host_syncs(gpu_trace(outer, inner, event(call, "cuda_runtime", 320, 350, correlation=9)))
     assert (sync.what, sync.where, sync.seconds) == (call, ("ProfilerStep#3", "aten::item", "aten::_local_scalar_dense"), 350e-6)
     assert str(sync) == f"{call} (350 us) in ProfilerStep#3 > aten::item > aten::_local_scalar_dense"
 
@@ -51,11 +51,11 @@ def test_a_copy_to_pageable_memory_waits_whatever_it_is_called():
         event("cudaMemcpyAsync", "cuda_runtime", 320, 350, correlation=9),
         event("Memcpy DtoH (Device -> Pageable)", "gpu_memcpy", 600, 60, tid=7, correlation=9),
     ]
-    assert [sync.what for sync in found(gpu_trace(*copied))] == ["cudaMemcpyAsync"]
+    assert [sync.what for sync in find_host_syncs(gpu_trace(*copied))] == ["cudaMemcpyAsync"]
 
 
 def test_on_a_gpu_an_operator_on_cpu_tensors_does_not_wait():
-    assert found(gpu_trace(event("aten::_local_scalar_dense", "cpu_op", 300, 10))) == []
+    assert find_host_syncs(gpu_trace(event("aten::_local_scalar_dense", "cpu_op", 300, 10))) == []
 
 
 def test_other_threads_and_what_lies_outside_are_told_apart():
@@ -65,10 +65,10 @@ def test_other_threads_and_what_lies_outside_are_told_apart():
         event("cudaStreamSynchronize", "cuda_runtime", 900, 5, correlation=10),
     ]
     trace = gpu_trace(*syncs)
-    assert [sync.where for sync in found(trace)] == [(), ("ProfilerStep#3",), ()]
-    assert [sync.where for sync in found(trace, within="ProfilerStep#3")] == [("ProfilerStep#3",)]
+    assert [sync.where for sync in find_host_syncs(trace)] == [(), ("ProfilerStep#3",), ()]
+    assert [sync.where for sync in find_host_syncs(trace, within="ProfilerStep#3")] == [("ProfilerStep#3",)]
     with pytest.raises(ValueError, match="no record_function named 'forward'"):
-        found(trace, within="forward")
+        find_host_syncs(trace, within="forward")
 
 
 def traced(tmp_path, step):
@@ -76,7 +76,7 @@ def traced(tmp_path, step):
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
         step(x)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    return found(read(tmp_path / "trace.json"), within="step")
+    return find_host_syncs(read_trace(tmp_path / "trace.json"), within="step")
 
 
 PLANTED = {
