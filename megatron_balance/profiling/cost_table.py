@@ -1,4 +1,6 @@
-"""Measure this machine for a cost table: kernels (`profiling.kernels`) and links (`profiling.links`).
+"""Measure this machine for a cost table.
+
+Kernels (`profiling.kernels`) and links (`profiling.links`).
 
 Each figure is of several samples of warm calls: their median on the device's own clock (CUDA
 events), the shortest on the processor's, where what others take of the machine only adds; with one

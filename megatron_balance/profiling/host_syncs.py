@@ -2,9 +2,9 @@
 
 A GPU is kept busy by a host that runs ahead of it; a host that waits (a value read by `.item()`, a
 copy to pageable memory, an explicit synchronisation) lets it run dry. `find_host_syncs` searches a
-Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the trace has the calls
-of CUDA's runtime, these decide. A trace without them, of a CPU, has the operators only: then those
-are named that would wait if their tensors were on a GPU.
+Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the trace has the
+calls of CUDA's runtime, these decide. A trace without them, of a CPU, has the operators only: then
+those are named that would wait if their tensors were on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALLERS = frozenset(("user_annotation", "cpu_op", "python_function"))
 class HostSync:
     """One wait.
 
-    `what`: the call or operator; `where`: its callers, outermost first; `seconds`: how long it took.
+    `what`: the call or operator; `where`: its callers, outermost first; `seconds`: of the wait.
     """
 
     what: str

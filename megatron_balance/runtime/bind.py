@@ -16,6 +16,7 @@ from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import Policy, transpose
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
@@ -156,7 +157,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         rank=rank,
         shape=shape,
         owned=owned,
-        num_tokens=int((owned[:, 2] - owned[:, 1]).sum()),
+        num_tokens=int((owned[:, Fragment.STOP] - owned[:, Fragment.START]).sum()),
         policy=policy,
         phases=lowering.phases,
         groups=groups,

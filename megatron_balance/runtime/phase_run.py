@@ -311,9 +311,7 @@ class PhaseRun:
         Before them, by peer whose messages are routed, the memory that holds all of the peer's.
         """
         if not exchange.routed_receives:
-            return {}, [
-                [self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(exchange)
-            ]
+            return {}, [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(exchange)]
         arriving: dict[int, Tensor] = {}
         slots: list[list[Tensor]] = []
         for peer, messages in groupby(exchange.receives, attrgetter("peer")):

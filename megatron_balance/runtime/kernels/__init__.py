@@ -1,4 +1,4 @@
-"""Attention kernels: one protocol (`base`), implementations, and the choice here."""
+"""Attention kernels: a protocol (`base`), implementations, and the choice."""
 
 from __future__ import annotations
 
@@ -11,40 +11,45 @@ from megatron_balance.runtime.kernels.libraries import FLASH_ATTN_3, FlashAttn2C
 from megatron_balance.runtime.kernels.plain import PlainKernel
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 
-_32_BIT_AND_MORE = (torch.float32, torch.float64)
-_16_BIT = (torch.bfloat16, torch.float16)
+_FP32_FP64 = (torch.float32, torch.float64)
+_BF16_FP16 = (torch.bfloat16, torch.float16)
 _ANY_DIM = (1 << 30, 1)
 _FLASH_DIMS = (256, 8)
 KERNELS: dict[str, Offer] = {
-    "plain": Offer(PlainKernel, ("cpu", "cuda"), (*_32_BIT_AND_MORE, *_16_BIT), _ANY_DIM),
-    "cpu_flash": Offer(CpuFlashKernel, ("cpu",), (torch.float32, *_16_BIT), _ANY_DIM),
-    "torch_varlen": Offer(lambda: VarlenKernel("torch_varlen", TorchCalls()), ("cuda",), _16_BIT, _FLASH_DIMS),
+    "plain": Offer(PlainKernel, ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), _ANY_DIM),
+    "cpu_flash": Offer(CpuFlashKernel, ("cpu",), (torch.float32, *_BF16_FP16), _ANY_DIM),
+    "torch_varlen": Offer(lambda: VarlenKernel("torch_varlen", TorchCalls()), ("cuda",), _BF16_FP16, _FLASH_DIMS),
     "flash_attn": Offer(
         lambda: VarlenKernel("flash_attn", FlashAttn2Calls()),
-        *(("cuda",), _16_BIT, _FLASH_DIMS, ("flash_attn.flash_attn_interface",)),
+        *(("cuda",), _BF16_FP16, _FLASH_DIMS, ("flash_attn.flash_attn_interface",)),
         "pip install --no-build-isolation flash-attn",
     ),
     "flash_attn_3": Offer(
         lambda: VarlenKernel("flash_attn_3", FlashAttn3Calls()),
-        *(("cuda",), _16_BIT, _FLASH_DIMS, FLASH_ATTN_3),
+        *(("cuda",), _BF16_FP16, _FLASH_DIMS, FLASH_ATTN_3),
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
     ),
     "te_fused": Offer(
         lambda: VarlenKernel("te_fused", TeFusedCalls()),
-        *(("cuda",), _16_BIT, _FLASH_DIMS, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
+        *(("cuda",), _BF16_FP16, _FLASH_DIMS, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
 }
 """By name, as a run file's `kernel:` has them."""
 
 AUTOMATIC = ("flash_attn_3", "flash_attn", "torch_varlen", "cpu_flash", "plain")
-"""In order of preference. te_fused is chosen by name only: what it leaves for the backward depends on the version of cuDNN."""
+"""In order of preference.
+
+te_fused is chosen by name only: what it leaves for the backward depends on the version of cuDNN."""
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel called `name` ("auto": the first of AUTOMATIC that is installed and serves device, dtype and head dim).
+    """Make the kernel called `name`.
 
-    Raises ConfigError: no such kernel, it is not installed, or it cannot serve these tensors.
+    "auto": the first of `AUTOMATIC` that is installed and serves device, dtype and head dim.
+
+    Raises:
+        ConfigError: no such kernel, it is not installed, or it cannot serve these tensors.
     """
     if name == "auto":
         fitting = (o for o in map(KERNELS.__getitem__, AUTOMATIC) if not o.refusal(device, dtype, head_dim))

@@ -1,8 +1,10 @@
-"""Attention kernels behind one protocol.
+"""Protocol of attention kernels.
 
-Shape legend: T rows of an operand, N packed query rows of all entries in order, M packed key rows, H query heads, G key-value
-heads, D head dim. An entry is a run of query rows and a run of key rows, full or causal at the bottom right. LSE is
+An entry is a run of query rows and a run of key rows, full or causal at the bottom right. LSE is
 natural-log, in fp32 (fp64 for fp64 inputs).
+
+Shape legend: T rows of an operand, N packed query rows of all entries in order, M packed key rows,
+H query heads, G key-value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Rows of the entries of one launch: [start, stop) in the query operand, the key operand and (backward) dout's rows."""
+    """Rows of the entries of one launch.
+
+    [start, stop) in the query operand, the key operand and (backward) dout's rows.
+    """
 
     q: tuple[tuple[int, int], ...]
     k: tuple[tuple[int, int], ...]
@@ -31,7 +36,10 @@ class Entries:
 
 
 class Kernel(Protocol):
-    """One launch over many entries. `prepare` runs once per microbatch; its result goes to every `forward` and `backward`."""
+    """One launch over many entries.
+
+    `prepare` runs once per microbatch; its result goes to every `forward` and `backward`.
+    """
 
     name: str
 
@@ -40,7 +48,7 @@ class Kernel(Protocol):
         ...
 
     def prepare(self, entries: Entries, device: torch.device) -> Any:
-        """Whatever the kernel needs of the entries (index tensors, cu_seqlens) on `device`."""
+        """Index tensors, cu_seqlens or whatever the kernel needs of the entries on `device`."""
         ...
 
     def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -50,15 +58,24 @@ class Kernel(Protocol):
     def backward(
         self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed dq [N, H, D], dk and dv [M, G, D]. `dout`: gradient, final output [T, H, D] and LSE [T, H] in dout's rows."""
+        """Packed dq [N, H, D], dk and dv [M, G, D].
+
+        `dout`: gradient, final output [T, H, D] and LSE [T, H] in dout's rows.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A kernel that can be chosen: what it serves, and what must be installed for it (one of `modules`).
+    """A kernel that can be chosen.
 
-    `head_dims`: (largest, multiple of what). `mend`: how to get it.
+    Attributes:
+        make: makes it.
+        devices: types that it serves.
+        dtypes: that it serves.
+        head_dims: (largest, multiple of what).
+        modules: one of them must be installed.
+        mend: how to get it.
     """
 
     make: Callable[[], Kernel]
@@ -73,7 +90,7 @@ class Offer:
         return not self.modules or any(has_module(name) for name in self.modules)
 
     def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-        """Why it does not serve such tensors; "" if it does."""
+        """The reason why it does not serve such tensors; "" if it does."""
         if device.type not in self.devices:
             return f"does not serve {device.type} tensors"
         if dtype not in self.dtypes:
@@ -91,7 +108,7 @@ def has_module(name: str) -> bool:
 
 
 def merge_partials(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge two partials of the same queries: out [..., D] in the first one's type, natural-log LSE [...]."""
+    """Merge two partials of the same queries: out [..., D] in the first one's type, LSE [...]."""
     lse = torch.logaddexp(one[1], other[1])
     weights = (torch.exp(part.sub(lse)).unsqueeze(-1) for part in (one[1], other[1]))
     return one[0].mul(next(weights)).add(other[0].mul(next(weights))).to(one[0].dtype), lse

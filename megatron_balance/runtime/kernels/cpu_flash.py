@@ -9,10 +9,10 @@ from megatron_balance.runtime.kernels.base import Entries, merge_partials
 
 
 class CpuFlashKernel:
-    """torch's flash attention for CPU: one call an entry, GQA without copies of the keys.
+    """One call an entry, GQA without copies of the keys.
 
-    Its causal mask is aligned at the top left, so a causal entry with more keys than queries is run in two: the keys before
-    its first query in full, the rest as a square, merged by LSE.
+    Its causal mask is aligned at the top left, so a causal entry with more keys than queries is run
+    in two: the keys before its first query in full, the rest as a square, merged by LSE.
     """
 
     name = "cpu_flash"

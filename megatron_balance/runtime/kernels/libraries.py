@@ -1,12 +1,19 @@
-"""The varlen attention calls of others, one class each: torch's own, flash-attn 2 and 3, and Transformer Engine's fused attention.
+"""Varlen attention calls of libraries, one class each.
 
-Signatures are those of torch 2.13 (aten), flash-attn 2.8.3 (`flash_attn.flash_attn_interface`), flash-attn 3 as of the same tag and of main
-in August 2026 (`hopper/flash_attn_interface.py`; arguments go by position, since two names differ), and Transformer Engine 2.9 to
-2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`). All align a causal mask at the bottom right and return the natural-log LSE of
-scaled scores; the backward is handed the merged output and LSE. The gradient of the queries is summed with atomics inside them, unless
-`torch.use_deterministic_algorithms` is on.
+torch's own, flash-attn 2 and 3, and Transformer Engine's fused attention. Signatures are those of
 
-Shape legend: N query rows, M key rows, H query heads, G key-value heads, D head dim; LSE is [N, H] here, in whatever strides a call has it.
+- torch 2.13 (aten);
+- flash-attn 2.8.3 (`flash_attn.flash_attn_interface`);
+- flash-attn 3 as of the same tag and of main in August 2026 (`hopper/flash_attn_interface.py`;
+  arguments go by position, since two names differ);
+- Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
+
+All align a causal mask at the bottom right and return the natural-log LSE of scaled scores; the
+backward is handed the merged output and LSE. The gradient of the queries is summed with atomics
+inside them, unless `torch.use_deterministic_algorithms` is on.
+
+Shape legend: N query rows, M key rows, H query heads, G key-value heads, D head dim; LSE is [N, H]
+here, in whatever strides a call has it.
 """
 
 from __future__ import annotations
@@ -28,7 +35,10 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CuSeqlens:
-    """The entries of one launch: cu_seqlens of the packed queries and keys, their largest entry, and whether all are causal."""
+    """The entries of one launch, all full or all causal.
+
+    cu_seqlens of the packed queries and keys, and the rows of their largest entry.
+    """
 
     cu_q: Tensor
     cu_k: Tensor
@@ -101,7 +111,9 @@ class FlashAttn2Calls:
 
 
 FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-"""Where flash-attn 3 is: its own setup puts a module at the top, Transformer Engine's instructions put it into a package."""
+"""Modules that flash-attn 3 may be.
+
+Its own setup puts one at the top, Transformer Engine's instructions put it into a package."""
 
 
 class FlashAttn3Calls:
@@ -128,7 +140,10 @@ class FlashAttn3Calls:
 
 
 class TeFusedCalls:
-    """Transformer Engine's fused attention (cuDNN, from 9.6: older ones pad the LSE of packed sequences)."""
+    """Transformer Engine's fused attention.
+
+    cuDNN from 9.6 on: older ones pad the LSE of packed sequences.
+    """
 
     def __init__(self) -> None:
         self.module: ModuleType = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
@@ -137,9 +152,10 @@ class TeFusedCalls:
         self.backward_takes = frozenset(inspect.signature(self.module.fused_attn_bwd).parameters)
 
     def options(self, at: CuSeqlens, scale: float) -> dict[str, object]:
-        """What forward and backward are told alike."""
+        """Arguments that forward and backward have in common."""
         mask = "padding_causal_bottom_right" if at.causal else "padding"
-        formats = {"o_format": "thd"} if "o_format" in self.backward_takes else {}  # from 2.15 on; before, that of q
+        # From 2.15 on; before, the output has the format of q.
+        formats = {"o_format": "thd"} if "o_format" in self.backward_takes else {}
         return {
             "cu_seqlens_q_padded": at.cu_q, "cu_seqlens_kv_padded": at.cu_k, "attn_scale": scale, "dropout": 0.0,
             "qkv_layout": "thd_thd_thd", "attn_bias_type": "no_bias", "attn_mask_type": mask,

@@ -11,7 +11,7 @@ from megatron_balance.runtime.kernels.base import Entries
 
 
 class PlainKernel:
-    """Attention by its formula, in fp32 or the inputs' fp64: for tests and for what no other kernel serves."""
+    """Attention by its formula, in fp32 or the inputs' fp64."""
 
     name = "plain"
 

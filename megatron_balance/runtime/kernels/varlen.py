@@ -1,7 +1,8 @@
-"""FlashAttention's varlen kernels on CUDA: one launch for an op, whatever the number of its entries.
+"""FlashAttention's varlen kernels on CUDA: one launch for an op with any number of entries.
 
-The kernel's mask is one switch for all entries, so an op with full and causal entries takes two launches, never more; a full entry of one
-query row goes with either. Operands that are not consecutive are gathered by an index built once per microbatch.
+The kernel's mask is one switch for all entries, so an op with full and causal entries takes two
+launches, never more; a full entry of one query row goes with either. Operands that are not
+consecutive are gathered by an index built once per microbatch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from megatron_balance.runtime.kernels.libraries import Calls, CuSeqlens
 
 @dataclass(frozen=True, slots=True)
 class _MaskGroup:
-    """The full or the causal entries. Rows are a slice where they are consecutive, else an index."""
+    """The full, or the causal, entries of a launch.
+
+    Rows are a slice where they are consecutive, else an index.
+    """
 
     at: CuSeqlens
     q: Tensor | slice
@@ -35,7 +39,7 @@ class _Prepared:
 
 
 class VarlenKernel:
-    """See `runtime.kernels.Kernel`; `calls` are a library's."""
+    """See `runtime.kernels.base.Kernel`; `calls` are a library's."""
 
     def __init__(self, name: str, calls: Calls) -> None:
         self.name, self.calls = name, calls
@@ -92,29 +96,32 @@ class VarlenKernel:
 
 
 def _masks(entries: Entries) -> tuple[bool, ...]:
-    """Which entries are launched as causal: a full one of a single query, whose last key is its own last, goes with the others."""
+    """Whether each entry is launched as causal.
+
+    A full one of a single query is causal at the bottom right, too, and goes with the others.
+    """
     if not any(entries.causal):
         return entries.causal
     return tuple(causal or stop - start == 1 for causal, (start, stop) in zip(entries.causal, entries.q, strict=True))
 
 
 def _packed(rows: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """Where the rows of each entry lie when all are packed one after the other."""
-    found, at = [], 0
+    """Rows of each entry when all are packed one after the other."""
+    packed, at = [], 0
     for start, stop in rows:
-        found.append((at, at + stop - start))
+        packed.append((at, at + stop - start))
         at += stop - start
-    return found
+    return packed
 
 
 def _rows(rows: list[tuple[int, int]], device: torch.device) -> Tensor | slice:
     if all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False)):
         return slice(rows[0][0], rows[-1][1])
-    return torch.cat([torch.arange(a, b) for a, b in rows]).to(device, non_blocking=True)  # the host waits for nothing
+    return torch.cat([torch.arange(a, b) for a, b in rows]).to(device, non_blocking=True)  # no wait
 
 
 def _take(x: Tensor, rows: Tensor | slice) -> Tensor:
-    """Rows of `x`; heads may have gaps between them, their elements may not (the libraries take it so)."""
+    """Rows of `x`; the libraries take gaps between heads, not inside them."""
     if not isinstance(rows, slice):
         return x.index_select(0, rows)
     return x[rows] if x.dim() == 2 or x.stride(-1) == 1 else x[rows].contiguous()

@@ -154,7 +154,9 @@ class MessageLookup:
                 far = frozenset([m.peer for m in (*out, *back) if m.peer // self.ranks_per_node != node])
                 stream = collective_stream(op.group, self.ranks_per_node) if op.collective != "p2p" else ""
                 tag = tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
-                exchanges[i] = ExchangeStep(i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far, stream)
+                exchanges[i] = ExchangeStep(
+                    i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far, stream
+                )
         return exchanges
 
     def by_op(self, side: Messages, indexes: Indexes) -> dict[int, tuple[Message, ...]]:

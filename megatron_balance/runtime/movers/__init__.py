@@ -1,4 +1,4 @@
-"""Movers of rows: one protocol (`base`), implementations, and the choice here."""
+"""Movers of rows: a protocol (`base`), implementations, and the choice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ MOVERS = ("auto", "plain", "triton")
 
 
 def choose_mover(name: str, device: torch.device) -> Mover:
-    """The mover called `name`; "auto": triton on CUDA, plain elsewhere. triton on CPU tensors needs its interpreter.
+    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere.
 
-    Raises ConfigError: no such mover, or Triton is not installed.
+    triton on CPU tensors needs its interpreter.
+
+    Raises:
+        ConfigError: no such mover, or Triton is not installed.
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" else "plain"

@@ -1,8 +1,11 @@
-"""Rows between tensors: what a packed tensor takes from buffers, what goes back into them, and partials merged on the way.
+"""Protocol of movers: rows from buffers into packed tensors and back, and partials merged.
 
-Shape legend: T rows of a buffer, N packed rows, H heads, D head dim. There are two movers. `PlainMover` is torch, run by run: the CPU's,
-and what the other one is tested against. `runtime.movers.triton.mover.TritonMover` does each of these calls in one launch where it can.
-No mover uses atomics: every destination row is written by one thread block, in an order that depends on the plan alone.
+There are two movers. `movers.plain` is torch, run by run: the CPU's, and the one that the other is
+tested against. `movers.triton` does each of these calls in one launch where it can. No mover uses
+atomics: every destination row is written by one thread block, in an order that depends on the plan
+alone.
+
+Shape legend: T rows of a buffer, N packed rows, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -21,12 +24,18 @@ Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 HELD_PARTS = 4
-"""Merging n new partials of bf16 into an accumulator moves 2 n + 8 bytes an element: with 3 that is less than half of what merging each as
-it comes moves, and more of them would take more memory than the accumulator does."""
+"""Most partials of a buffer that wait to be merged at once.
+
+Merging n new partials of bf16 into an accumulator moves 2 n + 8 bytes an element. With 3 that is
+less than half of merging each as it comes; more of them would take more memory than the accumulator
+does."""
 
 
 class Fill(NamedTuple):
-    """Packed rows taken from buffers. `sources`: of each run, its buffer [T, H, ...]; `target`: [N, H, ...]."""
+    """Packed rows taken from buffers.
+
+    `sources`: of each run, its buffer [T, H, ...]; `target`: [N, H, ...].
+    """
 
     packed: Packed
     sources: tuple[Tensor, ...]
@@ -34,7 +43,10 @@ class Fill(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Packed rows put, or added, to rows of buffers. `source`: [N, H, ...]; `targets`: of each run, its buffer [T, H, ...]."""
+    """Packed rows written, or added, to rows of buffers.
+
+    `source`: [N, H, ...]; `targets`: of each run, its buffer [T, H, ...].
+    """
 
     packed: Packed
     source: Tensor
@@ -43,9 +55,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the partials of one forward need. `sizes`: (rows, heads) of each query buffer; `blank`: buffers that start empty.
+    """Memory for the partials of one forward.
 
-    `dtype`: of the output; `wide`: of LSE and of what is accumulated. `held`: most partials of a buffer that wait to be merged at once.
+    Attributes:
+        sizes: (rows, heads) of each query buffer.
+        blank: buffers that start empty.
+        dim: head dim.
+        dtype: of the output.
+        wide: of LSE and of accumulated partials.
+        empty: makes a tensor.
+        held: most partials of a buffer that wait to be merged at once.
     """
 
     sizes: Mapping[int, tuple[int, int]]
@@ -61,15 +80,21 @@ class Partials(Protocol):
     """The outputs of one forward so far, by query buffer."""
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
-        """Packed partials out [N, H, D] and LSE [N, H] to their rows. They are not changed later. `merges`: as in `lowered.Launch`."""
+        """Add packed partials out [N, H, D] and LSE [N, H], which are not changed later.
+
+        `merges`: as in `lower.steps.Launch`.
+        """
         ...
 
     def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Out [N, H, D] in its final type and LSE [N, H] of packed rows, both contiguous, and `into` tensors where there are some."""
+        """Out [N, H, D] in its final type and LSE [N, H] of packed rows, both contiguous.
+
+        `into`: tensors to write to, where there are some.
+        """
         ...
 
     def final(self) -> tuple[Tensor, Tensor]:
-        """Out [T, H, D] in its final type and LSE [T, H] of buffer 0; they belong to the caller."""
+        """Out [T, H, D] in its final type and LSE [T, H] of buffer 0, for the caller to keep."""
         ...
 
 
@@ -87,20 +112,23 @@ class Mover(Protocol):
         ...
 
     def add(self, places: Sequence[Place]) -> None:
-        """Add the sources to their rows; a row may be named often (a key that several entries use)."""
+        """Add the sources to their rows. A row may be named often: several entries use a key."""
         ...
 
     def partials(self, space: Space) -> Partials:
-        """Nothing so far."""
+        """Start the partials of a forward: none so far."""
         ...
 
 
 def rows_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
-    """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view, `x` itself if that is all of it."""
+    """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view.
+
+    `x` itself if that is all of it.
+    """
     rows = x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
     return rows if num_heads == rows.shape[1] else rows.narrow(1, head, num_heads)
 
 
 def heads_view(x: Tensor, head: int, num_heads: int) -> Tensor:
-    """Heads [head, head + num_heads) of `x`: a view, `x` itself if that is all of them."""
+    """Heads [head, head + num_heads) of `x`: a view; `x` itself if that is all of them."""
     return x if num_heads == x.shape[1] else x.narrow(1, head, num_heads)

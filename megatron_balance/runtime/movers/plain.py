@@ -61,7 +61,7 @@ class PlainPartials:
             self.lse[buffer].fill_(-torch.inf)
 
     def make(self, buffer: int) -> None:
-        """Room for the outputs of a buffer, if there is none."""
+        """Make tensors for the outputs of a buffer, if there are none."""
         if buffer not in self.out:
             rows, heads = self.space.sizes[buffer]
             self.out[buffer] = self.space.empty((rows, heads, self.space.dim), self.space.wide)
@@ -70,7 +70,8 @@ class PlainPartials:
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
         for run, index, merging in zip(packed.runs, packed.indices, merges, strict=True):
             if not merging and (run.count, run.num_heads) == self.space.sizes[run.buffer] == tuple(out.shape[:2]) and index is None:
-                self.out[run.buffer], self.lse[run.buffer] = out.to(self.space.wide), lse  # all of a buffer at once: no copy
+                # All of a buffer at once: no copy.
+                self.out[run.buffer], self.lse[run.buffer] = out.to(self.space.wide), lse
                 continue
             self.make(run.buffer)
             new_out = rows_view(out, run.row, run.row + run.count, run.head, run.num_heads)

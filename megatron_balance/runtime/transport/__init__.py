@@ -1,4 +1,4 @@
-"""Transports of exchanges: one protocol (`base`), one on gloo, one on CUDA streams; the choice is here."""
+"""Transports of exchanges: a protocol (`base`), implementations, and the choice."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, T
 
 
 def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
-    """Whether an exchange is one collective call: it could be one, and its ranks have a process group."""
+    """Whether an exchange is one collective call: its ranks have a process group."""
     return exchange.collective != "p2p" and groups.of(exchange.group) is not None
 
 

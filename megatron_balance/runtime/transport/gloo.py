@@ -57,7 +57,7 @@ class _UnderWay:
             self.packed = None
 
     def left(self) -> None:
-        """Block the thread until everything is on its way, so that its memory may change. Call once."""
+        """Block the thread until everything is sent, so that its memory may change. Call once."""
         for work in self.sending:
             work.wait()
         self.sending, self.keep = [], []
@@ -97,9 +97,7 @@ class Gloo:
 
     def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
         if exchange.far:
-            self.traffic.inter_node_bytes_sent += sum(
-                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
-            )
+            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends)
         if exchange.id in self.expected:
             packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
             self.under_way[exchange.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)

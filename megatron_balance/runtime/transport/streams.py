@@ -3,10 +3,10 @@
 The host waits for nothing. Each stream of `compile.order.streams` has a communicator of its own, so
 that what it carries is only in order with itself: transfers between nodes (high priority) beside
 those inside the node, and moved beside copied traffic. NCCL matches messages by their order between
-two ranks; ranks issue the exchanges of a stream in the order of their ids, and within one by source,
-target and piece. The legs of a routed exchange are one batch each, on streams of their own, since a
-leg waits for the one before. Collectives have streams too, but go by the communicators of their
-ranks.
+two ranks; ranks issue the exchanges of a stream in the order of their ids, and within one by
+source, target and piece. The legs of a routed exchange are one batch each, on streams of their own,
+since a leg waits for the one before. Collectives have streams too, but go by the communicators of
+their ranks.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class Streamed:
     def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
         receives, arriving = self.expected.pop(exchange.id)
         if exchange.far:
-            self.traffic.inter_node_bytes_sent += sum(
-                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
-            )
+            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends)
             self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
         if is_collective(exchange, self.groups):
             self.under_way[exchange.id] = self.start_collective(exchange, pack_collective(sends, receives, exchange, self.groups))
@@ -81,7 +79,7 @@ class Streamed:
         self.add_relay_tasks(self.relay_tasks.get(exchange.op, ()), batches)
         ready = self.streams.now()
         events: list[Any] = []
-        before: dict[str, Any] = {}  # the last leg by traffic class: the next one sends what it brought
+        before: dict[str, Any] = {}  # last leg by traffic class: the next one sends what it brought
         for leg, name in sorted(batches, key=lambda place: (("direct", *LEGS).index(place[0]), place[1])):
             stream, traffic_class = self.streams.of(name), name.partition(" ")[2]
             transfers = sorted(batches[leg, name], key=lambda t: t[:3])

@@ -1,9 +1,11 @@
-"""Triton kernels that move rows: one launch for many tensors. Written for Hopper; `runtime.movers.triton.mover` launches them.
+"""Triton kernels that move rows: one launch for many tensors. Written for Hopper.
 
-Every tensor is rows of heads of `dim` elements, the last two without gaps, rows at any stride. What goes where is a table of blocks made
-once for a bound plan (`runtime.movers.triton.tables`), so that a launch takes no work on the host but its arguments. Offsets are of 64 bits:
-rows x stride compile 2**31 elements at 64k tokens of 256 heads of 128. `VECS`: elements of 16 bytes, where `dim` is a multiple, else 1; the
-hints let the compiler use accesses of 16 bytes. No atomics: each destination row is written by one program.
+`movers.triton.mover` launches them. Every tensor is rows of heads of `dim` elements, the last two
+without gaps, rows at any stride. A table of blocks, made once for a bound plan
+(`movers.triton.tables`), says which rows go where, so that a launch takes no work on the host but
+its arguments. Offsets are of 64 bits: rows x stride exceed 2**31 elements at 64k tokens of 256
+heads of 128. `VECS`: elements of 16 bytes, where `dim` is a multiple, else 1; the hints let the
+compiler use accesses of 16 bytes. No atomics: each destination row is written by one program.
 """
 
 from __future__ import annotations
@@ -13,13 +15,32 @@ import triton.language as tl
 
 BLOCK_ROWS = 8
 """Rows of one block of a table; a program moves one block by BLOCK_COLS elements."""
-COPY_WIDTH = 9
-ADD_WIDTH = 9
+
+
+class CopyBlock:
+    """Columns of a block of `copy_rows`, which reads them by number.
+
+    A list begins there in the index; -1: rows from the row beside it on.
+    """
+
+    WIDTH = 9
+    PAIR, SOURCE_ROW, SOURCE_LIST, TARGET_ROW, TARGET_LIST, COUNT, SOURCE_HEAD, TARGET_HEAD, HEADS = range(9)
+
+
+class AddBlock:
+    """Columns of a block of `add_rows`, which reads them by number.
+
+    Lists in the index: the target rows, the place of the first source of each, the number of its
+    sources. A first source is a place in the list of source rows, also in the index.
+    """
+
+    WIDTH = 9
+    PAIR, TARGET_LIST, FIRST_LIST, NUMBER_LIST, COUNT, MOST_SOURCES, SOURCE_HEAD, TARGET_HEAD, HEADS = range(9)
 
 
 @triton.jit
 def elements(heads, DIM: tl.constexpr, VEC: tl.constexpr):
-    """Elements of so many heads; the compiler may rely on a multiple of VEC."""
+    """Elements of `heads` heads; the compiler may rely on a multiple of VEC."""
     return tl.multiple_of(heads * DIM, VEC)
 
 
@@ -36,7 +57,7 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """target[pair][rows, heads] = source[pair][rows, heads], converted, for the blocks of `tables.copy_table`."""
+    """target[pair][rows, heads] = source[pair][rows, heads], converted, for every `CopyBlock`."""
     block = blocks + tl.program_id(0).to(tl.int64) * 9
     pair = tl.load(block)
     source_row, source_at = tl.load(block + 1), tl.load(block + 2)
@@ -75,9 +96,10 @@ def add_rows(  # noqa: PLR0913, PLR0917
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """target[pair][rows, heads] += the sum of some source rows each, in the target's type, for the blocks of `tables.add_tables`.
+    """target[pair][rows, heads] += sums of source rows in the target's type, for every `AddBlock`.
 
-    A target row is read and written once, by one program, which takes its source rows in the order of the table.
+    A target row is read and written once, by one program, which takes its source rows in the order
+    of the table.
     """
     block = blocks + tl.program_id(0).to(tl.int64) * 9
     pair = tl.load(block)
@@ -109,7 +131,7 @@ def add_rows(  # noqa: PLR0913, PLR0917
             tl.store(place, total, mask=live[:, None] & within)
 
 
-# Compiled once for all rows and heads: what is 1, or a multiple of 16, here and there is no reason to compile anew.
+# Compiled once for all rows and heads: a 1, or a multiple of 16, is no reason to compile anew.
 @triton.jit(do_not_specialize=["count", "first_row", "first_head", "first_heads", "num_heads", "own_heads"])
 def merge_rows(  # noqa: PLR0913, PLR0917
     outs,
@@ -138,9 +160,11 @@ def merge_rows(  # noqa: PLR0913, PLR0917
 ):
     """Partials of the same queries merged by LSE, written once in the type of `out`.
 
-    Program (i, h): head h of rows [i x ROWS, ...) of the result. Row t of it is row `rows[t]` of the buffer (LISTED), or `first_row` + t,
-    and head h the buffer's `first_head` + h. A partial r has buffer row b at row `maps[r][b]` (-1: nowhere; not MAPPED: at b) and heads
-    [first_heads[r], + num_heads[r]) of the buffer at `own_heads[r]`. Where there is none, the output is zero and LSE -inf.
+    Program (i, h): head h of rows [i x ROWS, ...) of the result. Row t of it is row `rows[t]` of
+    the buffer (LISTED), or `first_row` + t, and head h the buffer's `first_head` + h. A partial r
+    has buffer row b at row `maps[r][b]` (-1: nowhere; not MAPPED: at b) and heads [first_heads[r],
+    + num_heads[r]) of the buffer at `own_heads[r]`. Where there is none, the output is zero and LSE
+    -inf.
     """
     wide = lse.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

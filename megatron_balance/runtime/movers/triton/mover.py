@@ -1,4 +1,4 @@
-"""Rows moved by Triton: see `runtime.movers.Mover`. Launches whose tables are made once and kept with the bound plan."""
+"""Rows moved by Triton. Tables of launches are made once, and kept with the bound plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, merge_rows
-from megatron_balance.runtime.movers.triton.tables import BlockTable, Layer, add_tables, copy_tables, layers
+from megatron_balance.runtime.movers.triton.tables import BlockTable, RowMap, add_tables, copy_tables, row_maps
 
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
@@ -25,14 +25,17 @@ MERGE_TILE = 2048
 
 
 class TritonMover:
-    """See `runtime.movers.Mover`. Tables belong to the packed tensors of one bound plan, which are kept."""
+    """See `runtime.movers.base.Mover`.
+
+    Tables belong to the packed tensors of one bound plan, which are kept.
+    """
 
     name = "triton"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._tables: dict[tuple[object, ...], list[BlockTable]] = {}
-        self._layers: dict[int, tuple[Layer, ...]] = {}
+        self._row_maps: dict[int, tuple[RowMap, ...]] = {}
         self._kept: list[Packed] = []
 
     def fill(self, fills: Sequence[Fill]) -> None:
@@ -53,24 +56,27 @@ class TritonMover:
     def partials(self, space: Space) -> Partials:
         return TritonPartials(space, self)
 
-    def layers(self, packed: Packed, space: Space) -> tuple[Layer, ...]:
-        """The packed rows as layers, made once."""
-        if id(packed) not in self._layers:
+    def row_maps(self, packed: Packed, space: Space) -> tuple[RowMap, ...]:
+        """Row maps of the packed rows, made once."""
+        if id(packed) not in self._row_maps:
             self._kept.append(packed)
-            self._layers[id(packed)] = layers(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
-        return self._layers[id(packed)]
+            self._row_maps[id(packed)] = row_maps(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
+        return self._row_maps[id(packed)]
 
     def _of(self, what: str, moves: Sequence[Fill] | Sequence[Place], make: Callable[[list[Packed]], list[BlockTable]]) -> list[BlockTable]:
         key = (what, *(id(move.packed) for move in moves))
         if key not in self._tables:
             packed = [move.packed for move in moves]
-            self._kept += packed  # what has an id of its own must not go away
+            self._kept += packed  # the key holds their ids: they must not go away
             self._tables[key] = make(packed)
         return self._tables[key]
 
 
 def _launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """One launch over the blocks of a table; `sources`, `targets`: of each of its pairs, [T, H, ...]."""
+    """Launch over the blocks of a table.
+
+    `sources`, `targets`: of each of its pairs, [T, H, ...].
+    """
     if not len(table.blocks):
         return
     sources = [x if _in_rows(x) else x.contiguous() for x in sources]
@@ -103,37 +109,43 @@ def _vector(source: Tensor, target: Tensor, dim: int) -> int:
     return wanted if dim % wanted == 0 else 1
 
 
-class _Part(NamedTuple):
-    """`owned`: made here, so that it may be written again."""
+class _Partial(NamedTuple):
+    """A partial of some rows of a buffer. `owned`: made here, so that it may be written again."""
 
     out: Tensor
     lse: Tensor
-    layer: Layer
+    row_map: RowMap
     owned: bool = False
 
 
 class TritonPartials:
-    """See `runtime.movers.Partials`: partials are held as they came, some of them, and merged in one launch with the final conversion."""
+    """See `runtime.movers.base.Partials`.
+
+    Some partials are held as they came, and merged in one launch with the final conversion.
+    """
 
     def __init__(self, space: Space, mover: TritonMover) -> None:
         self.space, self.mover = space, mover
-        self.held: dict[int, list[_Part]] = {}
+        self.held: dict[int, list[_Partial]] = {}
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
-        del merges  # rows without a partial are known here by their layer
-        for layer in self.mover.layers(packed, self.space):
-            held = self.held.setdefault(layer.buffer, [])
-            held.append(_Part(out, lse, layer))
+        del merges  # rows without a partial are known here by their row map
+        for row_map in self.mover.row_maps(packed, self.space):
+            held = self.held.setdefault(row_map.buffer, [])
+            held.append(_Partial(out, lse, row_map))
             if len(held) > self.space.held:
-                self.held[layer.buffer] = [self.accumulated(layer.buffer, held)]
+                self.held[row_map.buffer] = [self.accumulated(row_map.buffer, held)]
 
-    def accumulated(self, buffer: int, held: list[_Part]) -> _Part:
-        """All partials of a buffer as one, in the wide type: in the memory of the first, if that was made so before."""
+    def accumulated(self, buffer: int, held: list[_Partial]) -> _Partial:
+        """All partials of a buffer as one, in the wide type.
+
+        In the memory of the first, if that was made so before.
+        """
         rows, heads = self.space.sizes[buffer]
         target = held[0]
         if not target.owned:
             out = self.space.empty((rows, heads, self.space.dim), self.space.wide)
-            target = _Part(out, self.space.empty((rows, heads), self.space.wide), Layer(buffer, None, 0, heads, 0), owned=True)
+            target = _Partial(out, self.space.empty((rows, heads), self.space.wide), RowMap(buffer, None, 0, heads, 0), owned=True)
         merge_parts(held, target.out, target.lse)
         return target
 
@@ -148,7 +160,7 @@ class TritonPartials:
     def final(self) -> tuple[Tensor, Tensor]:
         rows, heads = self.space.sizes[0]
         held = self.held.get(0, [])
-        if len(held) == 1 and held[0].layer.covers(heads) and held[0].out.dtype == self.space.dtype:
+        if len(held) == 1 and held[0].row_map.covers(heads) and held[0].out.dtype == self.space.dtype:
             return held[0].out, held[0].lse  # the only one, of all rows: nothing to merge
         device = self.mover.device
         out = torch.empty((rows, heads, self.space.dim), dtype=self.space.dtype, device=device)
@@ -158,11 +170,14 @@ class TritonPartials:
 
 
 def merge_parts(
-    held: Sequence[_Part], out: Tensor, lse: Tensor, *, rows: Tensor | None = None, first_row: int = 0, first_head: int = 0
+    held: Sequence[_Partial], out: Tensor, lse: Tensor, *, rows: Tensor | None = None, first_row: int = 0, first_head: int = 0
 ) -> None:
-    """Partials of a buffer merged into rows of `out` [N, H, D] and `lse` [N, H], its heads from `first_head` on; none: zero and -inf.
+    """Merge partials of a buffer into rows of `out` [N, H, D] and `lse` [N, H].
 
-    `rows`: the buffer's row of each, or None: from `first_row` on. `out` and `lse` may be the first partial's own.
+    The buffer's heads from `first_head` on; without partials: zero and -inf.
+
+    `rows`: the buffer's row of each, or None: from `first_row` on. `out` and `lse` may be the first
+    partial's own.
     """
     if not held:
         out.zero_()
@@ -181,14 +196,14 @@ def merge_parts(
     launch(
         outs,
         lses,
-        tuple(part.lse if part.layer.rows is None else part.layer.rows for part in held),
+        tuple(part.lse if part.row_map.rows is None else part.row_map.rows for part in held),
         tuple(x.stride(0) for x in outs),
         tuple(x.stride(1) for x in outs),
         tuple(x.stride(0) for x in lses),
         tuple(x.stride(1) for x in lses),
-        tuple(part.layer.buffer_head for part in held),
-        tuple(part.layer.num_heads for part in held),
-        tuple(part.layer.head for part in held),
+        tuple(part.row_map.buffer_head for part in held),
+        tuple(part.row_map.num_heads for part in held),
+        tuple(part.row_map.head for part in held),
         lse if rows is None else rows,
         out,
         lse,
@@ -197,7 +212,7 @@ def merge_parts(
         count,
         first_row,
         first_head,
-        MAPPED=tuple(part.layer.rows is not None for part in held),
+        MAPPED=tuple(part.row_map.rows is not None for part in held),
         LISTED=rows is not None,
         DIM=dim,
         ROWS=block,

@@ -1,4 +1,7 @@
-"""Tables of blocks for the kernels of `runtime.movers.triton.kernels`, from the runs of packed tensors. NumPy, once for a bound plan."""
+"""Tables of blocks for the kernels of `movers.triton.kernels`, from the runs of packed tensors.
+
+NumPy, once for a bound plan.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.lower.regions import Run
 from megatron_balance.runtime.lower.steps import Packed
-from megatron_balance.runtime.movers.triton.kernels import ADD_WIDTH, BLOCK_ROWS, COPY_WIDTH
+from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, AddBlock, CopyBlock
 
 MAX_PAIRS = 8
 """Tensor pairs of one launch. The kernels have a branch for each."""
@@ -23,7 +26,14 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One launch. `pairs`: whose tensors it is given; `blocks`: int32 [n, width]; `index`: int32 rows; `heads`: most of any block."""
+    """Blocks of one launch.
+
+    Attributes:
+        pairs: whose tensors it is given.
+        blocks: int32 [n, `CopyBlock.WIDTH` or `AddBlock.WIDTH`].
+        index: int32 rows.
+        heads: most of any block.
+    """
 
     pairs: tuple[Pair, ...]
     blocks: Tensor
@@ -32,7 +42,7 @@ class BlockTable:
 
 
 class _TableBuilder:
-    """A launch as it is put together. Block columns that say where a list begins are set by `listed`."""
+    """A launch as it is put together."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -42,7 +52,7 @@ class _TableBuilder:
         self.num_index = 0
 
     def listed(self, rows: Ints) -> int:
-        """Where in `index` the rows begin."""
+        """Append rows to `index`; where they begin."""
         self.index.append(rows)
         self.num_index += len(rows)
         return self.num_index - len(rows)
@@ -50,23 +60,24 @@ class _TableBuilder:
     def done(self, device: torch.device) -> BlockTable:
         blocks = np.concatenate(self.blocks) if self.blocks else np.empty((0, self.width), dtype=np.int64)
         index = np.concatenate(self.index) if self.index else np.zeros(1, dtype=np.int64)
-        heads = int(blocks[:, -1].max()) if len(blocks) else 0
+        heads = int(blocks[:, CopyBlock.HEADS].max()) if len(blocks) else 0  # last of both
         return BlockTable(tuple(self.pairs), _to(device, blocks), _to(device, index), heads)
 
 
 def _to(device: torch.device, values: Ints) -> Tensor:
     """Values as int32 on the device.
 
-    Raises AssertionError: a row number that needs more than 31 bits; a rank has no 2**31 tokens.
+    Raises:
+        AssertionError: a row number needs more than 31 bits; a rank has no 2**31 tokens.
     """
     assert values.size == 0 or int(values.max()) < 1 << 31, int(values.max())
-    return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)  # the host waits for nothing
+    return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)  # no wait
 
 
 def copy_tables(packed: Sequence[Packed], device: torch.device, *, take: bool) -> list[BlockTable]:
-    """Launches that copy all runs of the packed tensors: from their buffers (`take`), or to them. Usually one.
+    """Launches that copy all runs of the packed tensors: usually one. Blocks: `CopyBlock`.
 
-    Block: (pair, source row, source list or -1, target row, target list or -1, count, source head, target head, heads).
+    `take`: from their buffers, else to them.
     """
     launches: list[_TableBuilder] = []
     numbers: dict[Pair, int] = {}
@@ -74,7 +85,7 @@ def copy_tables(packed: Sequence[Packed], device: torch.device, *, take: bool) -
         for run_at, run in enumerate(one.runs):
             if not run.count:
                 continue
-            pair = _numbered(launches, numbers, (place, run.buffer), (place, run_at), COPY_WIDTH)
+            pair = _numbered(launches, numbers, (place, run.buffer), (place, run_at), CopyBlock.WIDTH)
             launch = launches[-1]
             starts = np.arange(0, run.count, BLOCK_ROWS)
             at = -1 if run.index is None else launch.listed(run.index)
@@ -82,18 +93,22 @@ def copy_tables(packed: Sequence[Packed], device: torch.device, *, take: bool) -
             packed_side = (starts + run.row, np.full(len(starts), -1))
             heads = (run.buffer_head, run.head) if take else (run.head, run.buffer_head)
             source, target = (inside, packed_side) if take else (packed_side, inside)
-            blocks = np.empty((len(starts), COPY_WIDTH), dtype=np.int64)
-            blocks[:, 0] = pair
-            blocks[:, 1], blocks[:, 2] = source
-            blocks[:, 3], blocks[:, 4] = target
-            blocks[:, 5] = np.minimum(BLOCK_ROWS, run.count - starts)
-            blocks[:, 6], blocks[:, 7], blocks[:, 8] = *heads, run.num_heads
+            blocks = np.empty((len(starts), CopyBlock.WIDTH), dtype=np.int64)
+            blocks[:, CopyBlock.PAIR] = pair
+            blocks[:, CopyBlock.SOURCE_ROW], blocks[:, CopyBlock.SOURCE_LIST] = source
+            blocks[:, CopyBlock.TARGET_ROW], blocks[:, CopyBlock.TARGET_LIST] = target
+            blocks[:, CopyBlock.COUNT] = np.minimum(BLOCK_ROWS, run.count - starts)
+            blocks[:, CopyBlock.SOURCE_HEAD], blocks[:, CopyBlock.TARGET_HEAD] = heads
+            blocks[:, CopyBlock.HEADS] = run.num_heads
             launch.blocks.append(blocks)
     return [launch.done(device) for launch in launches]
 
 
 def _numbered(launches: list[_TableBuilder], numbers: dict[Pair, int], key: Pair, pair: Pair, width: int) -> int:
-    """The number of a pair of tensors in the last launch, a new one begun if that is full. `key`: the same for the same tensors."""
+    """The number of a pair of tensors in the last launch; a new one is begun if that is full.
+
+    `key`: equal for equal tensors.
+    """
     if key not in numbers:
         if not launches or len(launches[-1].pairs) == MAX_PAIRS:
             launches.append(_TableBuilder(width))
@@ -104,11 +119,10 @@ def _numbered(launches: list[_TableBuilder], numbers: dict[Pair, int], key: Pair
 
 
 def add_tables(packed: Sequence[Packed], device: torch.device) -> list[BlockTable]:
-    """Launches that add all runs of the packed tensors to their buffers. Usually one; more where heads of the same rows are cut
-    differently, since no two programs of a launch may write the same element.
+    """Launches that add all runs of the packed tensors to their buffers. Blocks: `AddBlock`.
 
-    Block: (pair, list of target rows, list of first sources, list of numbers of sources, count, most sources, source head, target
-    head, heads). The first source of a row is a place in the list of source rows.
+    Usually one; more where heads of the same rows are split differently, since no two programs of a
+    launch may write the same element.
     """
     waves: list[list[_TableBuilder]] = []
     for place, one in enumerate(packed):
@@ -118,21 +132,24 @@ def add_tables(packed: Sequence[Packed], device: torch.device) -> list[BlockTabl
             launches = waves[wave]
             for run_at, rows in runs:
                 if not launches or len(launches[-1].pairs) == MAX_PAIRS:
-                    launches.append(_TableBuilder(ADD_WIDTH))
-                _add_blocks(launches[-1], one.runs[run_at], rows, (place, run_at))
+                    launches.append(_TableBuilder(AddBlock.WIDTH))
+                _add_blocks(launches[-1], one.runs[run_at], *rows, (place, run_at))
     return [launch.done(device) for wave in waves for launch in wave]
 
 
-def _waves(packed: Packed) -> list[list[tuple[int, Ints]]]:
-    """Runs with the same buffer and heads joined: (one of the runs, rows (of the buffer, packed) [n, 2]); in one wave none overlap."""
-    joined: dict[tuple[int, int, int, int], list[int]] = {}
+def _waves(packed: Packed) -> list[list[tuple[int, tuple[Ints, Ints]]]]:
+    """Runs with the same buffer and heads as one: (one of the runs, rows as in `_rows`).
+
+    In one wave none overlap.
+    """
+    alike: dict[tuple[int, int, int, int], list[int]] = {}
     for at, run in enumerate(packed.runs):
         if run.count:
-            joined.setdefault((run.buffer, run.buffer_head, run.head, run.num_heads), []).append(at)
-    waves: list[list[tuple[int, Ints]]] = []
+            alike.setdefault((run.buffer, run.buffer_head, run.head, run.num_heads), []).append(at)
+    waves: list[list[tuple[int, tuple[Ints, Ints]]]] = []
     taken: list[list[tuple[int, int, int]]] = []  # of each wave: buffer and heads
-    for (buffer, buffer_head, _, num_heads), runs in joined.items():
-        rows = np.concatenate([_rows(packed.runs[at]) for at in runs])
+    for (buffer, buffer_head, _, num_heads), runs in alike.items():
+        rows = np.concatenate([_rows(packed.runs[at]) for at in runs], axis=1)
         free = (
             wave
             for wave, held in enumerate(taken)
@@ -142,43 +159,45 @@ def _waves(packed: Packed) -> list[list[tuple[int, Ints]]]:
         if wave == len(waves):
             waves.append([])
             taken.append([])
-        waves[wave].append((runs[0], rows))
+        waves[wave].append((runs[0], (rows[0], rows[1])))
         taken[wave].append((buffer, buffer_head, buffer_head + num_heads))
     return waves
 
 
-def _rows(run: Run) -> Ints:
-    """Rows (of the buffer, packed) of a run, [count, 2]."""
-    inside = np.arange(run.start, run.stop) if run.index is None else run.index
-    return np.column_stack([inside, np.arange(run.row, run.row + run.count)])
+def _rows(run: Run) -> tuple[Ints, Ints]:
+    """Rows of the buffer, and packed rows, of a run, [count] each."""
+    of_buffer = np.arange(run.start, run.stop) if run.index is None else run.index
+    return of_buffer, np.arange(run.row, run.row + run.count)
 
 
-def _add_blocks(launch: _TableBuilder, run: Run, rows: Ints, pair: Pair) -> None:
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    targets, first, number = np.unique(rows[:, 0], return_index=True, return_counts=True)
+def _add_blocks(launch: _TableBuilder, run: Run, of_buffer: Ints, packed: Ints, pair: Pair) -> None:
+    order = np.argsort(of_buffer, kind="stable")
+    targets, first, number = np.unique(of_buffer[order], return_index=True, return_counts=True)
     target_at = launch.listed(targets)
     sources_at = launch.num_index + 2 * len(targets)  # behind the two lists that come next
     first_at = launch.listed(first + sources_at)
     number_at = launch.listed(number)
-    launch.listed(rows[:, 1])
+    launch.listed(packed[order])
     starts = np.arange(0, len(targets), BLOCK_ROWS)
-    blocks = np.empty((len(starts), ADD_WIDTH), dtype=np.int64)
-    blocks[:, 0] = len(launch.pairs)
-    for column, begin in enumerate((target_at, first_at, number_at), start=1):
-        blocks[:, column] = starts + begin
-    blocks[:, 4] = np.minimum(BLOCK_ROWS, len(targets) - starts)
-    blocks[:, 5] = np.maximum.reduceat(number, starts)
-    blocks[:, 6], blocks[:, 7], blocks[:, 8] = run.head, run.buffer_head, run.num_heads
+    blocks = np.empty((len(starts), AddBlock.WIDTH), dtype=np.int64)
+    blocks[:, AddBlock.PAIR] = len(launch.pairs)
+    blocks[:, AddBlock.TARGET_LIST] = starts + target_at
+    blocks[:, AddBlock.FIRST_LIST] = starts + first_at
+    blocks[:, AddBlock.NUMBER_LIST] = starts + number_at
+    blocks[:, AddBlock.COUNT] = np.minimum(BLOCK_ROWS, len(targets) - starts)
+    blocks[:, AddBlock.MOST_SOURCES] = np.maximum.reduceat(number, starts)
+    blocks[:, AddBlock.SOURCE_HEAD], blocks[:, AddBlock.TARGET_HEAD] = run.head, run.buffer_head
+    blocks[:, AddBlock.HEADS] = run.num_heads
     launch.blocks.append(blocks)
     launch.pairs.append(pair)
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """Part of a packed partial that has each row of a buffer at most once.
+class RowMap:
+    """Packed rows of a partial by row of a buffer, each at most once.
 
-    `rows`: int32 [rows of the buffer], the packed row of each or -1; None: all rows, in order. Heads [head, head + num_heads) of the
-    packed rows are those at `buffer_head` of the buffer.
+    `rows`: int32 [rows of the buffer], the packed row of each or -1; None: all rows, in order.
+    Heads [head, head + num_heads) of the packed rows are those at `buffer_head` of the buffer.
     """
 
     buffer: int
@@ -188,37 +207,36 @@ class Layer:
     buffer_head: int
 
     def covers(self, num_heads: int) -> bool:
-        """Whether it is all of a buffer of so many heads, in order."""
+        """Whether it is all of a buffer of `num_heads` heads, in order."""
         return self.rows is None and (self.head, self.num_heads, self.buffer_head) == (0, num_heads, 0)
 
 
-def layers(packed: Packed, num_rows: dict[int, int], device: torch.device) -> tuple[Layer, ...]:
-    """The packed rows as layers. `num_rows`: of each buffer."""
-    open_layers: dict[tuple[int, int, int, int], list[Ints]] = {}
+def row_maps(packed: Packed, num_rows: dict[int, int], device: torch.device) -> tuple[RowMap, ...]:
+    """The packed rows as row maps, as few as hold them. `num_rows`: of each buffer."""
+    maps_of: dict[tuple[int, int, int, int], list[Ints]] = {}
     for run in packed.runs:
-        held = open_layers.setdefault((run.buffer, run.head, run.num_heads, run.buffer_head), [])
-        rows = _rows(run)
-        for layer in held:
-            if (layer[rows[:, 0]] < 0).all() and len(np.unique(rows[:, 0])) == len(rows):
-                layer[rows[:, 0]] = rows[:, 1]
+        maps = maps_of.setdefault((run.buffer, run.head, run.num_heads, run.buffer_head), [])
+        of_buffer, packed_rows = _rows(run)
+        for one in maps:
+            if (one[of_buffer] < 0).all() and len(np.unique(of_buffer)) == len(of_buffer):
+                one[of_buffer] = packed_rows
                 break
         else:
-            held += _split(rows, num_rows[run.buffer])
-    found: list[Layer] = []
-    for (buffer, head, num_heads, buffer_head), held in open_layers.items():
-        for layer in held:
-            whole = bool((layer == np.arange(len(layer))).all())
-            found.append(Layer(buffer, None if whole else _to(device, layer), head, num_heads, buffer_head))
-    return tuple(found)
+            maps += _maps_of_run(of_buffer, packed_rows, num_rows[run.buffer])
+    made: list[RowMap] = []
+    for (buffer, head, num_heads, buffer_head), maps in maps_of.items():
+        for one in maps:
+            whole = bool((one == np.arange(len(one))).all())
+            made.append(RowMap(buffer, None if whole else _to(device, one), head, num_heads, buffer_head))
+    return tuple(made)
 
 
-def _split(rows: Ints, num_rows: int) -> list[Ints]:
-    """Layers [num_rows] that hold each (buffer row, packed row), the k-th for a buffer row in the k-th."""
-    order = np.argsort(rows[:, 0], kind="stable")
-    ordered = rows[order]
-    first = np.searchsorted(ordered[:, 0], ordered[:, 0])
-    depth = np.arange(len(rows)) - first
-    found = [np.full(num_rows, -1, dtype=np.int64) for _ in range(int(depth.max(initial=-1)) + 1)]
-    for k, layer in enumerate(found):
-        layer[ordered[depth == k, 0]] = ordered[depth == k, 1]
-    return found
+def _maps_of_run(of_buffer: Ints, packed_rows: Ints, num_rows: int) -> list[Ints]:
+    """Packed rows by buffer row, [num_rows] each; the k-th for a buffer row in the k-th."""
+    order = np.argsort(of_buffer, kind="stable")
+    of_buffer, packed_rows = of_buffer[order], packed_rows[order]
+    depth = np.arange(len(of_buffer)) - np.searchsorted(of_buffer, of_buffer)
+    maps = [np.full(num_rows, -1, dtype=np.int64) for _ in range(int(depth.max(initial=-1)) + 1)]
+    for k, one in enumerate(maps):
+        one[of_buffer[depth == k]] = packed_rows[depth == k]
+    return maps
