@@ -1,5 +1,6 @@
-"""Kernels against the plain one. How the varlen kernel groups and indexes entries, and what it hands to the libraries, is tested on the
-CPU, with the plain formula behind stand-ins of their signatures.
+"""Kernels against the plain one. How the varlen kernel groups and indexes entries, and what it
+hands to the libraries, is tested on the CPU, with the plain formula behind stand-ins of their
+signatures.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.support.attention_libraries import ByFormula  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = 0.25
-# Neighbouring and scattered rows, full and causal, square and not, one token, one entry in front of another in the key operand.
+# Neighbouring and scattered rows, full and causal, square and not, one token, one entry in front of
+# another in the key operand.
 ENTRIES = {
     "one_square": Entries(((0, 24),), ((0, 24),), (True,), ((0, 24),)),
     "one_full": Entries(((5, 24),), ((0, 11),), (False,), ((0, 19),)),
@@ -163,7 +165,9 @@ def test_auto_takes_the_first_that_is_installed_and_fits(monkeypatch):
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
 @pytest.mark.parametrize("name", stand_ins.LIBRARIES)
 def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
-    """Modules of the libraries' names and signatures, that compute by the plain formula and refuse what the real ones would."""
+    """Modules of the libraries' names and signatures, that compute by the plain formula and refuse
+    what the real ones would.
+    """
     for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(libraries, "has_module", lambda module: module in stand_ins.LIBRARIES[name])

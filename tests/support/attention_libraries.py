@@ -1,7 +1,9 @@
-"""Stand-ins for flash-attn 2 and 3 and Transformer Engine: their functions by name and signature, with the plain formula behind.
+"""Stand-ins for flash-attn 2 and 3 and Transformer Engine: their functions by name and signature,
+with the plain formula behind.
 
-Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3, `hopper/flash_attn_interface.py` of the same tag and of
-main (August 2026, commit 0251105a); Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
+Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3,
+`hopper/flash_attn_interface.py` of the same tag and of main (August 2026, commit 0251105a);
+Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ padded_statistics = False
 
 
 def entries_of(at: CuSeqlens) -> Entries:
-    """The entries of one launch. They are what a kernel can be given: int32, and the largest are the largest."""
+    """The entries of one launch. They are what a kernel can be given: int32, and the largest are
+    the largest.
+    """
     assert at.cu_q.dtype == at.cu_k.dtype == torch.int32
     q, k = at.cu_q.tolist(), at.cu_k.tolist()
     assert at.max_q == max(b - a for a, b in zip(q, q[1:], strict=False))

@@ -1,6 +1,8 @@
-"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: what their PTX holds, as JSON. Run as a module.
+"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: what their PTX holds, as
+JSON. Run as a module.
 
-Only the driver is stood in for; the arguments go through Triton's own specialisation, as they would for a launch.
+Only the driver is stood in for; the arguments go through Triton's own specialisation, as they would
+for a launch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The Triton kernels: equal to their plain twins, and as fast as their bytes.
 
-Fragments of mixed length are packed into another order, unpacked, packed into a message's bytes, added and merged, at the heads of a
-model of 7B with grouped keys (32, 8, 128). Speeds are shares of the bandwidth of a plain copy measured in the same run; bytes are what
-must be read and written once, indices not counted.
+Fragments of mixed length are packed into another order, unpacked, packed into a message's bytes,
+added and merged, at the heads of a model of 7B with grouped keys (32, 8, 128). Speeds are shares of
+the bandwidth of a plain copy measured in the same run; bytes are what must be read and written
+once, indices not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _equal(name: str, limit: float) -> Figure:
 
 
 EQUAL = {name: _equal(name, 2e-6 if name.startswith("add") else 0.0) for name in MOVES}
-# The interpreter cuts off where hardware and torch round, so a converted value may be a whole last place away.
+# The interpreter cuts off where hardware and torch round, so a converted value may be a whole last
+# place away.
 EQUAL |= {f"merge of {n} partials": _equal(f"merge of {n} partials", 2 * LAST_PLACE) for n in PARTIALS}
 COPY = Figure("plain copy", "GB/s read and written", speed=True)
 SPEED = {name: Figure(f"{name}: share of the copy's bandwidth", "", SHARE, speed=True) for name in EQUAL}
@@ -48,7 +50,10 @@ FIGURES = (*EQUAL.values(), COPY, *SPEED.values())
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens in `fragments` of mixed length, and heads. `tokens` x 8 KiB of queries are far more than a cache holds on a GPU."""
+    """Tokens in `fragments` of mixed length, and heads.
+
+    `tokens` x 8 KiB of queries are far more than a cache holds on a GPU.
+    """
 
     tokens: int
     fragments: int
@@ -156,7 +161,8 @@ def _merging(shape: Shape, num: int, values: Callable[[int, torch.dtype], Tensor
     def run(mover: Mover) -> Callable[[], Any]:
         held = mover.partials(space)
         for index, (x, y) in enumerate(zip(outs, lses, strict=True)):
-            held.add(rows, (index > 0,), x, y.clone())  # the plain twin goes on in the first one's memory
+            # The plain twin goes on in the first one's memory.
+            held.add(rows, (index > 0,), x, y.clone())
         return lambda: held.send(rows, (out, lse))
 
     num_bytes = (num + 1) * (out.nbytes + lse.nbytes)

@@ -14,8 +14,9 @@ import torch
 
 from megatron_balance.ir.arrays import Ints, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region
-from megatron_balance.ir.intervals import position_of, seq_of, token_key
-from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op, RankProgram
+from megatron_balance.ir.intervals import key
+from megatron_balance.ir.intervals import union as union_of
+from megatron_balance.ir.program import Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.lower.last_use import INPUTS
@@ -92,7 +93,7 @@ class Launching:
         tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
         if not indices:
             return None
-        pairs, launch, op_of = _by_heads(concat(tables, PAIR_WIDTH), np.repeat(indices, [len(t) for t in tables]))
+        pairs, launch, op_of = _by_heads(concat(tables, Pair.WIDTH), np.repeat(indices, [len(t) for t in tables]))
         count = len(op_of)
         pairs, launch = simple_pairs(pairs.T, launch)
         sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in INPUTS), strict=True)
@@ -125,8 +126,8 @@ class Launching:
             union = _union(regions[:, own])
             sizes = union[Region.STOP] - union[Region.START]
             runs = grouped_runs(sizes, index.resolve(union), np.zeros(len(sizes), dtype=np.int64), 1)[0]
-            keys = token_key(regions[Region.SEQ, own], regions[Region.START, own])
-            at = token_key(union[Region.SEQ], union[Region.START]).searchsorted(keys, side="right") - 1
+            keys = key(regions[Region.SEQ, own], regions[Region.START, own])
+            at = key(union[Region.SEQ], union[Region.START]).searchsorted(keys, side="right") - 1
             row[own] = (sizes.cumsum() - sizes)[at] + regions[Region.START, own] - union[Region.START, at]
             operands[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i], self.device))
         return operands, row
@@ -223,17 +224,8 @@ def _final_rows(packed: Packed) -> Operand:
 
 def _union(regions: Ints) -> Ints:
     """Disjoint regions [5, m], in order, over the tokens of `regions` [5, n] of one head span."""
-    seq = regions[Region.SEQ]
-    begin, end = token_key(seq, regions[Region.START]), token_key(seq, regions[Region.STOP])
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
-    reach = np.maximum.accumulate(end)
-    bounds = run_bounds(begin[1:] > reach[:-1], len(begin))
-    first, last = bounds[:-1], bounds[1:] - 1
-    union = np.tile(regions[:, :1], len(first))
-    union[Region.SEQ], union[Region.START] = seq_of(begin[first]), position_of(begin[first])
-    union[Region.STOP] = position_of(reach[last])
-    return union
+    spans = union_of(regions[Region.SPAN].T)
+    return np.concatenate([spans.T, np.tile(regions[Region.HEADS, :1], len(spans))])
 
 
 def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:

@@ -16,8 +16,7 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, run_bounds
-from megatron_balance.ir.columns import Fragment
-from megatron_balance.ir.intervals import ranges, token_key
+from megatron_balance.ir.intervals import key, key_bounds, ranges
 
 
 class Instance:
@@ -46,10 +45,9 @@ class RegionIndex:
     """
 
     def __init__(self, instances: Ints) -> None:
-        order = np.argsort(token_key(instances[:, Instance.SEQ], instances[:, Instance.START]), kind="stable")
+        order = np.argsort(key(instances[:, Instance.SEQ], instances[:, Instance.START]), kind="stable")
         self.columns = instances.T[:, order]
-        self.start = token_key(self.columns[Instance.SEQ], self.columns[Instance.START])
-        self.stop = token_key(self.columns[Instance.SEQ], self.columns[Instance.STOP])
+        self.start, self.stop = key_bounds(self.columns.T)
         self.disjoint = bool((self.stop[:-1] <= self.start[1:]).all())
 
     def resolve(self, regions: Ints) -> Ints:
@@ -59,7 +57,7 @@ class RegionIndex:
             InvalidProgramError: part of a region is not held.
         """
         seq, start, stop, head_start, head_stop = regions
-        begin, end = token_key(seq, start), token_key(seq, stop)
+        begin, end = key(seq, start), key(seq, stop)
         if not self.disjoint or not len(self.start):
             return self._resolve_overlapping(regions, begin, end)
         first = self.start.searchsorted(begin, side="right") - 1
@@ -119,13 +117,11 @@ def without(instances: Ints, fragments: Ints) -> Ints:
     """Instances [n, 7] without overlap, less the tokens of `fragments` [m, 3]."""
     if not len(fragments):
         return instances
-    seq = fragments[:, Fragment.SEQ]
-    begin, end = token_key(seq, fragments[:, Fragment.START]), token_key(seq, fragments[:, Fragment.STOP])
+    begin, end = key_bounds(fragments)
     order = np.argsort(begin)
     begin, end = begin[order], np.maximum.accumulate(end[order])
     begin[1:] = np.maximum(begin[1:], end[:-1])
-    seq = instances[:, Instance.SEQ]
-    start, stop = token_key(seq, instances[:, Instance.START]), token_key(seq, instances[:, Instance.STOP])
+    start, stop = key_bounds(instances)
     gap_start, gap_stop = np.append(-1, end), np.append(begin, np.iinfo(np.int64).max)
     row, gap = ranges(np.searchsorted(gap_stop, start, side="right"), np.searchsorted(gap_start, stop, side="left"))
     low, high = np.maximum(start[row], gap_start[gap]), np.minimum(stop[row], gap_stop[gap])

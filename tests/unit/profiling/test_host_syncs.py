@@ -1,4 +1,6 @@
-"""Host synchronisations in a profiler's trace: planted ones are found, with what they were called from, and nothing else is."""
+"""Host synchronisations in a profiler's trace: planted ones are found, with what they were called
+from, and nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def event(name, cat, ts, dur, tid=1, **args):
 
 
 def gpu_trace(*planted):
-    """A step of two operators on the main thread, which launch kernels and copy to pinned memory, and what is planted."""
+    """A step of two operators on the main thread, which launch kernels and copy to pinned memory,
+    and what is planted.
+    """
     return {
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},

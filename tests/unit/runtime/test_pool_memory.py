@@ -1,4 +1,6 @@
-"""Memory that calls share: when it is taken back, what is waited for first, and that the same calls need it only once."""
+"""Memory that calls share: when it is taken back, what is waited for first, and that the same calls
+need it only once.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_shapes_and_types_and_alignment() -> None:
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 5 * ALIGN), st.integers(0, 5)), min_size=1, max_size=40))
 def test_the_same_calls_find_the_same_places(sizes: list[tuple[int, int]]) -> None:
-    """Each buffer lives for some of the next ones. No two at once share a byte, and a second time round takes no slab more."""
+    """Each buffer lives for some of the next ones. No two at once share a byte, and a second time
+    round takes no slab more.
+    """
     pool = BufferPool(cpu=True)
     places = []
     for _ in range(3):
@@ -102,7 +106,8 @@ def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
     pool.used([later], lambda: waited.append("later"))
     at = address(sent)
     del sent, later
-    assert address(buffer(pool, SLAB // 8)) not in (at, address(whole))  # there is memory that no one has used
+    # There is memory that no one has used.
+    assert address(buffer(pool, SLAB // 8)) not in (at, address(whole))
     assert waited == []
     again = buffer(pool, SLAB // 4)  # there is none left of this size
     assert (address(again), waited) == (at, ["sent"])

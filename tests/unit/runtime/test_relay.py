@@ -1,4 +1,6 @@
-"""A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and what it says when a piece is lost."""
+"""A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and
+what it says when a piece is lost.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: p
 
 def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))  # 16 bytes: one piece of the two
+    # 16 bytes: one piece of the two.
+    tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))
     whole = tiny._replace(route=tiny.route._replace(index=1))
     Relay([[tiny, whole]], FORM, Groups(1, 8, tuple(range(8)), None), None).finish(Traffic())
     assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]
