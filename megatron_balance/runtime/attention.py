@@ -33,9 +33,9 @@ class BackwardSlot:
                 rows.
         """
         if self.bound is None or self.bound.num_tokens != num_tokens:
-            held = "none" if self.bound is None else f"one of {self.bound.num_tokens}"
+            held = "none" if self.bound is None else f"one with {self.bound.num_tokens}"
             raise InvalidProgramError(
-                f"the backward of {num_tokens} rows needs a plan in which this rank owns as many, got {held} rows; "
+                f"the backward of {num_tokens} rows needs a plan in which this rank owns as many, got {held}; "
                 "put the plan of its tick into the BackwardSlot before the backward pass"
             )
         return self.bound

@@ -101,7 +101,7 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
     q, k, v = (torch.randn(5, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     slot = BackwardSlot()
     out = balanced_attention(q, k, v, bound, 1.0, slot)
-    with pytest.raises(InvalidProgramError, match="needs the plan of its tick with as many at the owner, got none"):
+    with pytest.raises(InvalidProgramError, match="needs a plan in which this rank owns as many, got none"):
         out.sum().backward()
     slot.bound = bind(alone(6), 0, shape, groups=single(), policy="replay")
     with pytest.raises(InvalidProgramError, match="got one with 6"):
