@@ -2,7 +2,7 @@
 
 For measurements and tests: it walks all transfers. `figures` has the forward in closed form. A collective is counted as gloo runs it:
 an all-gather as a ring of blocks as wide as the widest, each rank sending to the next of the group (gloo/allgather.cc), an all-to-all
-directly between each pair of ranks (gloo/alltoallv.cc), and so does a reduce-scatter, which on gloo is lowered to one (`runtime.comm`).
+directly between each pair of ranks (gloo/alltoallv.cc), and so does a reduce-scatter, which on gloo is lowered to one (`runtime.transport.comm`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """What travels, in bytes: tensors of a message, parcels of a pair of ranks, pieces of a routed parcel, and which NIC they take.
 
-The executor packs in the same way (`runtime.parcels`); a test holds the two against each other. Messages are rows (exchange, src,
+The executor packs in the same way (`runtime.lower.parcels`); a test holds the two against each other. Messages are rows (exchange, src,
 dst, kind, head_start, head_stop, tokens): what one exchange moves of one kind and head span from one rank to another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +24,79 @@ ALIGN = 16
 """Bytes at a multiple of which every tensor of a packed parcel begins, and every piece is cut."""
 
 _WITH_LSE = (Kind.OUT, Kind.OUT_GRAD)
+
+Carried: TypeAlias = tuple[Kind, int, int]
+"""(kind, rows, heads) of one message."""
+
+
+# Tensors of a message
+
+
+class TensorShape(NamedTuple):
+    """One tensor of a message. `wide`: of the type that partials are accumulated in, else of the model's."""
+
+    shape: tuple[int, ...]
+    wide: bool
+
+
+class Sizes(NamedTuple):
+    """Head dim of an attention call, and bytes of an element of the model's type and of the wide one."""
+
+    dim: int
+    narrow_bytes: int
+    wide_bytes: int
+
+
+def tensor_shapes(message: Carried, dim: int) -> tuple[TensorShape, ...]:
+    """Tensors that carry a message: keys with values, outputs with their LSE, their gradient with both."""
+    kind, rows, heads = message
+    match kind:
+        case Kind.Q:
+            return (TensorShape((rows, heads, dim), False),)
+        case Kind.KV:
+            return (TensorShape((2, rows, heads, dim), False),)
+        case Kind.OUT:
+            return TensorShape((rows, heads, dim), False), TensorShape((rows, heads), True)
+        case Kind.OUT_GRAD:
+            return TensorShape((2, rows, heads, dim), False), TensorShape((rows, heads), True)
+        case Kind.Q_GRAD:
+            return (TensorShape((rows, heads, dim), True),)
+        case Kind.KV_GRAD:
+            return (TensorShape((2, rows, heads, dim), True),)
+
+
+def tensor_bytes(messages: Iterable[Carried], sizes: Sizes) -> Iterator[int]:
+    """Bytes of every tensor of the messages, in order."""
+    for message in messages:
+        for shape, wide in tensor_shapes(message, sizes.dim):
+            yield prod(shape) * (sizes.wide_bytes if wide else sizes.narrow_bytes)
+
+
+# Parcels: all messages from one rank to another in one exchange, packed one after the other
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes up to where the next tensor begins."""
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def parcel_bytes(messages: Sequence[Carried], sizes: Sizes) -> int:
+    """Bytes of a parcel: every tensor begins at a multiple of `ALIGN`, the last one is not padded."""
+    begin = end = 0
+    for num_bytes in tensor_bytes(messages, sizes):
+        end = begin + num_bytes
+        begin = padded(end)
+    return end
+
+
+def piece_bounds(num_bytes: int, count: int) -> list[tuple[int, int]]:
+    """[start, stop) of `count` near-equal pieces of a parcel, which end at multiples of `ALIGN`.
+
+    Some are empty where there are too few bytes.
+    """
+    blocks = -(-num_bytes // ALIGN)
+    bounds = [min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from megatron_balance.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_balance.cost.table import CostTable
     from megatron_balance.ir.model import Model
-    from megatron_balance.runtime.profile import ProfileOptions
+    from megatron_balance.profiling.options import ProfileOptions
 
 DEFAULT_MODELS = {"cpu": "gpt-tiny", "cuda": "llama-7b"}
 AXES = ("q_tokens", "k_tokens", "before_tokens", "layer_tokens", "pack_bytes", "message_bytes")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out and not args.out.parent.is_dir():
         raise ConfigError(f"--out {args.out}: no folder {args.out.parent}")
     try:
-        from megatron_balance.runtime import profile
+        from megatron_balance.profiling import cost_table, links
     except ImportError as error:
         if error.name != "torch":
             raise
@@ -78,13 +78,13 @@ def run(args: argparse.Namespace) -> int:
     from megatron_balance.config import load_model
     from megatron_balance.cost.table import save_table
 
-    device, options = args.device or profile.best_device(), _options(args)
+    device, options = args.device or cost_table.best_device(), _options(args)
     model = load_model(args.model or DEFAULT_MODELS[device])
-    profile.prepare(device, args.threads)
-    links, first = profile.measure_links(device, options, args.ranks_per_node) if args.links else ((), True)
+    cost_table.prepare(device, args.threads)
+    measured, first = links.measure_links(device, options, args.ranks_per_node) if args.links else ((), True)
     if not first:
         return 0  # rank 0 measures the kernels and writes
-    table = profile.profile(model, device, options, _progress, links)
+    table = cost_table.profile(model, device, options, _progress, measured)
     if args.out:
         save_table(table, args.out)
     if args.json:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ProfileOptions:
-    from megatron_balance.runtime.profile import QUICK, ProfileOptions
+    from megatron_balance.profiling.options import QUICK, ProfileOptions
 
     given: dict[str, Any] = {axis: _sizes(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis) is not None}
     if args.repeats:

@@ -22,7 +22,7 @@ from megatron_balance.megatron.pipeline_ticks import TickRun
 from megatron_balance.megatron.planning import PlannedStep
 from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchange, mask_of, read, share_lengths
 from megatron_balance.runtime.bind import Bound, Counters, bind
-from megatron_balance.runtime.lowered import BOTH_PHASES
+from megatron_balance.runtime.lower.steps import BOTH_PHASES
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:

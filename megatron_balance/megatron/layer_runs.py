@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
-from megatron_balance.runtime.lowered import PhaseName
+from megatron_balance.runtime.lower.steps import PhaseName
 
 
 class LayerRun(NamedTuple):

@@ -31,7 +31,7 @@ from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters, bind
 from megatron_balance.runtime.joint import Server
-from megatron_balance.runtime.lowered import PhaseName
+from megatron_balance.runtime.lower.steps import PhaseName
 
 if TYPE_CHECKING:
     from megatron_balance.megatron.session import Session

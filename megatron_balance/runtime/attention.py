@@ -1,4 +1,4 @@
-"""Attention by a plan, as one differentiable call, or in three parts between which other work runs."""
+"""Attention by a plan: one differentiable call, or its three segments with other work between."""
 
 from __future__ import annotations
 
@@ -16,45 +16,67 @@ from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backw
 
 @dataclass(slots=True)
 class BackwardSlot:
-    """Where the backward of a call finds its plan. Pipeline stages that attend together put it here before the backward pass begins: a
-    stage attends forward with the stages of its forward tick and backward with those of its backward tick, which are others.
+    """Where the backward of a call finds its plan.
+
+    Pipeline stages that attend together put it here before the backward pass begins: a stage
+    attends forward with the stages of its forward tick and backward with those of its backward
+    tick, which are others.
     """
 
     bound: Bound | None = None
 
-    def found(self, num_tokens: int) -> Bound:
-        """The plan that is here by now.
+    def bound_for(self, num_tokens: int) -> Bound:
+        """The plan that was put here, for a backward of `num_tokens` rows.
 
         Raises:
-            InvalidProgramError: none, or one that has not `num_tokens` rows of this rank at the owner.
+            InvalidProgramError: there is none, or one in which this rank owns another number of
+                rows.
         """
         if self.bound is None or self.bound.num_tokens != num_tokens:
             held = "none" if self.bound is None else f"one with {self.bound.num_tokens}"
-            raise InvalidProgramError(f"the backward of {num_tokens} rows needs the plan of its tick with as many at the owner, got {held}")
+            raise InvalidProgramError(
+                f"the backward of {num_tokens} rows needs a plan in which this rank owns as many, got {held}; "
+                "put the plan of its tick into the BackwardSlot before the backward pass"
+            )
         return self.bound
 
 
 def balanced_attention(
     q: Tensor, k: Tensor, v: Tensor, bound: Bound, softmax_scale: float | None = None, backward: BackwardSlot | None = None
 ) -> Tensor:
-    """Causal attention of this rank's queries within their sequences, wherever the keys lie. Differentiable.
+    """Causal attention of this rank's queries within their sequences, wherever the keys lie.
 
-    q [T, H, D], k and v [T, G, D] in the order of `bound.owned`; returns [T, H, D]. `softmax_scale`: default 1 / sqrt(D).
-    `backward`: where the backward finds its plan, if that is not `bound`; then both are bound with policy `replay`.
+    Differentiable.
+
     Collective: every rank of the pool calls it, also one without tokens (T = 0).
 
-    Raises ConfigError: the tensors do not have the plan's rows and heads. InvalidProgramError: in the backward, as `BackwardSlot.found`.
+    Args:
+        q: [T, H, D] in the order of `bound.owned`.
+        k: [T, G, D].
+        v: [T, G, D].
+        bound: the plan.
+        softmax_scale: default 1 / sqrt(D).
+        backward: where the backward finds its plan, if that is not `bound`; then both are bound
+            with policy `replay`.
+
+    Returns:
+        The output [T, H, D].
+
+    Raises:
+        ConfigError: the tensors do not have the plan's rows and heads.
+        InvalidProgramError: in the backward, as `BackwardSlot.bound_for`.
     """
     _check(q, k, v, bound)
     return _Attention.apply(q, k, v, (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound)))
 
 
 class AttentionCall:
-    """`balanced_attention` in three parts: `start`, `attend`, `end`, once each. Differentiable.
+    """`balanced_attention` in three segments: `start`, `attend`, `end`, once each. Differentiable.
 
-    Calls of two plans that were bound as different nano-batches may be under way at once, with other work between their parts, in one order on
-    all ranks (`compile.ping_pong`). Autograd goes back through what ran in reverse, so the parts of the backward lie between one
-    another's as those of the forward did.
+    Calls of two plans that were bound as different nano-batches may be under way at once, with
+    other work between their segments, in one order on all ranks (`compile.ping_pong`). Autograd
+    goes back through what ran in reverse, so the segments of the backwards lie between one
+    another as those of the forwards did.
     """
 
     def __init__(self, bound: Bound, softmax_scale: float | None = None, backward: BackwardSlot | None = None) -> None:
@@ -67,19 +89,20 @@ class AttentionCall:
     def start(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Issue what sends inputs to other ranks. Shapes as for `balanced_attention`.
 
-        Raises ConfigError: the tensors do not have the plan's rows and heads.
+        Raises:
+            ConfigError: the tensors do not have the plan's rows and heads.
         """
         _check(q, k, v, self._bound)
         self._inputs = (q.detach(), k.detach(), v.detach())
         self._link = _Start.apply(q, k, v, self._bound, self._runs)
 
     def attend(self) -> None:
-        """Attend to what has come, and issue what goes owner."""
+        """Attend to what has come, and issue what goes back to owners."""
         assert self._link is not None, "an attention call begins with its start"
         self._link = _Attend.apply(self._link, self._runs)
 
     def end(self) -> Tensor:
-        """Wait for what comes back to the owner: the output [T, H, D]."""
+        """Wait for results of owned rows: the output [T, H, D]."""
         assert self._link is not None, "an attention call begins with its start"
         assert self._inputs is not None
         out = _End.apply(self._link, *self._inputs, self._runs)
@@ -110,7 +133,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        bound = ctx.slot.found(ctx.num_tokens)
+        bound = ctx.slot.bound_for(ctx.num_tokens)
         grads = run_backward(bound, dout, (q, k, v), (out, lse), ctx.received, ctx.scale)
         ctx.received = None
         return (*grads, None)
@@ -118,8 +141,9 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Runs:
-    """What the parts of a call share; a run while its phase is under way. Not the forward's plan, which may be another than the
-    backward's and need not be kept for it.
+    """State that the segments of a call share; a run while its phase is under way.
+
+    Without the forward's plan: the backward may have another, and need not keep it.
     """
 
     slot: BackwardSlot
@@ -130,7 +154,7 @@ class _Runs:
 
 
 class _Start(torch.autograd.Function):
-    """The parts of a call are linked by an empty tensor, which is all that autograd needs to know to keep their order."""
+    """The first segment. An empty tensor links the segments: autograd keeps their order by it."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: Bound, runs: _Runs) -> Tensor:
@@ -175,7 +199,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         runs: _Runs = ctx.runs
-        runs.backward = BackwardRun(runs.slot.found(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale)
+        runs.backward = BackwardRun(runs.slot.bound_for(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale)
         ctx.received = None
         runs.backward.start()
         return dout.new_empty(0), None, None, None, None

@@ -1,7 +1,7 @@
 """Bind a plan to one rank: project, transpose, and look up every row once per microbatch.
 
-The executor then serves every layer and every recomputation without planning, and without Python work per token. Only the phases
-that will run are looked up.
+The executor then serves every layer and every recomputation without planning, and without Python
+work per token. Only the phases that will run are looked up.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import Policy, transpose
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import Kernel, choose_kernel
-from megatron_balance.runtime.lowered import BOTH_PHASES, Phase, PhaseName
-from megatron_balance.runtime.lowering import Lowering, Setting
-from megatron_balance.runtime.moves import Mover, choose_mover
-from megatron_balance.runtime.parcels import Form, wide_dtype
-from megatron_balance.runtime.peak_bytes import PeakBytes, peak_bytes
+from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.lower.lowering import Lowering, Setting
+from megatron_balance.runtime.lower.parcels import Form, wide_dtype
+from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, Phase, PhaseName
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
 
@@ -34,11 +37,18 @@ __all__ = ["AttentionShape", "Bound", "Counters", "bind"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """A plan, looked up for one rank. Immutable but for `counters`; one serves all layers of its microbatch.
+    """A plan, looked up for one rank. One serves all layers of its microbatch.
 
-    `owned`: int64 [n, 3] rows (seq, start, stop), the order of this rank's tokens. `query_rows`, `key_rows`: (rows, heads) of every buffer,
-    by number. `phases`: those it was bound for. `peak_bytes`: memory that a call needs, where it comes from the pool. `counters`: what ran so
-    far. `trace`: filled by every call, if there is one.
+    Immutable but for `counters` and `trace`.
+
+    Attributes:
+        owned: int64 [n, 3], `ir.columns.Fragment`; the order of this rank's tokens.
+        phases: those that it was bound for.
+        peak_bytes: memory that a call needs, where it comes from the pool.
+        query_rows: (rows, heads) of every query buffer, by number.
+        key_rows: of every key buffer.
+        counters: sums over the calls that ran so far.
+        trace: filled by every call, if there is one.
     """
 
     plan: MicrobatchPlan
@@ -59,12 +69,20 @@ class Bound:
 
     @property
     def forward(self) -> Phase:
-        """Raises InvalidProgramError: it was bound without."""
+        """The steps of the forward.
+
+        Raises:
+            InvalidProgramError: the plan was bound without.
+        """
         return self._phase("forward")
 
     @property
     def backward(self) -> Phase:
-        """Raises InvalidProgramError: it was bound without."""
+        """The steps of the backward.
+
+        Raises:
+            InvalidProgramError: the plan was bound without.
+        """
         return self._phase("backward")
 
     def _phase(self, name: PhaseName) -> Phase:
@@ -91,14 +109,27 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     nano_batch: int = 0,
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
-    """Everything `rank` needs to run `plan`: steps, rows, messages, kernel. `mover`: as in `runtime.moves.choose_mover`. `trace`: a list
-    to record in, by wall clock (CPU).
+    """Look up everything that `rank` needs to run `plan`: steps, rows, messages, kernel.
 
-    `nano_batch`: of two plans whose calls run interleaved (`compile.ping_pong`), which one this is; the same on all ranks. `phases`: those that
-    will run; what the others need is left out.
+    Args:
+        plan: of one microbatch.
+        rank: in the pool.
+        shape: heads of the tensors.
+        groups: the rank's view of its pool.
+        device: of the tensors.
+        dtype: of the tensors.
+        policy: whether the backward keeps what the forward received, or receives it again.
+        kernel: as for `runtime.kernels.choose_kernel`.
+        mover: as for `runtime.movers.choose_mover`.
+        trace: a list to record in, by wall clock (CPU).
+        nano_batch: of two plans whose calls run interleaved (`compile.ping_pong`), the number of
+            this one; equal on all ranks.
+        phases: those that will run; nothing is looked up for the others.
 
-    Raises ConfigError: the plan was made for other heads or another number of ranks, or policy keep without one of the phases.
-    InvalidProgramError: a broken plan.
+    Raises:
+        ConfigError: the plan was made for other heads or another number of ranks, or policy keep
+            without one of the phases.
+        InvalidProgramError: a broken plan.
     """
     if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):
         raise ConfigError(
@@ -126,7 +157,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         rank=rank,
         shape=shape,
         owned=owned,
-        num_tokens=int((owned[:, 2] - owned[:, 1]).sum()),
+        num_tokens=int((owned[:, Fragment.STOP] - owned[:, Fragment.START]).sum()),
         policy=policy,
         phases=lowering.phases,
         groups=groups,

@@ -1,4 +1,4 @@
-"""What a rank's attention calls really did, counted where it is done."""
+"""Counters of what a rank's attention calls really did, counted where it is done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lowered import Finish, GradLaunch, Launch, Start, Step, Work
+from megatron_balance.runtime.lower.steps import Finish, GradLaunch, Launch, Start, Step, Work
 
 _ZONES = ("inter_node", "intra_node", "local")
 _TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT: "partial_tokens_received"}
@@ -15,13 +15,20 @@ _TOKENS = {Kind.Q: "q_tokens_received", Kind.KV: "kv_tokens_received", Kind.OUT:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the calls of one bound plan on this rank, forward and backward together unless said otherwise.
+    """Sums over the calls of one bound plan on this rank.
 
-    `kernel_calls_*`: by zone name ("other": any other name); `exchanges_*`: by pattern; tokens received: forward only, and apart
-    those that a remap remaps, whose query, key and value come and whose output goes back (`remap_tokens_received`);
-    `bytes_received`: of all tensors that arrived for this rank. `routed_transfers`: peers to which an exchange went in pieces.
-    `relayed_bytes`: passed on for others as a proxy; `inter_node_bytes`: between this rank and ranks of other nodes, what it passes on
-    included. `idle_tasks`: tasks that a pipeline stage without a microbatch of its own attended to for others.
+    Forward and backward together unless said otherwise.
+
+    - `kernel_calls_*`: by zone name ("other": any other name).
+    - `exchanges_*`: by collective.
+    - `*_tokens_received`: of the forward only. Tokens of the remap, whose query, key and value come
+      and whose output goes back, are counted apart (`remap_tokens_received`).
+    - `bytes_received_*`: of all tensors that arrived for this rank.
+    - `routed_transfers`: peers to which an exchange went in pieces.
+    - `relayed_bytes_*`: passed on for others as a proxy.
+    - `inter_node_bytes_*`: between this rank and ranks of other nodes, relayed bytes included.
+    - `idle_tasks`: tasks that a pipeline stage without a microbatch of its own attended to for
+      others.
     """
 
     forward_calls: int = 0
@@ -75,25 +82,28 @@ class Traffic:
 
 
 def counts(steps: Sequence[Step], *, forward: bool, remap_out: int | None = None) -> tuple[tuple[str, int], ...]:
-    """What one run of these steps adds to `Counters`, as (name, count). `remap_out`: the exchange that takes a remap's outputs back to the owner."""
-    found: Counter[str] = Counter()
-    found["forward_calls" if forward else "backward_calls"] = 1
+    """(name, count) pairs that one run of these steps adds to `Counters`.
+
+    `remap_out`: the exchange that takes a remap's outputs back to their owners.
+    """
+    count: Counter[str] = Counter()
+    count["forward_calls" if forward else "backward_calls"] = 1
     for step in steps:
         match step:
             case Launch() | GradLaunch():
-                found["kernel_calls"] += step.calls
-                found[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
-            case Start(exchange_step):
-                found[f"exchanges_{exchange_step.collective}"] += bool(exchange_step.sends or exchange_step.receives or exchange_step.group)
-                found["routed_transfers"] += len(exchange_step.routed_sends)
-                if forward and exchange_step.id != remap_out:
-                    for message in exchange_step.receives:
-                        found[_TOKENS[message.kind]] += message.packed.num_rows
-                elif forward:  # the outputs of all that was remapped to this rank, with query, key and value
-                    remapped = sum(message.packed.num_rows for message in exchange_step.sends)
-                    found["remap_tokens_received"] += remapped
-                    found["q_tokens_received"] -= remapped
-                    found["kv_tokens_received"] -= remapped
+                count["kernel_calls"] += step.calls
+                count[f"kernel_calls_{step.zone if step.zone in _ZONES else 'other'}"] += step.calls
+            case Start(exchange):
+                count[f"exchanges_{exchange.collective}"] += bool(exchange.sends or exchange.receives or exchange.group)
+                count["routed_transfers"] += len(exchange.routed_sends)
+                if forward and exchange.id != remap_out:
+                    for message in exchange.receives:
+                        count[_TOKENS[message.kind]] += message.packed.num_rows
+                elif forward:  # one output for each token remapped to this rank
+                    remapped = sum(message.packed.num_rows for message in exchange.sends)
+                    count["remap_tokens_received"] += remapped
+                    count["q_tokens_received"] -= remapped
+                    count["kv_tokens_received"] -= remapped
             case Finish():
                 pass
-    return tuple(found.items())
+    return tuple(count.items())

@@ -1,6 +1,7 @@
-"""CUDA's streams, as much of them as exchanges need, behind two protocols that a CPU can stand in for.
+"""CUDA streams as exchanges need them, behind two protocols that a CPU can stand in for.
 
-Making a stream's calls wait in the stream, and never in the host, is all that happens here; what waits for what is `runtime.streams`.
+Here a stream's calls wait in the stream, never in the host. Which call waits for which is decided
+in `runtime.transport.streams`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Stream(Protocol):
     """Runs what it is given in order, beside the host and the other streams."""
 
     def wait(self, event: Any) -> None:
-        """What is issued later waits for `event`."""
+        """Make what is issued later wait for `event`."""
         ...
 
     def batch(self, transfers: Sequence[Transfer]) -> None:
@@ -44,11 +45,11 @@ class Stream(Protocol):
         ...
 
     def uses(self, x: Tensor) -> None:
-        """Memory, maybe of another stream, that this one reads or writes: it is given to no one else before that is done."""
+        """Keep memory, maybe of another stream, until this one has read or written it."""
         ...
 
     def record(self) -> Any:
-        """An event: all that was issued so far is done."""
+        """Event at which all that was issued so far is done."""
         ...
 
 
@@ -60,16 +61,19 @@ class Streams(Protocol):
         ...
 
     def now(self) -> Any:
-        """An event: all that was issued to the compute stream so far is done."""
+        """Event at which all that was issued to the compute stream so far is done."""
         ...
 
     def wait(self, event: Any) -> None:
-        """The compute stream waits for `event`."""
+        """Make the compute stream wait for `event`."""
         ...
 
 
 class CudaStreams:
-    """Streams of the current device. `groups`: the communicator of each stream that carries point-to-point transfers."""
+    """Streams of the current device.
+
+    `groups`: the communicator of each stream that carries point-to-point transfers.
+    """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
         self._groups, self._ranks = groups, ranks

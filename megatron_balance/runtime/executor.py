@@ -13,13 +13,16 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lowered import GradLaunch, Launch, Message, Operand, Packed, Step
-from megatron_balance.runtime.moves import Place, Space, part_heads
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step
+from megatron_balance.runtime.movers.base import Place, Space, heads_view
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 
 
 def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Received]:
-    """Output [T, H, D] in q's dtype, LSE [T, H], and what the backward needs. q [T, H, D], k and v [T, G, D]."""
+    """Output [T, H, D] in q's dtype, LSE [T, H], and what the backward needs.
+
+    q [T, H, D], k and v [T, G, D].
+    """
     run = ForwardRun(bound, q, k, v, scale)
     run.start()
     run.attend()
@@ -43,9 +46,8 @@ class ForwardRun(PhaseRun):
         super().__init__(bound, bound.forward, q, k, v, Received())
         self.scale = scale
         sizes, blank = bound.query_rows, bound.forward.blank_outputs
-        empty = partial(
-            bound.groups.buffers.empty, device=self.device
-        )  # not of this object, which would then end with a garbage collection
+        # Not a method of this object, which would then end with a garbage collection only.
+        empty = partial(bound.groups.buffers.empty, device=self.device)
         self.partials = bound.mover.partials(Space(sizes, blank, self.dim, self.dtype, self.wide, empty))
 
     def outputs(self) -> tuple[Tensor, Tensor, Received]:
@@ -137,7 +139,7 @@ class BackwardRun(PhaseRun):
 
     def final_operand(self, operand: Operand, of: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         if operand.buffer >= 0:
-            return part_heads(of[operand.buffer], operand.head, operand.num_heads)
+            return heads_view(of[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, of.__getitem__, dtype)
 
     def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
@@ -164,7 +166,7 @@ class BackwardRun(PhaseRun):
                 self.bound.mover.add(self.key_places(packed, tensors[0].unbind(0)))
 
     def place_final(self, packed: Packed, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        """The gradient, output and LSE of queries that this rank serves for another."""
+        """Unpack the gradient, output and LSE of queries that this rank serves for another."""
         for buffer in {run.buffer for run in packed.runs} - self.dout.keys():
             rows, heads = self.bound.query_rows[buffer]
             self.dout[buffer] = self.empty(rows, heads, self.dim)

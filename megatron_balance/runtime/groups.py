@@ -22,9 +22,16 @@ _MOVED = ("", " moved")
 class Groups:
     """One rank's view of its pool.
 
-    `rank`, `size`: in the pool, as plans count. `ranks`: global rank of each. `by_ranks`: process groups by pool ranks; the
-    executor runs a collective among exactly such a set, and point-to-point transfers otherwise. `workers`: the threads that pass on
-    what is routed by this rank (gloo). `streams`: those that carry its exchanges (NCCL). `buffers`: memory that all calls share.
+    Attributes:
+        rank: in the pool, as plans count.
+        size: of the pool.
+        ranks: global rank of each pool rank.
+        pool: the process group of all ranks.
+        by_ranks: process groups by pool ranks. The executor runs a collective among exactly such
+            a set, and point-to-point transfers otherwise.
+        workers: the threads that relay for others (gloo).
+        streams: those that carry the rank's exchanges (NCCL).
+        buffers: memory that all calls share.
     """
 
     rank: int
@@ -54,41 +61,54 @@ def make_groups(
     backend: str | None = None,
     sms: Mapping[str, int] | None = None,
 ) -> Groups:
-    """Groups of the pool that this process belongs to. Every process calls it with the same `pools` (global ranks).
+    """Make the groups of the pool that this process belongs to.
 
-    Beside the pool, each of its nodes of `ranks_per_node` gets a group where there are several (0: none), so that zones
-    on whole nodes can use collectives. All groups are created by all processes in one order, as NCCL and gloo require. On NCCL
-    each communication stream has a communicator of all ranks of the pool; all communicators are made here and now. `sms`: the most
-    multiprocessors of a GPU that a communicator of the links "inter_node" or "intra_node" may take; NCCL chooses where none is given.
+    Every process calls it with the same arguments.
 
-    Raises ConfigError: this process is in no pool or in two.
+    Beside the pool, each of its nodes of `ranks_per_node` gets a group where there are several, so
+    that zones on whole nodes can use collectives. All groups are created by all processes in one
+    order, as NCCL and gloo require. On NCCL each communication stream has a communicator of all
+    ranks of the pool; all communicators are made here and now.
+
+    Args:
+        pools: global ranks of every pool.
+        ranks_per_node: 0: not known, no groups of nodes.
+        timeout: of every group; default torch's.
+        backend: default the world's.
+        sms: the most multiprocessors of a GPU that a communicator of the links "inter_node" or
+            "intra_node" may take; NCCL chooses where none is given.
+
+    Raises:
+        ConfigError: this process is in no pool or in two.
     """
     me, nccl = dist.get_rank(), (backend or dist.get_backend()) == "nccl"
     mine = [tuple(pool) for pool in pools if me in pool]
     if len(mine) != 1:
         raise ConfigError(f"rank {me} is in {len(mine)} pools, expected exactly one of {[list(p) for p in pools]}")
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for pool in pools:
         for members in _wanted(len(pool), ranks_per_node):
             link = "inter_node" if len(members) == len(pool) and not _on_one_node(len(pool), ranks_per_node) else "intra_node"
             options = nccl_options(link, sms or {}) if nccl else None
             group = dist.new_group([pool[i] for i in members], timeout=timeout, backend=backend, pg_options=options)
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine[0] and pool.index(me) in members:
-                found[members] = group
+                by_ranks[members] = group
     pool = mine[0]
-    whole = found.get(tuple(range(len(pool))))
+    whole = by_ranks.get(tuple(range(len(pool))))
     streams = None
     if nccl:
-        for members in sorted(found, key=len, reverse=True):  # first use makes the communicator: not inside the first step
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=found[members])
+        # First use makes the communicator: not inside the first step.
+        for members in sorted(by_ranks, key=len, reverse=True):
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=by_ranks[members])
         streams = _make_streams(pools, pool, ranks_per_node, timeout, sms or {})
-    return Groups(pool.index(me), len(pool), pool, whole, found, streams=streams)
+    return Groups(pool.index(me), len(pool), pool, whole, by_ranks, streams=streams)
 
 
 def nccl_options(stream: str, sms: Mapping[str, int]) -> Any:
-    """NCCL's options for a communicator of `stream`. Dispatch and combine of a routed exchange stay inside the node.
+    """NCCL's options for a communicator of `stream`.
 
-    A thread block of NCCL's takes a multiprocessor, and `max_ctas` is the most that it launches of them for one call.
+    Dispatch and combine of a routed exchange stay inside the node. A thread block of NCCL's takes a
+    multiprocessor, and `max_ctas` is the most that it launches of them for one call.
     """
     inter_node = stream.startswith("inter_node")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inter_node)
@@ -105,7 +125,10 @@ def _on_one_node(size: int, ranks_per_node: int) -> bool:
 def _make_streams(
     pools: Sequence[Sequence[int]], mine: tuple[int, ...], ranks_per_node: int, timeout: timedelta | None, sms: Mapping[str, int]
 ) -> CudaStreams | None:
-    """Streams with a communicator each. Every one is used once, by all its ranks: NCCL's first call may not be point-to-point."""
+    """Streams with a communicator each.
+
+    Every one is used once, by all its ranks: NCCL's first call may not be point-to-point.
+    """
     groups: dict[str, dist.ProcessGroup] = {}
     for pool in pools:
         for name in stream_names(len(pool), ranks_per_node):
@@ -118,7 +141,10 @@ def _make_streams(
 
 
 def stream_names(size: int, ranks_per_node: int) -> list[str]:
-    """The communication streams (`compile.order.streams`) that a pool can need; `ranks_per_node` 0: not known."""
+    """The communication streams (`compile.order.streams`) that a pool can need.
+
+    `ranks_per_node` 0: not known.
+    """
     if size < 2:
         return []
     if _on_one_node(size, ranks_per_node):

@@ -1,6 +1,7 @@
-"""What a pipeline stage without a microbatch of its own does in a tick (DistCA, section 4.1): it attends for the others.
+"""A pipeline stage without a microbatch of its own in a tick: it attends for the others.
 
-It makes their attention calls without rows of its own, part by part in the order in which they make them (`compile.ping_pong`).
+DistCA, section 4.1. The stage makes the others' attention calls without rows of its own, segment
+by segment in the order in which they make them (`compile.ping_pong`).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class Server:
     scale: float
 
     def serve(self, bounds: Sequence[Bound], segments: Sequence[Segment], *, backward: bool) -> None:
-        """A pass through some layers: what others send, and back.
+        """Serve a pass through some layers: attend to what others send, and send it back.
 
         Args:
             bounds: by nano-batch.
-            turns: of the pass, those of a backward as `interleave.backward` names them.
+            segments: of the pass, those of a backward as `compile.ping_pong.backward` names them.
             backward: the phase.
 
         Raises:
-            InvalidProgramError: a plan has rows of this rank at the owner.
+            InvalidProgramError: this rank owns rows of a plan.
         """
         for bound in bounds:
             if bound.num_tokens:

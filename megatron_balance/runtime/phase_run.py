@@ -1,8 +1,11 @@
-"""One run of a phase on tensors: its buffers, its exchanges and its steps, in parts that those of another call may lie between.
+"""One run of a phase on tensors: its buffers, its exchanges and its steps.
 
-Shape legend: T rows of this rank, H query heads, G key-value heads, D head dim; keys and values of a buffer are [2, T, G, D]
-or, for the caller's own, two tensors. Partial outputs, their LSE and all gradients are accumulated in fp32 (fp64 for fp64);
-gradients travel in that type, everything else in the input's.
+It has three segments, `start`, `attend` and `end`; those of another call may lie between them.
+
+Shape legend: T rows of this rank, H query heads, G key-value heads, D head dim; keys and values of
+a buffer are [2, T, G, D] or, for the caller's own, two tensors. Partial outputs, their LSE and all
+gradients are accumulated in fp32 (fp64 for fp64); gradients travel in that type, everything else
+in the input's.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.comm import is_summed
-from megatron_balance.runtime.lowered import (
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, shapes, unpack, wide_dtype
+from megatron_balance.runtime.lower.steps import (
     ExchangeStep,
     Finish,
     GradLaunch,
@@ -34,10 +37,10 @@ from megatron_balance.runtime.lowered import (
     Step,
     describe,
 )
-from megatron_balance.runtime.moves import Fill, part, part_heads
-from megatron_balance.runtime.parcels import Form, parcel_bytes, shapes, unpacked, wide_dtype
+from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
 from megatron_balance.runtime.trace import Traced
 from megatron_balance.runtime.transport import open_transport
+from megatron_balance.runtime.transport.comm import is_summed
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +53,14 @@ class Received:
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-def part_pair(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
-    """The same of a pair [2, T, heads, D]."""
+def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+    """Rows [start, stop) and heads [head, head + num_heads) of a pair [2, T, heads, D]: a view."""
     rows = x if stop - start == x.shape[1] else x[:, start:stop]
     return rows if num_heads == x.shape[2] else rows[:, :, head : head + num_heads]
 
 
 class PhaseRun:
-    """What both phases share: buffers, gathering rows, and exchanges."""
+    """Base of both phases: buffers, gathering rows, and exchanges."""
 
     def __init__(self, bound: Bound, phase: Phase, q: Tensor, k: Tensor, v: Tensor, received: Received) -> None:
         self.bound = bound
@@ -70,22 +73,26 @@ class PhaseRun:
         self.device = q.device
         self.dim = q.shape[2]
         self.form = Form(self.dim, self.dtype, self.wide)
-        self.upcoming = (step.exchange_step for step in phase.steps if isinstance(step, Start))
-        self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: the tensors of each message received
+        self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
+        self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: tensors of each message
         self.at = 0  # the step that is next
-        self.arrived_s = 0.0  # when what the last finished exchange brought was there
-        self.filling: list[Fill] = []  # what was gathered since the last `fill`
-        self.transport = open_transport(bound, phase, self.form)
+        self.arrived_s = 0.0  # when the tensors of the last finished exchange were there
+        self.filling: list[Fill] = []  # gathered since the last `fill`
+        self.transport = open_transport(phase, self.form, bound.groups, bound.trace)
 
     @property
     def forward(self) -> bool:
         return self.phase is self.bound.phases.get("forward")
 
     def start(self) -> None:
-        """Issue what sends inputs out; `attend`, then `end` follow. Parts of other calls on the same ranks may lie between, in one order on
-        all of them (`compile.ping_pong`).
+        """Issue what sends inputs out; `attend`, then `end` follow.
 
-        Raises RuntimeError, as all three do: a transfer failed, here or in what is passed on. It is logged with the step that met it.
+        Segments of other calls on the same ranks may lie between, in one order on all of them
+        (`compile.ping_pong`).
+
+        Raises:
+            RuntimeError: a transfer failed, here or in what this rank relays. All three segments
+                raise it. It is logged with the step that met it.
         """
         with self.guarded():
             for _ in range(self.transport.ahead):
@@ -93,12 +100,12 @@ class PhaseRun:
             self.take_steps(self.phase.cuts.attend)
 
     def attend(self) -> None:
-        """Everything up to the last launch, and issue what brings results back to the owner."""
+        """Take every step up to the last launch, and issue what brings results to their owners."""
         with self.guarded():
             self.take_steps(self.phase.cuts.end)
 
     def end(self) -> None:
-        """Wait for what comes back to the owner, and for all that the rank passes on for others."""
+        """Wait for results of owned rows, and for all that the rank relays for others."""
         with self.guarded():
             self.take_steps(len(self.phase.steps))
             self.transport.end()
@@ -107,7 +114,7 @@ class PhaseRun:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Let no one wait for this rank after an error."""
+        """Abort on an error: unblock peers that wait for this rank."""
         try:
             yield
         except Exception:
@@ -116,7 +123,7 @@ class PhaseRun:
             raise
 
     def take_steps(self, stop: int) -> None:
-        """The steps before `stop` that are still to be taken."""
+        """Take the steps before `stop` that are still to be taken."""
         steps, traced = self.phase.steps, self.bound.trace is not None
         while self.at < stop:
             if traced:
@@ -129,9 +136,9 @@ class PhaseRun:
     def take(self, step: Step) -> None:
         match step:
             case Start():
-                self.issue(step.exchange_step)
+                self.issue(step.exchange)
             case Finish():
-                self.receive(step.exchange_step)
+                self.receive(step.exchange)
             case Launch() | GradLaunch():
                 self.launch(step)
 
@@ -140,10 +147,11 @@ class PhaseRun:
         self.take(step)
         places, end = [("compute", "run")], time.perf_counter()
         match step:
-            case Start(exchange_step):
-                op, places = exchange_step.op, exchange_step.places()
-            case Finish(exchange_step):
-                op, places, end = exchange_step.op, [("", "finish")], self.arrived_s  # putting it in its place is computation
+            case Start(exchange):
+                op, places = exchange.op, exchange.places()
+            case Finish(exchange):
+                # Unpacking is computation: the exchange ends when its tensors are there.
+                op, places, end = exchange.op, [("", "finish")], self.arrived_s
             case Launch() | GradLaunch():
                 op = step.op
         assert self.bound.trace is not None
@@ -162,12 +170,14 @@ class PhaseRun:
         return self.bound.groups.buffers.empty(shape, dtype or self.dtype, self.device)
 
     def gather(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
-        """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`: a view where that is possible and no `into` is given, else
-        there once `fill` is called, together with everything else that was gathered.
+        """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`.
+
+        A view where that is possible and no `into` is given; else filled by the next `fill`,
+        together with everything else that was gathered.
         """
         if packed.direct and into is None:
             run = packed.runs[0]
-            return part(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
+            return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
         sources = tuple(of(run.buffer) for run in packed.runs)
         target = self.empty(packed.num_rows, packed.num_heads, *sources[0].shape[2:], dtype=dtype) if into is None else into
         self.filling.append(Fill(packed, sources, target))
@@ -180,7 +190,7 @@ class PhaseRun:
             self.filling = []
 
     def carried(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None) -> Tensor:
-        """The same rows without gaps, as a message needs them."""
+        """Rows of `packed` without gaps, as a message needs them; else as `gather`."""
         if into is None:
             x = self.gather(packed, of, dtype)
             if not packed.direct or x.is_contiguous():
@@ -190,13 +200,13 @@ class PhaseRun:
 
     def query_operand(self, operand: Operand) -> Tensor:
         if operand.buffer >= 0:
-            return part_heads(self.q[operand.buffer], operand.head, operand.num_heads)
+            return heads_view(self.q[operand.buffer], operand.head, operand.num_heads)
         return self.gather(operand.packed, self.q.__getitem__, self.dtype)
 
     def key_operand(self, operand: Operand) -> tuple[Tensor, Tensor]:
         if operand.buffer >= 0:
             k, v = self.kv[operand.buffer]
-            return part_heads(k, operand.head, operand.num_heads), part_heads(v, operand.head, operand.num_heads)
+            return heads_view(k, operand.head, operand.num_heads), heads_view(v, operand.head, operand.num_heads)
         return (
             self.gather(operand.packed, lambda b: self.kv[b][0], self.dtype),
             self.gather(operand.packed, lambda b: self.kv[b][1], self.dtype),
@@ -207,7 +217,10 @@ class PhaseRun:
             self.let_go(kind, buffer)
 
     def let_go(self, kind: Kind, buffer: int) -> None:
-        """No later step touches a received input; its memory is free once no transfer holds it."""
+        """Drop a received input, which no later step touches.
+
+        Its memory is free once no transfer holds it.
+        """
         if kind == Kind.Q:
             self.q.pop(buffer, None)
         elif kind == Kind.KV:
@@ -217,51 +230,55 @@ class PhaseRun:
     # Exchanges
 
     def expect(self) -> None:
-        """Make ready for the next exchange that is not yet expected, if there is one."""
-        for exchange_step in self.upcoming:
-            arriving, slots = self.slots(exchange_step)
-            messages = self.brought(exchange_step)
+        """Prepare the next exchange that is not yet expected, if there is one."""
+        for exchange in self.upcoming:
+            arriving, slots = self.slots(exchange)
+            messages = self.brought(exchange)
             receives = [(m.peer, x) for m, tensors in zip(messages, slots, strict=True) if m.peer not in arriving for x in tensors]
-            self.transport.expect(exchange_step, receives, arriving)
-            self.under_way[exchange_step.id] = slots
+            self.transport.expect(exchange, receives, arriving)
+            self.under_way[exchange.id] = slots
             return
 
-    def brought(self, exchange_step: ExchangeStep) -> Sequence[Message]:
-        """The messages that an exchange brings: of a sum made on its way, those of one peer."""
-        if not is_summed(exchange_step, self.bound.groups):
-            return exchange_step.receives
-        return [m for m in exchange_step.receives if m.peer == exchange_step.receives[0].peer]
+    def brought(self, exchange: ExchangeStep) -> Sequence[Message]:
+        """The messages that an exchange brings: those of one peer where it sums on the way."""
+        if not is_summed(exchange, self.bound.groups):
+            return exchange.receives
+        return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 
-    def issue(self, exchange_step: ExchangeStep) -> None:
+    def issue(self, exchange: ExchangeStep) -> None:
         self.expect()
-        spaces = self.parcel_space(exchange_step)
-        sends = [(m.peer, x) for m, into in zip(exchange_step.sends, spaces, strict=True) for x in self.parcel(m, into)]
+        spaces = self.parcel_space(exchange)
+        sends = [(m.peer, x) for m, into in zip(exchange.sends, spaces, strict=True) for x in self.parcel(m, into)]
         self.fill()
-        self.transport.start(exchange_step, sends)
+        self.transport.start(exchange, sends)
 
-    def parcel_space(self, exchange_step: ExchangeStep) -> list[Sequence[Tensor | None]]:
-        """For each message sent, the tensors that it is written to; None: in memory of its own, or from where it lies.
+    def parcel_space(self, exchange: ExchangeStep) -> list[Sequence[Tensor | None]]:
+        """For each message sent, the tensors that it is written to.
 
-        Several that go to a peer in pieces lie one after the other, so that no one has to pack them again.
+        None: memory of its own, or sent from where it lies. Several messages that go to a peer in
+        pieces lie one after the other, so that they need not be packed again.
         """
         spaces: list[Sequence[Tensor | None]] = []
-        for peer, group in groupby(exchange_step.sends, attrgetter("peer")):
+        for peer, group in groupby(exchange.sends, attrgetter("peer")):
             carried = [m.carried for m in group]
-            if peer in exchange_step.routed_sends and sum(len(shapes(c, self.form)) for c in carried) > 1:
-                spaces += unpacked(self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8), carried, self.form)
+            if peer in exchange.routed_sends and sum(len(shapes(c, self.form)) for c in carried) > 1:
+                spaces += unpack(self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8), carried, self.form)
             else:
                 spaces += [(None,) * len(shapes(c, self.form)) for c in carried]
         return spaces
 
-    def receive(self, exchange_step: ExchangeStep) -> None:
-        self.transport.arrived(exchange_step)
+    def receive(self, exchange: ExchangeStep) -> None:
+        self.transport.arrived(exchange)
         self.arrived_s = time.perf_counter()
-        for message, tensors in zip(self.brought(exchange_step), self.under_way.pop(exchange_step.id), strict=True):
+        for message, tensors in zip(self.brought(exchange), self.under_way.pop(exchange.id), strict=True):
             self.arrive(message, tensors)
             self.transport.traffic.bytes_received += sum(x.nbytes for x in tensors)
 
     def parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
-        """The contiguous tensors that carry a message, `into` these where there are some; filled by the next `fill`."""
+        """The contiguous tensors that carry a message, filled by the next `fill`.
+
+        `into`: tensors to write to, where there are some.
+        """
         packed = message.packed
         match message.kind:
             case Kind.Q:
@@ -274,10 +291,13 @@ class PhaseRun:
     def pair(
         self, packed: Packed, stacked: Mapping[int, Tensor], of: Callable[[int, int], Tensor], dtype: torch.dtype, into: Tensor | None
     ) -> Tensor:
-        """Rows of two tensors `of(buffer, 0 or 1)` as one [2, N, heads, D]. `stacked`: buffers that hold both already."""
+        """Rows of two tensors `of(buffer, 0 or 1)` as one [2, N, heads, D].
+
+        `stacked`: buffers that hold both already.
+        """
         run = packed.runs[0]
         if into is None and packed.direct and run.buffer in stacked:
-            held = part_pair(stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
+            held = pair_view(stacked[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
             if held.is_contiguous():
                 return held
         both = self.empty(2, packed.num_rows, packed.num_heads, self.dim, dtype=dtype) if into is None else into
@@ -285,22 +305,20 @@ class PhaseRun:
             self.gather(packed, lambda b, i=i: of(b, i), dtype, both[i])
         return both
 
-    def slots(self, exchange_step: ExchangeStep) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
+    def slots(self, exchange: ExchangeStep) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
         """Empty contiguous tensors for each message received, shaped as the sender's `parcel`.
 
-        With them, by peer whose messages are routed, the memory that holds all of the peer's.
+        Before them, by peer whose messages are routed, the memory that holds all of the peer's.
         """
-        if not exchange_step.routed_receives:
-            return {}, [
-                [self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(exchange_step)
-            ]
+        if not exchange.routed_receives:
+            return {}, [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(exchange)]
         arriving: dict[int, Tensor] = {}
         slots: list[list[Tensor]] = []
-        for peer, messages in groupby(exchange_step.receives, attrgetter("peer")):
+        for peer, messages in groupby(exchange.receives, attrgetter("peer")):
             carried = [m.carried for m in messages]
-            if peer in exchange_step.routed_receives:
+            if peer in exchange.routed_receives:
                 arriving[peer] = self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8)
-                slots += unpacked(arriving[peer], carried, self.form)
+                slots += unpack(arriving[peer], carried, self.form)
             else:
                 slots += [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(c, self.form)] for c in carried]
         return arriving, slots

@@ -1,10 +1,14 @@
-"""Memory that a rank's attention calls share: received inputs, partials, gradients on their way and packed messages.
+"""Memory that a rank's attention calls share.
 
-Slabs are made when a plan needs more than there is, sized by what the plan says (`runtime.peak_bytes`), and cut into buffers by best fit; the
-same calls on the same plan find the same places, so that from the second on nothing is allocated, and shapes that vary from microbatch to
-microbatch leave the device's own allocator alone. A buffer is taken back when the last tensor on it is gone, whoever held it: autograd's
-saved tensors, views and transports included. Where another stream read or wrote it, it is used again as late as can be, and the compute
-stream waits for that other use first, on the device.
+For received inputs, partials, gradients on their way and packed messages. Slabs are made when a
+plan needs more than there is, sized by what the plan says (`runtime.lower.peak_bytes`), and divided
+into buffers by best fit. The same calls on the same plan find the same places: from the second on
+nothing is allocated, and shapes that vary from microbatch to microbatch leave the device's own
+allocator alone.
+
+A buffer is taken back when the last tensor on it is gone, whoever held it: autograd's saved
+tensors, views and transports included. Where another stream read or wrote it, it is used again as
+late as can be, and the compute stream waits for that other use first, on the device.
 """
 
 from __future__ import annotations
@@ -34,7 +38,11 @@ Fence = Callable[[], None]
 
 @dataclass(slots=True)
 class _Slab:
-    """One allocation. `free`: ascending, never touching one another; `fenced`: free once the fences are passed, the oldest first."""
+    """One allocation.
+
+    `free`: ascending, never touching one another. `fenced`: free once the fences are passed, the
+    oldest first.
+    """
 
     memory: Tensor
     free: list[Extent]
@@ -49,7 +57,7 @@ class _Slab:
                 self.free.remove(neighbour)
         insort(self.free, (before[0] if before else start, behind[1] if behind else stop))
 
-    def cut(self, at: Extent, num_bytes: int) -> Extent:
+    def take(self, at: Extent, num_bytes: int) -> Extent:
         self.free.remove(at)
         if at[1] - at[0] > num_bytes:
             insort(self.free, (at[0] + num_bytes, at[1]))
@@ -72,9 +80,10 @@ class _Lease:
 
 
 class BufferPool:
-    """See the module. Of one rank; safe for several threads (autograd has its own on CUDA). Never gives memory back.
+    """See the module. Of one rank; safe for several threads (autograd has its own on CUDA).
 
-    On CPU memory comes from torch, unless `cpu`: the C library keeps what was freed, and a buffer from here costs more Python time.
+    It never gives memory back. On CPU memory comes from torch, unless `cpu`: the C library keeps
+    what was freed, and a buffer from here costs more Python time.
     """
 
     def __init__(self, *, cpu: bool = False) -> None:
@@ -94,11 +103,17 @@ class BufferPool:
         return self._cpu or device.type != "cpu"
 
     def reserve(self, num_bytes: int) -> None:
-        """A plan needs so much for a call: slabs made from now on are no smaller. Nothing is allocated yet."""
+        """Make slabs from now on no smaller than what a plan needs for a call.
+
+        Nothing is allocated yet.
+        """
         self.slab_bytes = max(self.slab_bytes, _aligned(num_bytes))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that is not filled. Its memory is its own until the last tensor on it is gone."""
+        """A tensor that is not filled.
+
+        Its memory is its own until the last tensor on it is gone.
+        """
         if not self.lends(device):
             return torch.empty(shape, dtype=dtype, device=device)
         num_elements = prod(shape)
@@ -111,7 +126,8 @@ class BufferPool:
             self.used_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             raw = slab.memory[extent[0] : extent[0] + num_elements * dtype.itemsize].view(dtype)
-            # A tensor of its own storage on the slab's memory: that storage ends with the last tensor on it, in C++ or in Python.
+            # A tensor of its own storage on the slab's memory: that storage ends with the last
+            # tensor on it, in C++ or in Python.
             lent = dlpack.from_dlpack(dlpack.to_dlpack(raw))  # pyright: ignore[reportPrivateImportUsage]
             watch = _Watch(lent.untyped_storage(), self._note)
             watch.address = lent.data_ptr()
@@ -121,12 +137,15 @@ class BufferPool:
         return lent.view(shape)
 
     def _note(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
-        """A buffer is gone. This runs anywhere, also inside `empty`: it only leaves a note."""
+        """Note that a buffer is gone. This runs anywhere, also inside `empty`: no lock, no work."""
         assert isinstance(watch, _Watch)
         self._returned.append(watch.address)
 
     def used(self, tensors: Iterable[Tensor], fence: Fence) -> None:
-        """Another stream uses the tensors, until `fence` lets the compute stream go on. Those that are not of the pool are passed over."""
+        """Note that another stream uses the tensors, until `fence` lets the compute stream go on.
+
+        Those that are not of the pool are ignored.
+        """
         with self._lock:
             for x in tensors:
                 lease = self._leases.get(x.untyped_storage().data_ptr())
@@ -134,8 +153,10 @@ class BufferPool:
                     lease.fences.append(fence)
 
     def _find(self, num_bytes: int, device: torch.device) -> tuple[_Slab, Extent, list[Fence]]:
-        """The place of a buffer, and what the compute stream has to wait for first: the smallest free extent that holds it, else one that
-        other streams were given, the oldest first, else one of a new slab.
+        """The place of a buffer, and the fences that the compute stream has to wait for first.
+
+        The smallest free extent that holds it, else one that other streams were given, the oldest
+        first, else one of a new slab.
         """
         key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         slabs = self._slabs.setdefault(key, [])
@@ -147,7 +168,7 @@ class BufferPool:
                     if stop - start >= num_bytes and (best is None or stop - start < extent[1] - extent[0]):
                         best, extent = slab, (start, stop)
             if best is not None:
-                return best, best.cut(extent, num_bytes), passed
+                return best, best.take(extent, num_bytes), passed
             oldest = next((slab for slab in slabs if slab.fenced), None)
             if oldest is None:
                 break
@@ -159,10 +180,10 @@ class BufferPool:
         slabs.append(slab)
         self.held_bytes += size
         self.num_slabs += 1
-        return slab, slab.cut((0, size), num_bytes), passed
+        return slab, slab.take((0, size), num_bytes), passed
 
     def _take_back(self) -> None:
-        """What was let go since the last call. Called with the lock."""
+        """Take back what was let go since the last call. Called with the lock."""
         while self._returned:
             lease = self._leases.pop(self._returned.popleft())
             self.used_bytes -= lease.extent[1] - lease.extent[0]

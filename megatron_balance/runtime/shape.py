@@ -1,4 +1,4 @@
-"""What a rank's attention tensors look like."""
+"""Shape of a rank's attention tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of the tensors that this rank's attention sees (under tensor parallelism: this rank's share)."""
+    """Heads of the tensors that this rank's attention sees.
+
+    Under tensor parallelism: of this rank's share.
+    """
 
     num_heads: int
     num_kv_heads: int

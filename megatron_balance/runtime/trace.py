@@ -1,4 +1,7 @@
-"""What a rank did when: recorded on request, to compare with `compile.order.streams` and to see what hides behind computation."""
+"""Times of a rank's steps, recorded on request.
+
+To compare with `compile.order.streams`, and to see which exchanges hide behind computation.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from megatron_balance.compile.order import Leg, Role
 
 
 class Traced(NamedTuple):
-    """One thing done: `op` and `leg` as in `compile.order.Issue`, where an exchange also has a leg "finish".
+    """One thing done: `op` and `leg` as in `compile.order.Issue`.
 
-    Times by `time.perf_counter`, in seconds. Of the leg of an exchange: issuing it; of one passed on: from the first wait for it until
-    it is sent on. Of "finish": waiting for what the exchange brings.
+    An exchange also has a leg "finish".
+
+    Times by `time.perf_counter`, in seconds. Of the leg of an exchange: issuing it; of a relayed
+    one: from the first wait for it until it is sent on. Of "finish": waiting for what the exchange
+    brings.
     """
 
     stream: str
@@ -27,7 +33,10 @@ Trace: TypeAlias = list[Traced]
 
 
 def exchange_s(trace: Trace) -> tuple[float, float]:
-    """Seconds that the rank's own exchanges were under way, from being issued until they were put to use; and that it waited for them."""
+    """(under way, waited) of the rank's own exchanges, in seconds.
+
+    Under way: from being issued until they were put to use; waited: the rank, for them.
+    """
     issued: dict[int, float] = {}
     under_way = waited = 0.0
     for event in sorted(trace, key=lambda e: e.start_s):
@@ -42,7 +51,7 @@ def exchange_s(trace: Trace) -> tuple[float, float]:
 
 
 def hidden_share(*traces: Trace) -> float:
-    """Of the time that the rank's own exchanges were under way, the share in which it did not wait for them (1: nothing exchanged).
+    """Share of the rank's own exchange time in which it did not wait; 1 if nothing was exchanged.
 
     `traces`: of calls that were under way at once, one each.
     """

@@ -1,4 +1,7 @@
-"""Threads that stay and wait for the next job: starting one for every attention call would cost more than the call's own Python."""
+"""Threads that stay and wait for the next job.
+
+Starting one for every attention call would cost more than the call's own Python.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ class Job:
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the call has ended, or for so long."""
+        """Block until the call has ended, or for `timeout_s`."""
         self._done.wait(timeout_s)
 
 
 class Workers:
-    """Threads, as many as were ever needed at once, none before that. They end with the process."""
+    """Threads, as many as were ever needed at once. They end with the process."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job] = SimpleQueue()

@@ -27,7 +27,7 @@ from tests.support.tick_jobs import LAYERS, NanoBatchStep, Way, alone, attend_in
 HEADS, KV_HEADS, DIM, RANKS = 4, 2, 8, 8
 FIRST = ((37, 20, 3), (60,), (11, 12, 13, 14), (1,))
 SECOND = ((41,), (), (25, 9), (7, 1, 5))
-"""Of the same microbatches, of which one has no second half."""
+"""Of the same microbatches, of which one has no second nano-batch."""
 
 
 def dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
@@ -52,14 +52,14 @@ def nano_batch_step(microbatches: tuple[tuple[int, ...], ...], num_stages: int =
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("num_stages", "num_chunks", "halves", "way"),
+    ("num_stages", "num_chunks", "nano_batches", "way"),
     [
         (2, 1, (FIRST,), Way(again=True)),
         (2, 1, (FIRST, SECOND), Way(streams=True)),
         (2, 2, (FIRST, SECOND), Way(again=True, streams=True)),
         (4, 2, (FIRST, SECOND), Way()),
     ],
-    ids=["whole, again", "halves", "nano-batches, chunks, again", "nano-batches, four stages, chunks"],
+    ids=["whole, again", "nano-batches", "nano-batches, chunks, again", "nano-batches, four stages, chunks"],
 )
 def test_every_stage_gets_the_attention_of_its_own_microbatches(
     pool: Pool, num_stages: int, num_chunks: int, nano_batches: tuple[tuple[tuple[int, ...], ...], ...], way: Way
@@ -101,7 +101,7 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
     q, k, v = (torch.randn(5, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     slot = BackwardSlot()
     out = balanced_attention(q, k, v, bound, 1.0, slot)
-    with pytest.raises(InvalidProgramError, match="needs the plan of its tick with as many at the owner, got none"):
+    with pytest.raises(InvalidProgramError, match="needs a plan in which this rank owns as many, got none"):
         out.sum().backward()
     slot.bound = bind(alone(6), 0, shape, groups=single(), policy="replay")
     with pytest.raises(InvalidProgramError, match="got one with 6"):

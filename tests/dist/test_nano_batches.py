@@ -1,4 +1,6 @@
-"""Two nano-batches through layers of attention on real gloo ranks: interleaved, the bits of one after the other; nothing is mixed up."""
+"""Two nano-batches through layers of attention on real gloo ranks: interleaved, the bits of one
+after the other; nothing is mixed up.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ CASES = tuple(
     Case(Batch(lengths), Cluster(8, 4), Model(4, 2, 8), None, seed=seed) for lengths, seed in (((200, 90, 33), 5), ((250, 70), 6))
 )
 PLANNERS = ["random_task_table", "llama_all_gather", "ulysses", "zeppelin"]
-"""One of each comm pattern; tests/unit/compile/test_ping_pong.py plays all planners' steps against each other."""
+"""One of each comm pattern; tests/unit/compile/test_ping_pong.py plays all planners' steps against
+each other.
+"""
 
 
 def nano_batches_of(planner: str, *, layered: bool) -> tuple[MicrobatchPlan, ...]:
@@ -49,19 +53,21 @@ def assert_same_bits(ours: list[NanoBatches], theirs: list[NanoBatches]) -> None
 
 @pytest.mark.parametrize("layered", [False, True], ids=["plain", "remapped and routed"])
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_halves_in_turns_give_the_bits_of_halves_one_by_one(pool: Pool, planner: str, layered: bool) -> None:
+def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(pool: Pool, planner: str, layered: bool) -> None:
     plans = nano_batches_of(planner, layered=layered)
     segments = ping_pong.forward(LAYERS)
     for policy in POLICIES:
         alone = pool.run(nano_batches.layers, 8, plans, None, policy)
         assert_same_bits(pool.run(nano_batches.layers, 8, plans, segments, policy), alone)
-        for nano_batches in alone:
-            assert [counted["forward_calls"] for counted in nano_batches.counters] == [LAYERS, LAYERS]
+        for result in alone:
+            assert [counted["forward_calls"] for counted in result.counters] == [LAYERS, LAYERS]
 
 
 @pytest.mark.parametrize(("planner", "layered"), [("random_task_table", False), ("random_task_table", True), ("zeppelin", True)])
-def test_streams_joined_by_events_alone_carry_two_halves(pool: Pool, planner: str, layered: bool) -> None:
-    """What NCCL will carry: both nano-batches on the same communicators, whose messages match by their order."""
+def test_streams_joined_by_events_alone_carry_two_nano_batches(pool: Pool, planner: str, layered: bool) -> None:
+    """What NCCL will carry: both nano-batches on the same communicators, whose messages match by
+    their order.
+    """
     plans = nano_batches_of(planner, layered=layered)
     for policy in POLICIES:
         ours, theirs = (pool.run(nano_batches.layers, 8, plans, ping_pong.forward(LAYERS), policy, streams) for streams in (True, False))
@@ -69,8 +75,10 @@ def test_streams_joined_by_events_alone_carry_two_halves(pool: Pool, planner: st
 
 
 @pytest.mark.parametrize("segments", [ping_pong.forward(LAYERS), ping_pong.one_by_one(LAYERS)], ids=["interleaved", "one by one"])
-def test_parts_run_in_the_order_that_the_simulator_prices(pool: Pool, segments: tuple[Segment, ...]) -> None:
-    """Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch under the computation of the other."""
+def test_segments_run_in_the_order_that_the_simulator_prices(pool: Pool, segments: tuple[Segment, ...]) -> None:
+    """Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch
+    under the computation of the other.
+    """
     plans = nano_batches_of("random_task_table", layered=False)
     for ran in pool.run(nano_batches.layers, 8, plans, segments, "replay"):
         expected = [

@@ -143,7 +143,7 @@ def test_a_proxy_passes_on_while_it_computes(pool: Pool) -> None:
 
 
 def test_a_rank_that_dies_ends_the_call_everywhere(pool: Pool) -> None:
-    """Also where a rank only waits for a proxy, and where it only passes on."""
+    """Also where a rank only waits for a proxy, and where it only relays."""
     ring = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(1, (0,)))
     start = time.monotonic()
     with pytest.raises(RankError) as caught:

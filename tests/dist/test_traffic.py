@@ -1,4 +1,6 @@
-"""What goes between nodes as the executor counts it, against the program's ops and against the figures in closed form."""
+"""What goes between nodes as the executor counts it, against the program's ops and against the
+figures in closed form.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ RUNS = tuple(Run(policy) for policy in POLICIES)
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
 @pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "random_task_table", "ulysses"])
-@settings(max_examples=4, phases=(Phase.explicit, Phase.generate))  # a failure costs new ranks: shrinking would take minutes
+# A failure costs new ranks: shrinking would take minutes.
+@settings(max_examples=4, phases=(Phase.explicit, Phase.generate))
 @given(data=st.data())
 def test_ranks_send_and_receive_between_nodes_what_the_program_says(pool: Pool, planner: str, num_ranks: int, data: st.DataObject) -> None:
     case: Case = data.draw(cases([num_ranks], max_sequences=5, min_sequences=1))
@@ -39,7 +42,9 @@ def test_ranks_send_and_receive_between_nodes_what_the_program_says(pool: Pool, 
     for index, run in enumerate(RUNS):
         program = expand(planned, run.policy)
         if any(isinstance(op, Exchange) and op.collective != "p2p" for op in (*program.forward, *program.backward)):
-            continue  # who sends how much in a collective is the backend's business: the emulated cluster's counters show it
+            # Who sends how much in a collective is the backend's business: the emulated cluster's
+            # counters show it.
+            continue
         planned_bytes = traffic(program, Payload.of(model), ranks_per_node=planned.ranks_per_node)
         for way, expected in (("sent", planned_bytes.inter_node_sent), ("received", planned_bytes.inter_node_received)):
             counted = [sum(r[index].counters[f"inter_node_bytes_{way}_{phase}"] for phase in ("forward", "backward")) for r in results]

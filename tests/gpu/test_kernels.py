@@ -1,5 +1,6 @@
-"""Kernels against the plain one. How the varlen kernel groups and indexes entries, and what it hands to the libraries, is tested on the
-CPU, with the plain formula behind stand-ins of their signatures.
+"""Kernels against the plain one. How the varlen kernel groups and indexes entries, and what it
+hands to the libraries, is tested on the CPU, with the plain formula behind stand-ins of their
+signatures.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_balance.errors import ConfigError  # noqa: E402
-from megatron_balance.runtime import flash, kernels  # noqa: E402
-from megatron_balance.runtime.kernels import KERNELS, CpuFlashKernel, Entries, PlainKernel, choose_kernel  # noqa: E402
-from megatron_balance.runtime.varlen import VarlenKernel  # noqa: E402
-from tests.support import attention_libraries as libraries  # noqa: E402
+from megatron_balance.runtime.kernels import KERNELS, base, choose_kernel, libraries  # noqa: E402
+from megatron_balance.runtime.kernels.base import Entries  # noqa: E402
+from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel  # noqa: E402
+from megatron_balance.runtime.kernels.plain import PlainKernel  # noqa: E402
+from megatron_balance.runtime.kernels.varlen import VarlenKernel  # noqa: E402
+from tests.support import attention_libraries as stand_ins  # noqa: E402
 from tests.support.attention_libraries import ByFormula  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = 0.25
-# Neighbouring and scattered rows, full and causal, square and not, one token, one entry in front of another in the key operand.
+# Neighbouring and scattered rows, full and causal, square and not, one token, one entry in front of
+# another in the key operand.
 ENTRIES = {
     "one_square": Entries(((0, 24),), ((0, 24),), (True,), ((0, 24),)),
     "one_full": Entries(((5, 24),), ((0, 11),), (False,), ((0, 19),)),
@@ -131,7 +135,7 @@ def test_a_kernel_that_does_not_serve_the_tensors_is_refused():
 
 
 def test_a_kernel_that_is_not_installed_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(kernels, "has_module", lambda _: False)
+    monkeypatch.setattr(base, "has_module", lambda _: False)
     for name, needs in (
         ("flash_attn", "flash_attn"),
         ("flash_attn_3", "flash_attn_interface or flash_attn_3"),
@@ -143,7 +147,7 @@ def test_a_kernel_that_is_not_installed_says_what_it_needs(monkeypatch):
 
 def test_auto_takes_the_first_that_is_installed_and_fits(monkeypatch):
     def auto(*installed, device="cuda", dtype=torch.bfloat16, head_dim=128):
-        monkeypatch.setattr(kernels, "has_module", lambda name: name in installed)
+        monkeypatch.setattr(base, "has_module", lambda name: name in installed)
         monkeypatch.setitem(KERNELS, "flash_attn", replace(KERNELS["flash_attn"], make=lambda: VarlenKernel("flash_attn", ByFormula())))
         monkeypatch.setitem(
             KERNELS, "flash_attn_3", replace(KERNELS["flash_attn_3"], make=lambda: VarlenKernel("flash_attn_3", ByFormula()))
@@ -159,12 +163,14 @@ def test_auto_takes_the_first_that_is_installed_and_fits(monkeypatch):
 
 
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
-@pytest.mark.parametrize("name", libraries.LIBRARIES)
+@pytest.mark.parametrize("name", stand_ins.LIBRARIES)
 def test_a_library_is_called_as_its_source_says(name, entries, monkeypatch):
-    """Modules of the libraries' names and signatures, that compute by the plain formula and refuse what the real ones would."""
-    for module, stand_in in libraries.LIBRARIES[name].items():
+    """Modules of the libraries' names and signatures, that compute by the plain formula and refuse
+    what the real ones would.
+    """
+    for module, stand_in in stand_ins.LIBRARIES[name].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
-    monkeypatch.setattr(flash, "has_module", lambda module: module in libraries.LIBRARIES[name])
+    monkeypatch.setattr(libraries, "has_module", lambda module: module in stand_ins.LIBRARIES[name])
     kernel = KERNELS[name.split(" ")[0]].make()
     inputs = _inputs(torch.bfloat16)
     exact = _both(PlainKernel(), entries, [x.double() for x in inputs])
@@ -188,9 +194,9 @@ def test_torchs_own_operators_take_these_arguments(name):
 
 
 def test_padded_statistics_of_an_old_cudnn_are_refused(monkeypatch):
-    for module, stand_in in libraries.LIBRARIES["te_fused 2.9"].items():
+    for module, stand_in in stand_ins.LIBRARIES["te_fused 2.9"].items():
         monkeypatch.setitem(sys.modules, module, stand_in)
-    monkeypatch.setattr(libraries, "padded_statistics", True)
+    monkeypatch.setattr(stand_ins, "padded_statistics", True)
     kernel, entries = KERNELS["te_fused"].make(), ENTRIES["one_square"]
     q, k, v = _inputs(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"cuDNN >= 9\.6"):

@@ -1,7 +1,9 @@
-"""Stand-ins for flash-attn 2 and 3 and Transformer Engine: their functions by name and signature, with the plain formula behind.
+"""Stand-ins for flash-attn 2 and 3 and Transformer Engine: their functions by name and signature,
+with the plain formula behind.
 
-Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3, `hopper/flash_attn_interface.py` of the same tag and of
-main (August 2026, commit 0251105a); Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
+Signatures: flash-attn v2.8.3, `flash_attn/flash_attn_interface.py`; flash-attn 3,
+`hopper/flash_attn_interface.py` of the same tag and of main (August 2026, commit 0251105a);
+Transformer Engine v2.9 and v2.18, `transformer_engine/pytorch/cpp_extensions/fused_attn.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.flash import Segments
-from megatron_balance.runtime.kernels import Entries, PlainKernel
+from megatron_balance.runtime.kernels.base import Entries
+from megatron_balance.runtime.kernels.libraries import CuSeqlens
+from megatron_balance.runtime.kernels.plain import PlainKernel
 
 padded_statistics = False
 """Whether Transformer Engine's stand-in returns LSE as cuDNN before 9.6 does."""
 
 
-def entries_of(at: Segments) -> Entries:
-    """The entries of one launch. They are what a kernel can be given: int32, and the largest are the largest."""
+def entries_of(at: CuSeqlens) -> Entries:
+    """The entries of one launch. They are what a kernel can be given: int32, and the largest are
+    the largest.
+    """
     assert at.cu_q.dtype == at.cu_k.dtype == torch.int32
     q, k = at.cu_q.tolist(), at.cu_k.tolist()
     assert at.max_q == max(b - a for a, b in zip(q, q[1:], strict=False))
@@ -30,18 +35,18 @@ def entries_of(at: Segments) -> Entries:
 
 
 class ByFormula:
-    """`runtime.flash.Calls`, counted. LSE strided as FlashAttention leaves it."""
+    """`runtime.kernels.libraries.Calls`, counted. LSE strided as FlashAttention leaves it."""
 
     def __init__(self) -> None:
         self.forwards = self.backwards = 0
 
-    def forward(self, at: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         self.forwards += 1
         assert (len(q), len(k), len(v)) == (at.cu_q[-1], at.cu_k[-1], at.cu_k[-1])
         out, lse = PlainKernel().forward(entries_of(at), q, k, v, scale)
         return out, lse.T.contiguous().T
 
-    def backward(self, at: Segments, dout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, at: CuSeqlens, dout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         self.backwards += 1
         assert all(len(x) == at.cu_q[-1] for x in (q, *dout))
         dq, dk, dv = PlainKernel().backward(entries_of(at), dout, q, k, v, scale)
@@ -56,13 +61,13 @@ def _packed(*tensors: Tensor, contiguous: bool = False) -> None:
         assert not contiguous or x.is_contiguous()
 
 
-def _flash_forward(at: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_forward(at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     _packed(q, k, v)
     out, lse = ByFormula().forward(at, q, k, v, scale)
     return out, lse.T  # [heads, queries]
 
 
-def _flash_backward(at: Segments, final: tuple[Tensor, ...], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float) -> None:
+def _flash_backward(at: CuSeqlens, final: tuple[Tensor, ...], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float) -> None:
     dout, out, lse = final
     q, k, v = inputs
     _packed(q, k, v, dout, out)
@@ -96,7 +101,7 @@ def _fa2_forward(  # the names and order of the source
     assert alibi_slopes is block_table is leftpad_k is seqused_k is None
     assert not return_softmax
     assert not zero_tensors
-    at = Segments(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
     return *_flash_forward(at, q, k, v, softmax_scale), None, None
 
 
@@ -107,7 +112,7 @@ def _fa2_backward(
     assert (dropout_p, window_size_left, window_size_right, softcap, deterministic) == (0.0, -1, -1, 0.0, False)
     assert alibi_slopes is rng_state is None
     assert not zero_tensors
-    at = Segments(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
     _flash_backward(at, (dout, out, softmax_lse), (q, k, v), (dq, dk, dv), softmax_scale)
     return softmax_lse
 
@@ -121,7 +126,7 @@ def _fa3_forward(
     assert k_new is v_new is qv is out is cu_seqlens_k_new is seqused_q is seqused_k is page_table is kv_batch_idx is leftpad_k is None
     assert rotary_cos is rotary_sin is seqlens_rotary is q_descale is k_descale is v_descale is scheduler_metadata is pack_gqa is None
     assert (window_size, attention_chunk, softcap, rotary_interleaved, num_splits, sm_margin) == ((-1, -1), 0, 0.0, True, 1, 0)
-    at = Segments(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
     return *_flash_forward(at, q, k, v, softmax_scale), None, None
 
 
@@ -131,7 +136,7 @@ def _fa3_backward(
 ):  # fmt: skip
     assert sequed_q is sequed_k is None
     assert (window_size, softcap, deterministic, sm_margin) == ((-1, -1), 0.0, False, 0)
-    at = Segments(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+    at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
     _flash_backward(at, (dout, out, softmax_lse), (q, k, v), (dq, dk, dv), softmax_scale)
     return dq, dk, dv, softmax_lse
 
@@ -163,14 +168,14 @@ def _fa3_backward_main(
     return softmax_lse
 
 
-def _te_at(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, options: dict[str, Any]) -> Segments:
+def _te_at(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, options: dict[str, Any]) -> CuSeqlens:
     assert options["cu_seqlens_q_padded"] is cu_q
     assert options["cu_seqlens_kv_padded"] is cu_k
     causal = options["attn_mask_type"] == "padding_causal_bottom_right"
     assert causal or options["attn_mask_type"] == "padding"
     assert options["window_size"] == ((-1, 0) if causal else (-1, -1))
     assert (options["qkv_layout"], options["attn_bias_type"], options["dropout"]) == ("thd_thd_thd", "no_bias", 0.0)
-    return Segments(cu_q, cu_k, max_q, max_k, causal)
+    return CuSeqlens(cu_q, cu_k, max_q, max_k, causal)
 
 
 def _te_forward(

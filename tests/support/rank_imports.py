@@ -12,14 +12,14 @@ os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, whi
 NEEDED = [
     "torch._dynamo",  # by a dispatch mode
     "torch.fx.experimental.symbolic_shapes",  # by a first backward
-    "tests.support.half_batches",
+    "tests.support.nano_batches",
     "tests.support.jobs",
     "tests.support.routed",
     "tests.support.steady",
     "tests.support.tick_jobs",
 ]
 if importlib.util.find_spec("triton") is not None:
-    NEEDED += ["megatron_balance.runtime.triton.mover", "triton.experimental.gluon"]
+    NEEDED += ["megatron_balance.runtime.movers.triton.mover", "triton.experimental.gluon"]
 
 for name in NEEDED:
     importlib.import_module(name)

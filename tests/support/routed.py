@@ -16,8 +16,8 @@ from megatron_balance.compile.transpose import Policy, transpose
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
-from megatron_balance.runtime.kernels import Kernel
-from megatron_balance.runtime.lowered import Phase
+from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.lower.steps import Phase
 from megatron_balance.runtime.trace import Trace, Traced, hidden_share
 from tests.support import jobs
 from tests.support.jobs import Ran, Run
@@ -29,7 +29,9 @@ HEAD_DIM = 8
 
 @dataclass(frozen=True)
 class PhaseTrace:
-    """What one phase recorded, what its streams should have done, and the ops of each group of relay tasks."""
+    """Events that one phase recorded, those that its streams should have had, and the ops of each
+    group of relay tasks.
+    """
 
     recorded: list[Traced]
     expected: dict[str, tuple[Issue, ...]]
@@ -68,7 +70,7 @@ def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:
 
 
 def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
-    """What each rank hears when the kernel of `rank` fails and the rank lives on."""
+    """The error that each rank gets when the kernel of `rank` fails and the rank lives on."""
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank == rank:
         bound = replace(bound, kernel=_Failing())
@@ -81,7 +83,9 @@ def fail_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> str:
 
 
 def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], seconds: float) -> float:
-    """How long the forward took on this rank, where each launch of the ranks `slow` takes `seconds`."""
+    """How long the forward took on this rank, where each launch of the ranks `slow` takes
+    `seconds`.
+    """
     bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
     if world.rank in slow:
         bound = replace(bound, kernel=_Slow(bound.kernel, seconds))

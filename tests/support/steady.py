@@ -23,7 +23,9 @@ from tests.support.pool import World
 
 
 class Allocations(TorchDispatchMode):
-    """Counts calls whose result is memory of its own, by operator, while `on`. Memory of the pool is not made by operators."""
+    """Counts calls whose result is memory of its own, by operator, while `on`. Memory of the pool
+    is not made by operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,10 @@ class NotCounted:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step (some layers forward, then backward) did. `allocations`: by operator, without the kernel's."""
+    """Memory of one step: some layers forward, then backward.
+
+    `allocations`: by operator, without the kernel's.
+    """
 
     allocations: dict[str, int]
     num_slabs: int
@@ -77,7 +82,9 @@ class Seen:
 
 
 def steps(world: World, plans: Sequence[MicrobatchPlan], layers: int, policy: Policy, mover: str, dtype: str) -> list[Seen]:
-    """Each plan's steps, three of them, on the same pool of memory, all plans bound before the first."""
+    """Each plan's steps, three of them, on the same pool of memory, all plans bound before the
+    first.
+    """
     wanted, groups = getattr(torch, dtype), replace(world.groups, buffers=BufferPool(cpu=True))
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 16)
     bounds = [bind(p, world.rank, shape, groups=groups, dtype=wanted, policy=policy, mover=mover, kernel="plain") for p in plans]
@@ -105,7 +112,9 @@ def _step(bound: Bound, layers: int, dtype: torch.dtype) -> Step:
 
 
 def keep_a_gradient(world: World, plan: MicrobatchPlan) -> bool:
-    """Whether what autograd saved in the first call is still what it was after ten more calls went through the same memory."""
+    """Whether what autograd saved in the first call is still what it was after ten more calls went
+    through the same memory.
+    """
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, 16)
     bound = bind(plan, world.rank, shape, groups=world.groups, dtype=torch.float32)
     generator = torch.Generator().manual_seed(world.rank)

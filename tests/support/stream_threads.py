@@ -1,5 +1,6 @@
-"""CUDA streams played by threads over gloo, so that what NCCL will carry can be run here: each stream does what it is given in order,
-each has a process group of its own whose messages match by order alone, and only events join them.
+"""CUDA streams played by threads over gloo, so that what NCCL will carry can be run here: each
+stream does what it is given in order, each has a process group of its own whose messages match by
+order alone, and only events join them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class StreamThread:
 
 
 class StreamThreads:
-    """All streams of one rank. The compute stream is the thread that asks: whatever it was given is done."""
+    """All streams of one rank. The compute stream is the thread that asks: whatever it was given is
+    done.
+    """
 
     def __init__(self, groups: dict[str, dist.ProcessGroup], ranks: Sequence[int]) -> None:
         self.groups, self.ranks = groups, ranks

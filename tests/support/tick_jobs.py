@@ -19,7 +19,7 @@ from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.joint import Server
-from megatron_balance.runtime.lowered import PhaseName
+from megatron_balance.runtime.lower.steps import PhaseName
 from tests.support.nano_batches import AttentionOf, Done, interleaved, leaves, one_call_a_layer, recorded
 from tests.support.pool import World
 from tests.support.stream_threads import with_streams

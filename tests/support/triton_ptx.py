@@ -1,6 +1,8 @@
-"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: what their PTX holds, as JSON. Run as a module.
+"""The Triton mover's launches compiled for a Hopper GPU, with no GPU here: what their PTX holds, as
+JSON. Run as a module.
 
-Only the driver is stood in for; the arguments go through Triton's own specialisation, as they would for a launch.
+Only the driver is stood in for; the arguments go through Triton's own specialisation, as they would
+for a launch.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megatron_balance.runtime.moves import Fill, Place, Space
-from megatron_balance.runtime.triton import kernels, mover
+from megatron_balance.runtime.movers.base import Fill, Place, Space
+from megatron_balance.runtime.movers.triton import kernels, mover
 from tests.support.triton_twins import packed_of
 
 SHAPE = {"q": (300, 32, 128), "kv": (300, 8, 128)}

@@ -1,8 +1,10 @@
-"""Every launch of the Triton mover against the plain one, over drawn shapes: run as a module with TRITON_INTERPRET=1.
+"""Every launch of the Triton mover against the plain one, over drawn shapes: run as a module with
+TRITON_INTERPRET=1.
 
-Tolerances: copies without conversion and additions of single rows are equal bit for bit. A conversion to bf16 or fp16 may differ in
-the last place, since the interpreter cuts off where the hardware and torch round. Sums of several rows and merges are in another
-order: 2e-6 of the largest value in fp32, and the last place of a narrower output.
+Tolerances: copies without conversion and additions of single rows are equal bit for bit. A
+conversion to bf16 or fp16 may differ in the last place, since the interpreter cuts off where the
+hardware and torch round. Sums of several rows and merges are in another order: 2e-6 of the largest
+value in fp32, and the last place of a narrower output.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.moves import Fill, Mover, Place, PlainMover, Space, choose_mover
-from megatron_balance.runtime.regions import Run
+from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, Space
+from megatron_balance.runtime.movers.plain import PlainMover
 
 CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -28,7 +32,9 @@ few = settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.e
 
 
 def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) -> Packed:
-    """Runs (buffer, buffer rows, head, heads, buffer head) as packed rows; those with the same rows' place share them."""
+    """Runs (buffer, buffer rows, head, heads, buffer head) as packed rows; those with the same
+    rows' place share them.
+    """
     made: list[Run] = []
     at = 0
     for buffer, rows, head, heads, buffer_head in runs:
@@ -43,7 +49,9 @@ def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) 
 
 @st.composite
 def packings(draw: st.DrawFn, *, distinct: bool, max_runs: int = 4) -> tuple[Packed, dict[int, tuple[int, int]]]:
-    """Packed rows, and (rows, heads) of each buffer. `distinct`: no row and head of a buffer is named twice."""
+    """Packed rows, and (rows, heads) of each buffer. `distinct`: no row and head of a buffer is
+    named twice.
+    """
     num_heads = draw(st.integers(1, 3))
     sizes = {b: (draw(st.integers(1, 21)), num_heads + draw(st.integers(0, 2))) for b in range(draw(st.integers(1, 3)))}
     runs: list[tuple[int, list[int], int, int, int]] = []
@@ -137,7 +145,9 @@ def compare_placed(
     data=st.data(),
 )
 def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """Partials of one buffer as they come: of all rows or some, of all heads or some, sent and taken at the end."""
+    """Partials of one buffer as they come: of all rows or some, of all heads or some, sent and
+    taken at the end.
+    """
     rows, heads = size
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     adds = []
@@ -145,11 +155,13 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
         chosen = list(range(rows)) if data.draw(st.booleans()) else data.draw(st.lists(st.integers(0, rows - 1), max_size=25))
         own_heads = heads if data.draw(st.booleans()) else data.draw(st.integers(1, heads))
         head = data.draw(st.integers(0, heads - own_heads))
-        # A query of several entries of a launch is several runs there, as `regions.grouped_runs` makes them with `distinct`.
+        # A query of several entries of a launch is several runs there, as `regions.grouped_runs`
+        # makes them with `distinct`.
         runs = [chosen] if len(set(chosen)) == len(chosen) else [[row] for row in chosen]
         packed = packed_of([(0, run, 0, own_heads, head) for run in runs], own_heads)
         out = values((packed.num_rows, own_heads, dim), dtype, seed)
-        lse = (3 * values((own_heads, packed.num_rows), wide, 50 + seed)).T  # as FlashAttention leaves it
+        # As FlashAttention leaves it.
+        lse = (3 * values((own_heads, packed.num_rows), wide, 50 + seed)).T
         adds.append((packed, out, lse))
     sent = packed_of([(0, data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9)), 0, 1, heads - 1)], 1)
     results = []
@@ -166,7 +178,7 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
 
 
 def empty() -> None:
-    """Nothing to do is done, also without a tensor to do it to."""
+    """Check that empty moves do nothing, also without a tensor to do it to."""
     nothing = packed_of([(0, [], 0, 2, 0)], 2)
     for mover in movers():
         x, y = torch.zeros(0, 2, 4), torch.ones(3, 2, 4)

@@ -23,10 +23,10 @@ from megatron_balance.patterns import dispatch
 from megatron_balance.planning.ahead import Pipeline, PlanSpec
 from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.tick_planner import TickPlanner
-from megatron_balance.runtime import routes
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
+from megatron_balance.runtime.lower import routes
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.solvers.nano_batches import nano_batches
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -156,7 +156,7 @@ def long_tailed(num_seqs: int, num_tokens: int, seed: int = 20261120) -> list[in
 def _measure(measurement: Measurement, repeats: int) -> dict[str, Any]:
     times: list[float] = []
     for _ in range(repeats):
-        for cached in (dispatch.transfers, routes.part):  # plans differ from microbatch to microbatch
+        for cached in (dispatch.transfers, routes.routes_of):  # plans differ from microbatch to microbatch
             cached.cache_clear()
         start = time.process_time()
         measurement.run()

@@ -1,4 +1,4 @@
-"""The GPU suite: every kernel against its twin, training with balance on and off, and what it all takes, in one command.
+"""The GPU suite: every kernel against its twin, and training with balance on and off.
 
 python -m tools.gpu.run [--json]
 """

@@ -1,6 +1,9 @@
-"""Attention kernels: many fragments in one launch as fast as one dense call, and bf16 results as exact as one flash call's.
+"""Attention kernels: as fast as one dense call, as exact as one flash call.
 
-Every attention kernel that is installed is held against the plain formula. A CPU has its own flash kernel for the small checks.
+Many fragments in one launch, in bf16.
+
+Every attention kernel that is installed is held against the plain formula. A CPU has its own flash
+kernel for the small checks.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels import KERNELS, Entries, Kernel, PlainKernel, choose_kernel
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.moves import Place, Space, choose_mover
+from megatron_balance.runtime.kernels import KERNELS, choose_kernel
+from megatron_balance.runtime.kernels.base import Entries, Kernel
+from megatron_balance.runtime.kernels.plain import PlainKernel
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Place, Space
 from tools.gpu.kernels import packed_rows
 from tools.gpu.rows import Context, Figure, Row, Target
 from tools.gpu.timing import gpu_s
@@ -88,7 +94,10 @@ def mixed_lengths(count: int, least: int, total: int) -> list[int]:
 
 
 def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Iterator[Row]:
-    """Fragments through our kernel, against one call of equal lengths with the same number of them and as many pairs."""
+    """Time fragments through our kernel, against one call of as many fragments of equal lengths.
+
+    Both attend to as many pairs.
+    """
     equal = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5)
     found = {}
     for what, sizes in (("dense", [equal] * len(lengths)), ("fragments", lengths)):
@@ -99,7 +108,8 @@ def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Ite
         out, lse = kernel.forward(prepared, q, k, v, DIM**-0.5)
         final = (torch.ones_like(out), out, lse)
         backward_s = gpu_s(lambda p=prepared, f=final, x=(q, k, v): kernel.backward(p, f, *x, DIM**-0.5))
-        flops = 2 * HEADS * DIM * sum(n * (n + 1) for n in sizes)  # two products of 2 FLOPs for half of the square
+        # Two products of 2 FLOPs for half of the square.
+        flops = 2 * HEADS * DIM * sum(n * (n + 1) for n in sizes)
         found[what] = {"forward": flops / forward_s, "backward": 2.5 * flops / backward_s}
     for phase in PHASES:
         yield DENSE[phase].measured(found["dense"][phase] / 1e12, f"{len(lengths)} sequences of {equal} tokens, {kernel.name}")
@@ -108,7 +118,10 @@ def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Ite
 
 
 def apart_from_plain(kernel: Kernel, device: torch.device) -> float:
-    """The largest difference of outputs, LSE and gradients, of the largest value; full and causal entries of several shapes."""
+    """The largest difference of outputs, LSE and gradients, of the largest value.
+
+    Over full and causal entries of several shapes.
+    """
     spans_q = ((0, 33), (40, 41), (50, 120), (120, 150))
     spans_k = ((12, 45), (0, 1), (2, 119), (119, 150))
     entries = Entries(spans_q, spans_k, (True, False, True, False), ((0, 33), (33, 34), (34, 104), (104, 134)))
@@ -130,7 +143,10 @@ def _inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.
 
 
 def _errors(kernel: Kernel, shape: tuple[int, int, int], device: torch.device) -> Iterator[Row]:
-    """Root mean square errors of our ways to compute one causal sequence, as parts of one call's; heads two by two on one key head."""
+    """Root mean square errors of our ways to compute one causal sequence, over those of one call.
+
+    Two query heads share a key head.
+    """
     rows, heads, dim = shape
     x = _inputs((rows, heads, heads // 2, dim), torch.bfloat16, device)
     grad = torch.randn(rows, heads, dim, device=device, generator=torch.Generator(device).manual_seed(6)).to(torch.bfloat16)
@@ -172,7 +188,10 @@ def _merged(kernel: Kernel, rows: int, x: tuple[Tensor, Tensor, Tensor], grad: T
 
 
 def _by_entries(kernel: Kernel, parts: list[Entries], x: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Four:
-    """Launches as the executor has them: partials merged by LSE, gradients of the merged output summed in fp32."""
+    """Run launches as the executor does.
+
+    Partials are merged by LSE, gradients of the merged output summed in fp32.
+    """
     device, scale, heads = x[0].device, x[0].shape[2] ** -0.5, (x[0].shape[1], x[1].shape[1])
     mover = choose_mover("auto", device)
     sizes = {0: (len(x[0]), heads[0])}

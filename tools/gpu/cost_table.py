@@ -1,4 +1,7 @@
-"""The cost table of this device, as `megatron-balance profile` measures it: written, read back, and what it says at its largest points."""
+"""The cost table of this device, as `megatron-balance profile` measures it.
+
+Written, read back, and its largest points.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import AttentionTable, CostTable, load_table, save_table
 from megatron_balance.ir.model import Model
-from megatron_balance.runtime.profile import QUICK, ProfileOptions, profile
+from megatron_balance.profiling.cost_table import profile
+from megatron_balance.profiling.options import QUICK, ProfileOptions
 from tools.gpu.rows import Context, Figure, Row
 
 BUDGET_S = 45.0
@@ -58,7 +62,8 @@ def _speeds(table: CostTable, model: Model) -> Iterator[Row]:
     width, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     weights = model.hidden_size * (2 * width + 2 * kv + (3 if model.gated_ffn else 2) * model.ffn_size)
     yield LAYER.measured(2 * weights * layer.tokens[-1] / layer.forward_s[-1] / 1e12, f"{layer.tokens[-1]} tokens")
-    moved = 3 * 4 * model.num_heads * (model.head_dim + 1) * merge.sizes[-1]  # two partials are read and one is written, with their LSE
+    # Two partials are read and one is written, with their LSE.
+    moved = 3 * 4 * model.num_heads * (model.head_dim + 1) * merge.sizes[-1]
     yield MERGE.measured(moved / merge.seconds[-1] / 1e9, f"{merge.sizes[-1]} tokens; torch's operators, {model.num_heads} heads")
 
 

@@ -1,8 +1,9 @@
 """The Triton kernels: equal to their plain twins, and as fast as their bytes.
 
-Fragments of mixed length are packed into another order, unpacked, packed into a message's bytes, added and merged, at the heads of a
-model of 7B with grouped keys (32, 8, 128). Speeds are shares of the bandwidth of a plain copy measured in the same run; bytes are what
-must be read and written once, indices not counted.
+Fragments of mixed length are packed into another order, unpacked, packed into a message's bytes,
+added and merged, at the heads of a model of 7B with grouped keys (32, 8, 128). Speeds are shares of
+the bandwidth of a plain copy measured in the same run; bytes are what must be read and written
+once, indices not counted.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_balance.ir.program import Kind
-from megatron_balance.runtime.lowered import Packed
-from megatron_balance.runtime.moves import Fill, Mover, Place, PlainMover, Space, choose_mover
-from megatron_balance.runtime.parcels import Form, parcel_bytes, unpacked
-from megatron_balance.runtime.regions import Run
+from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, unpack
+from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.movers import choose_mover
+from megatron_balance.runtime.movers.base import Fill, Mover, Place, Space
+from megatron_balance.runtime.movers.plain import PlainMover
 from tools.gpu.rows import Context, Figure, Row, Target
 from tools.gpu.timing import copy_bytes_per_s, gpu_s
 
@@ -37,7 +40,8 @@ def _equal(name: str, limit: float) -> Figure:
 
 
 EQUAL = {name: _equal(name, 2e-6 if name.startswith("add") else 0.0) for name in MOVES}
-# The interpreter cuts off where hardware and torch round, so a converted value may be a whole last place away.
+# The interpreter cuts off where hardware and torch round, so a converted value may be a whole last
+# place away.
 EQUAL |= {f"merge of {n} partials": _equal(f"merge of {n} partials", 2 * LAST_PLACE) for n in PARTIALS}
 COPY = Figure("plain copy", "GB/s read and written", speed=True)
 SPEED = {name: Figure(f"{name}: share of the copy's bandwidth", "", SHARE, speed=True) for name in EQUAL}
@@ -46,7 +50,10 @@ FIGURES = (*EQUAL.values(), COPY, *SPEED.values())
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens in `fragments` of mixed length, and heads. `tokens` x 8 KiB of queries are far more than a cache holds on a GPU."""
+    """Tokens in `fragments` of mixed length, and heads.
+
+    `tokens` x 8 KiB of queries are far more than a cache holds on a GPU.
+    """
 
     tokens: int
     fragments: int
@@ -119,7 +126,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     form = Form(shape.head_dim, torch.bfloat16, torch.float32)
     carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
     raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
-    (q,), (kv,) = unpacked(raw, carried, form)
+    (q,), (kv,) = unpack(raw, carried, form)
     messages = [Fill(p, (x,), y) for p, x, y in zip(packed, sources, (q, kv[0], kv[1]), strict=True)]
     yield Case(MOVES[2], num_bytes, lambda mover: lambda: mover.fill(messages), lambda: [raw])
     yield _adding(sources, packed)
@@ -154,7 +161,8 @@ def _merging(shape: Shape, num: int, values: Callable[[int, torch.dtype], Tensor
     def run(mover: Mover) -> Callable[[], Any]:
         held = mover.partials(space)
         for index, (x, y) in enumerate(zip(outs, lses, strict=True)):
-            held.add(rows, (index > 0,), x, y.clone())  # the plain twin goes on in the first one's memory
+            # The plain twin goes on in the first one's memory.
+            held.add(rows, (index > 0,), x, y.clone())
         return lambda: held.send(rows, (out, lse))
 
     num_bytes = (num + 1) * (out.nbytes + lse.nbytes)

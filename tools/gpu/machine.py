@@ -1,4 +1,4 @@
-"""What the suite runs on."""
+"""The machine that the suite runs on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "f
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`name`: of the GPU, or of the processor where there is none. `versions`: by package, None for what is not installed."""
+    """A machine and its packages.
+
+    `name`: of the GPU, or of the processor where there is none. `versions`: by package, None for
+    those that are not installed.
+    """
 
     device: Device
     name: str

@@ -1,4 +1,7 @@
-"""The parts of the suite in the order they run, what matters most first: modules that the runner imports in processes of their own."""
+"""The parts of the suite in the order they run, the most important first.
+
+Modules that the runner imports in processes of their own.
+"""
 
 from __future__ import annotations
 

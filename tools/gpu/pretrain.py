@@ -1,8 +1,10 @@
-"""One job of Megatron's own `pretrain` on one device, with balance on or off, over documents of given lengths.
+"""One job of Megatron's own `pretrain` on one device, with balance on or off.
 
-Off, Megatron's layers attend by one dense causal call a document: Transformer Engine's where it is installed, else torch's scaled dot
-product attention in Megatron's local layers, whose own unfused attention would hold all scores in memory. Batches, loss and weights are
-the same.
+Over documents of given lengths.
+
+Off, Megatron's layers attend by one dense causal call a document: Transformer Engine's where it is
+installed, else torch's scaled dot product attention in Megatron's local layers, whose own unfused
+attention would hold all scores in memory. Batches, loss and weights are the same.
 """
 
 from __future__ import annotations
@@ -64,10 +66,14 @@ LOCAL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`documents`: lengths of the documents of each step, which fill the context. `flags`: of the model. `out`: where its figures go, JSON.
+    """One job.
 
-    `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`: with balance off, attend by torch's
-    FlashAttention, which a plan runs too; else by what torch takes for the fastest (cuDNN's attention on Hopper).
+    `documents`: lengths of the documents of each step, which fill the context. `flags`: of the
+    model. `out`: file of its figures, JSON.
+
+    `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`:
+    with balance off, attend by torch's FlashAttention, which a plan runs too; else by what torch
+    takes for the fastest (cuDNN's attention on Hopper).
     """
 
     device: Device
@@ -82,7 +88,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """By step: loss, gradient norm and seconds. `waits`: of the host in the traced step. `layers`: whose they are."""
+    """Figures of a job: loss, gradient norm and seconds by step.
+
+    `waits`: of the host in the traced step; `layers`: whose they are.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -103,7 +112,8 @@ def train(job: Job) -> None:
 
     engine = entry.te_available()
     impl = {} if engine else LOCAL
-    kernel = "auto" if engine or job.device == "cpu" else "torch_varlen"  # the kernel of the other side
+    # The kernel of the other side.
+    kernel = "auto" if engine or job.device == "cpu" else "torch_varlen"
     balance = Path(job.out).with_suffix(".yaml")
     balance.write_text(f"planner: {{name: zeppelin}}\nplan_ahead: false\nkernel: {kernel}\n", encoding="utf-8")
     tokens = sum(job.documents[0])
@@ -151,7 +161,10 @@ class Batches(Dataset[dict[str, Tensor]]):
         return len(self._documents)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Tokens, labels, loss_mask and position_ids, each [tokens]; a document's last token has no label."""
+        """Tokens, labels, loss_mask and position_ids, each [tokens].
+
+        A document's last token has no label.
+        """
         lengths = self._documents[index]
         tokens = np.random.default_rng(index).integers(0, self._vocabulary, size=sum(lengths) + 1)
         last = np.cumsum(lengths) - 1
@@ -216,7 +229,10 @@ def _plain(batches: Batches, *, flash: bool) -> None:
 
 
 def dense_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Token losses of the next microbatch [1, T], with attention inside each document, and the function that sums them."""
+    """Token losses of the next microbatch [1, T], and the function that sums them.
+
+    Attention stays inside each document.
+    """
     from megatron_balance.megatron.forward_step import summed_loss
 
     batch = next(data_iterator)
@@ -248,7 +264,10 @@ def _dense_spec(flash: bool, config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _dense_attention(flash: bool) -> type:
-    """The class is made here, since its base comes with Megatron, which is not imported before the device is known."""
+    """Make the class of the core attention.
+
+    Here, since its base comes with Megatron, which is not imported before the device is known.
+    """
     from megatron.core.transformer.module import MegatronModule
 
     class DenseCoreAttention(MegatronModule):
@@ -292,7 +311,8 @@ class _Meter:
     def measured(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             results: list[Any] = []
-            torch.cuda.synchronize()  # a step's time is from a device that is done to a device that is done
+            # A step's time is from a device that is done to a device that is done.
+            torch.cuda.synchronize()
             start = time.perf_counter()
 
             def run() -> None:
@@ -314,14 +334,17 @@ class _Meter:
 
 
 def run_all(jobs: Sequence[Job]) -> list[Trained]:
-    """What jobs measured, one after the other, each in a process of its own.
+    """Figures of jobs, run one after the other, each in a process of its own.
 
-    Raises RuntimeError: one failed; its log is above.
+    Raises:
+        RuntimeError: one failed; its log is above.
     """
     import multiprocessing
 
     os.environ["TORCHDYNAMO_DISABLE"] = (
-        "1"  # for the children: to compile what is a small part of a step would cost most of the suite's time
+        # For the children: to compile what is a small part of a step would cost most of the suite's
+        # time.
+        "1"
     )
     found: list[Trained] = []
     for job in jobs:

@@ -1,4 +1,7 @@
-"""Several ranks on one device: the contract of all planners, forward and backward, on the streams of CUDA, with gloo for NCCL's wire."""
+"""Several ranks on one device: the contract of all planners, forward and backward.
+
+On CUDA streams, with gloo for NCCL's wire.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ NUM_RANKS, RANKS_PER_NODE = 4, 2
 HEAD_DIM = 64
 LENGTHS = (700, 300, 129, 64, 33, 1)
 TOKENS_PER_RANK = 330
-# bf16 keeps 8 bits: inputs, partials and results are each rounded to a 256th, relative to the largest value of each output.
+# bf16 keeps 8 bits: inputs, partials and results are each rounded to a 256th, relative to the
+# largest value of each output.
 FIGURES = tuple(
     Figure(f"{NUM_RANKS} ranks on one device, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02))
     for name in PLANNERS
@@ -51,7 +55,10 @@ def measure(context: Context) -> Iterator[Row]:
 
 
 def plan(name: str) -> MicrobatchPlan:
-    """A planner's plan of `LENGTHS` on two nodes of two, routed wherever it can be; the last one's tokens are remapped too."""
+    """A planner's plan of `LENGTHS` on two nodes of two, routed wherever it can be.
+
+    The last one's tokens are remapped too.
+    """
     cluster = Cluster(NUM_RANKS, RANKS_PER_NODE)
     model = Model(num_heads=8, num_kv_heads=4, head_dim=HEAD_DIM, hidden_size=512, ffn_size=1024)
     options = PLANNERS[name].options(tokens_per_rank=TOKENS_PER_RANK)
@@ -63,7 +70,10 @@ def plan(name: str) -> MicrobatchPlan:
 
 
 def worst(planned: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
-    """The largest difference of output and gradients from dense attention in fp64, each relative to its largest value."""
+    """The largest difference of output and gradients from dense attention in fp64.
+
+    Each relative to its largest value.
+    """
     truth = dense.attention(jobs.inputs(planned, HEAD_DIM))
     owned = [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]
     errors: list[float] = []
@@ -81,7 +91,8 @@ def run_ranks(plans: Sequence[MicrobatchPlan], device: Device, folder: Path, sec
 
     Raises RuntimeError: a rank failed, or the ranks did not end in `seconds`.
     """
-    context = multiprocessing.get_context("forkserver")  # whose server imports torch once, and never touches the device
+    # Whose server imports torch once, and never touches the device.
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "tools.gpu.ranks"])
     processes = [context.Process(target=_rank, args=(rank, plans, device, str(folder)), daemon=True) for rank in range(NUM_RANKS)]
     for process in processes:

@@ -60,7 +60,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def title(report: dict[str, Any]) -> str:
-    """Which machine, when, with which versions."""
+    """The machine, the date and versions, as lines."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version is not None)
     where = f"{machine['name']}, CUDA {machine['cuda']}" if report["mode"] == "gpu" else f"no GPU ({machine['name']})"

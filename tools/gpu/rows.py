@@ -1,4 +1,4 @@
-"""What the suite reports: one row a figure, measured or not, and held against its target where it has one."""
+"""The suite's report: one row a figure, measured or not, with its target where it has one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUT_OF_TIME = "out of time"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure should be: `at least` or `at most` a limit, or `equal` to it."""
+    """Target of a figure: `at least` or `at most` a limit, or `equal` to it."""
 
     sense: Literal["at least", "at most", "equal"]
     limit: float
@@ -39,7 +39,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the report. `ok`: None where there is no target, or nothing was measured for want of a GPU or of time."""
+    """One line of the report.
+
+    `ok`: None where there is no target, or nothing was measured for want of a GPU or of time.
+    """
 
     name: str
     value: float | None
@@ -54,7 +57,8 @@ class Row:
 class Figure:
     """Something a part of the suite measures.
 
-    `speed`: it says how fast the machine is, so that on a CPU (Triton's interpreter) it is left out; the part is not asked for it there.
+    `speed`: it says how fast the machine is, so that on a CPU (Triton's interpreter) it is left
+    out; the part is not asked for it there.
     """
 
     name: str
@@ -80,10 +84,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a part is given.
+    """Arguments of a part.
 
-    `device`: what it runs on; "cpu" is for trying it out. `deadline`: until when, by `time.monotonic`. `prefix`: how the files begin that
-    it may leave beside its rows, folder and all, such as docs/measurements/h200; None: it leaves none.
+    `device`: what it runs on; "cpu" is for trying it out. `deadline`: until when, by
+    `time.monotonic`. `prefix`: how the files begin that it may leave beside its rows, folder and
+    all, such as docs/measurements/h200; None: it leaves none.
     """
 
     device: Device
@@ -100,7 +105,10 @@ class Context:
 
 
 class Part(Protocol):
-    """A module of this package that measures. It runs in a process of its own, with TRITON_INTERPRET=1 on a CPU."""
+    """A module of this package that measures.
+
+    It runs in a process of its own, with TRITON_INTERPRET=1 on a CPU.
+    """
 
     FIGURES: tuple[Figure, ...]
     """All that it can measure, in the order of the report."""
@@ -109,5 +117,8 @@ class Part(Protocol):
 
     @staticmethod
     def measure(context: Context) -> Iterator[Row]:
-        """Rows as they are measured, each of one of `FIGURES`; a row that came before an error or the deadline counts."""
+        """Rows as they are measured, each of one of `FIGURES`.
+
+        A row that came before an error or the deadline counts.
+        """
         ...

@@ -1,8 +1,9 @@
 """Run the GPU suite: `python -m tools.gpu.run [--json] [--parts kernels,step] [--limit-s 470]`.
 
-On a GPU it takes less than eight minutes and writes docs/measurements/<gpu>-suite.json and .md. Without one the same parts run small,
-Triton's kernels in its interpreter, in less than a minute; what only a GPU can say is then a row that reads "not measured", and no file
-is written. Needs torch, triton and the wheel of megatron-core.
+On a GPU it takes less than eight minutes and writes docs/measurements/<gpu>-suite.json and .md.
+Without one the same parts run small, Triton's kernels in its interpreter, in less than a minute;
+what only a GPU can say is then a row that reads "not measured", and no file is written. Needs
+torch, triton and the wheel of megatron-core.
 
 Each part runs in a process of its own: one that fails or hangs costs its own rows only.
 """
@@ -36,15 +37,22 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements"
 LIMIT_S = {"cuda": 470.0, "cpu": 150.0}
-"""What the whole suite may take by itself. On a CPU it takes less than a minute where the processor is its own."""
+"""Seconds that the whole suite may take by itself.
+
+On a CPU it takes less than a minute where the processor is its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite, or one part of it in this process; 0 if nothing that was measured misses its target and nothing failed."""
+    """Run the suite, or one part of it in this process.
+
+    Returns:
+        0 if nothing that was measured misses its target and nothing failed.
+    """
     options = _options(argv)
     if options.part:
         return run_part(options)
-    from tools.gpu.machine import describe  # imports torch, which the process of a part may do without
+    # Imports torch, which the process of a part may do without.
+    from tools.gpu.machine import describe
 
     began = time.monotonic()
     machine = describe()
@@ -66,7 +74,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--limit-s", type=float, metavar="S", help="seconds the suite may take (default: 470 on a GPU, 150 without)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write on a GPU (default: docs/measurements)")
-    for name in ("part", "device", "until", "rows", "prefix"):  # how the suite calls itself for one part
+    # How the suite calls itself for one part.
+    for name in ("part", "device", "until", "rows", "prefix"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     unknown = [name for name in options.parts if name not in PARTS]
@@ -113,7 +122,7 @@ def _load(name: str) -> Part:
 
 
 def _run_apart(name: str, device: Device, seconds: float, prefix: Path | None) -> tuple[dict[str, Row], str]:
-    """Rows by figure that a part measured in a process of its own, and what ended it early: '' if nothing did."""
+    """Rows by figure of a part, run in a process of its own, and the reason if it ended early."""
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder, "rows"), Path(folder, "log")
         words = ["--part", name, "--device", device, "--until", str(time.monotonic() + seconds), "--rows", str(rows)]
@@ -135,7 +144,10 @@ def _run_apart(name: str, device: Device, seconds: float, prefix: Path | None) -
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """'' if the process ended well, else 'failed' or that it ran out of time. All it has started ends with it."""
+    """'' if the process ended well, else 'failed' or that it ran out of time.
+
+    All it has started ends with it.
+    """
     try:
         return "" if process.wait(seconds) == 0 else "failed"
     except subprocess.TimeoutExpired:
@@ -149,7 +161,8 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 def _read(rows: Path) -> Iterator[Row]:
     if rows.exists():
         for line in rows.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # the last line of a part that was ended while it wrote
+            # The last line of a part that was ended while it wrote.
+            with contextlib.suppress(json.JSONDecodeError):
                 yield Row(**json.loads(line))
 
 

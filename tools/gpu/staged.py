@@ -1,8 +1,10 @@
-"""Streams of CUDA whose messages gloo carries through the host's memory, so that several ranks can share one GPU, which NCCL refuses.
+"""CUDA streams whose messages gloo carries through the host's memory.
 
-Everything but the wire is the product's: the same streams, priorities, events and order of calls as with NCCL (`runtime.cuda`,
-`runtime.streams`). Each stream has a thread, since a call of gloo blocks where a call of NCCL is only issued. Messages match by their order
-alone, as NCCL's do.
+So several ranks can share one GPU, which NCCL refuses.
+
+Everything but the wire is the product's: the same streams, priorities, events and order of calls as
+with NCCL (`runtime.cuda`, `runtime.transport.streams`). Each stream has a thread, since a call of
+gloo blocks where a call of NCCL is only issued. Messages match by their order alone, as NCCL's do.
 """
 
 from __future__ import annotations
@@ -25,14 +27,20 @@ PATIENCE_S = 30.0
 
 @dataclass(slots=True)
 class StagedEvent:
-    """What a stream had been given so far is done on the device after `event`, which is recorded once `issued` is set."""
+    """An event of a stream: all that it was given so far is done.
+
+    `event` is recorded once `issued` is set.
+    """
 
     event: Any = field(default_factory=lambda: torch.cuda.Event())  # noqa: PLW0108  looked up when made: the suite plays CUDA on a CPU
     issued: Event = field(default_factory=Event)
 
 
 class StagedStream(CudaStream):
-    """A stream whose calls a thread makes, in order. What goes wrong there is raised by whoever waits for an event behind it."""
+    """A stream whose calls a thread makes, in order.
+
+    An error there is raised by whoever waits for an event behind it.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], errors: list[Exception], *, high: bool) -> None:
         """As a `CudaStream`; `errors`: of all streams of the rank."""

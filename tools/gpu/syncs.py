@@ -1,4 +1,7 @@
-"""Host synchronisations of planned attention: none in its forward and backward, none in binding, and one that is planted is found."""
+"""Host synchronisations of planned attention: none in forward, backward and binding.
+
+One that is planted is found.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.profiling.host_syncs import HostSync, find_host_syncs, read_trace
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
-from megatron_balance.runtime.host_syncs import HostSync, found, read
 from tools.gpu.rows import Context, Device, Figure, Row, Target
 
 BUDGET_S = 30.0
 
 ATTENTION = Figure("host waits in planned attention, forward and backward", "waits", Target("equal", 0))
-BINDING = Figure("host waits in binding a plan", "waits", Target("equal", 0), speed=True)  # a CPU has no copies to a device
+# A CPU has no copies to a device.
+BINDING = Figure("host waits in binding a plan", "waits", Target("equal", 0), speed=True)
 PLANTED = Figure("host waits found of one .item() that is planted", "waits", Target("at least", 1))
 ALLOCATED = Figure("device memory asked for by planned attention once warm", "cudaMalloc", Target("equal", 0), speed=True)
 FIGURES = (ATTENTION, BINDING, PLANTED, ALLOCATED)
@@ -59,18 +63,22 @@ def waits(step: Callable[[], object], device: Device) -> list[HostSync]:
             with record_function("step"):
                 step()
             if device == "cuda":
-                torch.cuda.synchronize()  # so that the trace has all that was issued; outside what is searched
+                # So that the trace has all that was issued; outside what is searched.
+                torch.cuda.synchronize()
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         return _of_step(path)
 
 
 def _of_step(path: Path) -> list[HostSync]:
-    """Waits of the step itself and of the threads that autograd runs backward on; not of the synchronisation after it."""
-    trace = read(path)
+    """Waits of the step itself and of the threads that autograd runs backward on.
+
+    Not of the synchronisation after it.
+    """
+    trace = read_trace(path)
     (begin, end) = next((e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("name") == "step" and e.get("ph") == "X")
     inside = [e for e in trace["traceEvents"] if e.get("ph") != "X" or e.get("cat") == "gpu_memcpy" or begin <= e["ts"] < end]
-    return found({"traceEvents": inside})
+    return find_host_syncs({"traceEvents": inside})
 
 
 def _row(figure: Figure, syncs: list[HostSync]) -> Row:

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 _AHEAD_CYCLES = 4_000_000
-"""The GPU is kept busy for about two milliseconds first, so that it finds all calls of a sample queued."""
+"""About two milliseconds of work that goes first, so that all calls of a sample are queued."""
 
 
 def gpu_s(call: Callable[[], object], calls: int = 10, samples: int = 7) -> float:

@@ -1,4 +1,7 @@
-"""Two steps of Megatron's own training with balance on and off: the same losses and gradients, and no more waits of the host."""
+"""Two steps of Megatron's own training with balance on and off.
+
+Equal losses and gradients, and no more waits of the host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A whole step of a GPT of about a billion parameters over one document of 32k tokens: what the plugin adds where there is no imbalance."""
+"""A whole step of a GPT of about a billion parameters over one document of 32k tokens.
+
+The time that the plugin adds where there is no imbalance.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ FASTEST = Figure("Megatron step, one document of 32k tokens, balance off, attent
 FIGURES = (RATIO, ON, OFF, FASTEST)
 
 TOKENS = 32768
-# Wide and shallow: parameters grow with the square of the width, activations with the width, and no layer is recomputed.
+# Wide and shallow: parameters grow with the square of the width, activations with the width, and no
+# layer is recomputed.
 MODEL: dict[str, Any] = {"num-layers": 9, "hidden-size": 3072, "ffn-hidden-size": 8192, "num-attention-heads": 24}
 VOCABULARY = 32000
 STEPS, WARM = 10, 3

@@ -95,7 +95,7 @@ def test_neighbours_share_a_nic(num_ranks: int, ranks_per_node: int, ranks_per_n
 
 def test_sizes_are_those_that_the_executor_packs() -> None:
     torch = pytest.importorskip("torch")
-    from megatron_balance.runtime import parcels
+    from megatron_balance.runtime.lower import parcels
 
     rng = np.random.default_rng(0)
     for element, dtype, wide in ((2, torch.bfloat16, torch.float32), (4, torch.float32, torch.float32), (8, torch.float64, torch.float64)):
@@ -111,7 +111,7 @@ def test_sizes_are_those_that_the_executor_packs() -> None:
                 tensors = [shape for message in carried for shape in parcels.shapes(message, form)]
                 assert found.direct.tolist() == [sum(int(np.prod(shape)) * kind.itemsize for shape, kind in tensors)]
                 for count in (1, 3, 4, 8):
-                    pieces = [stop - start for start, stop in parcels.cut(int(found.packed[0]), count)]
+                    pieces = [stop - start for start, stop in wire.piece_bounds(int(found.packed[0]), count)]
                     assert wire.cut(found.packed, count)[:, 0].tolist() == pieces
 
 

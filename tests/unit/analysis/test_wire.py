@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from megatron_balance.analysis.wire import ALIGN, piece_bounds  # noqa: E402
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime.parcels import ALIGN, Form, cut, pack, parcel_bytes, shapes, unpacked  # noqa: E402
-from megatron_balance.runtime.regions import without  # noqa: E402
+from megatron_balance.runtime.lower.parcels import Form, pack, parcel_bytes, shapes, unpack  # noqa: E402
+from megatron_balance.runtime.lower.regions import without  # noqa: E402
 from megatron_balance.runtime.trace import Traced, hidden_share  # noqa: E402
 
 FORMS = [Form(5, torch.bfloat16, torch.float32), Form(8, torch.float32, torch.float32), Form(3, torch.float64, torch.float64)]
@@ -20,7 +21,7 @@ messages = st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 9), st.integ
 
 @given(num_bytes=st.integers(0, 3000), count=st.integers(1, 9))
 def test_pieces_are_near_equal_aligned_and_tile_the_parcel(num_bytes: int, count: int) -> None:
-    pieces = cut(num_bytes, count)
+    pieces = piece_bounds(num_bytes, count)
     assert len(pieces) == count
     assert [0, *(stop for _, stop in pieces)] == [*(start for start, _ in pieces), num_bytes]
     assert all(start % ALIGN == 0 for start, stop in pieces if start < stop)
@@ -35,7 +36,7 @@ def test_what_is_packed_comes_out_bit_for_bit_without_another_copy(carried: list
     raw = pack([x for tensors in sent for x in tensors])
     assert raw.dtype == torch.uint8
     assert raw.numel() == parcel_bytes(carried, form)
-    received = unpacked(raw, carried, form)
+    received = unpack(raw, carried, form)
     for ours, theirs in zip(sent, received, strict=True):
         for x, y in zip(ours, theirs, strict=True):
             assert x.dtype == y.dtype

@@ -1,4 +1,6 @@
-"""NCCL's communicators of a pool: which, how many, when they are made, and how much of a GPU each may take. NCCL itself is a stand-in."""
+"""NCCL's communicators of a pool: which, how many, when they are made, and how much of a GPU each
+may take. NCCL itself is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 
 
 class Communicator(dist.ProcessGroup):
-    """What `new_group` was asked for."""
+    """Arguments that `new_group` was called with."""
 
     def __init__(self, ranks: list[int], options: Any) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportCallIssue]  the stub knows the form with a store only

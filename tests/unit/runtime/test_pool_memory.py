@@ -1,4 +1,6 @@
-"""Memory that calls share: when it is taken back, what is waited for first, and that the same calls need it only once."""
+"""Memory that calls share: when it is taken back, what is waited for first, and that the same calls
+need it only once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from megatron_balance.runtime.parcels import joined, pack  # noqa: E402
+from megatron_balance.runtime.lower.parcels import adjacent_bytes, pack  # noqa: E402
 from megatron_balance.runtime.pool import ALIGN, SLAB, BufferPool  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -63,7 +65,9 @@ def test_shapes_and_types_and_alignment() -> None:
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 5 * ALIGN), st.integers(0, 5)), min_size=1, max_size=40))
 def test_the_same_calls_find_the_same_places(sizes: list[tuple[int, int]]) -> None:
-    """Each buffer lives for some of the next ones. No two at once share a byte, and a second time round takes no slab more."""
+    """Each buffer lives for some of the next ones. No two at once share a byte, and a second time
+    round takes no slab more.
+    """
     pool = BufferPool(cpu=True)
     places = []
     for _ in range(3):
@@ -102,7 +106,8 @@ def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
     pool.used([later], lambda: waited.append("later"))
     at = address(sent)
     del sent, later
-    assert address(buffer(pool, SLAB // 8)) not in (at, address(whole))  # there is memory that no one has used
+    # There is memory that no one has used.
+    assert address(buffer(pool, SLAB // 8)) not in (at, address(whole))
     assert waited == []
     again = buffer(pool, SLAB // 4)  # there is none left of this size
     assert (address(again), waited) == (at, ["sent"])
@@ -116,6 +121,6 @@ def test_what_lies_in_one_piece_is_sent_without_a_copy() -> None:
     parts = [raw[16:21], raw[32:48].view(torch.float32), raw[48:60]]
     packed = pack(parts)
     assert (packed.data_ptr(), packed.numel()) == (parts[0].data_ptr(), 44)
-    assert joined([parts[0], parts[2]]) is None
-    assert joined([parts[1], parts[0]]) is None
+    assert adjacent_bytes([parts[0], parts[2]]) is None
+    assert adjacent_bytes([parts[1], parts[0]]) is None
     assert pack([parts[1], parts[0]]).tolist() == [*range(32, 48), *range(16, 21)]

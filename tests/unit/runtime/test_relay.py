@@ -1,4 +1,6 @@
-"""A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and what it says when a piece is lost."""
+"""A proxy's thread on a transport that only writes down: order, look-ahead, what it counts, and
+what it says when a piece is lost.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,22 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_balance.ir.program import Kind  # noqa: E402
-from megatron_balance.runtime import relay  # noqa: E402
 from megatron_balance.runtime.counters import Traffic  # noqa: E402
 from megatron_balance.runtime.groups import Groups  # noqa: E402
-from megatron_balance.runtime.lowered import Hop, ProxyRoute, RelayTask  # noqa: E402
-from megatron_balance.runtime.parcels import Form  # noqa: E402
-from megatron_balance.runtime.relay import Relay  # noqa: E402
+from megatron_balance.runtime.lower.parcels import Form  # noqa: E402
+from megatron_balance.runtime.lower.steps import Hop, ProxyRoute, RelayTask  # noqa: E402
 from megatron_balance.runtime.trace import Trace  # noqa: E402
+from megatron_balance.runtime.transport import relay  # noqa: E402
+from megatron_balance.runtime.transport.relay import Relay  # noqa: E402
 
 FORM = Form(4, torch.float32, torch.float32)
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
 
 
 def relay_task(exchange: int, rows: int = 4) -> RelayTask:
-    """Rank 1 passes on the first half of what rank 0 sends to rank 4: `rows` keys of one head."""
-    way = ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
-    return RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), way)
+    """Rank 1 relays the first half of what rank 0 sends to rank 4: `rows` keys of one head."""
+    route = ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES)
+    return RelayTask(exchange, exchange, 100 * exchange, ((Kind.KV, rows, 1),), route)
 
 
 class Wire:
@@ -67,8 +69,9 @@ def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: p
 
 def test_a_piece_without_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))  # 16 bytes: one piece of the two
-    whole = tiny._replace(way=tiny.way._replace(index=1))
+    # 16 bytes: one piece of the two.
+    tiny = RelayTask(0, 0, 0, ((Kind.Q, 1, 1),), ProxyRoute("send_proxy", 0, 4, 0, 2, ARRIVES, LEAVES))
+    whole = tiny._replace(route=tiny.route._replace(index=1))
     Relay([[tiny, whole]], FORM, Groups(1, 8, tuple(range(8)), None), None).finish(Traffic())
     assert wire.log == [("receive", 0, 6, 16), ("send", 5, 8, 16)]
 

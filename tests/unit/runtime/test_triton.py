@@ -1,4 +1,6 @@
-"""Triton's kernels against their plain twins, by the interpreter on CPU; and what the compiler makes of them for Hopper, without one."""
+"""Triton's kernels against their plain twins, by the interpreter on CPU; and what the compiler
+makes of them for Hopper, without one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def in_child(module: str, *, interpreted: bool) -> subprocess.CompletedProcess[str]:
-    """Triton decides at import whether it interprets, so what needs one or the other runs in a process of its own."""
+    """Triton decides at import whether it interprets, so what needs one or the other runs in a
+    process of its own.
+    """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
     return subprocess.run(
         [sys.executable, "-m", module], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False

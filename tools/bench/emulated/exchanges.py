@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lowered import Finish, Phase, Start
+from megatron_balance.runtime.lower.steps import Finish, Phase, Start
 from megatron_balance.runtime.trace import Traced
 
 
@@ -42,14 +42,14 @@ def _of_call(phase: Phase, events: Iterator[Traced], which: tuple[int, str, int]
     sent: dict[int, float] = {}
     for step in phase.steps:
         match step:
-            case Start(exchange_step):
-                for _ in exchange_step.places():
-                    sent[exchange_step.id] = next(events).stop_s
-            case Finish(exchange_step):
+            case Start(exchange):
+                for _ in exchange.places():
+                    sent[exchange.id] = next(events).stop_s
+            case Finish(exchange):
                 event: Traced = next(events)
-                sources = tuple(sorted({message.peer for message in exchange_step.receives}))
-                sent_s = sent.get(exchange_step.id, event.start_s)
-                yield Exchanged(*which, exchange_step.id, sources, sent_s, event.start_s, event.stop_s)
+                sources = tuple(sorted({message.peer for message in exchange.receives}))
+                sent_s = sent.get(exchange.id, event.start_s)
+                yield Exchanged(*which, exchange.id, sources, sent_s, event.start_s, event.stop_s)
             case _:
                 next(events)
 

@@ -121,7 +121,8 @@ def _measure(share: float | None, seconds: float) -> tuple[float, float, float, 
     import torch
     import torch.distributed as dist
 
-    from megatron_balance.runtime.kernels import Entries, choose_kernel
+    from megatron_balance.runtime.kernels import choose_kernel
+    from megatron_balance.runtime.kernels.base import Entries
 
     dist.init_process_group("gloo")
     kernel = choose_kernel("auto", torch.device("cpu"), torch.float32, HEAD_DIM)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.cost.table import CostTable, LinkTable
+from megatron_balance.profiling.kernels import model_scale
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups, make_groups
-from megatron_balance.runtime.profile import model_scale
 from tools.bench.emulated import device
 from tools.bench.emulated.point import NUM_RANKS, RANKS_PER_NODE
 from tools.bench.simulated.calibrate import Pace, Pacer, host_s, keep_memory, measure_links, paced

@@ -1,7 +1,9 @@
 # type: ignore  # modules made at run time
-"""A package with the name and a few classes of Transformer Engine, which needs a GPU to be installed.
+"""A package with the name and a few classes of Transformer Engine, which needs a GPU to be
+installed.
 
-As much as Megatron imports at version 1.3, so that Megatron defines its real TEDotProductAttention over a base class that cannot attend.
+As much as Megatron imports at version 1.3, so that Megatron defines its real TEDotProductAttention
+over a base class that cannot attend.
 """
 
 import sys
@@ -13,7 +15,9 @@ __version__ = "1.3.0"
 
 
 class DotProductAttention(torch.nn.Module):
-    """Base of Megatron's TEDotProductAttention; whoever reaches its forward has not been given a plan."""
+    """Base of Megatron's TEDotProductAttention; whoever reaches its forward has not been given a
+    plan.
+    """
 
     def __init__(self, **options: object) -> None:
         super().__init__()
@@ -36,7 +40,8 @@ class _Unused(torch.nn.Module):
 
 def _module(name: str, **content: object) -> types.ModuleType:
     module = types.ModuleType(f"{__name__}.{name}")
-    module.__path__ = []  # so that Megatron's searches below it end in ImportError, as with an old version
+    # So that Megatron's searches below it end in ImportError, as with an old version.
+    module.__path__ = []
     for key, value in content.items():
         setattr(module, key, value)
     sys.modules[module.__name__] = module

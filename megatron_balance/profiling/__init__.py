@@ -1,0 +1,1 @@
+"""Measurements of this machine: cost tables, and a search for steps that the host waits for."""

@@ -1,0 +1,114 @@
+"""Protocol of attention kernels.
+
+An entry is a run of query rows and a run of key rows, full or causal at the bottom right. LSE is
+natural-log, in fp32 (fp64 for fp64 inputs).
+
+Shape legend: T rows of an operand, N packed query rows of all entries in order, M packed key rows,
+H query heads, G key-value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Rows of the entries of one launch.
+
+    [start, stop) in the query operand, the key operand and (backward) dout's rows.
+    """
+
+    q: tuple[tuple[int, int], ...]
+    k: tuple[tuple[int, int], ...]
+    causal: tuple[bool, ...]
+    dout: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_q(self) -> int:
+        return sum(b - a for a, b in self.q)
+
+
+class Kernel(Protocol):
+    """One launch over many entries.
+
+    `prepare` runs once per microbatch; its result goes to every `forward` and `backward`.
+    """
+
+    name: str
+
+    def launches(self, entries: Entries) -> int:
+        """Kernel calls that the entries take."""
+        ...
+
+    def prepare(self, entries: Entries, device: torch.device) -> Any:
+        """Index tensors, cu_seqlens or whatever the kernel needs of the entries on `device`."""
+        ...
+
+    def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Q [T, H, D], k and v [T, G, D] -> packed out [N, H, D] and LSE [N, H]."""
+        ...
+
+    def backward(
+        self, entries: Any, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed dq [N, H, D], dk and dv [M, G, D].
+
+        `dout`: gradient, final output [T, H, D] and LSE [T, H] in dout's rows.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A kernel that can be chosen.
+
+    Attributes:
+        make: makes it.
+        devices: types that it serves.
+        dtypes: that it serves.
+        head_dims: (largest, multiple of what).
+        modules: one of them must be installed.
+        mend: how to get it.
+    """
+
+    make: Callable[[], Kernel]
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, int]
+    modules: tuple[str, ...] = ()
+    mend: str = ""
+
+    @property
+    def installed(self) -> bool:
+        return not self.modules or any(has_module(name) for name in self.modules)
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        """The reason why it does not serve such tensors; "" if it does."""
+        if device.type not in self.devices:
+            return f"does not serve {device.type} tensors"
+        if dtype not in self.dtypes:
+            return f"does not serve {dtype}, only {', '.join(map(str, self.dtypes))}"
+        largest, multiple = self.head_dims
+        return "" if head_dim <= largest and head_dim % multiple == 0 else f"serves head dims up to {largest} in multiples of {multiple}"
+
+
+def has_module(name: str) -> bool:
+    """Whether a module can be found, without importing it (a parent package is imported)."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent is not there
+        return False
+
+
+def merge_partials(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge two partials of the same queries: out [..., D] in the first one's type, LSE [...]."""
+    lse = torch.logaddexp(one[1], other[1])
+    weights = (torch.exp(part.sub(lse)).unsqueeze(-1) for part in (one[1], other[1]))
+    return one[0].mul(next(weights)).add(other[0].mul(next(weights))).to(one[0].dtype), lse

@@ -1,0 +1,190 @@
+"""Varlen attention calls of libraries, one class each.
+
+torch's own, flash-attn 2 and 3, and Transformer Engine's fused attention. Signatures are those of
+
+- torch 2.13 (aten);
+- flash-attn 2.8.3 (`flash_attn.flash_attn_interface`);
+- flash-attn 3 as of the same tag and of main in August 2026 (`hopper/flash_attn_interface.py`;
+  arguments go by position, since two names differ);
+- Transformer Engine 2.9 to 2.18 (`transformer_engine.pytorch.cpp_extensions.fused_attn`).
+
+All align a causal mask at the bottom right and return the natural-log LSE of scaled scores; the
+backward is handed the merged output and LSE. The gradient of the queries is summed with atomics
+inside them, unless `torch.use_deterministic_algorithms` is on.
+
+Shape legend: N query rows, M key rows, H query heads, G key-value heads, D head dim; LSE is [N, H]
+here, in whatever strides a call has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.kernels.base import has_module
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CuSeqlens:
+    """The entries of one launch, all full or all causal.
+
+    cu_seqlens of the packed queries and keys, and the rows of their largest entry.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+
+
+class Calls(Protocol):
+    """A library's forward and backward of one launch."""
+
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Q [N, H, D], k and v [M, G, D] -> out [N, H, D] and LSE [N, H]."""
+        ...
+
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+        """dq, dk and dv. `dout`: the gradient, the final output [N, H, D] and LSE [N, H]."""
+        ...
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+class TorchCalls:
+    """FlashAttention as torch was built with it."""
+
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal, return_debug_mask=False, scale=scale
+        )
+        return out, lse.T
+
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: read by nobody
+        unused = torch.empty(0, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, at.max_q, at.max_k),
+            *(0.0, at.causal, seed, unused),
+            scale=scale,
+        )
+
+
+class FlashAttn2Calls:
+    """The package flash-attn."""
+
+    def __init__(self) -> None:
+        self.module: ModuleType = import_module("flash_attn.flash_attn_interface")
+
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module._flash_attn_varlen_forward(
+            q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, dropout_p=0.0, softmax_scale=scale, causal=at.causal
+        )
+        return out, lse.T
+
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.module._flash_attn_varlen_backward(
+            *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), dq, dk, dv, at.cu_q, at.cu_k, at.max_q, at.max_k),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=at.causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=_deterministic(),
+        )
+        return dq, dk, dv
+
+
+FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+"""Modules that flash-attn 3 may be.
+
+Its own setup puts one at the top, Transformer Engine's instructions put it into a package."""
+
+
+class FlashAttn3Calls:
+    """flash-attn 3 for Hopper."""
+
+    def __init__(self) -> None:
+        self.module: ModuleType = import_module(next(name for name in FLASH_ATTN_3 if has_module(name)))
+
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        new_keys_and_out, used, paging_rotary_scales = (None,) * 4, (None,) * 3, (None,) * 9
+        out, lse, *_ = self.module._flash_attn_forward(
+            *(q, k, v, *new_keys_and_out, at.cu_q, at.cu_k, *used, at.max_q, at.max_k, *paging_rotary_scales, scale, at.causal)
+        )
+        return out, lse.T
+
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.module._flash_attn_backward(
+            *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, None, None, at.max_q, at.max_k, dq, dk, dv),
+            *(scale, at.causal),
+            deterministic=_deterministic(),
+        )
+        return dq, dk, dv
+
+
+class TeFusedCalls:
+    """Transformer Engine's fused attention.
+
+    cuDNN from 9.6 on: older ones pad the LSE of packed sequences.
+    """
+
+    def __init__(self) -> None:
+        self.module: ModuleType = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+        self.types: dict[torch.dtype, object] = import_module("transformer_engine.pytorch.constants").TE_DType
+        self.backend = self.module.FusedAttnBackend["F16_arbitrary_seqlen"]
+        self.backward_takes = frozenset(inspect.signature(self.module.fused_attn_bwd).parameters)
+
+    def options(self, at: CuSeqlens, scale: float) -> dict[str, object]:
+        """Arguments that forward and backward have in common."""
+        mask = "padding_causal_bottom_right" if at.causal else "padding"
+        # From 2.15 on; before, the output has the format of q.
+        formats = {"o_format": "thd"} if "o_format" in self.backward_takes else {}
+        return {
+            "cu_seqlens_q_padded": at.cu_q, "cu_seqlens_kv_padded": at.cu_k, "attn_scale": scale, "dropout": 0.0,
+            "qkv_layout": "thd_thd_thd", "attn_bias_type": "no_bias", "attn_mask_type": mask,
+            "window_size": (-1, 0) if at.causal else (-1, -1), **formats,
+        }  # fmt: skip
+
+    def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, kept, *_ = self.module.fused_attn_fwd(
+            *(True, at.max_q, at.max_k, at.cu_q, at.cu_k, q, k, v, q.dtype, self.backend), **self.options(at, scale)
+        )
+        lse = kept[0]
+        if tuple(lse.shape) != (*q.shape[:2], 1):
+            raise ConfigError(
+                f"Transformer Engine's fused attention returned softmax statistics {tuple(lse.shape)}, not {(*q.shape[:2], 1)}: "
+                "packed ones need cuDNN >= 9.6; update it, or use kernel: auto"
+            )
+        return out.view(q.shape), lse[..., 0]
+
+    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+        q, k, v, grad, out = (x.contiguous() for x in (q, k, v, *dout[:2]))
+        seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: read by nobody
+        kept = [dout[2].contiguous()[..., None], seed]
+        types = (q.dtype, self.types[q.dtype]) if "dqkv_dtype" in self.backward_takes else (q.dtype,)
+        formats = {"do_format": "thd", "dqkv_layout": "thd_thd_thd"} if "do_format" in self.backward_takes else {}
+        dq, dk, dv, *_ = self.module.fused_attn_bwd(
+            *(at.max_q, at.max_k, at.cu_q, at.cu_k, q, k, v, out, grad, *types, kept, self.backend),
+            **self.options(at, scale),
+            **formats,
+            deterministic=_deterministic(),
+        )
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

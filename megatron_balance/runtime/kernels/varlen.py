@@ -1,0 +1,132 @@
+"""FlashAttention's varlen kernels on CUDA: one launch for an op with any number of entries.
+
+The kernel's mask is one switch for all entries, so an op with full and causal entries takes two
+launches, never more; a full entry of one query row goes with either. Operands that are not
+consecutive are gathered by an index built once per microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_balance.runtime.kernels.base import Entries
+from megatron_balance.runtime.kernels.libraries import Calls, CuSeqlens
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskGroup:
+    """The full, or the causal, entries of a launch.
+
+    Rows are a slice where they are consecutive, else an index.
+    """
+
+    at: CuSeqlens
+    q: Tensor | slice
+    k: Tensor | slice
+    dout: Tensor | slice
+    packed_q: Tensor | slice
+    packed_k: Tensor | slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    groups: tuple[_MaskGroup, ...]
+    num_q: int
+    num_k: int
+
+
+class VarlenKernel:
+    """See `runtime.kernels.base.Kernel`; `calls` are a library's."""
+
+    def __init__(self, name: str, calls: Calls) -> None:
+        self.name, self.calls = name, calls
+
+    def launches(self, entries: Entries) -> int:
+        return len(set(_masks(entries)))
+
+    def prepare(self, entries: Entries, device: torch.device) -> _Prepared:
+        packed_q, packed_k = _packed(entries.q), _packed(entries.k)
+        groups: list[_MaskGroup] = []
+        masks = _masks(entries)
+        for causal in sorted(set(masks)):
+            chosen = [i for i, mask in enumerate(masks) if mask == causal]
+            q, k = [entries.q[i] for i in chosen], [entries.k[i] for i in chosen]
+            at = CuSeqlens(_cu_seqlens(q, device), _cu_seqlens(k, device), max(b - a for a, b in q), max(b - a for a, b in k), causal)
+            groups.append(
+                _MaskGroup(
+                    at,
+                    _rows(q, device),
+                    _rows(k, device),
+                    _rows([entries.dout[i] for i in chosen], device) if entries.dout else slice(0, 0),
+                    _rows([packed_q[i] for i in chosen], device),
+                    _rows([packed_k[i] for i in chosen], device),
+                )
+            )
+        return _Prepared(tuple(groups), packed_q[-1][1], packed_k[-1][1])
+
+    def forward(self, entries: _Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        parts = [self.calls.forward(group.at, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale) for group in entries.groups]
+        if len(parts) == 1:
+            return parts[0]
+        out = q.new_empty(entries.num_q, *q.shape[1:])
+        lse = parts[0][1].new_empty(entries.num_q, q.shape[1])
+        for group, (part, part_lse) in zip(entries.groups, parts, strict=True):
+            out[group.packed_q] = part
+            lse[group.packed_q] = part_lse
+        return out, lse
+
+    def backward(
+        self, entries: _Prepared, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = []
+        for group in entries.groups:
+            final = (_take(dout[0], group.dout), _take(dout[1], group.dout), _take(dout[2], group.dout))
+            parts.append(self.calls.backward(group.at, final, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale))
+        if len(parts) == 1:
+            return parts[0]
+        dq = q.new_empty(entries.num_q, *q.shape[1:])
+        dk = k.new_empty(entries.num_k, *k.shape[1:])
+        dv = torch.empty_like(dk)
+        for group, (part_q, part_k, part_v) in zip(entries.groups, parts, strict=True):
+            dq[group.packed_q], dk[group.packed_k], dv[group.packed_k] = part_q, part_k, part_v
+        return dq, dk, dv
+
+
+def _masks(entries: Entries) -> tuple[bool, ...]:
+    """Whether each entry is launched as causal.
+
+    A full one of a single query is causal at the bottom right, too, and goes with the others.
+    """
+    if not any(entries.causal):
+        return entries.causal
+    return tuple(causal or stop - start == 1 for causal, (start, stop) in zip(entries.causal, entries.q, strict=True))
+
+
+def _packed(rows: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    """Rows of each entry when all are packed one after the other."""
+    packed, at = [], 0
+    for start, stop in rows:
+        packed.append((at, at + stop - start))
+        at += stop - start
+    return packed
+
+
+def _rows(rows: list[tuple[int, int]], device: torch.device) -> Tensor | slice:
+    if all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False)):
+        return slice(rows[0][0], rows[-1][1])
+    return torch.cat([torch.arange(a, b) for a, b in rows]).to(device, non_blocking=True)  # no wait
+
+
+def _take(x: Tensor, rows: Tensor | slice) -> Tensor:
+    """Rows of `x`; the libraries take gaps between heads, not inside them."""
+    if not isinstance(rows, slice):
+        return x.index_select(0, rows)
+    return x[rows] if x.dim() == 2 or x.stride(-1) == 1 else x[rows].contiguous()
+
+
+def _cu_seqlens(rows: list[tuple[int, int]], device: torch.device) -> Tensor:
+    sizes = torch.tensor([0, *(b - a for a, b in rows)], dtype=torch.int32)
+    return sizes.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)

@@ -1,0 +1,229 @@
+"""From one rank's program to its steps: every region looked up, all ops of a phase at once.
+
+A ring over 64 ranks has 64 launches and 126 messages a phase; looked up one by one they would cost
+more than the step saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_balance.compile import order
+from megatron_balance.compile.ping_pong import Cuts, parts
+from megatron_balance.compile.prefetchable import Prefetchable
+from megatron_balance.compile.transpose import Policy, forward_id
+from megatron_balance.ir.arrays import Ints, as_array, concat
+from megatron_balance.ir.columns import Fragment, Transfer
+from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Op, RankProgram
+from megatron_balance.runtime.counters import counts
+from megatron_balance.runtime.kernels.base import Kernel
+from megatron_balance.runtime.lower.last_use import INPUTS, last_uses
+from megatron_balance.runtime.lower.launches import LaunchesOf, Launching, LookedUp
+from megatron_balance.runtime.lower.messages import Indexes, MessageLookup, Messages
+from megatron_balance.runtime.lower.regions import RegionIndex, without
+from megatron_balance.runtime.lower.routes import lower_routes
+from megatron_balance.runtime.lower.steps import Finish, Launch, Packed, Phase, PhaseName, Start, Step, Work
+from megatron_balance.runtime.shape import AttentionShape
+
+
+class Setting(NamedTuple):
+    """Surroundings of a rank's program.
+
+    Attributes:
+        ranks_per_node: of the pool.
+        prefetchable: exchanges that may start at once.
+        nano_batch: the number of this one of two programs of the same ranks that run interleaved;
+            their messages are told apart by it.
+        phases: those that will run.
+    """
+
+    ranks_per_node: int
+    prefetchable: Prefetchable
+    nano_batch: int
+    phases: Collection[PhaseName]
+
+
+class Lowering:
+    """The phases of one rank, and `sizes`: (rows, heads) of its buffers by kind of input."""
+
+    def __init__(
+        self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, setting: Setting
+    ) -> None:
+        self.program = program
+        self.ranks_per_node, self.prefetchable, self.nano_batch, phases = setting
+        self.messages = MessageLookup(program, self.ranks_per_node, self.nano_batch, device)
+        self.launching = Launching(device, kernel)
+        owned = as_array(program.owned)
+        sizes = owned[:, Fragment.STOP] - owned[:, Fragment.START]
+        heads = {Kind.Q: shape.num_heads, Kind.KV: shape.num_kv_heads}
+        self.sizes = self.messages.sizes
+        for kind in INPUTS:
+            self.sizes[kind][0] = (int(sizes.sum()), heads[kind])
+        own = {
+            kind: np.column_stack([owned, np.tile([0, heads[kind], 0], (len(owned), 1)), np.cumsum(sizes) - sizes]).astype(np.int64)
+            for kind in INPUTS
+        }
+        kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
+        # Gradients lie beside what the forward received, so this is looked up for the backward
+        # alone too.
+        sent, received, instances = self.messages.sides(program.forward, forward=True)
+        space = {kind: RegionIndex(np.concatenate([kept[kind], instances[kind]])) for kind in INPUTS}
+        self.indexes = Indexes(space, space, {kind: RegionIndex(own[kind]) for kind in INPUTS})
+        self.looked_up: LookedUp | None = None
+        self.phases: dict[PhaseName, Phase] = {}
+        if "forward" in phases:
+            self.phases["forward"] = self.forward((sent, received), free=policy == "replay")
+        if "backward" in phases:
+            self.phases["backward"] = self.backward(kept, again=policy == "replay")
+
+    def forward(self, sides: tuple[Messages, Messages], *, free: bool) -> Phase:
+        """Steps of the forward; arguments as for `phase`."""
+        ops, places = self.program.forward, _forward_queues(self.program)
+        self.looked_up = self.launching.look_up(ops, self.indexes.values)
+        launches = self.launching.forward(self.looked_up, places[1], self.indexes.space)
+        return self.phase(ops, sides, places, launches, forward=True, free=free)
+
+    def backward(self, kept: dict[Kind, Ints], *, again: bool) -> Phase:
+        """Steps of the backward.
+
+        `kept`: owned rows that are not remapped; `again`: inputs are received once more.
+        """
+        ops, places = self.program.backward, _backward_queues(self.program)
+        sent, received, instances = self.messages.sides(ops, forward=False)
+        if again:
+            values = {kind: RegionIndex(np.concatenate([kept[kind], instances[kind]])) for kind in INPUTS}
+            self.indexes = self.indexes._replace(values=values)
+            looked_up = self.launching.look_up(ops, values)
+        else:  # the same launches in reverse, over the same rows
+            looked_up = None if self.looked_up is None else self.looked_up.reversed(self.program)
+        launches = self.launching.backward(looked_up, places[1], self.indexes.space)
+        return self.phase(ops, (sent, received), places, launches, forward=False, free=True)
+
+    def phase(
+        self,
+        ops: Sequence[Op],
+        sides: tuple[Messages, Messages],
+        places: tuple[Sequence[int], Sequence[str]],
+        launches: LaunchesOf,
+        *,
+        forward: bool,
+        free: bool,
+    ) -> Phase:
+        """Steps of one phase.
+
+        Args:
+            ops: of the phase.
+            sides: messages sent and received.
+            places: queue and zone name of each op.
+            launches: by op.
+            forward: which phase.
+            free: drop received inputs once nothing reads them.
+        """
+        queues, zones = places
+        routed, relay_tasks = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch)
+        exchanges = self.messages.exchanges(ops, sides, zones, routed, self.indexes, forward=forward)
+        steps: list[Step] = []
+        prefetchable = self.prefetchable.forward if forward else self.prefetchable.backward
+        ordered, where = parts(ops, order.order(ops, self.program.rank), prefetchable)
+        begins: list[int] = []  # of each step in the order: its first one here
+        for step in ordered:
+            begins.append(len(steps))
+            match step:
+                case order.Start(op):
+                    steps.append(Start(exchanges[op]))
+                case order.Finish(op):
+                    steps.append(Finish(exchanges[op]))
+                case order.Run(op):
+                    steps += launches[op]
+        begins.append(len(steps))
+        blank: tuple[int, ...] = ()
+        if forward:
+            steps, blank = self.mark_merges(steps)
+        remap_out = self.program.num_exchanges - 1 if self.program.remap_in else None
+        work = Work(counts(steps, forward=forward, remap_out=remap_out))
+        cuts = Cuts(*(begins[at] for at in where))
+        return Phase(tuple(steps), cuts, last_uses(steps) if free else ((),) * len(steps), blank, work, relay_tasks)
+
+    def mark_merges(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
+        """Say of every output run whether its rows hold a partial already.
+
+        Buffers where that differs row by row start blank: they are returned, too.
+        """
+        outputs = [s.out for s in steps if isinstance(s, Launch)]
+        outputs += [m.packed for s in steps if isinstance(s, Finish) for m in s.exchange.receives if m.kind == Kind.OUT]
+        sizes = self.sizes[Kind.Q]
+        # No run splits heads: a flag a row is enough.
+        by_rows = all(run.num_heads == sizes[run.buffer][1] for packed in outputs for run in packed.runs)
+        written = {buffer: np.zeros((rows, 1 if by_rows else heads), dtype=bool) for buffer, (rows, heads) in sizes.items()}
+        blank: set[int] = set()
+        whole: set[tuple[int, ...]] = set()  # (buffer, start, stop, head, heads), all written
+
+        def mark(packed: Packed) -> tuple[bool, ...]:
+            merges: list[bool] = []
+            for run in packed.runs:
+                place = (run.buffer, run.start, run.stop, run.buffer_head, run.num_heads)
+                if run.index is None and place in whole:
+                    merges.append(True)
+                    continue
+                rows = (
+                    slice(run.start, run.stop) if run.index is None else run.index,
+                    slice(run.buffer_head, run.buffer_head + run.num_heads),
+                )
+                before = written[run.buffer][rows]
+                merges.append(bool(before.any()))
+                if merges[-1] and not before.all():
+                    blank.add(run.buffer)
+                if not merges[-1] or run.buffer in blank:
+                    written[run.buffer][rows] = True
+                if run.index is None:
+                    whole.add(place)
+            return tuple(merges)
+
+        marked: list[Step] = []
+        for step in steps:
+            if isinstance(step, Launch):
+                marked.append(step._replace(merges=mark(step.out)))
+            elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.exchange.receives):
+                receives = tuple(m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange.receives)
+                marked.append(Finish(step.exchange._replace(receives=receives)))
+            else:
+                marked.append(step)
+        return marked, tuple(sorted(blank))
+
+
+def _kept(program: RankProgram, own: Ints) -> Ints:
+    """The owned rows that are not remapped."""
+    tables = [op.transfers for op in program.forward if isinstance(op, Exchange) and op.id < program.remap_in]
+    given = concat(tables, Transfer.WIDTH)
+    sent = (given[:, Transfer.SRC] == program.rank) & (given[:, Transfer.KIND] == Kind.KV)
+    return without(own, given[sent][:, Transfer.SPAN])
+
+
+def _forward_queues(program: RankProgram) -> tuple[list[int], list[str]]:
+    """The queue of each forward op and its zone's name."""
+    queues = [queue for queue, (_, count) in enumerate(program.queues) for _ in range(count)]
+    names = [name for name, count in program.queues for _ in range(count)]
+    return (queues, names) if names else ([0] * len(program.forward), [""] * len(program.forward))
+
+
+def _backward_queues(program: RankProgram) -> tuple[list[int], list[str]]:
+    """The queue of each backward op and its zone's name.
+
+    Launches are the forward ones in reverse; an exchange belongs to the forward exchange that it
+    comes from.
+    """
+    forward = list(zip(*_forward_queues(program), strict=True))
+    launches = [place for op, place in zip(program.forward, forward, strict=True) if isinstance(op, Attend)][::-1]
+    exchanges = {op.id: place for op, place in zip(program.forward, forward, strict=True) if isinstance(op, Exchange)}
+    places: list[tuple[int, str]] = []
+    remaining = iter(launches)
+    place = launches[0] if launches else (0, "")
+    for op in program.backward:
+        if isinstance(op, AttendGrad):
+            place = next(remaining)
+        places.append(exchanges.get(forward_id(op.id, program), place) if isinstance(op, Exchange) else place)
+    return [queue for queue, _ in places], [name for _, name in places]

@@ -1,0 +1,131 @@
+"""Peak bytes of the pool that one call of a bound plan needs.
+
+Its steps are walked once, with what each takes and lets go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_balance.analysis.wire import padded, tensor_bytes
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.last_use import INPUTS, Value, grads_of
+from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, GradLaunch, Launch, Message, Operand, Phase, PhaseName, Start
+
+AHEAD = 2
+"""Exchanges whose receives are posted before they are due: the most of any transport."""
+
+Sizes = Mapping[int, tuple[int, int]]
+"""(rows, heads) of buffers by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakBytes:
+    """Bytes at once; 0 of a phase that will not run.
+
+    `kept_bytes`: of `forward_bytes`, those that the forward leaves for the backward (policy keep).
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+
+    @property
+    def call_bytes(self) -> int:
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+def peak_bytes(phases: Mapping[PhaseName, Phase], sizes: tuple[Sizes, Sizes], form: Form, *, keep: bool) -> PeakBytes:
+    """Peak bytes of one call. `sizes`: of query and of key buffers."""
+    kept = sum(message_bytes(m, form) for m in _received(phases["forward"]) if m.kind in INPUTS) if keep else 0
+    forward = _forward_bytes(phases["forward"], sizes[0], form) if "forward" in phases else 0
+    backward = kept + _backward_bytes(phases["backward"], sizes, form) if "backward" in phases else 0
+    return PeakBytes(forward, backward, kept)
+
+
+def _forward_bytes(phase: Phase, queries: Sizes, form: Form) -> int:
+    partials = sum(rows * heads * (form.dim + 1) * form.wide.itemsize for rows, heads in queries.values())
+    return partials + _peak(phase, form, {})
+
+
+def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int:
+    queries, keys = sizes
+    wide = form.wide.itemsize
+    finals = sum(rows * heads * (2 * form.dim * form.dtype.itemsize + wide) for buffer, (rows, heads) in queries.items() if buffer)
+    grads = {(Kind.Q_GRAD, buffer): rows * heads * form.dim * wide for buffer, (rows, heads) in queries.items()}
+    grads |= {(Kind.KV_GRAD, buffer): 2 * rows * heads * form.dim * wide for buffer, (rows, heads) in keys.items()}
+    owned = grads[Kind.Q_GRAD, 0] + grads[Kind.KV_GRAD, 0]
+    return owned + finals + _peak(phase, form, grads)
+
+
+def message_bytes(message: Message, form: Form) -> int:
+    """Bytes of the tensors that carry a message, each aligned."""
+    return sum(padded(num_bytes) for num_bytes in tensor_bytes([message.carried], form.sizes))
+
+
+def _received(phase: Phase) -> list[Message]:
+    return [m for step in phase.steps if isinstance(step, Finish) for m in step.exchange.receives]
+
+
+def _peak(phase: Phase, form: Form, grads: Mapping[Value, int]) -> int:
+    """Most bytes of messages, gathered operands and gradients beside received inputs, at any step.
+
+    `grads`: bytes of each.
+    """
+    live = peak = 0
+    made: dict[Value, int] = {}  # gradients so far
+    held: dict[Value, int] = {(m.kind, m.buffer): message_bytes(m, form) for m in _received(phase) if m.kind in INPUTS}
+    upcoming = [step.exchange for step in phase.steps if isinstance(step, Start)]
+    started = expected = 0
+    for index, step in enumerate(phase.steps):
+        new = {value: grads[value] for value in grads_of(step) - made.keys() if value[1]}
+        made |= new
+        live += sum(new.values())
+        match step:
+            case Start(exchange):
+                started += 1
+                live += sum(_side(s.receives, form) for s in upcoming[expected : started + AHEAD])
+                expected = started + AHEAD
+                live += _side(exchange.sends, form) + _call(exchange, form)
+                peak = max(peak, live)
+            case Finish(exchange):
+                live -= (
+                    _side(exchange.sends, form)
+                    + _call(exchange, form)
+                    + _side([m for m in exchange.receives if m.kind not in INPUTS], form)
+                )
+            case Launch() | GradLaunch():
+                peak = max(peak, live + _gathered(step, form))
+        live -= sum(held.get(value, 0) + made.get(value, 0) for value in phase.last_uses[index])
+    return peak
+
+
+def _side(messages: list[Message] | tuple[Message, ...], form: Form) -> int:
+    return sum(message_bytes(m, form) for m in messages)
+
+
+def _call(exchange: ExchangeStep, form: Form) -> int:
+    """Bytes that a collective call is packed into and that it brings."""
+    if exchange.collective == "p2p":
+        return 0
+    sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange.sends, exchange.receives))
+    for side, num_bytes in ((exchange.sends, sends), (exchange.receives, receives)):
+        for message in side:
+            num_bytes[message.peer] += message_bytes(message, form)
+    if exchange.collective == "all_gather":  # as wide for every rank as for the widest
+        return (len(exchange.group) + 1) * max((*sends.values(), *receives.values()), default=0)
+    return sum(sends.values()) + sum(receives.values())
+
+
+def _gathered(step: Launch | GradLaunch, form: Form) -> int:
+    """Bytes of a launch's operands that are no views."""
+
+    def rows(operand: Operand, tensors: int) -> int:
+        return 0 if operand.buffer >= 0 else tensors * operand.packed.num_rows * operand.num_heads * form.dim * form.dtype.itemsize
+
+    num_bytes = rows(step.q, 1) + rows(step.k, 2)
+    if isinstance(step, GradLaunch):
+        num_bytes += rows(step.dout, 2) + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
+    return num_bytes

@@ -1,0 +1,36 @@
+"""Movers of rows: a protocol (`base`), implementations, and the choice."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.movers.base import Mover
+from megatron_balance.runtime.movers.plain import PlainMover
+
+MOVERS = ("auto", "plain", "triton")
+
+
+def choose_mover(name: str, device: torch.device) -> Mover:
+    """Make the mover called `name`; "auto": triton on CUDA, plain elsewhere.
+
+    triton on CPU tensors needs its interpreter.
+
+    Raises:
+        ConfigError: no such mover, or Triton is not installed.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "plain"
+    match name:
+        case "plain":
+            return PlainMover()
+        case "triton":
+            if find_spec("triton") is None:
+                raise ConfigError("the mover triton needs the package triton, which is not installed; pip install triton, or mover: plain")
+            from megatron_balance.runtime.movers.triton.mover import TritonMover
+
+            return TritonMover(device)
+        case _:
+            raise ConfigError(f"unknown mover {name!r}; known: {', '.join(MOVERS)}")

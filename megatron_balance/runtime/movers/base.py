@@ -1,0 +1,134 @@
+"""Protocol of movers: rows from buffers into packed tensors and back, and partials merged.
+
+There are two movers. `movers.plain` is torch, run by run: the CPU's, and the one that the other is
+tested against. `movers.triton` does each of these calls in one launch where it can. No mover uses
+atomics: every destination row is written by one thread block, in an order that depends on the plan
+alone.
+
+Shape legend: T rows of a buffer, N packed rows, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_balance.runtime.lower.steps import Packed
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a tensor of this shape and type, not filled, for as long as someone holds it."""
+
+
+HELD_PARTS = 4
+"""Most partials of a buffer that wait to be merged at once.
+
+Merging n new partials of bf16 into an accumulator moves 2 n + 8 bytes an element. With 3 that is
+less than half of merging each as it comes; more of them would take more memory than the accumulator
+does."""
+
+
+class Fill(NamedTuple):
+    """Packed rows taken from buffers.
+
+    `sources`: of each run, its buffer [T, H, ...]; `target`: [N, H, ...].
+    """
+
+    packed: Packed
+    sources: tuple[Tensor, ...]
+    target: Tensor
+
+
+class Place(NamedTuple):
+    """Packed rows written, or added, to rows of buffers.
+
+    `source`: [N, H, ...]; `targets`: of each run, its buffer [T, H, ...].
+    """
+
+    packed: Packed
+    source: Tensor
+    targets: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Memory for the partials of one forward.
+
+    Attributes:
+        sizes: (rows, heads) of each query buffer.
+        blank: buffers that start empty.
+        dim: head dim.
+        dtype: of the output.
+        wide: of LSE and of accumulated partials.
+        empty: makes a tensor.
+        held: most partials of a buffer that wait to be merged at once.
+    """
+
+    sizes: Mapping[int, tuple[int, int]]
+    blank: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+    wide: torch.dtype
+    empty: Empty
+    held: int = HELD_PARTS
+
+
+class Partials(Protocol):
+    """The outputs of one forward so far, by query buffer."""
+
+    def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
+        """Add packed partials out [N, H, D] and LSE [N, H], which are not changed later.
+
+        `merges`: as in `lower.steps.Launch`.
+        """
+        ...
+
+    def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Out [N, H, D] in its final type and LSE [N, H] of packed rows, both contiguous.
+
+        `into`: tensors to write to, where there are some.
+        """
+        ...
+
+    def final(self) -> tuple[Tensor, Tensor]:
+        """Out [T, H, D] in its final type and LSE [T, H] of buffer 0, for the caller to keep."""
+        ...
+
+
+class Mover(Protocol):
+    """Moves rows. `name` as in `choose_mover`."""
+
+    name: str
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Fill the targets; types are converted."""
+        ...
+
+    def place(self, places: Sequence[Place]) -> None:
+        """Write the sources to their rows. No row and head is named twice in one call."""
+        ...
+
+    def add(self, places: Sequence[Place]) -> None:
+        """Add the sources to their rows. A row may be named often: several entries use a key."""
+        ...
+
+    def partials(self, space: Space) -> Partials:
+        """Start the partials of a forward: none so far."""
+        ...
+
+
+def rows_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
+    """Rows [start, stop) and heads [head, head + num_heads) of `x` [T, heads, ...]: a view.
+
+    `x` itself if that is all of it.
+    """
+    rows = x if stop - start == x.shape[0] else x.narrow(0, start, stop - start)
+    return rows if num_heads == rows.shape[1] else rows.narrow(1, head, num_heads)
+
+
+def heads_view(x: Tensor, head: int, num_heads: int) -> Tensor:
+    """Heads [head, head + num_heads) of `x`: a view; `x` itself if that is all of them."""
+    return x if num_heads == x.shape[1] else x.narrow(1, head, num_heads)

@@ -1,0 +1,211 @@
+"""Triton kernels that move rows: one launch for many tensors. Written for Hopper.
+
+`movers.triton.mover` launches them. Every tensor is rows of heads of `dim` elements, the last two
+without gaps, rows at any stride. A table of blocks, made once for a bound plan
+(`movers.triton.tables`), says which rows go where, so that a launch takes no work on the host but
+its arguments. Offsets are of 64 bits: rows x stride exceed 2**31 elements at 64k tokens of 256
+heads of 128. `VECS`: elements of 16 bytes, where `dim` is a multiple, else 1; the hints let the
+compiler use accesses of 16 bytes. No atomics: each destination row is written by one program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK_ROWS = 8
+"""Rows of one block of a table; a program moves one block by BLOCK_COLS elements."""
+
+
+class CopyBlock:
+    """Columns of a block of `copy_rows`, which reads them by number.
+
+    A list begins there in the index; -1: rows from the row beside it on.
+    """
+
+    WIDTH = 9
+    PAIR, SOURCE_ROW, SOURCE_LIST, TARGET_ROW, TARGET_LIST, COUNT, SOURCE_HEAD, TARGET_HEAD, HEADS = range(9)
+
+
+class AddBlock:
+    """Columns of a block of `add_rows`, which reads them by number.
+
+    Lists in the index: the target rows, the place of the first source of each, the number of its
+    sources. A first source is a place in the list of source rows, also in the index.
+    """
+
+    WIDTH = 9
+    PAIR, TARGET_LIST, FIRST_LIST, NUMBER_LIST, COUNT, MOST_SOURCES, SOURCE_HEAD, TARGET_HEAD, HEADS = range(9)
+
+
+@triton.jit
+def elements(heads, DIM: tl.constexpr, VEC: tl.constexpr):
+    """Elements of `heads` heads; the compiler may rely on a multiple of VEC."""
+    return tl.multiple_of(heads * DIM, VEC)
+
+
+@triton.jit
+def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touches
+    sources,
+    targets,
+    source_strides,
+    target_strides,
+    blocks,
+    index,
+    DIMS: tl.constexpr,
+    VECS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """target[pair][rows, heads] = source[pair][rows, heads], converted, for every `CopyBlock`."""
+    block = blocks + tl.program_id(0).to(tl.int64) * 9
+    pair = tl.load(block)
+    source_row, source_at = tl.load(block + 1), tl.load(block + 2)
+    target_row, target_at = tl.load(block + 3), tl.load(block + 4)
+    count = tl.load(block + 5)
+    source_head, target_head, heads = tl.load(block + 6), tl.load(block + 7), tl.load(block + 8)
+    row = tl.arange(0, ROWS)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    live = row < count
+    from_row = source_row + row
+    if source_at >= 0:
+        from_row = tl.load(index + source_at + row, mask=live, other=0)
+    to_row = target_row + row
+    if target_at >= 0:
+        to_row = tl.load(index + target_at + row, mask=live, other=0)
+    for i in tl.static_range(len(sources)):  # pyright: ignore[reportGeneralTypeIssues]
+        if pair == i:
+            mask = live[:, None] & (col < elements(heads, DIMS[i], VECS[i]))[None, :]
+            from_col = elements(source_head, DIMS[i], VECS[i]) + col
+            to_col = elements(target_head, DIMS[i], VECS[i]) + col
+            moved = tl.load(sources[i] + from_row.to(tl.int64)[:, None] * source_strides[i] + from_col[None, :], mask=mask)
+            place = targets[i] + to_row.to(tl.int64)[:, None] * target_strides[i] + to_col[None, :]
+            tl.store(place, moved.to(targets[i].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_rows(  # noqa: PLR0913, PLR0917
+    sources,
+    targets,
+    source_strides,
+    target_strides,
+    blocks,
+    index,
+    DIMS: tl.constexpr,
+    VECS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """target[pair][rows, heads] += sums of source rows in the target's type, for every `AddBlock`.
+
+    A target row is read and written once, by one program, which takes its source rows in the order
+    of the table.
+    """
+    block = blocks + tl.program_id(0).to(tl.int64) * 9
+    pair = tl.load(block)
+    target_at, first_at, number_at = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    count, most = tl.load(block + 4), tl.load(block + 5)
+    source_head, target_head, heads = tl.load(block + 6), tl.load(block + 7), tl.load(block + 8)
+    row = tl.arange(0, ROWS)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    live = row < count
+    to_row = tl.load(index + target_at + row, mask=live, other=0)
+    first = tl.load(index + first_at + row, mask=live, other=0)
+    number = tl.load(index + number_at + row, mask=live, other=0)
+    for i in tl.static_range(len(sources)):  # pyright: ignore[reportGeneralTypeIssues]
+        if pair == i:
+            within = (col < elements(heads, DIMS[i], VECS[i]))[None, :]
+            from_col = elements(source_head, DIMS[i], VECS[i]) + col
+            to_col = elements(target_head, DIMS[i], VECS[i]) + col
+            place = targets[i] + to_row.to(tl.int64)[:, None] * target_strides[i] + to_col[None, :]
+            total = tl.load(place, mask=live[:, None] & within)
+            for j in range(most):
+                some = j < number
+                from_row = tl.load(index + first + j, mask=some, other=0)
+                added = tl.load(
+                    sources[i] + from_row.to(tl.int64)[:, None] * source_strides[i] + from_col[None, :],
+                    mask=some[:, None] & within,
+                    other=0.0,
+                )
+                total += added.to(targets[i].dtype.element_ty)
+            tl.store(place, total, mask=live[:, None] & within)
+
+
+# Compiled once for all rows and heads: a 1, or a multiple of 16, is no reason to compile anew.
+@triton.jit(do_not_specialize=["count", "first_row", "first_head", "first_heads", "num_heads", "own_heads"])
+def merge_rows(  # noqa: PLR0913, PLR0917
+    outs,
+    lses,
+    maps,
+    out_rows,
+    out_heads,
+    lse_rows,
+    lse_heads,
+    first_heads,
+    num_heads,
+    own_heads,
+    rows,
+    out,
+    lse,
+    out_stride,
+    lse_stride,
+    count,
+    first_row,
+    first_head,
+    MAPPED: tl.constexpr,
+    LISTED: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Partials of the same queries merged by LSE, written once in the type of `out`.
+
+    Program (i, h): head h of rows [i x ROWS, ...) of the result. Row t of it is row `rows[t]` of
+    the buffer (LISTED), or `first_row` + t, and head h the buffer's `first_head` + h. A partial r
+    has buffer row b at row `maps[r][b]` (-1: nowhere; not MAPPED: at b) and heads [first_heads[r],
+    + num_heads[r]) of the buffer at `own_heads[r]`. Where there is none, the output is zero and LSE
+    -inf.
+    """
+    wide = lse.dtype.element_ty
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    col = tl.arange(0, COLS)
+    live = row < count
+    at = first_row + row
+    if LISTED:
+        at = tl.load(rows + row, mask=live, other=0)
+    held = first_head + head
+    peak = tl.full([ROWS], float("-inf"), wide)
+    total = tl.zeros([ROWS], wide)
+    merged = tl.zeros([ROWS, COLS], wide)
+    for r in tl.static_range(len(outs)):  # pyright: ignore[reportGeneralTypeIssues]
+        own = held - first_heads[r]
+        here = live & (own >= 0) & (own < num_heads[r])
+        source = at
+        if MAPPED[r]:
+            source = tl.load(maps[r] + at, mask=here, other=-1)
+            here = here & (source >= 0)
+        own = (own + own_heads[r]).to(tl.int64)
+        source = source.to(tl.int64)
+        its = tl.load(lses[r] + source * lse_rows[r] + own * lse_heads[r], mask=here, other=float("-inf")).to(wide)
+        part = tl.load(
+            outs[r] + source[:, None] * out_rows[r] + own * out_heads[r] + col[None, :],
+            mask=here[:, None] & (col < DIM)[None, :],
+            other=0.0,
+        )
+        top = tl.maximum(peak, its)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        kept, weight = tl.exp(peak - base), tl.exp(its - base)
+        merged = merged * kept[:, None] + part.to(wide) * weight[:, None]
+        total = total * kept + weight
+        peak = top
+    some = total > 0
+    merged = merged / tl.where(some, total, 1.0)[:, None]
+    place = row.to(tl.int64)
+    tl.store(
+        lse + place * lse_stride[0] + head * lse_stride[1],
+        tl.where(some, peak + tl.log(tl.where(some, total, 1.0)), float("-inf")),
+        mask=live,
+    )
+    target = out + place[:, None] * out_stride[0] + head.to(tl.int64) * out_stride[1] + col[None, :]
+    tl.store(target, merged.to(out.dtype.element_ty), mask=live[:, None] & (col < DIM)[None, :])

@@ -1,0 +1,21 @@
+"""Transports of exchanges: a protocol (`base`), implementations, and the choice."""
+
+from __future__ import annotations
+
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.steps import Phase
+from megatron_balance.runtime.trace import Trace
+from megatron_balance.runtime.transport.base import Transport
+from megatron_balance.runtime.transport.gloo import Gloo
+from megatron_balance.runtime.transport.streams import Streamed
+
+
+def open_transport(phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> Transport:
+    """Open the pool's transport for one run of a phase. Relaying for other ranks begins at once.
+
+    `trace`: what this rank passes on is recorded there, if there is one.
+    """
+    if groups.streams is not None:
+        return Streamed(phase, form, groups, trace)
+    return Gloo(phase, form, groups, trace)

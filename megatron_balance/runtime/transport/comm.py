@@ -1,0 +1,205 @@
+"""Communication calls of exchanges: tagged sends and receives on gloo, and collectives.
+
+A collective carries bytes: messages of several kinds and types to one peer are packed one after the
+other, each aligned, so that queries and keys of different head counts, or outputs and their fp32
+LSE, go in a single call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance.analysis.wire import padded, piece_bounds
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lower.parcels import as_bytes, pack
+from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Piece
+from megatron_balance.runtime.transport.base import Parcel
+
+_POISON_TAG = 2**31 - 1
+
+
+@dataclass(slots=True)
+class CollectiveCall:
+    """A collective call, packed and not yet issued.
+
+    `memory`: tensors that it reads and writes; `received`: tensors and the bytes that belong there.
+    """
+
+    issue: Callable[[], list[dist.Work]]
+    memory: list[Tensor]
+    received: list[tuple[Tensor, Tensor]]
+
+    def unpack(self) -> None:
+        """Copy received bytes to the tensors that they are of."""
+        for target, raw in self.received:
+            target.copy_(raw.view(target.dtype).view(target.shape))
+
+
+def send(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
+    """Begin to send a contiguous tensor to pool rank `peer`."""
+    work = dist.isend(x, groups.ranks[peer], groups.pool, tag)
+    assert work is not None, "this rank is not in its own pool"
+    return work
+
+
+def receive(x: Tensor, peer: int, tag: int, groups: Groups) -> dist.Work:
+    """Begin to receive into a contiguous tensor."""
+    work = dist.irecv(x, groups.ranks[peer], groups.pool, tag)
+    assert work is not None, "this rank is not in its own pool"
+    return work
+
+
+def break_off(groups: Groups) -> None:
+    """Make every transfer that this rank has under way, and those that peers wait for, fail (gloo).
+
+    A receive that times out closes the connections to all peers. It is the only way to wake another
+    thread of this rank.
+    """
+    if groups.pool is None or dist.get_backend(groups.pool) != "gloo":
+        return
+    for peer in range(groups.size):
+        if peer != groups.rank:
+            with suppress(RuntimeError):
+                receive(torch.empty(1), peer, _POISON_TAG, groups).wait(timedelta(milliseconds=1))
+
+
+def direct_and_routed(sends: Sequence[Parcel], exchange: ExchangeStep) -> tuple[list[Parcel], dict[int, Tensor]]:
+    """Parcels that go directly; and by peer, the bytes of all that goes in pieces."""
+    direct: list[Parcel] = []
+    routed: dict[int, list[Tensor]] = {}
+    for peer, x in sends:
+        if peer in exchange.routed_sends:
+            routed.setdefault(peer, []).append(x)
+        elif x.numel():
+            direct.append((peer, x))
+    return direct, {peer: pack(tensors) for peer, tensors in routed.items()}
+
+
+def pieces(raw: Tensor, routed: Sequence[Piece]) -> Iterator[tuple[Piece, Hop, Tensor]]:
+    """The pieces of a parcel that are not empty, with their hop and bytes."""
+    bounds = piece_bounds(raw.numel(), routed[0].count)
+    for piece in routed:
+        begin, end = bounds[piece.index]
+        if begin < end:
+            yield piece, piece.hop, raw[begin:end]
+
+
+def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
+    """Whether an exchange is one collective call: its ranks have a process group."""
+    return exchange.collective != "p2p" and groups.of(exchange.group) is not None
+
+
+def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
+    """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
+
+    gloo's reduce-scatter is an all-reduce of everything inside, so there each block goes to its
+    rank, which adds them up.
+    """
+    return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
+
+
+def pack_collective(sends: Sequence[Parcel], receives: Sequence[Parcel], exchange: ExchangeStep, groups: Groups) -> CollectiveCall:
+    """An exchange as one collective call."""
+    group = groups.of(exchange.group)
+    assert group is not None, "ranks without a process group"
+    if exchange.collective == "all_gather":
+        return _all_gather(sends, receives, exchange.group, groups, group)
+    if is_summed(exchange, groups):
+        return _reduce_scatter(sends, receives, exchange.group, groups, group)
+    return _all_to_all(sends, receives, exchange.group, groups, group)
+
+
+def _size(parcels: Sequence[Parcel], peer: int) -> int:
+    return sum(padded(x.nbytes) for p, x in parcels if p == peer)
+
+
+def _pack_into(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> None:
+    at = begin
+    for _, x in parcels:
+        raw[at : at + x.nbytes].copy_(as_bytes(x))
+        at += padded(x.nbytes)
+
+
+def _slots(parcels: Sequence[Parcel], raw: Tensor, begin: int) -> list[tuple[Tensor, Tensor]]:
+    slots, at = [], begin
+    for _, x in parcels:
+        num_bytes = x.numel() * x.element_size()
+        slots.append((x, raw[at : at + num_bytes]))
+        at += padded(num_bytes)
+    return slots
+
+
+def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.device:
+    return next((x.device for _, x in (*parcels, *fallback)), torch.device("cpu"))
+
+
+def _all_to_all(
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
+) -> CollectiveCall:
+    device = _device(sends, receives)
+    out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
+    packed = groups.buffers.empty((sum(in_sizes),), torch.uint8, device)
+    raw = groups.buffers.empty((sum(out_sizes),), torch.uint8, device)
+    received: list[tuple[Tensor, Tensor]] = []
+    send_at = receive_at = 0
+    for peer, num_in, num_out in zip(group, in_sizes, out_sizes, strict=True):
+        _pack_into([p for p in sends if p[0] == peer], packed, send_at)
+        received += _slots([p for p in receives if p[0] == peer], raw, receive_at)
+        send_at, receive_at = send_at + num_in, receive_at + num_out
+
+    def issue() -> list[dist.Work]:
+        work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)
+        return [work] if work is not None else []
+
+    return CollectiveCall(issue, [packed, raw], received)
+
+
+def _all_gather(
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
+) -> CollectiveCall:
+    device = _device(sends, receives)
+    others = [peer for peer in group if peer != groups.rank]
+    mine = [p for p in sends if p[0] == others[0]]
+    width = max([_size(sends, others[0]), *(_size(receives, peer) for peer in others)])
+    packed = groups.buffers.empty((width,), torch.uint8, device)
+    raw = groups.buffers.empty((width * len(group),), torch.uint8, device)
+    _pack_into(mine, packed, 0)
+
+    def issue() -> list[dist.Work]:
+        work = dist.all_gather_into_tensor(raw, packed, group=process_group, async_op=True)
+        return [work] if work is not None else []
+
+    received: list[tuple[Tensor, Tensor]] = []
+    for index, peer in enumerate(group):
+        if peer != groups.rank:
+            received += _slots([p for p in receives if p[0] == peer], raw, index * width)
+    return CollectiveCall(issue, [packed, raw], received)
+
+
+def _reduce_scatter(
+    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
+) -> CollectiveCall:
+    """A block for each rank, all as wide as the widest. This rank's own gradients stay here.
+
+    `receives`: the tensors that one peer would send.
+    """
+    device = _device(sends, receives)
+    dtype = next(x.dtype for _, x in (*sends, *receives))  # gradients: all of the wide type
+    width = max([sum(padded(x.nbytes) for _, x in receives), *(_size(sends, peer) for peer in group)])
+    packed = groups.buffers.empty((width * len(group),), torch.uint8, device).zero_()
+    raw = groups.buffers.empty((width,), torch.uint8, device)
+    for index, peer in enumerate(group):
+        _pack_into([p for p in sends if p[0] == peer], packed, index * width)
+
+    def issue() -> list[dist.Work]:
+        work = dist.reduce_scatter_tensor(raw.view(dtype), packed.view(dtype), group=process_group, async_op=True)
+        return [work] if work is not None else []
+
+    return CollectiveCall(issue, [packed, raw], _slots(receives, raw, 0))

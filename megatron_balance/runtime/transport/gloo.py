@@ -1,0 +1,137 @@
+"""Exchanges on gloo: asynchronous sends and receives, and threads that relay.
+
+Every point-to-point message has a tag, so that transfers of several exchanges under way between the
+same two ranks, and those that a proxy relays beside its own, are never taken for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance.runtime.counters import Traffic
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.lower.parcels import Form
+from megatron_balance.runtime.lower.steps import ExchangeStep, Phase
+from megatron_balance.runtime.trace import Trace
+from megatron_balance.runtime.transport.base import Parcel
+from megatron_balance.runtime.transport.comm import (
+    CollectiveCall,
+    break_off,
+    direct_and_routed,
+    is_collective,
+    pack_collective,
+    pieces,
+    receive,
+    send,
+)
+from megatron_balance.runtime.transport.relay import Relay
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """An exchange's calls.
+
+    `keep` holds the tensors that are still read; `packed`: those that a collective brings, in its
+    own order.
+    """
+
+    receiving: list[dist.Work]
+    sending: list[dist.Work] = field(default_factory=list)
+    keep: list[Tensor] = field(default_factory=list)
+    packed: CollectiveCall | None = None
+
+    def arrived(self) -> None:
+        """Block the thread until everything is here, and unpacked.
+
+        Call once: gloo waits for ever for a message that has come before.
+        """
+        for work in self.receiving:
+            work.wait()
+        self.receiving = []
+        if self.packed is not None:
+            self.packed.unpack()
+            self.packed = None
+
+    def left(self) -> None:
+        """Block the thread until everything is sent, so that its memory may change. Call once."""
+        for work in self.sending:
+            work.wait()
+        self.sending, self.keep = [], []
+
+
+class Gloo:
+    """See `runtime.transport.base.Transport`.
+
+    gloo sends a message once its receiver has said that it is ready, and says so on the connection
+    on which other messages travel. Where two ranks send each other pieces at once, as proxies of a
+    ring do, the word for the next round would wait behind a whole piece of this one. So receives
+    are posted two exchanges ahead.
+    """
+
+    ahead = 2
+
+    def __init__(self, phase: Phase, form: Form, groups: Groups, trace: Trace | None) -> None:
+        self.groups = groups
+        self.traffic = Traffic()
+        self.expected: dict[int, Sequence[Parcel]] = {}  # receives of collectives not yet issued
+        self.under_way: dict[int, _UnderWay] = {}
+        self.leaving: dict[int, _UnderWay] = {}  # exchanges whose sends may still be under way
+        self.relay = Relay(phase.relay_tasks, form, groups, trace) if phase.relay_tasks else None
+
+    def expect(self, exchange: ExchangeStep, receives: Sequence[Parcel], arriving: Mapping[int, Tensor]) -> None:
+        if exchange.far:
+            self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
+        if is_collective(exchange, self.groups):
+            self.expected[exchange.id] = receives
+            return
+        receiving = [receive(x, peer, exchange.tag, self.groups) for peer, x in receives if x.numel()]
+        for peer, raw in arriving.items():
+            for _, hop, x in pieces(raw, exchange.routed_receives[peer]):
+                receiving.append(receive(x, hop.peer, exchange.tag + hop.tag, self.groups))
+                self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
+        self.under_way[exchange.id] = _UnderWay(receiving)
+
+    def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
+        if exchange.far:
+            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends)
+        if exchange.id in self.expected:
+            packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
+            self.under_way[exchange.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)
+            return
+        under_way = self.leaving[exchange.id] = self.under_way[exchange.id]
+        under_way.keep = [x for _, x in sends]
+        direct, routed = direct_and_routed(sends, exchange)
+        under_way.sending = [send(x, peer, exchange.tag, self.groups) for peer, x in direct]
+        for peer, raw in routed.items():
+            for _, hop, x in pieces(raw, exchange.routed_sends[peer]):
+                under_way.sending.append(send(x, hop.peer, exchange.tag + hop.tag, self.groups))
+                under_way.keep.append(x)
+                self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
+
+    def arrived(self, exchange: ExchangeStep) -> None:
+        self.under_way.pop(exchange.id).arrived()
+        self.let_go([at for at in self.leaving if at < exchange.id])
+
+    def let_go(self, exchanges: Sequence[int]) -> None:
+        """Wait for the sends of exchanges.
+
+        Where the rank has ended a later one, the peers have begun these: no deadlock.
+        """
+        for at in exchanges:
+            self.leaving.pop(at).left()
+
+    def end(self) -> None:
+        self.let_go(list(self.leaving))
+        if self.relay is not None:
+            self.relay.finish(self.traffic)
+
+    def fail(self) -> None:
+        if self.relay is not None:
+            self.relay.raise_error()
+        break_off(self.groups)
+        if self.relay is not None:
+            self.relay.abandon()
