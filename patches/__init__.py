@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-REVIEWED = "megatron-ir 0.19.2"
+REVIEWED = "megatron-core 0.19.2"
 """The version whose sources the digests belong to."""
 
 

@@ -38,7 +38,7 @@ def read(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-_TAKEN_APART = "a layer is run in two parts, before and behind ir attention; no method of Megatron's ends there"
+_TAKEN_APART = "a layer is run in two parts, before and behind core attention; no method of Megatron's ends there"
 _TAKEN_TOGETHER = "a subclass (`megatron.router`) takes a router's losses over both nano-batches; it relies on what each part computes"
 
 PATCHES = (

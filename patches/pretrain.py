@@ -11,7 +11,7 @@ from megatron_balance.patches import Patch
 
 
 def with_balance(pretrain: Callable[..., Any]) -> Callable[..., Any]:
-    """`pretrain` inside a `Session`, with our ir attention in the model's layer spec."""
+    """`pretrain` inside a `Session`, with our core attention in the model's layer spec."""
 
     @functools.wraps(pretrain)
     def balanced(cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ PATCHES = tuple(
         target=f"{module}:pretrain",
         wrap=with_balance,
         digest="538adc5ffb17",
-        why="the layer spec must hold our ir attention before the script's model is built, and bad flags must stop here",
+        why="the layer spec must hold our core attention before the script's model is built, and bad flags must stop here",
     )
     for module in ("megatron.training", "megatron.training.training")
 )

@@ -19,7 +19,8 @@ def reported(training_log: Callable[..., Any]) -> Callable[..., Any]:
     def log_step(*args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        session.current().steps.finish(given["iteration"], given["loss_dict"], given["grad_norm"])
+        loss = given["loss_dict"].get("lm loss")
+        session.current().steps.finish(given["iteration"], loss, given["grad_norm"])
         return result
 
     return log_step

@@ -133,7 +133,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda args: args.softmax_type != "vanilla",
-        "--softmax-type must be vanilla: an offset in the softmax is a parameter of a ir attention that is not ours",
+        "--softmax-type must be vanilla: an offset in the softmax is a parameter of a core attention that is not ours",
     ),
     (
         lambda args: args.qk_clip or args.log_max_attention_logit,
@@ -142,7 +142,7 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_given("window_size"), "--window-size: plans are made for full causal attention; sliding windows are not supported yet"),
     (
         lambda args: args.attention_backend is not None and getattr(args.attention_backend, "name", args.attention_backend) == "local",
-        "--attention-backend local puts Megatron's own ir attention over any layer spec; leave it out",
+        "--attention-backend local puts Megatron's own core attention over any layer spec; leave it out",
     ),
     (_given("tp_comm_overlap"), "--tp-comm-overlap allocates buffers for one fixed number of tokens; leave it out"),
     (_given("fused_single_qkv_rope"), "--fused-single-qkv-rope does not take positions; leave it out"),

@@ -1,4 +1,4 @@
-"""Planned attention as Megatron's ir attention module, and how it gets into a layer spec."""
+"""Planned attention as Megatron's core attention module, and how it gets into a layer spec."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BalancedCoreAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Megatron's contract for ir attention (`CoreAttentionBuilder`); called with keywords only."""
+        """Megatron's contract for core attention (`CoreAttentionBuilder`); called with keywords only."""
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ConfigError(
@@ -63,7 +63,7 @@ class BalancedCoreAttention(MegatronModule):
         """Attention of query [T, 1, H, D] over key and value [T, 1, G, D], rows as the plan laid them out. Returns [T, 1, H * D]."""
         if not isinstance(packed_seq_params, BalancedSeqParams):
             raise ConfigError(
-                f"layer {self.layer_number}: ir attention was called without a plan. The forward step must come from megatron_balance; "
+                f"layer {self.layer_number}: core attention was called without a plan. The forward step must come from megatron_balance; "
                 "a script that calls the model itself (inference, a custom loop) cannot run with --balance-config"
             )
         if attention_bias is not None:
@@ -93,7 +93,7 @@ def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def softmax_scale_of(core_attention: Any) -> float:
-    """What a ir attention multiplies scores by, ours or one that the patched Transformer Engine runs."""
+    """What a core attention multiplies scores by, ours or one that the patched Transformer Engine runs."""
     if isinstance(core_attention, BalancedCoreAttention):
         return core_attention.softmax_scale
     config = core_attention.config
@@ -101,10 +101,10 @@ def softmax_scale_of(core_attention: Any) -> float:
 
 
 def balanced_spec(spec: Any) -> Any:
-    """A copy of a layer or block spec with our ir attention in every self-attention, and our router before experts.
+    """A copy of a layer or block spec with our core attention in every self-attention, and our router before experts.
 
     Raises:
-        ConfigError: the spec has an attention that is not causal self-attention with a ir attention of its own.
+        ConfigError: the spec has an attention that is not causal self-attention with a core attention of its own.
     """
     result = copy.deepcopy(spec)
     replaced = sum(_replace(layer) for layer in getattr(result, "layer_specs", None) or [result])
@@ -130,7 +130,7 @@ def _core_of(attention: Any) -> Any:
 
 
 def layer_spec_of(model_config: Any) -> Callable[..., Any]:
-    """A `transformer_layer_spec` for GPTModelConfig: what the model would be built of, with our ir attention."""
+    """A `transformer_layer_spec` for GPTModelConfig: what the model would be built of, with our core attention."""
     from megatron.training.models.gpt import default_layer_spec
 
     given = model_config.transformer_layer_spec
@@ -151,7 +151,7 @@ def check_model(model: torch.nn.Module, te_patched: bool) -> None:
     """Every attention of the model runs planned attention.
 
     Raises:
-        ConfigError: a ir attention that is not ours; the script builds its model past the layer spec.
+        ConfigError: a core attention that is not ours; the script builds its model past the layer spec.
     """
     for name, module in model.named_modules():
         core = vars(module)["_modules"].get("core_attention")

@@ -21,11 +21,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.training.sequences import Sequences, to_bits
 from megatron_balance.workloads.documents import CutPolicy, DocumentStream, Piece, split_documents
 from megatron_balance.workloads.idx import CorpusIndex, read_index
 
 PADDING = -1
 """position_ids of tokens that belong to no sequence."""
+
+TOKEN, LABEL, LOSS_MASK = range(3)
+"""Columns of the rows that travel with each token. The loss mask travels as its bits, so any weight arrives exactly."""
+NUM_COLUMNS = 3
 
 DatasetTriple = tuple["DocumentDataset | None", "DocumentDataset | None", "DocumentDataset | None"]
 
@@ -51,19 +56,6 @@ class DataOptions:
     vocab_size: int | None = None
     """Ids from here on cannot be embedded; None: not checked."""
     mmap: bool = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sequences:
-    """The sequences of one or more microbatches, one after another without padding.
-
-    `tokens`, `labels` [T] int64, `loss_mask` [T] float32; `lengths` in tokens, summing to T.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    lengths: tuple[int, ...]
 
 
 class DocumentDataset(Dataset[dict[str, Tensor]]):
@@ -140,7 +132,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 
 
 def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
-    """The sequences of a collated microbatch of document samples.
+    """The sequences of a collated microbatch of document samples; columns TOKEN, LABEL and LOSS_MASK.
 
     Args:
         microbatch: tokens, labels, loss_mask and position_ids, each [B, S].
@@ -156,12 +148,13 @@ def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
         raise DataError("a sample does not open with position 0: its batch was not made by the document data set")
     starts = torch.nonzero(opens).flatten().tolist()
     lengths = tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
-    return Sequences(microbatch["tokens"][held], microbatch["labels"][held], microbatch["loss_mask"][held], lengths)
+    columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
+    return Sequences(torch.stack(columns, dim=1), lengths)
 
 
 def document_datasets_provider(
     train_val_test_num_samples: Sequence[int | None],
-    vp_stage: int | None = None,  # noqa: ARG001  Megatron compile it to providers; every stage reads the same documents
+    vp_stage: int | None = None,  # noqa: ARG001  Megatron passes it to providers; every stage reads the same documents
     *,
     policy: CutPolicy = "split",
 ) -> DatasetTriple:

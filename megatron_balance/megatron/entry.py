@@ -50,7 +50,7 @@ def set_up_logging() -> None:
 
 @contextmanager
 def training(cfg_container: Any) -> Iterator[None]:
-    """The session of one call of Megatron's `pretrain`, whose model config gets our ir attention.
+    """The session of one call of Megatron's `pretrain`, whose model config gets our core attention.
 
     Raises:
         ConfigError: flags or a configuration that cannot work, before anything is built.
@@ -74,7 +74,7 @@ def training(cfg_container: Any) -> Iterator[None]:
         model_config.transformer_layer_spec = layer_spec_of(model_config)
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
         log.warning(
-            "--recompute-granularity selective runs ir attention again in the backward pass, its exchanges included; "
+            "--recompute-granularity selective runs core attention again in the backward pass, its exchanges included; "
             "attention keeps no score matrix here, so --recompute-modules without core_attn saves the traffic"
         )
     log.info("planner %s from %s; the forward step is megatron_balance's, with loss per token", config.planner.name, config.source)

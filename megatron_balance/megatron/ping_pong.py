@@ -1,7 +1,7 @@
 """A transformer block over two nano-batches interleaved, so that the exchanges of one run beside the computation of the other.
 
-The order is `compile.ping_pong`'s. Its linear step is what a layer does behind ir attention and, fused with that, what the next layer
-does before it (DistCA, section 4.1). Megatron's layer is taken apart at ir attention: everything before and after is its own submodules,
+The order is `compile.ping_pong`'s. Its linear step is what a layer does behind core attention and, fused with that, what the next layer
+does before it (DistCA, section 4.1). Megatron's layer is taken apart at core attention: everything before and after is its own submodules,
 called as `TransformerLayer` and `Attention` call them; patches/ping_pong.py pins the sources that were read for it. What cannot be taken
 apart so is refused.
 """
@@ -30,10 +30,11 @@ from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.config import PING_PONG_BY_DEFAULT, RunConfig
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
-from megatron_balance.megatron.layer_runs import layer_runs
 from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.runtime.attention import AttentionCall
+from megatron_balance.training.layer_runs import layer_runs
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
 
 
 def able(model: torch.nn.Module, config: RunConfig) -> bool:
-    """Whether every layer of a model can be taken apart at ir attention.
+    """Whether every layer of a model can be taken apart at core attention.
 
     Raises:
         ConfigError: it shall be, and one cannot.
@@ -150,7 +151,7 @@ def run_block(
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
     with rng:
         left = iter(cast("list[TransformerLayer]", list(block.layers)))
-        for num_layers, again in layer_runs(block.config, len(block.layers), training=block.training):
+        for num_layers, again in layer_runs(recompute_of(block.config), len(block.layers), training=block.training):
             layers = list(islice(left, num_layers))
             states = _checkpointed(layers, nano_batches, states) if again else _run_layers(layers, nano_batches, states)
     hidden_states = torch.cat(list(states))
@@ -224,7 +225,7 @@ class _PingPongRun:
 
 
 def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """What a layer does before ir attention: query, key and value [T, 1, heads, D], and what its output is added to."""
+    """What a layer does before core attention: query, key and value [T, 1, heads, D], and what its output is added to."""
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)
     if layer.config.fp32_residual_connection:
@@ -243,7 +244,7 @@ def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tup
 
 
 def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _NanoBatch) -> Tensor:
-    """What a layer does with the output [T, 1, H * D] of ir attention: its hidden states."""
+    """What a layer does with the output [T, 1, H * D] of core attention: its hidden states."""
     projected = apply_module(layer.self_attention.linear_proj)(out)
     with layer.bias_dropout_add_exec_handler():
         state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, residual, layer.hidden_dropout)

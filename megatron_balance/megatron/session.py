@@ -23,12 +23,18 @@ from megatron_balance.ir.model import Model
 from megatron_balance.megatron import core_attention, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
-from megatron_balance.megatron.groups import Pool, make_pool
-from megatron_balance.megatron.log import StepLog
+from megatron_balance.megatron.groups import make_pool
+from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.planning import StepPlanner
 from megatron_balance.megatron.tick_planning import JointStepPlanner
+from megatron_balance.megatron.tokens import job_device
 from megatron_balance.planners import PLANNERS
 from megatron_balance.runtime.bind import AttentionShape
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.training.binding import Binder
+from megatron_balance.training.figures import Job
+from megatron_balance.training.log import StepLog
+from megatron_balance.training.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +51,7 @@ class Session:
         """Whether all pipeline stages attend together, tick by tick."""
         self.ping_pong = ping_pong.wanted(args, config)
         """Whether microbatches run as two nano-batches."""
-        self.steps = StepLog(args, config)
+        self.steps = StepLog(log_target(args, config))
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
@@ -69,7 +75,9 @@ class Session:
         self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint)
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
-        self.steps.describe(self._pool, self.model(), planning_cost(self.cluster(), self.model(), self.config.plan_costs))
+        cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
+        num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
+        self.steps.describe(Job(self._pool, self.model(), cost, num_chunks), job_device())
 
     @property
     def shape(self) -> AttentionShape:
@@ -88,10 +96,9 @@ class Session:
         """What the rows of a rank are a multiple of; see `arguments.row_multiple`."""
         return row_multiple(self.args)
 
-    @property
-    def layers_per_chunk(self) -> int:
-        """Layers of a model chunk: of a stage, or of each of its interleaved parts."""
-        return self.args.num_layers // (self.pool.num_stages * (self.args.virtual_pipeline_model_parallel_size or 1))
+    def binder(self, groups: Groups) -> Binder:
+        """The facts by which this job's plans are bound; `groups`: of the ranks that attend together."""
+        return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
@@ -103,12 +110,12 @@ class Session:
         Raises:
             ConfigError: nodes that hold different numbers of their ranks, or ranks that are not numbered stage by stage and node by node.
         """
-        if not self.pool.pipeline_node:
+        if not self.pool.joint_ranks_per_node:
             raise ConfigError(
                 f"ranks {list(self.pool.joint.ranks)}, stage by stage, lie on nodes unevenly or not node by node, so their attention "
                 "cannot be planned together; leave out --use-tp-pp-dp-mapping, set cluster.ranks_per_node, or set 'pipeline: stages'"
             )
-        return self._cluster_of(self.pool.joint.size, self.pool.pipeline_node)
+        return self._cluster_of(self.pool.joint.size, self.pool.joint_ranks_per_node)
 
     def _cluster_of(self, num_ranks: int, ranks_per_node: int) -> Cluster:
         choice = self.config.cluster
@@ -145,7 +152,7 @@ class Session:
         """Check and adapt a model at its first step: attention by plan, positions by token, shapes that vary.
 
         Raises:
-            ConfigError: a model that attends past our ir attention, or whose positions cannot be given.
+            ConfigError: a model that attends past our core attention, or whose positions cannot be given.
         """
         for chunk in model if isinstance(model, list) else [model]:
             if id(chunk) in self._prepared:

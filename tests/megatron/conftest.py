@@ -1,4 +1,4 @@
-"""Real Megatron-ir on CPU and gloo: a small GPT, documents that fill all zones, and the server that forks training ranks."""
+"""Real Megatron-core on CPU and gloo: a small GPT, documents that fill all zones, and the server that forks training ranks."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.megatron import data
+from megatron_balance.training.sequences import from_bits
 from megatron_balance.workloads.documents import CutPolicy, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
 
@@ -160,7 +161,7 @@ def test_ranks_together_read_every_token_once_and_go_on_after_a_resume(prefix: s
         for rank in range(ranks):
             step = batches(dataset(prefix, num_samples=stop), rank, ranks, first, 1)
             for number, batch in enumerate(step):
-                found[first + number * ranks + rank] = data.unpack(batch).tokens.tolist()
+                found[first + number * ranks + rank] = data.unpack(batch).rows[:, data.TOKEN].tolist()
     assert sorted(found) == list(range(total))
     for start, end in ((0, per_epoch), (per_epoch, two_epochs)):
         assert sorted(token for index in range(start, end) for token in found[index]) == corpus
@@ -174,9 +175,10 @@ def test_unpacking_a_collated_batch_gives_its_sequences_in_order(prefix: str) ->
     assert held.lengths == tuple(piece.stop - piece.start for piece in expected)
     corpus = documents()
     tokens = [token for piece in expected for token in corpus[piece.document][piece.start : piece.stop].tolist()]
-    assert held.tokens.tolist() == tokens
-    assert len(held.labels) == len(held.loss_mask) == sum(held.lengths)
-    assert held.loss_mask.dtype == torch.float32
+    assert held.rows[:, data.TOKEN].tolist() == tokens
+    real = batch["position_ids"] != data.PADDING
+    assert held.rows[:, data.LABEL].equal(batch["labels"][real])
+    assert from_bits(held.rows[:, data.LOSS_MASK]).equal(batch["loss_mask"][real])
 
 
 def test_a_batch_of_another_data_set_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Our rules `hybrid` against the scheduler of the installed megatron-ir, group by group."""
+"""Our rules `hybrid` against the scheduler of the installed megatron-core, group by group."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> N
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "replayed backward": ({}, {"backward": "replay"}),
     "full recomputation": ({"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}, {}),
-    "recomputed ir attention": ({"recompute-granularity": "selective"}, {}),
+    "recomputed core attention": ({"recompute-granularity": "selective"}, {}),
     "two samples a microbatch": ({"micro-batch-size": 2}, {}),
     "distributed optimizer, overlapped": (
         {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True, "context-parallel-size": 2},

@@ -66,7 +66,7 @@ def test_every_module_of_the_folder_is_listed() -> None:
 
 
 def test_the_pinned_megatron_is_the_reviewed_one() -> None:
-    assert f"megatron-ir {importlib.metadata.version('megatron-core')}" == REVIEWED
+    assert f"megatron-core {importlib.metadata.version('megatron-core')}" == REVIEWED
 
 
 @pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.target)

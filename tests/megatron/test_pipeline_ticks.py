@@ -11,7 +11,8 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.arguments import check_joint_arguments
-from megatron_balance.megatron.layer_runs import attention_passes, phases
+from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.training.layer_runs import attention_passes, phases
 from tests.megatron.conftest import SEQ_LENGTH, Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_pipeline import EVALUATION, LAYERS
@@ -69,7 +70,7 @@ def test_stages_that_attend_together_train_like_one_rank(
 
 
 def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Without nano-batches, and with ir attention alone computed again, which they do not do."""
+    """Without nano-batches, and with core attention alone computed again, which they do not do."""
     start, one = loaded
     flags = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1, "recompute-granularity": "selective", "train-iters": 2}
     run = train(4, DISTCA, {**start, **flags}, config={"cluster": {"ranks_per_node": 2}, "ping_pong": False})
@@ -158,13 +159,13 @@ def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[st
 )
 def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[str, Any], calls: str) -> None:
     """Passes through so many layers, f: forward, b: backward; each nano-batch attends once in each layer, forward and evaluating too."""
-    config = SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
+    recompute = recompute_of(SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options}))
     for num_nano_batches in (1, 2):
-        passes = attention_passes(config, 3, num_nano_batches, backward=True)
+        passes = attention_passes(recompute, 3, num_nano_batches, backward=True)
         assert " ".join(f"{'fb'[each.backward]}{attended(each.segments, num_nano_batches)}" for each in passes) == calls
-        assert {name[0] for name in phases(config, 3, backward=True)} == {call[0] for call in calls.split()}
+        assert {name[0] for name in phases(recompute, 3, backward=True)} == {call[0] for call in calls.split()}
         for training in (True, False):
-            forward = attention_passes(config, 3, num_nano_batches, backward=False, training=training)
+            forward = attention_passes(recompute, 3, num_nano_batches, backward=False, training=training)
             assert sum(attended(each.segments, num_nano_batches) for each in forward) == 3
         assert len(forward) == 1, "nothing is computed again in an evaluation"
 

@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, whi
 NEEDED = [
     "torch._dynamo",  # by a dispatch mode
     "torch.fx.experimental.symbolic_shapes",  # by a first backward
-    "tests.support.half_batches",
+    "tests.support.nano_batches",
     "tests.support.jobs",
     "tests.support.routed",
     "tests.support.steady",
