@@ -1,4 +1,6 @@
-"""The wheel of Megatron ships its dataset helpers compiled, without the Makefile that `compile_helpers` runs."""
+"""The wheel of Megatron ships its dataset helpers compiled, without the Makefile that
+`compile_helpers` runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def skip_when_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """`compile_helpers`, but only where there is a Makefile, or no compiled module to do without one."""
+    """`compile_helpers`, but only where there is a Makefile, or no compiled module to do without
+    one.
+    """
 
     @functools.wraps(compile_helpers)
     def checked() -> None:

@@ -1,8 +1,10 @@
-"""The document data set: Megatron's `.bin/.idx`, cut and packed by `workloads.documents`, as its samplers and default collate want it.
+"""The document data set: whole documents of a `.bin/.idx`, as Megatron's samplers and collate want
+them.
 
-Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding.
-A sample is a dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, -1 is padding. Every piece of a
-cut document begins at position 0 again, since attention does not join them.
+Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding. A sample is a
+dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, -1 is
+padding. Every piece of a cut document begins at position 0 again, since attention does not join
+them.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ PADDING = -1
 """position_ids of tokens that belong to no sequence."""
 
 TOKEN, LABEL, LOSS_MASK = range(3)
-"""Columns of the rows that travel with each token. The loss mask travels as its bits, so any weight arrives exactly."""
+"""Columns of the rows that travel with each token. The loss mask travels as its bits, so any weight
+arrives exactly.
+"""
 NUM_COLUMNS = 3
 
 DatasetTriple = tuple["DocumentDataset | None", "DocumentDataset | None", "DocumentDataset | None"]
 
 
 class DataArguments(Protocol):
-    """What we read of Megatron's arguments."""
+    """The arguments of Megatron that are read here."""
 
     data_path: Sequence[str] | None
     split: str | None
@@ -48,7 +52,7 @@ class DataArguments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How documents become samples."""
+    """Options of the way from documents to samples."""
 
     seq_length: int
     seed: int
@@ -59,7 +63,9 @@ class DataOptions:
 
 
 class DocumentDataset(Dataset[dict[str, Tensor]]):
-    """Samples 0 to num_samples - 1 of a stream of whole documents; what Megatron's sampler asks for, in any order, on any rank."""
+    """Samples 0 to num_samples - 1 of a stream of whole documents; what Megatron's sampler asks
+    for, in any order, on any rank.
+    """
 
     def __init__(
         self,
@@ -96,8 +102,8 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample `index`: tokens, labels, loss_mask, position_ids, each [S].
 
-        The label of a token is the document's next token, also where the document was cut. Only a document's last token
-        has none: its loss_mask is 0.
+        The label of a token is the document's next token, also where the document was cut. Only a
+        document's last token has none: its loss_mask is 0.
         """
         size = self.options.seq_length
         tokens, labels = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
@@ -119,7 +125,8 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
     def _read(self, piece: Piece) -> np.ndarray:
         """Tokens of a piece, and the one behind it where the document has one."""
         stop = min(piece.stop + 1, int(self._lengths[piece.document]))
-        # A document's Megatron sequences lie one behind the other, so reading on from its first one is reading the document.
+        # A document's Megatron sequences lie one behind the other, so reading on from its first one
+        # is reading the document.
         read = self._tokens.get(int(self._first_sequence[piece.document]), offset=piece.start, length=stop - piece.start)
         assert isinstance(read, np.ndarray)  # a multimodal corpus would give its mode as well; read_index refuses one
         limit = self.options.vocab_size
@@ -132,13 +139,15 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 
 
 def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
-    """The sequences of a collated microbatch of document samples; columns TOKEN, LABEL and LOSS_MASK.
+    """The sequences of a collated microbatch of document samples; columns TOKEN, LABEL and
+    LOSS_MASK.
 
     Args:
         microbatch: tokens, labels, loss_mask and position_ids, each [B, S].
 
     Raises:
-        DataError: the batch does not come from this data set (a sequence that does not open with position 0).
+        DataError: the batch does not come from this data set (a sequence that does not open with
+            position 0).
     """
     position_ids = microbatch["position_ids"]
     held = position_ids != PADDING
@@ -158,7 +167,8 @@ def document_datasets_provider(
     *,
     policy: CutPolicy = "split",
 ) -> DatasetTriple:
-    """Megatron's data set provider: train, validation and test sets of whole documents, from its own arguments.
+    """Megatron's data set provider: train, validation and test sets of whole documents, from its
+    own arguments.
 
     Raises:
         ConfigError: arguments that cannot work with whole documents.
@@ -181,7 +191,9 @@ def make_provider(policy: CutPolicy) -> Callable[..., DatasetTriple]:
 
 
 def build_datasets(args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy) -> DatasetTriple:
-    """Data sets for Megatron's arguments; a split that no samples are asked of, or that holds no document, gives None."""
+    """Data sets for Megatron's arguments; a split that no samples are asked of, or that holds no
+    document, gives None.
+    """
     prefix = corpus_prefix(args)
     index = read_index(prefix)
     options = DataOptions(
@@ -196,7 +208,8 @@ def build_datasets(args: DataArguments, num_samples: Sequence[int | None], polic
     for part, wanted, split in zip(parts, num_samples, (Split.train, Split.valid, Split.test), strict=True):
         filled = bool(index.document_lengths[part.start : part.stop].any())
         if wanted != 0 and not filled and split is not Split.test:
-            # Megatron would go on without the set and fail at its first step or evaluation, on an iterator that is None.
+            # Megatron would go on without the set and fail at its first step or evaluation, on an
+            # iterator that is None.
             raise ConfigError(
                 f"--split {args.split}: leaves no documents of {index.num_documents} in {prefix} for the {split.name} set; "
                 f"give it a larger share{' or set --eval-iters 0' if split is Split.valid else ''}"
@@ -230,7 +243,9 @@ def corpus_prefix(args: DataArguments) -> str:
 
 
 def parse_split(split: str | None) -> tuple[float, float, float]:
-    """Weights of train, validation and test from Megatron's --split, read as Megatron reads them ("969, 30, 1")."""
+    """Weights of train, validation and test from Megatron's --split, read as Megatron reads them
+    ("969, 30, 1").
+    """
     weights = [float(number) for number in re.findall(r"[.0-9]+", split or "")]
     if not 1 <= len(weights) <= len(Split) or sum(weights) <= 0:
         raise ConfigError(f"--split {split}: expected up to three weights for train, validation and test, for example 969,30,1")

@@ -1,4 +1,6 @@
-"""What both training entries share: logging, refusals, the session around `pretrain`, and errors as one line."""
+"""Logging, refusals, the session around `pretrain`, and errors as one line, for both training
+entries.
+"""
 
 from __future__ import annotations
 

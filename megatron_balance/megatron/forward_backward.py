@@ -1,4 +1,6 @@
-"""Megatron's schedule over planned microbatches: the narrowest seam into its training and evaluation loops."""
+"""Megatron's schedule over planned microbatches: the narrowest seam into its training and
+evaluation loops.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ MakeLocal: TypeAlias = Callable[[int], LocalMicrobatch]
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward-backward function that plans the step's microbatches over the pool and runs `inner` on them.
+    """A forward-backward function that plans the step's microbatches and runs `inner` on them.
 
-    Called inside Megatron's rerun loop: on a rerun the same raw microbatches come again, and the same plan with them.
+    Called inside Megatron's rerun loop: on a rerun the same raw microbatches come again, and the
+    same plan with them.
     """
 
     def schedule(
@@ -52,7 +55,8 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         job.steps.begin(forward_only)
         pool = job.pool
         parallel, device = tensor_parallel(), job_device()
-        # One iterator a model chunk; a script's own provider may leave out those of chunks that neither embed nor compute the loss.
+        # One iterator a model chunk; a script's own provider may leave out those of chunks that
+        # neither embed nor compute the loss.
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         iterator = next((each for each in iterators if each is not None), iter(()))
         mine, failure = read(iterator, num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
@@ -118,10 +122,12 @@ def _run_ticks(
 
 
 class Microbatches:
-    """The step's microbatches, each bound when the schedule first asks for it, and shared by the model chunks of this rank."""
+    """The step's microbatches, each bound when the schedule first asks for it, and shared by the
+    model chunks of this rank.
+    """
 
     def __init__(self, job: session.Session, planned: PlannedStep, local: MakeLocal, *, forward_only: bool) -> None:
-        """Nothing is bound yet. `local`: makes this rank's rows of a microbatch."""
+        """Take the plans; `local` makes this rank's rows of a microbatch."""
         self._binder = job.binder(job.pool.groups)
         # Evaluation keeps nothing for a backward that does not come.
         self._policy: Policy = "replay" if forward_only else job.config.backward
@@ -152,8 +158,11 @@ class Microbatches:
 
 
 def _count_flops(shared: PoolLengths, reader: int) -> None:
-    """Tell Megatron's throughput line the sequences of this rank's replica; it expects them on each of the replica's ranks."""
+    """Tell Megatron's throughput line the sequences of this rank's replica; it expects them on each
+    of the replica's ranks.
+    """
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
         own = np.array(lengths, dtype=np.int64)[owners == reader]
-        # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron sums these with.
+        # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron
+        # sums these with.
         update_seqlen_stats_from_cu_seqlens(torch.from_numpy(np.concatenate([[0], np.cumsum(own) if len(own) else [0]])))

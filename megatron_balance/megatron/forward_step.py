@@ -1,4 +1,6 @@
-"""Our forward step: one planned microbatch through the model, and a loss that is exact for any placement."""
+"""Our forward step: one planned microbatch through the model, and a loss that is exact for any
+placement.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class PlannedMicrobatch:
     params: BalancedSeqParams
 
     def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
-        """The microbatch with other plans, by nano-batch, and the slots in which the backward finds its own."""
+        """The microbatch with other plans, by nano-batch, and the slots in which the backward finds
+        its own.
+        """
         whole = self.params
         params = [
             dataclasses.replace(each, bound=bound, backward=slot)
@@ -50,7 +54,9 @@ class PlannedMicrobatch:
 
 
 def planned_microbatch(local: LocalMicrobatch, bounds: Sequence[Bound | None]) -> PlannedMicrobatch:
-    """A microbatch in Megatron's shapes. `bounds`: its plans by nano-batch, None where they come later."""
+    """A microbatch in Megatron's shapes. `bounds`: its plans by nano-batch, None where they come
+    later.
+    """
     params = [
         BalancedSeqParams(qkv_format="sbhd", bound=bound, position_ids=nano_batch.positions)
         for nano_batch, bound in zip(local.nano_batches or (local,), bounds, strict=True)
@@ -87,8 +93,8 @@ def forward_step(data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Mod
 def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
     """The padding [1, T] as a model chunk takes it.
 
-    With sequence parallelism the chunk that embeds tokens splits it over the tensor-parallel ranks; the
-    others (0.19.2) take it for that of their own rows.
+    With sequence parallelism the chunk that embeds tokens splits it over the tensor-parallel ranks;
+    the others (0.19.2) take it for that of their own rows.
     """
     if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
         return batch.padding_mask
@@ -98,8 +104,8 @@ def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     """Sum of the token losses, number of tokens that count, and both for the report.
 
-    With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole step, so the sum over ranks and
-    microbatches is exact however the tokens are placed.
+    With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole step,
+    so the sum over ranks and microbatches is exact however the tokens are placed.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -109,7 +115,9 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """The checks of Megatron's own forward step, which replay the step when a value is not a number or leaps."""
+    """The checks of Megatron's own forward step, which replay the step when a value is not a number
+    or leaps.
+    """
     args: Any = get_args()
     state: Any = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:

@@ -1,11 +1,12 @@
-"""Megatron's step in ticks: all pipeline stages in one phase at a time, their attention planned together.
+"""Megatron's step in ticks: all pipeline stages in one phase at a time, their attention planned
+together.
 
-Source: DistCA, section 4.1. Takes the place of Megatron's pipeline schedules for a planner that plans
-ticks. Passes, loss, gradient sums and transfers between stages are Megatron's own functions. Only the
-order is ours (`planning.tick_order`), and the work of a stage without a microbatch of its own: it makes
-the attention calls of the others' layers. All stages and chunks have the same number of layers, which
-`arguments` sees to. Where microbatches run as ping-pong nano-batches (`megatron.ping_pong`), a tick has
-a plan for each.
+Source: DistCA, section 4.1. Takes the place of Megatron's pipeline schedules for a planner that
+plans ticks. Passes, loss, gradient sums and transfers between stages are Megatron's own functions.
+Only the order is ours (`planning.tick_order`), and the work of a stage without a microbatch of its
+own: it makes the attention calls of the others' layers. All stages and chunks have the same number
+of layers, which `arguments` sees to. Where microbatches run as ping-pong nano-batches
+(`megatron.ping_pong`), a tick has a plan for each.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class TickRun:
         *,
         forward_only: bool,
     ) -> None:
-        """Nothing runs yet.
+        """Prepare the step; `run` runs it.
 
         Args:
             pool: of this rank.
@@ -90,11 +91,13 @@ class TickRun:
 
     @property
     def counters(self) -> list[Counters]:
-        """What this rank's attention calls did, one for each plan of the step."""
+        """Counters of this rank's attention calls, one for each plan of the step."""
         return self.bounds.counters
 
     def run(self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any) -> list[Any]:
-        """The reduced losses of the step, on the last stage. Keywords as Megatron's schedules take them."""
+        """The reduced losses of the step, on the last stage. Keywords as Megatron's schedules take
+        them.
+        """
         config = self.config
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -146,7 +149,7 @@ class TickRun:
         return output
 
     def _keep_or_drop(self, cell: Cell, output: Any) -> None:
-        """After a forward and its transfer: what the backward needs."""
+        """Keep the values that the backward needs, after a forward and its transfer."""
         if self.forward_only:
             self.inputs.pop(cell, None)
             self.slots.pop(cell)
@@ -179,7 +182,7 @@ class TickRun:
             bound.counters.idle_tasks += calls * num_tasks(bound)
 
     def _phases(self, *, backward: bool) -> frozenset[PhaseName]:
-        """What every rank runs of a tick's plan."""
+        """The phases that every rank runs of a tick's plan."""
         return phases(self.recompute, self.num_layers, backward=backward, training=not self.forward_only)
 
     def _is_first(self, cell: Cell) -> bool:
@@ -196,7 +199,7 @@ class TickRun:
     # Between stages
 
     def _pass_on(self, tick: Tick, result: torch.Tensor | None) -> None:
-        """Send this tick's result to the stage that needs it, and receive what came of its neighbour's."""
+        """Send this tick's result to the stage that needs it, and receive the neighbour's."""
         num_chunks = len(self.chunks)
         sent = result if passes_on(tick, self.stage, num_chunks) is not None else None
         cell = passes_on(tick, neighbour(tick, self.stage), num_chunks)
@@ -220,7 +223,9 @@ class TickRun:
 
     @property
     def _sums_in_backward(self) -> bool:
-        """Whether a chunk's last backward sums its gradients, rather than all of them at the end, when the stages are aligned."""
+        """Whether a chunk's last backward sums its gradients, rather than all of them at the end,
+        when the stages are aligned.
+        """
         return self.config.grad_sync_func is None or (self.stage == 0 and len(self.chunks) == 1)
 
     def _hold_gradients(self) -> None:
@@ -254,18 +259,20 @@ class TickRun:
 
 
 def softmax_scale(config: Any) -> float:
-    """What Megatron's attention modules scale with, the same in all layers."""
+    """The factor of scores in Megatron's attention modules, the same in all layers."""
     return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
 
 def num_tasks(bound: Bound) -> int:
-    """Tasks that a rank has in one attention call."""
+    """The number of tasks of a rank in one attention call."""
     task_tables = (zone for zone in bound.plan.zones if isinstance(zone, TaskTable))
     return sum(int((as_array(zone.tasks)[:, Task.RANK] == bound.rank).sum()) for zone in task_tables)
 
 
 def _with_known_shapes(config: Any) -> Any:
-    """The configuration for a communicator that is told every shape: no stage has to ask another one for it."""
+    """The configuration for a communicator that is told every shape: no stage has to ask another
+    one for it.
+    """
     known = copy.copy(config)
     known.variable_seq_lengths = False
     return known

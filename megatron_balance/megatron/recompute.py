@@ -10,8 +10,8 @@ from megatron_balance.training.layer_runs import Recompute
 def recompute_of(config: Any) -> Recompute:
     """The forwards that a backward computes again under a `TransformerConfig`.
 
-    Of `--recompute-granularity selective` only core attention matters here: other modules lie between
-    attention calls.
+    Of `--recompute-granularity selective` only core attention matters here: other modules lie
+    between attention calls.
     """
     if config.recompute_granularity == "full":
         what = "block" if config.recompute_method == "block" else "uniform"

@@ -1,7 +1,8 @@
 """The one training job of this process: its configuration, its pool, its planners and its log.
 
-Megatron calls our patches with its own arguments only, and keeps its job process-wide too (`get_args`). This is the only such
-state of ours; plans are not in it, they travel with their microbatch.
+Megatron calls our patches with its own arguments only, and keeps its job process-wide too
+(`get_args`). This is the only such state of ours; plans are not in it, they travel with their
+microbatch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Session:
     """Created before Megatron is initialised; complete once the process groups exist."""
 
     def __init__(self, args: argparse.Namespace, config: RunConfig, te_patched: bool) -> None:
-        """Nothing is built yet; `args` are Megatron's, validated."""
+        """Take Megatron's validated `args`; pools and planners are made later."""
         self.args = args
         self.config = config
         self.te_patched = te_patched
@@ -93,11 +94,13 @@ class Session:
 
     @property
     def row_multiple(self) -> int:
-        """What the rows of a rank are a multiple of; see `arguments.row_multiple`."""
+        """The number of which a rank's rows are a multiple; see `arguments.row_multiple`."""
         return row_multiple(self.args)
 
     def binder(self, groups: Groups) -> Binder:
-        """The facts by which this job's plans are bound; `groups`: of the ranks that attend together."""
+        """The facts by which this job's plans are bound; `groups`: of the ranks that attend
+        together.
+        """
         return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
 
     def cluster(self) -> Cluster:
@@ -108,7 +111,8 @@ class Session:
         """The pools of all stages as planners see them.
 
         Raises:
-            ConfigError: nodes that hold different numbers of their ranks, or ranks that are not numbered stage by stage and node by node.
+            ConfigError: nodes that hold different numbers of their ranks, or ranks that are not
+                numbered stage by stage and node by node.
         """
         if not self.pool.joint_ranks_per_node:
             raise ConfigError(
@@ -124,7 +128,9 @@ class Session:
         return of_pool(choice.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size)
 
     def model(self) -> Model:
-        """The model as planners see it: one tensor-parallel rank's share of heads and MLP, since that is what a rank computes."""
+        """The model as planners see it: one tensor-parallel rank's share of heads and MLP, since
+        that is what a rank computes.
+        """
         args, shape = self.args, self.shape
         return Model(
             num_heads=shape.num_heads,
@@ -149,10 +155,12 @@ class Session:
         return self._planners[forward_only]
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: attention by plan, positions by token, shapes that vary.
+        """Check and adapt a model at its first step: attention by plan, positions by token, shapes
+        that vary.
 
         Raises:
-            ConfigError: a model that attends past our core attention, or whose positions cannot be given.
+            ConfigError: a model that attends past our core attention, or whose positions cannot be
+                given.
         """
         for chunk in model if isinstance(model, list) else [model]:
             if id(chunk) in self._prepared:
@@ -189,7 +197,9 @@ def attends_jointly(args: argparse.Namespace, config: RunConfig) -> bool:
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
-    """`cluster`, whose links are those of GPUs, for a pool of which every node holds one rank of each `tensor_parallel` neighbours."""
+    """`cluster`, whose links are those of GPUs, for a pool of which every node holds one rank of
+    each `tensor_parallel` neighbours.
+    """
     peers = min(tensor_parallel, cluster.ranks_per_nic)
     return dataclasses.replace(
         cluster, ranks_per_nic=max(1, cluster.ranks_per_nic // tensor_parallel), nic_bytes_per_s=cluster.nic_bytes_per_s / peers

@@ -1,7 +1,7 @@
 """A step's microbatches as this rank reads them, before they are planned.
 
-Every replica's context-parallel rank 0 reads samples. With pipeline stages the first and the last one
-read, each its own copy of the same samples; those between need lengths alone.
+Every replica's context-parallel rank 0 reads samples. With pipeline stages the first and the last
+one read, each its own copy of the same samples; those between need lengths alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def job_device() -> torch.device:
 
 
 def read(data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int) -> tuple[list[Sequences], Exception | None]:
-    """The sequences of this rank's microbatches, on the host; or the error, for the others before it is raised."""
+    """The sequences of this rank's microbatches, on the host; or the error, for the others before
+    it is raised.
+    """
     microbatches: list[Sequences] = []
     try:
         for _ in range(num_microbatches):

@@ -10,6 +10,6 @@ In the order of a training step:
 6. `microbatch`, `binding`: the rows of this rank with positions and padding, and its bound plans.
 7. `figures`, `log`: the record of the step.
 
-Nothing here knows an arguments object or keeps a session: values are passed. `megatron` is an adapter
-on this room.
+Nothing here knows an arguments object or keeps a session: values are passed. `megatron` is an
+adapter on this room.
 """

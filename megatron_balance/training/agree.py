@@ -1,4 +1,4 @@
-"""Do all ranks run the same plan? Compared in the first steps and then every so often; a difference is an error on every rank."""
+"""Agreement: ranks compare their plans, and a difference is an error on every rank."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from megatron_balance.runtime.groups import Groups
 
 
 def check_agreement(fingerprint: str, groups: Groups, device: torch.device | str = "cpu") -> None:
-    """Compare `fingerprint` (hex, at most 16 digits) across the pool. Collective.
+    """Compare `fingerprint` (16 hex digits) across the pool. Collective.
 
-    Raises PlanMismatchError: on every rank of the pool, naming the ranks that differ from most others. Since all raise, none
-    is left waiting in an exchange.
+    Raises:
+        PlanMismatchError: on every rank of the pool, naming the ranks that differ from most others.
+            Since all raise, none is left waiting in an exchange.
     """
     if groups.pool is None:
         return
     if dist.get_backend(groups.pool) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    nano_batches = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]
-    mine = torch.tensor(nano_batches, dtype=torch.int64, device=device)
+    words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
     every = torch.empty(2 * groups.size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(every, mine, group=groups.pool)
-    found = [f"{a:08x}{b:08x}" for a, b in every.view(-1, 2).tolist()]
-    common, count = Counter(found).most_common(1)[0]
+    fingerprints = [f"{a:08x}{b:08x}" for a, b in every.view(-1, 2).tolist()]
+    common, count = Counter(fingerprints).most_common(1)[0]
     if count == groups.size:
         return
-    others = ", ".join(f"rank {groups.ranks[i]} has {f}" for i, f in enumerate(found) if f != common)
+    others = ", ".join(f"rank {groups.ranks[i]} has {f}" for i, f in enumerate(fingerprints) if f != common)
     raise PlanMismatchError(
         f"ranks planned differently: {count} of {groups.size} ranks have plan {common}, but {others}. "
         "Check that all ranks run the same version of megatron_balance with the same configuration"

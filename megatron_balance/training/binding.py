@@ -42,10 +42,14 @@ class Binder:
 
 
 class BoundTicks:
-    """The plans of a step's ticks: each bound when first needed, for the phases of all ticks that run it, and let go after the last."""
+    """The plans of a step's ticks, bound for this rank.
+
+    Each is bound when first needed, for the phases of all ticks that run it, and let go after the
+    last.
+    """
 
     def __init__(self, binder: Binder, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]) -> None:
-        """Nothing is bound yet.
+        """Note the phases of each plan; `take` binds.
 
         Args:
             binder: over the joint pool.

@@ -1,4 +1,6 @@
-"""The figures of a training step: loads before and after planning, what moves, and a predicted time."""
+"""The figures of a training step: loads before and after planning, what moves, and a predicted
+time.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ BACKWARD = 2
 """A layer's backward pass takes twice its forward pass."""
 
 
-class StepPlans(Protocol):
-    """The plans of one step, as figures and the log read them (`training.plans`)."""
+class PlannedStep(Protocol):
+    """The plans of one step, as figures and the log read them."""
 
     @property
     def plans(self) -> tuple[MicrobatchPlan, ...]:
@@ -70,7 +72,8 @@ class StepPlans(Protocol):
 class Job:
     """Facts of a training job that figures need.
 
-    `cost`: by which time is predicted; its cluster is the pool's. `num_chunks`: model chunks of each pipeline stage.
+    `cost`: by which time is predicted; its cluster is the pool's. `num_chunks`: model chunks of
+    each pipeline stage.
     """
 
     pool: Pool
@@ -79,8 +82,10 @@ class Job:
     num_chunks: int = 1
 
 
-def step_figures(planned: StepPlans, shared: PoolLengths, job: Job) -> Json:
-    """The figures of a step, as its record has them. Tokens, bytes and transfers are those of one layer's forward."""
+def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
+    """The figures of a step, as its record has them. Tokens, bytes and transfers are those of one
+    layer's forward.
+    """
     cost = job.cost
     each = [figures(plan, job.model, cost.cluster.ranks_per_nic) for plan in planned.plans]
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
@@ -104,7 +109,8 @@ def step_figures(planned: StepPlans, shared: PoolLengths, job: Job) -> Json:
         "routed_transfers": sum(f["routed_transfers"] for f in each),
         "bytes_sent_per_nic": np.sum([f["bytes_sent_per_nic"] for f in each], axis=0).tolist(),
         "bytes_received_per_nic": np.sum([f["bytes_received_per_nic"] for f in each], axis=0).tolist(),
-        # Memory that this rank's attention calls share: the most in use at once so far, and what is set aside for it.
+        # Memory that this rank's attention calls share: the most in use at once so far, and what is
+        # set aside for it.
         "buffer_bytes": {"peak": buffers.peak_bytes, "held": buffers.held_bytes},
         # Compute only: neither transfers nor what surrounds the layers.
         "predicted_ms": 1e3 * _through_stages([sum(seconds[i] for i in own) for own in planned.plans_of], job),
@@ -117,7 +123,8 @@ def step_figures(planned: StepPlans, shared: PoolLengths, job: Job) -> Json:
 
 
 def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost: Cost, num_chunks: int) -> Json:
-    """The figures of ticks in which all pipeline stages attend together, in place of those of microbatches.
+    """The figures of ticks in which all pipeline stages attend together, in place of those of
+    microbatches.
 
     Received tokens count, as for microbatches, one layer of every forward pass of a stage.
 
@@ -150,9 +157,11 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
 
 
 def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
-    """Imbalance (largest load over mean load) if every replica had kept its samples, each cut zigzag over its ranks.
+    """Imbalance (largest load over mean load) if every replica had kept its samples, each cut
+    zigzag over its ranks.
 
-    Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum over the step's microbatches.
+    Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum
+    over the step's microbatches.
     """
     tokens, pairs = np.zeros(pool.size), np.zeros(pool.size)
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
@@ -164,7 +173,9 @@ def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
 
 
 def imbalance_after(loads: Floats) -> float:
-    """Imbalance of loads [M, R] of ranks that exchange in every microbatch: sum of the largest over sum of the means."""
+    """Imbalance of loads [M, R] of ranks that exchange in every microbatch: sum of the largest over
+    sum of the means.
+    """
     mean = loads.mean(axis=1).sum()
     return float(loads.max(axis=1).sum() / mean) if mean else 1.0
 
@@ -184,7 +195,9 @@ def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
 
 
 def _through_stages(seconds: Sequence[float], job: Job) -> float:
-    """When the last stage is done with microbatches that take `seconds` in each layer, in Megatron's order."""
+    """When the last stage is done with microbatches that take `seconds` in each layer, in
+    Megatron's order.
+    """
     stages, chunks = job.pool.num_stages, job.num_chunks
     if len(seconds) % stages:
         chunks = 1  # groups of another size than Megatron's own: said as if not interleaved

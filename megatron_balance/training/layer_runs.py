@@ -1,6 +1,7 @@
 """The runs in which a pass goes through layers, and the attention calls that follow from it.
 
-A pipeline stage without a microbatch of its own makes the calls of those that have one, so both ask here.
+A pipeline stage without a microbatch of its own makes the calls of those that have one, so both ask
+here.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from megatron_balance.runtime.lowered import PhaseName
 class Recompute:
     """The forwards that a backward computes again.
 
-    `what`: none; core attention alone; runs of `num_layers` layers each, all of them ("uniform"); or the
-    first `num_layers` layers, one by one ("block").
+    `what`: none; core attention alone; runs of `num_layers` layers each, all of them ("uniform");
+    or the first `num_layers` layers, one by one ("block").
     """
 
     what: Literal["nothing", "core_attention", "uniform", "block"] = "nothing"
@@ -26,14 +27,18 @@ class Recompute:
 
 
 class LayerRun(NamedTuple):
-    """Layers that come one after the other. `again`: their forward is computed once more in the backward."""
+    """Layers that come one after the other. `again`: their forward is computed once more in the
+    backward.
+    """
 
     num_layers: int
     again: bool
 
 
 def layer_runs(recompute: Recompute, num_layers: int, *, training: bool) -> tuple[LayerRun, ...]:
-    """Split layers into the runs of full recomputation; without it, or in evaluation, they are one run."""
+    """Split layers into the runs of full recomputation; without it, or in evaluation, they are one
+    run.
+    """
     if recompute.what not in ("uniform", "block") or not training:
         return (LayerRun(num_layers, again=False),)
     size = recompute.num_layers
@@ -54,7 +59,8 @@ class Pass(NamedTuple):
 def attention_passes(
     recompute: Recompute, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True
 ) -> tuple[Pass, ...]:
-    """The attention calls of a forward or backward pass through the layers of a model chunk, in order.
+    """The attention calls of a forward or backward pass through the layers of a model chunk, in
+    order.
 
     Args:
         recompute: by the backward.

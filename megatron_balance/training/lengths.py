@@ -22,8 +22,8 @@ _FAILED = -1
 class PoolLengths:
     """The sequences that the pool read in one step.
 
-    `lengths[m]`: of all sequences of microbatch m, replica by replica. `owners[m]` [sequences]: the pool
-    rank that holds each.
+    `lengths[m]`: of all sequences of microbatch m, replica by replica. `owners[m]` [sequences]: the
+    pool rank that holds each.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -38,7 +38,8 @@ def share_lengths(
     tensor_parallel: TensorParallel,
     device: torch.device,
 ) -> PoolLengths:
-    """Share the lengths of all sequences; collective over the joint pool and the tensor-parallel group.
+    """Share the lengths of all sequences; collective over the joint pool and the tensor-parallel
+    group.
 
     Args:
         mine: by microbatch, what this rank read; empty on ranks whose microbatches do not count.
@@ -77,7 +78,9 @@ def share_lengths(
 
 
 def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
-    """Reject a step that a rank could not read, or that the first and the last stage read differently."""
+    """Reject a step that a rank could not read, or that the first and the last stage read
+    differently.
+    """
     failed = [pool.joint.ranks[rank] for rank in np.flatnonzero(rows[:, 0] == _FAILED)]
     if failed:
         if isinstance(failure, BalanceError):

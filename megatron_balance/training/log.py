@@ -1,4 +1,6 @@
-"""The record of a step: one line in the log, one object in `steps.jsonl`, scalars for the writers of the training loop."""
+"""The record of a step: one line in the log, one object in `steps.jsonl`, scalars for the writers
+of the training loop.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.counters import Counters
-from megatron_balance.training.figures import Job, Json, StepPlans, step_figures
+from megatron_balance.training.figures import Job, Json, PlannedStep, step_figures
 from megatron_balance.training.lengths import PoolLengths
 
 log = logging.getLogger(__name__)
@@ -32,10 +34,11 @@ ScalarWriter: TypeAlias = Callable[[str, float, int], object]
 
 @dataclass(frozen=True, slots=True)
 class LogTarget:
-    """Where records go.
+    """The files and writers of a job's records.
 
-    `folder`: None: no files. `config`: the resolved configuration, written beside the records. `writes`: whether this
-    rank writes the log line and the files; true on one rank. `writers`: of scalars, for a step; also on other ranks.
+    `folder`: None: no files. `config`: the resolved configuration, written beside the records.
+    `writes`: whether this rank writes the log line and the files; true on one rank. `writers`: of
+    scalars, for a step; also on other ranks.
     """
 
     folder: Path | None = None
@@ -48,7 +51,7 @@ class LogTarget:
 class _Ran:
     """The facts of a step that are known before its loss is. `counters`: of this rank, by plan."""
 
-    planned: StepPlans
+    planned: PlannedStep
     shared: PoolLengths
     counters: tuple[Counters, ...]
 
@@ -85,7 +88,7 @@ class StepLog:
         if not forward_only and self._begun is None:
             self._begun = time.perf_counter()
 
-    def ran(self, planned: StepPlans, shared: PoolLengths, counters: Sequence[Counters]) -> None:
+    def ran(self, planned: PlannedStep, shared: PoolLengths, counters: Sequence[Counters]) -> None:
         """Keep the facts of a step, all of whose microbatches have run."""
         self._ran = _Ran(planned, shared, tuple(counters))
 
@@ -165,7 +168,9 @@ def _table(counters: Sequence[Counters]) -> Ints:
 
 
 def _counted(table: Ints) -> Json:
-    """Counters of the ranks [R, M, counters] as the record has them: the step's sums by rank, and kernel calls as their mean."""
+    """Counters of the ranks [R, M, counters] as the record has them: the step's sums by rank, and
+    kernel calls as their mean.
+    """
     sums = table.sum(axis=1)
     kernel_calls = sums[:, _COUNTERS.index("kernel_calls")]
     return {"kernel_calls": float(kernel_calls.mean()), "counters": {name: sums[:, at].tolist() for at, name in enumerate(_COUNTERS)}}
@@ -176,7 +181,7 @@ def _number(value: float | torch.Tensor | None) -> float | None:
 
 
 def _scalars(record: Json) -> list[tuple[str, float]]:
-    flat = [(f"{name}/{part}", value) for name in ("imbalance_before", "imbalance_after") for part, value in record[name].items()]
+    flat = [(f"{name}/{of}", value) for name in ("imbalance_before", "imbalance_after") for of, value in record[name].items()]
     names = (
         *("kv_tokens_received", "remapped_tokens", "routed_transfers", "kernel_calls", "num_sequences", "num_tokens"),
         *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),

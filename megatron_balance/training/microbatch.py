@@ -17,9 +17,10 @@ from megatron_balance.ir.intervals import ranges
 class LocalMicrobatch:
     """Rows of this rank in the plan's order, padding rows last.
 
-    `rows` [T, C] int64 as they were exchanged, zeros where padded. `positions` [T] int64: of each token in
-    its own sequence. `padding` [T]: True where a row belongs to no sequence. `nano_batches`: those that the
-    microbatch runs as, whose rows `interleave` brought into these; empty: it runs whole.
+    `rows` [T, C] int64 as they were exchanged, zeros where padded. `positions` [T] int64: of each
+    token in its own sequence. `padding` [T]: True where a row belongs to no sequence.
+    `nano_batches`: those that the microbatch runs as, whose rows `interleave` brought into these;
+    empty: it runs whole.
     """
 
     rows: Tensor
@@ -31,7 +32,8 @@ class LocalMicrobatch:
 def assemble(rows: Tensor, layout: Ints, multiple: int) -> LocalMicrobatch:
     """Pad the rows [T, C] of this rank to a positive multiple of `multiple`.
 
-    A rank without tokens still takes part in every collective of a layer, so it computes masked padding.
+    A rank without tokens still takes part in every collective of a layer, so it computes masked
+    padding.
 
     Args:
         rows: as `TokenExchange.to_ranks` gives them.
@@ -49,9 +51,10 @@ def assemble(rows: Tensor, layout: Ints, multiple: int) -> LocalMicrobatch:
 def interleave(nano_batches: Sequence[LocalMicrobatch], shares: int) -> LocalMicrobatch:
     """One microbatch of its nano-batches' rows.
 
-    Under sequence parallelism the rows of a microbatch are split evenly over the tensor-parallel ranks, and
-    each of these must hold its share of every nano-batch: the rows lie share by share, and in each share
-    nano-batch by nano-batch. `shares`: those tensor-parallel ranks; 1: rows are not split.
+    Under sequence parallelism the rows of a microbatch are split evenly over the tensor-parallel
+    ranks, and each of these must hold its share of every nano-batch: the rows lie share by share,
+    and in each share nano-batch by nano-batch. `shares`: those tensor-parallel ranks; 1: rows are
+    not split.
     """
     if len(nano_batches) == 1:
         return nano_batches[0]

@@ -1,4 +1,5 @@
-"""Microbatches as ping-pong nano-batches of whole sequences (DistCA, section 4.1): which sequences each has.
+"""Microbatches as ping-pong nano-batches of whole sequences (DistCA, section 4.1): which sequences
+each has.
 
 A microbatch runs as two nano-batches whose attention calls take turns, or whole, as one.
 """
@@ -28,7 +29,8 @@ def nano_batches_of(lengths: Sequence[int], *, ping_pong: bool) -> NanoBatches:
 
 
 def aligned_nano_batches(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[NanoBatches, ...]:
-    """The nano-batches of microbatches whose sequences meet in one attention call: the same number for each.
+    """The nano-batches of microbatches whose sequences meet in one attention call: the same number
+    for each.
 
     A second nano-batch may be empty.
     """
@@ -42,7 +44,8 @@ def by_nano_batch(
 ) -> tuple[list[Sequences], PoolLengths]:
     """Sequences read here and in the pool, with each nano-batch as a microbatch of its own.
 
-    `mine`: by microbatch, or empty on ranks whose microbatches do not count. `chosen`: by microbatch.
+    `mine`: by microbatch, or empty on ranks whose microbatches do not count. `chosen`: by
+    microbatch.
     """
     if all(len(each) == 1 for each in chosen):
         return list(mine), shared

@@ -1,8 +1,8 @@
 """Pools: the ranks over which a plan may move tokens. They hold the same parameters.
 
 With pipeline stages every stage has its own pool. The pools of all stages at one tensor-parallel
-coordinate form a joint pool, stage by stage: they compute the same microbatches, so what is read and
-planned is shared over it.
+coordinate form a joint pool, stage by stage: they compute the same microbatches, so what is read
+and planned is shared over it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Pool:
     groups: Groups
     ranks_per_node: int
     replicas: tuple[int, ...]
-    """By pool rank: the number of its replica. The ranks of a replica read the same microbatches."""
+    """By pool rank: the number of its replica. The ranks of a replica read the same microbatches.
+    """
     readers: tuple[int, ...]
     """By replica: the pool rank whose microbatches count."""
     stage: int = 0
@@ -90,10 +91,10 @@ class TensorParallel:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Where one rank stands in the job. Every rank tells all others, once.
+    """One rank's place in the job, told to all others once.
 
-    `pool`: global ranks of its pool. `replica`, `reads`: as `Pool.replicas` and `Pool.readers` have it.
-    `stages`: global ranks of all pipeline stages at its coordinate; empty or one: no pipeline.
+    `pool`: global ranks of its pool. `replica`, `reads`: as `Pool.replicas` and `Pool.readers` have
+    it. `stages`: global ranks of all pipeline stages at its coordinate; empty or one: no pipeline.
     """
 
     pool: tuple[int, ...]
@@ -110,17 +111,20 @@ class Membership:
 
 
 def make_pool(mine: Membership, ranks_per_node: int | None = None, sms: Mapping[str, int] | None = None, *, joint: bool = False) -> Pool:
-    """Make the process groups of all pools; collective over the world, once. Returns this rank's pool.
+    """Make the process groups of all pools; collective over the world, once. Returns this rank's
+    pool.
 
     Args:
         mine: of this rank.
-        ranks_per_node: ranks of the job on a node, numbered node by node; None: nodes are told apart by host name.
+        ranks_per_node: ranks of the job on a node, numbered node by node; None: nodes are told
+            apart by host name.
         sms: as for `make_groups`.
-        joint: attention runs over the joint pools, which then have the groups and streams that it takes; else over each
-            stage's pool.
+        joint: attention runs over the joint pools, which then have the groups and streams that it
+            takes; else over each stage's pool.
 
     Raises:
-        ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are not numbered node by node.
+        ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are
+            not numbered node by node.
     """
     mine = dataclasses.replace(mine, host=socket.gethostname())
     everyone: list[Membership] = [mine] * dist.get_world_size()

@@ -1,4 +1,6 @@
-"""The sequences that a rank read, as rows of integers: what travels through the pool with each token."""
+"""The sequences that a rank read, as rows of integers: what travels through the pool with each
+token.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from megatron_balance.ir.intervals import ranges
 class Sequences:
     """The sequences of one microbatch, one after another without padding, on the host.
 
-    `rows` [T, C] int64: a row a token; its columns are the adapter's (token, label, ...). `lengths`: in
-    tokens, summing to T.
+    `rows` [T, C] int64: a row a token; its columns are the adapter's (token, label, ...).
+    `lengths`: in tokens, summing to T.
     """
 
     rows: Tensor
@@ -39,7 +41,9 @@ class Sequences:
 
 
 def to_bits(values: Tensor) -> Tensor:
-    """Numbers as the bits of their float32, int64: a column that arrives exactly. `values` of any shape."""
+    """Numbers as the bits of their float32, int64: a column that arrives exactly. `values` of any
+    shape.
+    """
     return values.float().view(torch.int32).long()
 
 

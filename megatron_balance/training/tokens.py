@@ -55,8 +55,8 @@ class TokenExchange:
     def to_ranks(self, mine: Sequence[Sequences], num_columns: int, tensor_parallel: TensorParallel, device: torch.device) -> list[Tensor]:
         """Rows [T, C] int64 of this rank by microbatch, in the order of its layouts.
 
-        Collective over the pool and the tensor-parallel group. Zeros on a pipeline stage that has no
-        use for tokens.
+        Collective over the pool and the tensor-parallel group. Zeros on a pipeline stage that has
+        no use for tokens.
 
         Args:
             mine: by microbatch, what was read here; empty on ranks whose microbatches do not count.
@@ -110,7 +110,9 @@ class TokenExchange:
         return self._known
 
     def _sends(self) -> tuple[list[int], Ints]:
-        """Rows to send to each pool rank, and which of the rows read here they are, destination by destination."""
+        """Rows to send to each pool rank, and which of the rows read here they are, destination by
+        destination.
+        """
         rank, size, shared = self._pool.rank, self._pool.size, self._shared
         if not self._pool.reads:
             return [0] * size, np.empty(0, dtype=np.int64)
@@ -128,7 +130,8 @@ class TokenExchange:
         return counts.tolist(), np.concatenate(read)[order]
 
     def _receives(self) -> tuple[list[int], Ints]:
-        """Rows to receive from each pool rank, and for every row of this rank's layouts its place in what arrives.
+        """Rows to receive from each pool rank, and for every row of this rank's layouts its place
+        in what arrives.
 
         Rows arrive source by source; from one source in the order of microbatch and layout.
         """

@@ -1,4 +1,4 @@
-"""Documents that ranks read reach the ranks that compute them, and results come back; no Megatron."""
+"""Documents reach the ranks that compute them, and results come back; no Megatron."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tests.support.pool import NUM_RANKS, Pool
 
 pytestmark = pytest.mark.dist
 
-# Two microbatches; one rank reads no document of the first, and one a document that fills two ranks.
+# Two microbatches; one rank reads no document of the first, and one a document that fills two
+# ranks.
 LENGTHS = (((700, 3), (5,)), ((), (90, 1, 33)), ((40,), (200, 7)), ((1, 1, 60), (12,)))
 
 

@@ -38,12 +38,15 @@ ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}, "remap": True, "routing": "a
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there; what initialises a layer depends on its stage."""
+    """Flags to start from one rank's weights, and one rank's run from there; what initialises a
+    layer depends on its stage.
+    """
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), DEEP)
     return flags, train(1, "te_ring", at_once(flags))
 
 
-# One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else of a plan.
+# One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else
+# of a plan.
 @pytest.mark.parametrize("planner", ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"])
 def test_a_planner_trains_on_two_stages_like_one_rank(train: Train, loaded: tuple[dict[str, Any], Run], planner: str) -> None:
     flags, one = loaded

@@ -1,4 +1,6 @@
-"""A step of training on the ranks of the pool, as an adapter takes it: documents in, planned rows out, results back."""
+"""A step of training on the ranks of the pool, as an adapter takes it: documents in, planned rows
+out, results back.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ Lengths = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Received:
-    """One rank's part of a step, by nano-batch.
+    """One rank's side of a step, by nano-batch.
 
-    `planned`, `rows`: (document, position) of its rows, as its plan has them and as they arrived. `back`, `read`: documents of the
-    rows that it read, as they came back and as it read them.
+    `planned`, `rows`: (document, position) of its rows, as its plan has them and as they arrived.
+    `back`, `read`: documents of the rows that it read, as they came back and as it read them.
     """
 
     planned: list[list[tuple[int, int]]]
@@ -43,9 +45,7 @@ class Received:
 
 def documents(rank: int, microbatch: int, lengths: Sequence[int]) -> Sequences:
     """Documents whose rows (document, position) tell them all apart."""
-    made = [
-        torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1) for at, n in enumerate(lengths)
-    ]
+    made = [torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1) for at, n in enumerate(lengths)]
     return Sequences.of(made, num_columns=2)
 
 
@@ -84,7 +84,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def read_with_failure(world: World, failing: int) -> str:
-    """What this rank hears when rank `failing` cannot read."""
+    """The answer that this rank gets when rank `failing` cannot read."""
     pool = Pool(world.groups, world.size, tuple(range(world.size)), tuple(range(world.size)))
     failure = DataError("this rank was asked to fail") if world.rank == failing else None
     mine = [] if failure else [documents(world.rank, 0, (3,))]
@@ -96,7 +96,9 @@ def read_with_failure(world: World, failing: int) -> str:
 
 
 def pool_of_group(world: World) -> tuple[int, int, int, tuple[int, ...]]:
-    """Rank, size, ranks per node and readers of the pool made of a plain process group of all ranks."""
+    """Rank, size, ranks per node and readers of the pool made of a plain process group of all
+    ranks.
+    """
     assert world.groups.pool is not None
     pool = make_pool(Membership.of_group(world.groups.pool), ranks_per_node=4)
     return pool.rank, pool.size, pool.ranks_per_node, pool.readers

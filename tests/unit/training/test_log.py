@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from megatron_balance import make_planner
 from megatron_balance.cost.analytic import AnalyticCost
