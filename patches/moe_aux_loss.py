@@ -1,5 +1,4 @@
-"""The weight of a rank's share of the load-balancing loss when ranks hold unequal numbers of
-tokens.
+"""The weight of a rank's share of the load-balancing loss, with unequal tokens per rank.
 
 With per-token loss Megatron weights each rank's share by that rank's own token count times the
 group size, which is the group's count only if all ranks hold as many (the derivation in the

@@ -34,9 +34,7 @@ def interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Change nothing: the function is taken apart elsewhere, and only its source must be the one
-    read for that.
-    """
+    """Change nothing: only the source must be the reviewed one; it is taken apart elsewhere."""
     return forward
 
 

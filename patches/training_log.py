@@ -1,5 +1,6 @@
-"""Exact loss and gradient norm of every step; Megatron prints the norm with three decimals and
-hands it to no hook.
+"""Exact loss and gradient norm of every step.
+
+Megatron prints the norm with three decimals and hands it to no hook.
 """
 
 from __future__ import annotations

@@ -19,14 +19,16 @@ CPU_DEFAULTS: dict[str, Any] = {
     "apply_rope_fusion": False,
     "no_persist_layer_norm": True,
 }
-"""Defaults of Megatron's flags with `--balance-device cpu`: its own need a GPU or Transformer
-Engine.
+"""Defaults of Megatron's flags with `--balance-device cpu`.
+
+Its own need a GPU or Transformer Engine.
 """
 
 
 def device_of(argv: Sequence[str]) -> Device:
-    """The device that the command line asks for, read without Megatron's parser: before it is
-    imported.
+    """The device that the command line asks for.
+
+    Read without Megatron's parser, before Megatron is imported.
 
     Raises:
         ConfigError: neither cpu nor cuda.
@@ -71,8 +73,9 @@ FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
 def row_multiple(args: argparse.Namespace) -> int:
-    """The number of which a rank's rows are a multiple; added rows belong to no sequence and are
-    masked.
+    """The number of which a rank's rows are a multiple.
+
+    Added rows belong to no sequence and are masked.
 
     Sequence parallelism splits the rows over the tensor-parallel ranks, each of which may quantise
     its own before they are gathered.

@@ -1,5 +1,4 @@
-"""The document data set: whole documents of a `.bin/.idx`, as Megatron's samplers and collate want
-them.
+"""The document data set: whole documents of a `.bin/.idx`, as samples for Megatron's samplers.
 
 Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding. A sample is a
 dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, -1 is
@@ -31,8 +30,9 @@ PADDING = -1
 """position_ids of tokens that belong to no sequence."""
 
 TOKEN, LABEL, LOSS_MASK = range(3)
-"""Columns of the rows that travel with each token. The loss mask travels as its bits, so any weight
-arrives exactly.
+"""Columns of the rows that travel with each token.
+
+The loss mask travels as its bits, so any weight arrives exactly.
 """
 NUM_COLUMNS = 3
 
@@ -63,8 +63,9 @@ class DataOptions:
 
 
 class DocumentDataset(Dataset[dict[str, Tensor]]):
-    """Samples 0 to num_samples - 1 of a stream of whole documents; what Megatron's sampler asks
-    for, in any order, on any rank.
+    """Samples 0 to num_samples - 1 of a stream of whole documents.
+
+    Megatron's sampler asks for them in any order, on any rank.
     """
 
     def __init__(
@@ -139,8 +140,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 
 
 def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
-    """The sequences of a collated microbatch of document samples; columns TOKEN, LABEL and
-    LOSS_MASK.
+    """The sequences of a collated microbatch, with columns TOKEN, LABEL and LOSS_MASK.
 
     Args:
         microbatch: tokens, labels, loss_mask and position_ids, each [B, S].
@@ -167,8 +167,7 @@ def document_datasets_provider(
     *,
     policy: CutPolicy = "split",
 ) -> DatasetTriple:
-    """Megatron's data set provider: train, validation and test sets of whole documents, from its
-    own arguments.
+    """Megatron's data set provider: train, validation and test sets of whole documents.
 
     Raises:
         ConfigError: arguments that cannot work with whole documents.
@@ -191,8 +190,9 @@ def make_provider(policy: CutPolicy) -> Callable[..., DatasetTriple]:
 
 
 def build_datasets(args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy) -> DatasetTriple:
-    """Data sets for Megatron's arguments; a split that no samples are asked of, or that holds no
-    document, gives None.
+    """Data sets for Megatron's arguments.
+
+    A split that no samples are asked of, or that holds no document, gives None.
     """
     prefix = corpus_prefix(args)
     index = read_index(prefix)
@@ -243,9 +243,7 @@ def corpus_prefix(args: DataArguments) -> str:
 
 
 def parse_split(split: str | None) -> tuple[float, float, float]:
-    """Weights of train, validation and test from Megatron's --split, read as Megatron reads them
-    ("969, 30, 1").
-    """
+    """Weights of train, validation and test from --split ("969, 30, 1"), as Megatron reads it."""
     weights = [float(number) for number in re.findall(r"[.0-9]+", split or "")]
     if not 1 <= len(weights) <= len(Split) or sum(weights) <= 0:
         raise ConfigError(f"--split {split}: expected up to three weights for train, validation and test, for example 969,30,1")

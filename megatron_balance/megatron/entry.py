@@ -1,6 +1,4 @@
-"""Logging, refusals, the session around `pretrain`, and errors as one line, for both training
-entries.
-"""
+"""Logging, refusals, the session, and errors as one line: for both training entries."""
 
 from __future__ import annotations
 

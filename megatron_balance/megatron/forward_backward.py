@@ -1,6 +1,4 @@
-"""Megatron's schedule over planned microbatches: the narrowest seam into its training and
-evaluation loops.
-"""
+"""Megatron's schedule over planned microbatches: the seam into its training and evaluation."""
 
 from __future__ import annotations
 
@@ -122,8 +120,9 @@ def _run_ticks(
 
 
 class Microbatches:
-    """The step's microbatches, each bound when the schedule first asks for it, and shared by the
-    model chunks of this rank.
+    """The step's microbatches, shared by the model chunks of this rank.
+
+    Each is bound when the schedule first asks for it.
     """
 
     def __init__(self, job: session.Session, planned: PlannedStep, local: MakeLocal, *, forward_only: bool) -> None:
@@ -158,8 +157,9 @@ class Microbatches:
 
 
 def _count_flops(shared: PoolLengths, reader: int) -> None:
-    """Tell Megatron's throughput line the sequences of this rank's replica; it expects them on each
-    of the replica's ranks.
+    """Tell Megatron's throughput line the sequences of this rank's replica.
+
+    It expects them on each of the replica's ranks.
     """
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
         own = np.array(lengths, dtype=np.int64)[owners == reader]

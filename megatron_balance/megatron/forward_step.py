@@ -1,6 +1,4 @@
-"""Our forward step: one planned microbatch through the model, and a loss that is exact for any
-placement.
-"""
+"""Our forward step: one planned microbatch, and a loss that is exact for any placement."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ class PlannedMicrobatch:
     params: BalancedSeqParams
 
     def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
-        """The microbatch with other plans, by nano-batch, and the slots in which the backward finds
-        its own.
-        """
+        """The microbatch with other plans and slots for its backward, both by nano-batch."""
         whole = self.params
         params = [
             dataclasses.replace(each, bound=bound, backward=slot)
@@ -54,8 +50,9 @@ class PlannedMicrobatch:
 
 
 def planned_microbatch(local: LocalMicrobatch, bounds: Sequence[Bound | None]) -> PlannedMicrobatch:
-    """A microbatch in Megatron's shapes. `bounds`: its plans by nano-batch, None where they come
-    later.
+    """A microbatch in Megatron's shapes.
+
+    `bounds`: its plans by nano-batch, None where they come later.
     """
     params = [
         BalancedSeqParams(qkv_format="sbhd", bound=bound, position_ids=nano_batch.positions)
@@ -115,8 +112,9 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """The checks of Megatron's own forward step, which replay the step when a value is not a number
-    or leaps.
+    """Run the checks of Megatron's own forward step.
+
+    They replay the step when a value is not a number or leaps.
     """
     args: Any = get_args()
     state: Any = get_rerun_state_machine()

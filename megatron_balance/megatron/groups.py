@@ -16,8 +16,9 @@ from megatron_balance.training.pool import Membership, Pool, TensorParallel
 
 
 def make_pool(ranks_per_node: int | None, sms: Mapping[str, int] | None = None, *, joint: bool = False) -> Pool:
-    """Make the process groups of all pools; collective over the world, once, after Megatron's own
-    groups.
+    """Make the process groups of all pools, and return this rank's pool.
+
+    Collective over the world, once, after Megatron's own groups.
 
     Arguments and errors as for `training.pool.make_pool`.
     """

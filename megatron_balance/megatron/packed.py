@@ -23,25 +23,18 @@ class BalancedSeqParams(PackedSeqParams):
     bound: Bound | None = None
     """The plan that `balanced_attention` runs for this rank."""
     backward: BackwardSlot | None = None
-    """The slot in which the backward finds the plan of its tick, if the pipeline stages attend
-    together.
-    """
+    """The slot for the backward tick's plan, if the pipeline stages attend together."""
     position_ids: torch.Tensor | None = None
-    """[T] int64: position of each local token in its own sequence, padding included; nano-batch by
-    nano-batch.
-    """
+    """[T] int64: position of each local token, padding included; nano-batch by nano-batch."""
     nano_batches: tuple[BalancedSeqParams, ...] = ()
-    """Of a microbatch that runs as ping-pong nano-batches: the parameters of each, in place of
-    `bound`.
-    """
+    """The parameters of each ping-pong nano-batch, in place of `bound`."""
 
     def __post_init__(self) -> None:
         """Leave out the base class's index of sequences for Mamba, which needs cu_seqlens."""
 
     @property
     def bound_now(self) -> Bound:
-        """The plan that attention runs now: `bound`, or the backward tick's plan once that tick has
-        begun.
+        """The plan that attention runs now: `bound`, or the backward tick's once that has begun.
 
         The other stages of the backward tick are in the latter.
         """

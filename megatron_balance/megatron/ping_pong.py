@@ -1,5 +1,4 @@
-"""A transformer block over two ping-pong nano-batches: the exchanges of one run beside the other's
-work.
+"""A transformer block over two ping-pong nano-batches: one exchanges while the other computes.
 
 Source: DistCA, section 4.1. The order is `compile.ping_pong`'s. Its linear step is the layer behind
 core attention and, fused with that, the next layer up to its core attention. Megatron's layer is
@@ -41,9 +40,7 @@ from megatron_balance.training.layer_runs import layer_runs
 log = logging.getLogger(__name__)
 
 RECOMPUTED = frozenset({"mlp", "moe_act", "shared_experts"})
-"""Modules of `--recompute-modules` that lie within one linear step, and in no loss over both
-nano-batches.
-"""
+"""Modules of `--recompute-modules` that lie within one linear step and in no joint loss."""
 
 Refusal: TypeAlias = tuple[Callable[[Any], bool], str]
 
@@ -144,9 +141,10 @@ class _NanoBatch(NamedTuple):
 def run_block(
     block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None, params: BalancedSeqParams
 ) -> Tensor:
-    """`TransformerBlock.forward` over the nano-batches that `params` carry: hidden states [T, 1,
-    h], and which rows [1, T] belong to no sequence where there are experts, as
-    `megatron.nano_batches` lays them out.
+    """`TransformerBlock.forward` over the nano-batches that `params` carry.
+
+    Hidden states [T, 1, h]; where there are experts, `padding_mask` [1, T]: rows of no sequence.
+    Rows lie as `training.microbatch.interleave` lays them out.
     """
     if not block.pre_process:
         hidden_states = cast(Tensor, block.input_tensor)
@@ -201,8 +199,9 @@ def _run_layers(layers: Sequence[TransformerLayer], nano_batches: Sequence[_Nano
 
 
 class _PingPongRun:
-    """One nano-batch on its way through the layers. `state`: hidden states [T, 1, h], before
-    attention those that it is added to.
+    """One nano-batch on its way through the layers.
+
+    `state`: hidden states [T, 1, h]; up to attention, the residual state.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], nano_batch: _NanoBatch, state: Tensor) -> None:
@@ -239,8 +238,9 @@ class _PingPongRun:
 
 
 def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Run a layer up to core attention: query, key and value [T, 1, heads, D], and the residual
-    state.
+    """Run a layer up to core attention.
+
+    Returns query, key and value [T, 1, heads, D], and the residual state.
     """
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)

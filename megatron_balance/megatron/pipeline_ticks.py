@@ -1,5 +1,4 @@
-"""Megatron's step in ticks: all pipeline stages in one phase at a time, their attention planned
-together.
+"""Megatron's step in ticks: all pipeline stages in one phase at a time, attending together.
 
 Source: DistCA, section 4.1. Takes the place of Megatron's pipeline schedules for a planner that
 plans ticks. Passes, loss, gradient sums and transfers between stages are Megatron's own functions.
@@ -95,8 +94,9 @@ class TickRun:
         return self.bounds.counters
 
     def run(self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any) -> list[Any]:
-        """The reduced losses of the step, on the last stage. Keywords as Megatron's schedules take
-        them.
+        """The reduced losses of the step, on the last stage.
+
+        Keywords as Megatron's schedules take them.
         """
         config = self.config
         if config.timers is not None:
@@ -223,8 +223,9 @@ class TickRun:
 
     @property
     def _sums_in_backward(self) -> bool:
-        """Whether a chunk's last backward sums its gradients, rather than all of them at the end,
-        when the stages are aligned.
+        """Whether a chunk's last backward sums its gradients, rather than all chunks' at the end.
+
+        At the end the stages are aligned.
         """
         return self.config.grad_sync_func is None or (self.stage == 0 and len(self.chunks) == 1)
 
@@ -270,9 +271,7 @@ def num_tasks(bound: Bound) -> int:
 
 
 def _with_known_shapes(config: Any) -> Any:
-    """The configuration for a communicator that is told every shape: no stage has to ask another
-    one for it.
-    """
+    """The configuration for a communicator that is told every shape, so that none is asked for."""
     known = copy.copy(config)
     known.variable_seq_lengths = False
     return known

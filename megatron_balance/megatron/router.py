@@ -1,5 +1,4 @@
-"""Megatron's router of experts for planned microbatches: losses over both nano-batches, rows of no
-sequence.
+"""Megatron's router of experts for planned microbatches: its losses, and rows of no sequence.
 
 Its load-balancing loss multiplies the probability of each expert with the number of tokens sent
 there, both over all tokens of a microbatch, so the losses of two nano-batches do not add up to it.
@@ -65,7 +64,8 @@ class BalancedRouter(TopKRouter):
                 self._kept = _Kept()
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Logits [T, experts] with the z-loss of all nano-batches behind those of the last.
+        """Logits [T, experts]; behind those of the last nano-batch lies the z-loss of all.
+
         `padding_mask` [T]: rows of no sequence.
         """
         counts = self.config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
@@ -92,8 +92,9 @@ class BalancedRouter(TopKRouter):
         )
 
     def _balanced(self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool) -> Tensor:
-        """Probabilities [T, experts] with a loss of all nano-batches behind those of the last.
-        `given`: they, scores and routing.
+        """Probabilities [T, experts]; behind those of the last nano-batch lies a loss of all.
+
+        `given`: probabilities, scores and routing.
         """
         probs, scores, routing_map = given
         if not self._by_nano_batch or not self.get_aux_loss_coeff(name):

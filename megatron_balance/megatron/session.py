@@ -98,9 +98,7 @@ class Session:
         return row_multiple(self.args)
 
     def binder(self, groups: Groups) -> Binder:
-        """The facts by which this job's plans are bound; `groups`: of the ranks that attend
-        together.
-        """
+        """The facts by which this job's plans are bound. `groups`: ranks that attend together."""
         return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
 
     def cluster(self) -> Cluster:
@@ -128,9 +126,7 @@ class Session:
         return of_pool(choice.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size)
 
     def model(self) -> Model:
-        """The model as planners see it: one tensor-parallel rank's share of heads and MLP, since
-        that is what a rank computes.
-        """
+        """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
         args, shape = self.args, self.shape
         return Model(
             num_heads=shape.num_heads,
@@ -155,8 +151,7 @@ class Session:
         return self._planners[forward_only]
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: attention by plan, positions by token, shapes
-        that vary.
+        """Check and adapt a model at its first step: planned attention, positions, varying shapes.
 
         Raises:
             ConfigError: a model that attends past our core attention, or whose positions cannot be
@@ -197,9 +192,7 @@ def attends_jointly(args: argparse.Namespace, config: RunConfig) -> bool:
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
-    """`cluster`, whose links are those of GPUs, for a pool of which every node holds one rank of
-    each `tensor_parallel` neighbours.
-    """
+    """`cluster` (of GPUs) for a pool with one rank of each `tensor_parallel` neighbours."""
     peers = min(tensor_parallel, cluster.ranks_per_nic)
     return dataclasses.replace(
         cluster, ranks_per_nic=max(1, cluster.ranks_per_nic // tensor_parallel), nic_bytes_per_s=cluster.nic_bytes_per_s / peers

@@ -23,9 +23,7 @@ def job_device() -> torch.device:
 
 
 def read(data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int) -> tuple[list[Sequences], Exception | None]:
-    """The sequences of this rank's microbatches, on the host; or the error, for the others before
-    it is raised.
-    """
+    """The sequences of this rank's microbatches, on the host, or the error that prevented it."""
     microbatches: list[Sequences] = []
     try:
         for _ in range(num_microbatches):

@@ -1,6 +1,4 @@
-"""The figures of a training step: loads before and after planning, what moves, and a predicted
-time.
-"""
+"""The figures of a training step: loads before and after planning, traffic, a predicted time."""
 
 from __future__ import annotations
 
@@ -83,8 +81,9 @@ class Job:
 
 
 def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
-    """The figures of a step, as its record has them. Tokens, bytes and transfers are those of one
-    layer's forward.
+    """The figures of a step, as its record has them.
+
+    Tokens, bytes and transfers are those of one layer's forward.
     """
     cost = job.cost
     each = [figures(plan, job.model, cost.cluster.ranks_per_nic) for plan in planned.plans]
@@ -123,8 +122,7 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
 
 
 def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost: Cost, num_chunks: int) -> Json:
-    """The figures of ticks in which all pipeline stages attend together, in place of those of
-    microbatches.
+    """The figures of ticks in which all pipeline stages attend together.
 
     Received tokens count, as for microbatches, one layer of every forward pass of a stage.
 
@@ -157,8 +155,7 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
 
 
 def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
-    """Imbalance (largest load over mean load) if every replica had kept its samples, each cut
-    zigzag over its ranks.
+    """Imbalance (largest over mean load) if every replica had kept its samples, cut zigzag.
 
     Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum
     over the step's microbatches.
@@ -173,8 +170,9 @@ def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
 
 
 def imbalance_after(loads: Floats) -> float:
-    """Imbalance of loads [M, R] of ranks that exchange in every microbatch: sum of the largest over
-    sum of the means.
+    """Imbalance of loads [M, R] of ranks that exchange in every microbatch.
+
+    Sum of the largest loads over sum of the mean loads.
     """
     mean = loads.mean(axis=1).sum()
     return float(loads.max(axis=1).sum() / mean) if mean else 1.0
@@ -195,8 +193,9 @@ def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
 
 
 def _through_stages(seconds: Sequence[float], job: Job) -> float:
-    """When the last stage is done with microbatches that take `seconds` in each layer, in
-    Megatron's order.
+    """Seconds until the last stage is done, in Megatron's order of microbatches.
+
+    `seconds`: that each microbatch takes in a layer.
     """
     stages, chunks = job.pool.num_stages, job.num_chunks
     if len(seconds) % stages:

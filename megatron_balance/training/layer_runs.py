@@ -27,17 +27,16 @@ class Recompute:
 
 
 class LayerRun(NamedTuple):
-    """Layers that come one after the other. `again`: their forward is computed once more in the
-    backward.
-    """
+    """Consecutive layers. `again`: their forward is computed once more in the backward."""
 
     num_layers: int
     again: bool
 
 
 def layer_runs(recompute: Recompute, num_layers: int, *, training: bool) -> tuple[LayerRun, ...]:
-    """Split layers into the runs of full recomputation; without it, or in evaluation, they are one
-    run.
+    """Split layers into the runs of full recomputation.
+
+    Without it, or in evaluation, they are one run.
     """
     if recompute.what not in ("uniform", "block") or not training:
         return (LayerRun(num_layers, again=False),)
@@ -59,8 +58,7 @@ class Pass(NamedTuple):
 def attention_passes(
     recompute: Recompute, num_layers: int, num_nano_batches: int, *, backward: bool, training: bool = True
 ) -> tuple[Pass, ...]:
-    """The attention calls of a forward or backward pass through the layers of a model chunk, in
-    order.
+    """The attention calls, in order, of a pass through the layers of a model chunk.
 
     Args:
         recompute: by the backward.

@@ -38,8 +38,9 @@ def share_lengths(
     tensor_parallel: TensorParallel,
     device: torch.device,
 ) -> PoolLengths:
-    """Share the lengths of all sequences; collective over the joint pool and the tensor-parallel
-    group.
+    """Share the lengths of all sequences.
+
+    Collective over the joint pool and the tensor-parallel group.
 
     Args:
         mine: by microbatch, what this rank read; empty on ranks whose microbatches do not count.
@@ -78,9 +79,7 @@ def share_lengths(
 
 
 def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
-    """Reject a step that a rank could not read, or that the first and the last stage read
-    differently.
-    """
+    """Reject a step that a rank could not read, or that stages read differently."""
     failed = [pool.joint.ranks[rank] for rank in np.flatnonzero(rows[:, 0] == _FAILED)]
     if failed:
         if isinstance(failure, BalanceError):

@@ -1,6 +1,4 @@
-"""The record of a step: one line in the log, one object in `steps.jsonl`, scalars for the writers
-of the training loop.
-"""
+"""The record of a step: a line in the log, an object in `steps.jsonl`, scalars for writers."""
 
 from __future__ import annotations
 
@@ -168,8 +166,9 @@ def _table(counters: Sequence[Counters]) -> Ints:
 
 
 def _counted(table: Ints) -> Json:
-    """Counters of the ranks [R, M, counters] as the record has them: the step's sums by rank, and
-    kernel calls as their mean.
+    """Counters of the ranks [R, M, counters] as the record has them.
+
+    The step's sums by rank, and the mean of kernel calls.
     """
     sums = table.sum(axis=1)
     kernel_calls = sums[:, _COUNTERS.index("kernel_calls")]

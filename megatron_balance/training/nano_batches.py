@@ -1,5 +1,4 @@
-"""Microbatches as ping-pong nano-batches of whole sequences (DistCA, section 4.1): which sequences
-each has.
+"""The sequences of ping-pong nano-batches (DistCA, section 4.1).
 
 A microbatch runs as two nano-batches whose attention calls take turns, or whole, as one.
 """
@@ -29,8 +28,7 @@ def nano_batches_of(lengths: Sequence[int], *, ping_pong: bool) -> NanoBatches:
 
 
 def aligned_nano_batches(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[NanoBatches, ...]:
-    """The nano-batches of microbatches whose sequences meet in one attention call: the same number
-    for each.
+    """The nano-batches of microbatches that meet in one attention call: equally many for each.
 
     A second nano-batch may be empty.
     """

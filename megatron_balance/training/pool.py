@@ -111,8 +111,9 @@ class Membership:
 
 
 def make_pool(mine: Membership, ranks_per_node: int | None = None, sms: Mapping[str, int] | None = None, *, joint: bool = False) -> Pool:
-    """Make the process groups of all pools; collective over the world, once. Returns this rank's
-    pool.
+    """Make the process groups of all pools, and return this rank's pool.
+
+    Collective over the world, once.
 
     Args:
         mine: of this rank.

@@ -1,6 +1,4 @@
-"""The sequences that a rank read, as rows of integers: what travels through the pool with each
-token.
-"""
+"""The sequences that a rank read, as rows of integers that travel through the pool."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ class Sequences:
 
 
 def to_bits(values: Tensor) -> Tensor:
-    """Numbers as the bits of their float32, int64: a column that arrives exactly. `values` of any
-    shape.
-    """
+    """The bits of `values` as float32, in int64: a column that arrives exactly. Any shape."""
     return values.float().view(torch.int32).long()
 
 

@@ -110,8 +110,9 @@ class TokenExchange:
         return self._known
 
     def _sends(self) -> tuple[list[int], Ints]:
-        """Rows to send to each pool rank, and which of the rows read here they are, destination by
-        destination.
+        """Numbers of rows to send to each pool rank, and the rows, destination by destination.
+
+        The latter are numbers of the rows read here.
         """
         rank, size, shared = self._pool.rank, self._pool.size, self._shared
         if not self._pool.reads:
@@ -130,8 +131,7 @@ class TokenExchange:
         return counts.tolist(), np.concatenate(read)[order]
 
     def _receives(self) -> tuple[list[int], Ints]:
-        """Rows to receive from each pool rank, and for every row of this rank's layouts its place
-        in what arrives.
+        """Numbers of rows to receive from each pool rank, and the place of each layout row in them.
 
         Rows arrive source by source; from one source in the order of microbatch and layout.
         """

@@ -1,6 +1,4 @@
-"""A step of training on the ranks of the pool, as an adapter takes it: documents in, planned rows
-out, results back.
-"""
+"""A step of training on the ranks of the pool, as an adapter takes it: there and back."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def read_with_failure(world: World, failing: int) -> str:
 
 
 def pool_of_group(world: World) -> tuple[int, int, int, tuple[int, ...]]:
-    """Rank, size, ranks per node and readers of the pool made of a plain process group of all
-    ranks.
-    """
+    """Rank, size, ranks per node and readers of the pool of a plain process group."""
     assert world.groups.pool is not None
     pool = make_pool(Membership.of_group(world.groups.pool), ranks_per_node=4)
     return pool.rank, pool.size, pool.ranks_per_node, pool.readers
