@@ -25,7 +25,7 @@ from megatron_balance.training.nano_batches import NanoBatches as Parts
 from megatron_balance.training.nano_batches import nano_batches_of as parts_of
 
 if TYPE_CHECKING:
-    from megatron_balance.megatron.session import Session
+    from megatron_balance.megatron.job import PlannedJob as Session
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from megatron_balance.training.nano_batches import NanoBatches as Parts
 from megatron_balance.training.nano_batches import aligned_nano_batches as parts_alike
 
 if TYPE_CHECKING:
-    from megatron_balance.megatron.session import Session
+    from megatron_balance.megatron.job import PlannedJob as Session
 
 Lengths = tuple[tuple[int, ...], ...]
 """Of the sequences of one half of every microbatch."""

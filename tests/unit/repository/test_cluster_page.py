@@ -42,7 +42,7 @@ def test_its_configurations_load(tmp_path):
 
 def test_its_step_figures_are_written():
     package = ROOT / "megatron_balance"
-    written = (package / "megatron" / "log.py").read_text() + (package / "runtime" / "counters.py").read_text()
+    written = "".join((package / file).read_text() for file in ("training/log.py", "training/figures.py", "runtime/counters.py"))
     names = {
         name.partition(".")[0]
         for row in PAGE.partition("look at this first")[2].partition("## NCCL")[0].splitlines()
