@@ -82,7 +82,7 @@ class TokenExchange:
 
         `values[m]` [T, ...] in the order of this rank's layout, one dtype and form on all ranks.
         Returns by microbatch [rows read here, ...], in the order in which they were read.
-        Collective over the pool.
+        Collective over the pool; not differentiable.
         """
         routes = self._routes()
         given = torch.cat(list(values))

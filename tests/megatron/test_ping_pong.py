@@ -73,7 +73,7 @@ def test_any_planner_with_both_layers_around_it(train: Train, one_rank: Run) -> 
     assert min(sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))) > 0
 
 
-def test_tensor_parallel_ranks_share_both_halves(train: Train, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_share_both_nano_batches(train: Train, tmp_path: Path) -> None:
     """Two tensor-parallel by four data-parallel ranks, a microbatch a step."""
     load = started(train, tmp_path, {**EIGHT, "global-batch-size": 4})
     flags = {"sequence-parallel": True, "recompute-granularity": "selective", "recompute-modules": "mlp"}
