@@ -1,8 +1,8 @@
-"""What of Megatron-LM and Transformer Engine is replaced at run time, one module per target.
+"""Replacements in Megatron-LM and Transformer Engine at run time, one module per target.
 
-A patch is the last resort, after a subclass, a layer spec and a documented hook (docs/adr: seams before patches). Every module
-here ends in `PATCHES`; `applied` checks the source of every target against the source we reviewed before it changes any,
-and undoes all of them on exit.
+A patch is the last resort, after a subclass, a layer spec and a documented hook (docs/adr: seams
+before patches). Every module here ends in `PATCHES`; `applied` checks the source of every target
+against the source we reviewed before it changes any, and undoes all of them on exit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ REVIEWED = "megatron-core 0.19.2"
 class Patch:
     """One replacement.
 
-    `target` is "package.module:qualname". `wrap` is given the original and returns the replacement, so that the original
-    stays callable. `digest` is `source_digest` of the original as reviewed. `why` says why no hook of Megatron does.
+    `target` is "package.module:qualname". `wrap` is given the original and returns the replacement,
+    so that the original stays callable. `digest` is `source_digest` of the original as reviewed.
+    `why` says why no hook of Megatron does.
     """
 
     target: str
@@ -47,19 +48,19 @@ def source_digest(source: str) -> str:
 
 @contextmanager
 def applied(patches: Sequence[Patch]) -> Iterator[None]:
-    """All the patches in force inside the block; none of them if the source of any target is not the one reviewed.
+    """Apply all patches inside the block; none if the source of any target is not the one reviewed.
 
     Raises:
         PatchError: a target that is missing, patched twice, or whose source differs; names it.
     """
-    found = [(patch, *_find(patch)) for patch in patches]
+    originals = [(patch, *_find(patch)) for patch in patches]
     targets = [patch.target for patch in patches]
     if len(set(targets)) < len(targets):
         twice = sorted({t for t in targets if targets.count(t) > 1})
         raise PatchError(f"{', '.join(twice)}: patched twice; put the two changes into one wrap")
     undo: list[tuple[Any, str, Any]] = []
     try:
-        for patch, owner, name, original in found:
+        for patch, owner, name, original in originals:
             kept = vars(owner)[name]  # a staticmethod or classmethod object where there is one, which getattr would unwrap
             replacement = patch.wrap(original)
             setattr(owner, name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)

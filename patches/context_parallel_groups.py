@@ -1,4 +1,4 @@
-"""Process groups over which plans move tokens: one pool per data-parallel x context-parallel group."""
+"""Process groups of plans: a pool for each data-parallel x context-parallel group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples the data iterators deliver: whole documents, so that a plan knows where each sequence begins."""
+"""Data iterators that deliver whole documents, so that a plan knows where each sequence begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_balance.patches import Patch
 
 
 def from_documents(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
-    """`build_train_valid_test_data_iterators` over our document data set where there is a corpus; the log says so."""
+    """`build_train_valid_test_data_iterators` over our document data set if there is a corpus."""
 
     @functools.wraps(build_iterators)
     def build(build_train_valid_test_datasets_provider: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The wheel of Megatron ships its dataset helpers compiled, without the Makefile that `compile_helpers` runs."""
+"""Megatron's compiled dataset helpers, which its wheel ships without their Makefile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def skip_when_compiled(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """`compile_helpers`, but only where there is a Makefile, or no compiled module to do without one."""
+    """`compile_helpers` only where there is a Makefile, or no compiled module."""
 
     @functools.wraps(compile_helpers)
     def checked() -> None:

@@ -1,13 +1,16 @@
-"""The weight of a rank's share of the load-balancing loss when ranks hold unequal numbers of tokens.
+"""The weight of a rank's share of the load-balancing loss, with unequal tokens per rank.
 
-With per-token loss Megatron weights each rank's share by that rank's own token count times the group size, which is the group's
-count only if all ranks hold as many (the derivation in the router's comment says so). We give every rank the group's mean count, so
-that the shares add up to the auxiliary loss of the whole microbatch times its tokens, however they are placed.
+With per-token loss Megatron weights each rank's share by that rank's own token count times the
+group size, which is the group's count only if all ranks hold as many (the derivation in the
+router's comment says so). We give every rank the group's mean count, so that the shares add up to
+the auxiliary loss of the whole microbatch times its tokens, however they are placed.
 
-The same change mends a slip of 0.19.2: under a padding mask the "local" count is read from a tensor that the all-reduce before it has
-overwritten with the group's, so the loss is too strong by the size of the group.
+The same change mends a slip of 0.19.2: under a padding mask the "local" count is read from a tensor
+that the all-reduce before it has overwritten with the group's, so the loss is too strong by the
+size of the group.
 
-A group may hold no token at all: a replica of ranks that only serve attention, or more replicas than tokens. Its loss is 0, not 0 / 0.
+A group may hold no token at all: a replica of ranks that only serve attention, or more replicas
+than tokens. Its loss is 0, not 0 / 0.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from megatron_balance.patches import Patch
 
 
 def mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_tokens_per_expert_and_token_count` whose local token count is the mean over the group, and the total, a divisor, at least 1."""
+    """`get_tokens_per_expert_and_token_count` with the group's mean as local token count.
+
+    The total, a divisor, is at least 1.
+    """
 
     @functools.wraps(count)
     def counted(routing_map: Any, reduce_group: dist.ProcessGroup, topk: int | None = None, with_padding_mask: bool = False) -> Any:

@@ -12,7 +12,7 @@ from megatron_balance.patches import Patch
 
 
 def also_from_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """`maybe_move_tensor_to_cpu` that turns a tensor on the CPU into an array too, where one is asked for."""
+    """`maybe_move_tensor_to_cpu` that turns a tensor on the CPU into an array, too."""
 
     @functools.wraps(move)
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""A transformer block over two nano-batches interleaved."""
+"""A transformer block over two ping-pong nano-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_balance.patches import Patch
 
 
 def interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`TransformerBlock.forward` that runs a microbatch of two nano-batches interleaved, and everything else as before."""
+    """`TransformerBlock.forward` that runs ping-pong nano-batches, and everything else as before."""
 
     @functools.wraps(forward)
     def block(
@@ -34,12 +34,12 @@ def interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function: it is taken apart elsewhere, and only its source must be the one that was read for that."""
+    """Change nothing: only the source must be the reviewed one; it is taken apart elsewhere."""
     return forward
 
 
-_TAKEN_APART = "a layer is run in two parts, before and behind core attention; no method of Megatron's ends there"
-_TAKEN_TOGETHER = "a subclass (`megatron.router`) takes a router's losses over both nano-batches; it relies on what each part computes"
+_TAKEN_APART = "a layer is run in two steps, before and behind core attention; no method of Megatron's ends there"
+_TAKEN_TOGETHER = "a subclass (`megatron.router`) takes a router's losses over both nano-batches; it relies on what each method computes"
 
 PATCHES = (
     Patch(

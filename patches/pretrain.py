@@ -1,4 +1,4 @@
-"""The script's call of `pretrain`: where its arguments are complete and nothing has been built yet."""
+"""The script's call of `pretrain`: its arguments are complete and nothing is built yet."""
 
 from __future__ import annotations
 

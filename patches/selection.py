@@ -1,4 +1,4 @@
-"""Which patches a training entry applies."""
+"""The patches that a training entry applies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ def for_training(script: bool) -> tuple[Patch, ...]:
     """All patches of a run on this machine.
 
     Args:
-        script: an unmodified script runs, whose parser and call of `pretrain` we cannot write ourselves.
+        script: an unmodified script runs, whose parser and call of `pretrain` we cannot write
+            ourselves.
     """
     # Imported here: these modules import Megatron, which looks at the device while it is imported.
     from megatron_balance.megatron import cpu

@@ -1,8 +1,8 @@
 """Transformer Engine's attention in models whose script builds the layer spec itself.
 
-The layer spec is the way in where there is a model config (megatron/core_attention.py). A script that hands `pretrain` a model
-provider of its own has built TEDotProductAttention already; its forward then runs the plan that came with the microbatch, and
-everything else as before.
+The layer spec is the way in where there is a model config (megatron/core_attention.py). A script
+that hands `pretrain` a model provider of its own has built TEDotProductAttention already; its
+forward then runs the plan that came with the microbatch, and everything else as before.
 """
 
 from __future__ import annotations

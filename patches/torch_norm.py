@@ -1,4 +1,7 @@
-"""Torch's norms under sequence parallelism, for runs without a GPU, where neither Apex nor Transformer Engine can serve."""
+"""Torch's norms under sequence parallelism, for runs without a GPU.
+
+Neither Apex nor Transformer Engine can serve there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from megatron_balance.patches import Patch
 
 
 def marked(new: Callable[..., Any]) -> Callable[..., Any]:
-    """`WrappedTorchNorm.__new__` that accepts sequence parallelism and marks its parameters for the gradient sum over TP."""
+    """`WrappedTorchNorm.__new__` that accepts sequence parallelism.
+
+    Its parameters are marked for the gradient sum over tensor-parallel ranks.
+    """
 
     @functools.wraps(new)
     def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Exact loss and gradient norm of every step; Megatron prints the norm with three decimals and hands it to no hook."""
+"""Exact loss and gradient norm of every step.
+
+Megatron prints the norm with three decimals and hands it to no hook.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ def reported(training_log: Callable[..., Any]) -> Callable[..., Any]:
     def log_step(*args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        session.current().steps.finish(given["iteration"], given["loss_dict"], given["grad_norm"])
+        loss = given["loss_dict"].get("lm loss")
+        session.current().steps.finish(given["iteration"], loss, given["grad_norm"])
         return result
 
     return log_step

@@ -1,1 +1,4 @@
-"""The adapter to Megatron-LM 0.19.2: the only package that imports `megatron` (with patches/, which is installed beside it)."""
+"""The adapter to Megatron-LM 0.19.2, on `training`.
+
+The only package that imports the library `megatron`, with patches/, which is installed beside it.
+"""

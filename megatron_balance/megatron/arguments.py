@@ -1,4 +1,4 @@
-"""Our options on Megatron's command line, and the flags of Megatron's that cannot work with a plan: each refused with a sentence."""
+"""Our options on Megatron's command line, and refusals of flags that cannot work with a plan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ CPU_DEFAULTS: dict[str, Any] = {
     "apply_rope_fusion": False,
     "no_persist_layer_norm": True,
 }
-"""What Megatron's flags default to with `--balance-device cpu`: its own defaults need a GPU or Transformer Engine."""
+"""Defaults of Megatron's flags with `--balance-device cpu`.
+
+Its own need a GPU or Transformer Engine.
+"""
 
 
 def device_of(argv: Sequence[str]) -> Device:
-    """The device the command line asks for; read before Megatron is imported, hence without its parser.
+    """The device that the command line asks for.
+
+    Read without Megatron's parser, before Megatron is imported.
 
     Raises:
         ConfigError: neither cpu nor cuda.
@@ -58,16 +63,22 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 FP8_ROWS: dict[str, int] = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
-"""By `--fp8-recipe`, what the rows of a linear layer's input must be a multiple of. The products take 16 rows at a time; MXFP8 has a scale
-for every 32 rows and block scaling for every 128, and Transformer Engine quantises whole blocks only (`is_quantizable`)."""
+"""By `--fp8-recipe`, the number of which the rows of a linear layer's input must be a multiple.
+
+The products take 16 rows at a time; MXFP8 has a scale for every 32 rows and block scaling for every
+128, and Transformer Engine quantises whole blocks only (`is_quantizable`).
+"""
 FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-"""Without flags of their own in this Megatron; a script or a YAML may set them."""
+"""Options without a flag in this Megatron; a script or a YAML may set them."""
 
 
 def row_multiple(args: argparse.Namespace) -> int:
-    """What the rows of a rank must be a multiple of; those that are added belong to no sequence and are masked.
+    """The number of which a rank's rows are a multiple.
 
-    Sequence parallelism cuts them over the tensor-parallel ranks, each of which may quantise its own before they are gathered.
+    Added rows belong to no sequence and are masked.
+
+    Sequence parallelism splits the rows over the tensor-parallel ranks, each of which may quantise
+    its own before they are gathered.
     """
     shares = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return shares * (FP8_ROWS[args.fp8_recipe] if args.fp8 is not None else 1)
@@ -237,11 +248,11 @@ JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_given("defer_embedding_wgrad_compute"), "--defer-embedding-wgrad-compute belongs to Megatron's own schedules; leave it out"),
     (_given("moe_paged_stash"), "--moe-paged-stash belongs to Megatron's own schedules; leave it out"),
 )
-"""What cannot work where all pipeline stages attend together."""
+"""Flags that cannot work where all pipeline stages attend together."""
 
 
 def check_joint_arguments(args: argparse.Namespace) -> None:
-    """Nothing, if pipeline stages can attend together under these arguments.
+    """Reject arguments under which pipeline stages cannot attend together.
 
     Raises:
         ConfigError: names every flag that cannot work.
@@ -252,7 +263,7 @@ def check_joint_arguments(args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Nothing, if a plan can run under these arguments.
+    """Reject arguments under which a plan cannot run.
 
     Raises:
         ConfigError: names every flag that cannot work, and what would be right.

@@ -23,9 +23,10 @@ from megatron_balance.runtime.bind import Bound
 
 
 class BalancedCoreAttention(MegatronModule):
-    """Core attention that runs the plan of its microbatch over the data-parallel x context-parallel pool.
+    """Core attention that runs the plan of its microbatch over the pool.
 
-    Without parameters, so checkpoints are the same with and without us. Heads are those of this tensor-parallel rank.
+    Without parameters, so checkpoints are the same with and without us. Heads are those of this
+    tensor-parallel rank.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class BalancedCoreAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Megatron's contract for core attention (`CoreAttentionBuilder`); called with keywords only."""
+        """Take Megatron's arguments of a core attention (`CoreAttentionBuilder`), by keyword."""
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ConfigError(
@@ -60,7 +61,10 @@ class BalancedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: object = None,
     ) -> torch.Tensor:
-        """Attention of query [T, 1, H, D] over key and value [T, 1, G, D], rows as the plan laid them out. Returns [T, 1, H * D]."""
+        """Attention of query [T, 1, H, D] over key and value [T, 1, G, D].
+
+        Rows lie as the plan laid them out. Returns [T, 1, H * D].
+        """
         if not isinstance(packed_seq_params, BalancedSeqParams):
             raise ConfigError(
                 f"layer {self.layer_number}: core attention was called without a plan. The forward step must come from megatron_balance; "
@@ -72,9 +76,12 @@ class BalancedCoreAttention(MegatronModule):
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: BalancedSeqParams, softmax_scale: float) -> torch.Tensor:
-    """Planned attention in Megatron's shapes: query [T, 1, H, D], key and value [T, 1, G, D] to [T, 1, H * D].
+    """Planned attention in Megatron's shapes.
 
-    The last rows may be padding that no sequence owns (an idle rank, or a multiple of the tensor-parallel size): their output is zero.
+    Query [T, 1, H, D], key and value [T, 1, G, D]; returns [T, 1, H * D].
+
+    The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
+    tensor-parallel size): their output is zero.
     """
     bound = params.bound_now
     q, k, v = rows_of(query, key, value, bound)
@@ -82,18 +89,21 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: 
 
 
 def rows_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows that sequences own, [T, heads, D] each, of Megatron's [rows, 1, heads, D]; the last ones may be padding."""
+    """The rows [T, heads, D] that sequences own, of Megatron's [rows, 1, heads, D].
+
+    The last rows may be padding.
+    """
     q, k, v = (x[: bound.num_tokens, 0].contiguous() for x in (query, key, value))
     return q, k, v
 
 
 def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
-    """Core attention's output as Megatron has it, [rows, 1, H * D], zero where no sequence owns a row."""
+    """Core attention's output in Megatron's shape [rows, 1, H * D], zero where a row is padding."""
     return F.pad(out_THD.flatten(1)[:, None], (0, 0, 0, 0, 0, rows - out_THD.shape[0]))
 
 
 def softmax_scale_of(core_attention: Any) -> float:
-    """What a core attention multiplies scores by, ours or one that the patched Transformer Engine runs."""
+    """The factor of scores in a core attention, ours or patched Transformer Engine's."""
     if isinstance(core_attention, BalancedCoreAttention):
         return core_attention.softmax_scale
     config = core_attention.config
@@ -101,10 +111,11 @@ def softmax_scale_of(core_attention: Any) -> float:
 
 
 def balanced_spec(spec: Any) -> Any:
-    """A copy of a layer or block spec with our core attention in every self-attention, and our router before experts.
+    """A copy of a layer or block spec with our core attention, and our router before experts.
 
     Raises:
-        ConfigError: the spec has an attention that is not causal self-attention with a core attention of its own.
+        ConfigError: the spec has an attention that is not causal self-attention with a core
+            attention of its own.
     """
     result = copy.deepcopy(spec)
     replaced = sum(_replace(layer) for layer in getattr(result, "layer_specs", None) or [result])
@@ -130,7 +141,7 @@ def _core_of(attention: Any) -> Any:
 
 
 def layer_spec_of(model_config: Any) -> Callable[..., Any]:
-    """A `transformer_layer_spec` for GPTModelConfig: what the model would be built of, with our core attention."""
+    """A `transformer_layer_spec` for GPTModelConfig: the model's own, with our core attention."""
     from megatron.training.models.gpt import default_layer_spec
 
     given = model_config.transformer_layer_spec
@@ -148,10 +159,11 @@ def layer_spec_of(model_config: Any) -> Callable[..., Any]:
 
 
 def check_model(model: torch.nn.Module, te_patched: bool) -> None:
-    """Every attention of the model runs planned attention.
+    """Reject a model in which an attention does not run plans.
 
     Raises:
-        ConfigError: a core attention that is not ours; the script builds its model past the layer spec.
+        ConfigError: a core attention that is not ours; the script builds its model past the layer
+            spec.
     """
     for name, module in model.named_modules():
         core = vars(module)["_modules"].get("core_attention")

@@ -1,10 +1,12 @@
 """A process in which "cuda" means "cpu": how Megatron's own loop runs on machines without a GPU.
 
-Loaded by `--balance-device cpu` and nothing else, before Megatron is imported. Every effect is process-wide and lasts: torch then
-says that CUDA is available, and tensors asked for on "cuda" are made on the CPU. For tests and demonstrations; training there is
-slow and its step times say nothing about balance.
+Loaded by `--balance-device cpu` and nothing else, before Megatron is imported. Every effect is
+process-wide and lasts: torch then says that CUDA is available, and tensors asked for on "cuda" are
+made on the CPU. For tests and demonstrations; training there is slow and its step times say nothing
+about balance.
 
-Factories and tensor methods are wrapped once; a global TorchFunctionMode does the same and was measured to cost 20 % a step.
+Factories and tensor methods are wrapped once; a global TorchFunctionMode does the same and was
+measured to cost 20 % a step.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def install() -> None:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
     _replace_tensor_methods()
     _replace_cuda_module()
-    # Megatron compiles small functions while it is imported; without a GPU the compiler is slower than what it would speed up.
+    # Megatron compiles small functions while it is imported; without a GPU the compiler is slower
+    # than what it would speed up.
     torch.compile = _not_compiled
     # A torch built for CUDA asks the driver when a DataLoader pins memory.
     torch.accelerator.is_available = lambda: False
@@ -160,7 +163,8 @@ def _replace_cuda_module() -> None:
         "default_stream": _Stream(),
         "set_stream": None,
         "is_current_stream_capturing": False,
-        # From capability 10 on Megatron asks for no CUDA_DEVICE_MAX_CONNECTIONS, which means nothing here.
+        # From capability 10 on Megatron asks for no CUDA_DEVICE_MAX_CONNECTIONS, which means
+        # nothing here.
         "get_device_capability": (10, 0),
         "get_device_properties": properties,
         "get_device_name": "cpu",

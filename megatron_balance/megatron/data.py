@@ -1,8 +1,9 @@
-"""The document data set: Megatron's `.bin/.idx`, cut and packed by `workloads.documents`, as its samplers and default collate want it.
+"""The document data set: whole documents of a `.bin/.idx`, as samples for Megatron's samplers.
 
-Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding.
-A sample is a dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, -1 is padding. Every piece of a
-cut document begins at position 0 again, since attention does not join them.
+Shapes: S = --seq-length, B = micro batch, T = tokens of a microbatch without padding. A sample is a
+dict of tensors [S]. `position_ids` carries the boundaries: position 0 opens a sequence, -1 is
+padding. Every piece of a cut document begins at position 0 again, since attention does not join
+them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.training.sequences import Sequences, to_bits
 from megatron_balance.workloads.documents import CutPolicy, DocumentStream, Piece, split_documents
 from megatron_balance.workloads.idx import CorpusIndex, read_index
 
 PADDING = -1
 """position_ids of tokens that belong to no sequence."""
 
+TOKEN, LABEL, LOSS_MASK = range(3)
+"""Columns of the rows that travel with each token.
+
+The loss mask travels as its bits, so any weight arrives exactly.
+"""
+NUM_COLUMNS = 3
+
 DatasetTriple = tuple["DocumentDataset | None", "DocumentDataset | None", "DocumentDataset | None"]
 
 
 class DataArguments(Protocol):
-    """What we read of Megatron's arguments."""
+    """The arguments of Megatron that are read here."""
 
     data_path: Sequence[str] | None
     split: str | None
@@ -43,7 +52,7 @@ class DataArguments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How documents become samples."""
+    """Options of the way from documents to samples."""
 
     seq_length: int
     seed: int
@@ -53,21 +62,11 @@ class DataOptions:
     mmap: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sequences:
-    """The sequences of one or more microbatches, one after another without padding.
-
-    `tokens`, `labels` [T] int64, `loss_mask` [T] float32; `lengths` in tokens, summing to T.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    lengths: tuple[int, ...]
-
-
 class DocumentDataset(Dataset[dict[str, Tensor]]):
-    """Samples 0 to num_samples - 1 of a stream of whole documents; what Megatron's sampler asks for, in any order, on any rank."""
+    """Samples 0 to num_samples - 1 of a stream of whole documents.
+
+    Megatron's sampler asks for them in any order, on any rank.
+    """
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample `index`: tokens, labels, loss_mask, position_ids, each [S].
 
-        The label of a token is the document's next token, also where the document was cut. Only a document's last token
-        has none: its loss_mask is 0.
+        The label of a token is the document's next token, also where the document was cut. Only a
+        document's last token has none: its loss_mask is 0.
         """
         size = self.options.seq_length
         tokens, labels = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
@@ -127,7 +126,8 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
     def _read(self, piece: Piece) -> np.ndarray:
         """Tokens of a piece, and the one behind it where the document has one."""
         stop = min(piece.stop + 1, int(self._lengths[piece.document]))
-        # A document's Megatron sequences lie one behind the other, so reading on from its first one is reading the document.
+        # A document's Megatron sequences lie one behind the other, so reading on from its first one
+        # is reading the document.
         read = self._tokens.get(int(self._first_sequence[piece.document]), offset=piece.start, length=stop - piece.start)
         assert isinstance(read, np.ndarray)  # a multimodal corpus would give its mode as well; read_index refuses one
         limit = self.options.vocab_size
@@ -140,13 +140,14 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
 
 
 def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
-    """The sequences of a collated microbatch of document samples.
+    """The sequences of a collated microbatch, with columns TOKEN, LABEL and LOSS_MASK.
 
     Args:
         microbatch: tokens, labels, loss_mask and position_ids, each [B, S].
 
     Raises:
-        DataError: the batch does not come from this data set (a sequence that does not open with position 0).
+        DataError: the batch does not come from this data set (a sequence that does not open with
+            position 0).
     """
     position_ids = microbatch["position_ids"]
     held = position_ids != PADDING
@@ -156,7 +157,8 @@ def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
         raise DataError("a sample does not open with position 0: its batch was not made by the document data set")
     starts = torch.nonzero(opens).flatten().tolist()
     lengths = tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
-    return Sequences(microbatch["tokens"][held], microbatch["labels"][held], microbatch["loss_mask"][held], lengths)
+    columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
+    return Sequences(torch.stack(columns, dim=1), lengths)
 
 
 def document_datasets_provider(
@@ -165,7 +167,7 @@ def document_datasets_provider(
     *,
     policy: CutPolicy = "split",
 ) -> DatasetTriple:
-    """Megatron's data set provider: train, validation and test sets of whole documents, from its own arguments.
+    """Megatron's data set provider: train, validation and test sets of whole documents.
 
     Raises:
         ConfigError: arguments that cannot work with whole documents.
@@ -188,7 +190,10 @@ def make_provider(policy: CutPolicy) -> Callable[..., DatasetTriple]:
 
 
 def build_datasets(args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy) -> DatasetTriple:
-    """Data sets for Megatron's arguments; a split that no samples are asked of, or that holds no document, gives None."""
+    """Data sets for Megatron's arguments.
+
+    A split that no samples are asked of, or that holds no document, gives None.
+    """
     prefix = corpus_prefix(args)
     index = read_index(prefix)
     options = DataOptions(
@@ -203,7 +208,8 @@ def build_datasets(args: DataArguments, num_samples: Sequence[int | None], polic
     for part, wanted, split in zip(parts, num_samples, (Split.train, Split.valid, Split.test), strict=True):
         filled = bool(index.document_lengths[part.start : part.stop].any())
         if wanted != 0 and not filled and split is not Split.test:
-            # Megatron would go on without the set and fail at its first step or evaluation, on an iterator that is None.
+            # Megatron would go on without the set and fail at its first step or evaluation, on an
+            # iterator that is None.
             raise ConfigError(
                 f"--split {args.split}: leaves no documents of {index.num_documents} in {prefix} for the {split.name} set; "
                 f"give it a larger share{' or set --eval-iters 0' if split is Split.valid else ''}"
@@ -237,7 +243,7 @@ def corpus_prefix(args: DataArguments) -> str:
 
 
 def parse_split(split: str | None) -> tuple[float, float, float]:
-    """Weights of train, validation and test from Megatron's --split, read as Megatron reads them ("969, 30, 1")."""
+    """Weights of train, validation and test from --split ("969, 30, 1"), as Megatron reads it."""
     weights = [float(number) for number in re.findall(r"[.0-9]+", split or "")]
     if not 1 <= len(weights) <= len(Split) or sum(weights) <= 0:
         raise ConfigError(f"--split {split}: expected up to three weights for train, validation and test, for example 969,30,1")

@@ -1,4 +1,4 @@
-"""Which data set provider a run uses: ours wherever there is a corpus, the script's own otherwise."""
+"""The data set provider of a run: ours wherever there is a corpus, the script's own otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CORPUS_OPTIONS = ("data_path", "data_args_path", "train_data_path", "valid_data_
 
 
 def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Our document provider if the command line names a corpus, else `given`; the log says which, and why."""
+    """Our document provider if the command line names a corpus, else `given`; the log says why."""
     job = session.current()
     replace = any(getattr(job.args, name, None) for name in CORPUS_OPTIONS)
     provider: Callable[..., Any] = make_provider(job.config.documents) if replace else given

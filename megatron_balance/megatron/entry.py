@@ -1,4 +1,4 @@
-"""What both training entries share: logging, refusals, the session around `pretrain`, and errors as one line."""
+"""Logging, refusals, the session, and errors as one line: for both training entries."""
 
 from __future__ import annotations
 

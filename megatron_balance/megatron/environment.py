@@ -1,4 +1,7 @@
-"""What the launcher (torchrun, Slurm) tells a process before Megatron parses anything. The only place that reads the environment."""
+"""Facts from the launcher (torchrun, Slurm), known before Megatron parses anything.
+
+The only place that reads the environment.
+"""
 
 from __future__ import annotations
 

@@ -1,34 +1,38 @@
-"""Megatron's schedule over planned microbatches: the narrowest seam into its training and evaluation loops."""
+"""Megatron's schedule over planned microbatches: the seam into its training and evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import mpu
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-from megatron_balance.compile.pipeline import layout
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints
-from megatron_balance.ir.intervals import ranges
-from megatron_balance.megatron import nano_batches, session
-from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
-from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron import session
+from megatron_balance.megatron.data import NUM_COLUMNS
+from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
+from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
 from megatron_balance.megatron.planning import PlannedStep
-from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchange, mask_of, read, share_lengths
-from megatron_balance.runtime.bind import Bound, Counters, bind
-from megatron_balance.runtime.lower.steps import BOTH_PHASES
+from megatron_balance.megatron.tokens import job_device, read
+from megatron_balance.runtime.bind import Counters
+from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
+from megatron_balance.training.lengths import PoolLengths, share_lengths
+from megatron_balance.training.microbatch import LocalMicrobatch, assemble, interleave
+from megatron_balance.training.nano_batches import by_nano_batch
+from megatron_balance.training.tokens import TokenExchange
+
+MakeLocal: TypeAlias = Callable[[int], LocalMicrobatch]
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward-backward function that plans the step's microbatches over the pool and runs `inner` on them.
+    """A forward-backward function that plans the step's microbatches and runs `inner` on them.
 
-    Called inside Megatron's rerun loop: on a rerun the same raw microbatches come again, and the same plan with them.
+    Called inside Megatron's rerun loop: on a rerun the same raw microbatches come again, and the
+    same plan with them.
     """
 
     def schedule(
@@ -48,23 +52,30 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         job.prepare(model)
         job.steps.begin(forward_only)
         pool = job.pool
-        tensor_parallel = TensorParallel(
-            cast("dist.ProcessGroup", mpu.get_tensor_model_parallel_group()), mpu.get_tensor_model_parallel_src_rank()
-        )
-        # One iterator a model chunk; a script's own provider may leave out those of chunks that neither embed nor compute the loss.
+        parallel, device = tensor_parallel(), job_device()
+        # One iterator a model chunk; a script's own provider may leave out those of chunks that
+        # neither embed nor compute the loss.
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         iterator = next((each for each in iterators if each is not None), iter(()))
-        mine, failure = read(iterator, num_microbatches) if tensor_parallel.is_source and pool.has_tokens else ([], None)
-        if pool.rank not in pool.readers:
+        mine, failure = read(iterator, num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
+        if not pool.reads:
             mine = []  # another rank of this replica read the same samples
-        shared = share_lengths(mine, failure, num_microbatches, pool, tensor_parallel)
+        shared = share_lengths(mine, failure, num_microbatches, pool, parallel, device)
         planned = job.planner(forward_only).plan(shared.lengths)
-        rows = exchange(*nano_batches.cut(mine, shared, planned.parts, pool.rank), planned.plans, pool, tensor_parallel)
+        mine, apart = by_nano_batch(mine, shared, planned.parts, pool.rank)
+        exchange = TokenExchange(apart, planned.plans, pool)
+        rows = exchange.to_ranks(mine, NUM_COLUMNS, parallel, device)
+
+        def local(index: int) -> LocalMicrobatch:
+            """This rank's rows of a microbatch, put together when the schedule asks for it."""
+            own = [assemble(rows[at], exchange.layouts[at], job.row_multiple) for at in planned.plans_of[index]]
+            return interleave(own, job.row_multiple)
+
         if not forward_only:
-            _count_flops(shared, pool.readers[pool.replicas[pool.rank]])
+            _count_flops(shared, pool.readers[pool.replica])
         if planned.ticks:
-            return _run_ticks(job, planned, shared, rows, model, forward_only=forward_only, **kwargs)
-        microbatches = Microbatches(job, planned, rows, forward_only=forward_only)
+            return _run_ticks(job, planned, shared, local, model, forward_only=forward_only, **kwargs)
+        microbatches = Microbatches(job, planned, local, forward_only=forward_only)
         chunks = [microbatches.of_chunk() for _ in model] if isinstance(model, list) else [microbatches.of_chunk()]
         result = inner(
             forward_step_func=forward_step,
@@ -85,7 +96,7 @@ def _run_ticks(
     job: session.Session,
     planned: PlannedStep,
     shared: PoolLengths,
-    rows: Sequence[torch.Tensor],
+    local: MakeLocal,
     model: Any,
     *,
     forward_only: bool,
@@ -97,12 +108,11 @@ def _run_ticks(
         raise ConfigError(
             f"pretrain was handed {', '.join(given)}: stages cannot attend together over other groups; set 'pipeline: stages'"
         )
-    owned = [layout(plan, job.pool.rank) for plan in planned.plans]
 
     def microbatch(index: int) -> PlannedMicrobatch:
-        return nano_batches.together([assemble(rows[at], owned[at], job.row_multiple) for at in planned.plans_of[index]], job.row_multiple)
+        return planned_microbatch(local(index), [None] * len(planned.plans_of[index]))
 
-    run = TickRun(job, planned.ticks, microbatch, model, forward_only=forward_only)
+    run = TickRun(job.pool, job.binder(job.pool.joint), planned.ticks, microbatch, model, forward_only=forward_only)
     result = run.run(**kwargs)
     if not forward_only:
         job.steps.ran(planned, shared, run.counters)
@@ -110,24 +120,28 @@ def _run_ticks(
 
 
 class Microbatches:
-    """The step's microbatches, each bound when the schedule first asks for it, and shared by the model chunks of this rank."""
+    """The step's microbatches, shared by the model chunks of this rank.
 
-    def __init__(self, job: session.Session, planned: PlannedStep, rows: Sequence[torch.Tensor], *, forward_only: bool) -> None:
-        """Nothing is bound yet. `rows`: of every plan."""
-        self._job = job
-        self._forward_only = forward_only
-        self._plans = planned.plans
-        self._rows = rows
-        self._plans_of = planned.plans_of
+    Each is bound when the schedule first asks for it.
+    """
+
+    def __init__(self, job: session.Session, planned: PlannedStep, local: MakeLocal, *, forward_only: bool) -> None:
+        """Take the plans; `local` makes this rank's rows of a microbatch."""
+        self._binder = job.binder(job.pool.groups)
+        # Evaluation keeps nothing for a backward that does not come.
+        self._policy: Policy = "replay" if forward_only else job.config.backward
+        self._phases: tuple[PhaseName, ...] = ("forward",) if forward_only else BOTH_PHASES
+        self._planned = planned
+        self._local = local
         self._bound: dict[int, PlannedMicrobatch] = {}
         self._chunks = 0
-        self._asked = [0] * len(self._plans_of)
+        self._asked = [0] * len(planned.plans_of)
         self.counters: list[Counters] = []
 
     def of_chunk(self) -> Iterator[PlannedMicrobatch]:
         """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""
         self._chunks += 1
-        return map(self._take, range(len(self._plans_of)))
+        return map(self._take, range(len(self._asked)))
 
     def _take(self, index: int) -> PlannedMicrobatch:
         if index not in self._bound:
@@ -136,52 +150,19 @@ class Microbatches:
         return self._bound.pop(index) if self._asked[index] == self._chunks else self._bound[index]
 
     def _bind(self, index: int) -> PlannedMicrobatch:
-        parts = [self._bind_part(at, nano_batch) for nano_batch, at in enumerate(self._plans_of[index])]
-        return nano_batches.together(parts, self._job.row_multiple)
-
-    def _bind_part(self, index: int, nano_batch: int) -> PlannedMicrobatch:
-        plan, rows, job = self._plans[index], self._rows[index], self._job
-        bound = bind(
-            plan,
-            job.pool.rank,
-            job.shape,
-            dtype=job.dtype,
-            device=rows.device,
-            groups=job.pool.groups,
-            policy="replay" if self._forward_only else job.config.backward,  # nothing is kept for a backward that does not come
-            kernel=job.config.kernel,
-            nano_batch=nano_batch,
-            phases=("forward",) if self._forward_only else BOTH_PHASES,
-        )
-        self.counters.append(bound.counters)
-        return assemble(rows, bound.owned, job.row_multiple, bound)
-
-
-def assemble(rows: torch.Tensor, owned: Ints, multiple: int, bound: Bound | None = None) -> PlannedMicrobatch:
-    """A microbatch of the rows [T, 3] of this rank, padded to a positive multiple. `owned`: rows (seq, start, stop) of what they are.
-
-    A rank without tokens still takes part in every collective, so it computes masked padding; sequence parallelism needs a multiple of the
-    tensor-parallel size.
-    """
-    padding = multiple if not len(rows) else -len(rows) % multiple
-    positions = torch.from_numpy(ranges(owned[:, 1], owned[:, 2])[1]).to(rows.device)
-    assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
-    positions = torch.nn.functional.pad(positions, (0, padding))
-    padding_mask = torch.arange(len(rows), device=rows.device) >= len(rows) - padding
-    return PlannedMicrobatch(
-        tokens=rows[None, :, 0].contiguous(),
-        labels=rows[None, :, 1].contiguous(),
-        loss_mask=mask_of(rows)[None],
-        position_ids=positions[None],
-        padding_mask=padding_mask[None],
-        params=BalancedSeqParams(qkv_format="sbhd", bound=bound, position_ids=positions),
-    )
+        own = self._planned.plans_of[index]
+        bounds = [self._binder.bind(self._planned.plans[at], self._policy, nano_batch, self._phases) for nano_batch, at in enumerate(own)]
+        self.counters += [bound.counters for bound in bounds]
+        return planned_microbatch(self._local(index), bounds)
 
 
 def _count_flops(shared: PoolLengths, reader: int) -> None:
-    """Tell Megatron's throughput line the sequences of this rank's replica; it expects them on each of the replica's ranks."""
+    """Tell Megatron's throughput line the sequences of this rank's replica.
+
+    It expects them on each of the replica's ranks.
+    """
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
         own = np.array(lengths, dtype=np.int64)[owners == reader]
-        # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron sums these with.
+        # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron
+        # sums these with.
         update_seqlen_stats_from_cu_seqlens(torch.from_numpy(np.concatenate([[0], np.cumsum(own) if len(own) else [0]])))

@@ -1,8 +1,9 @@
-"""Our forward step: one planned microbatch through the model, and a loss that is exact for any placement."""
+"""Our forward step: one planned microbatch, and a loss that is exact for any placement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,22 +14,62 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
+from megatron_balance.megatron.data import LABEL, LOSS_MASK, TOKEN
 from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.runtime.attention import BackwardSlot
+from megatron_balance.runtime.bind import Bound
+from megatron_balance.training.microbatch import LocalMicrobatch
+from megatron_balance.training.sequences import from_bits
 
 SPIKE = 10.0  # times the largest loss seen, as in Megatron's own scripts
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMicrobatch:
-    """What one rank computes of one microbatch; all [1, T] and in the plan's row order, padding rows last."""
+    """This rank's rows of one microbatch as Megatron's models take them; padding rows last.
+
+    All [1, T] and in the plan's row order. `padding_mask`: True where a row belongs to no sequence.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     padding_mask: torch.Tensor
-    """True where a row belongs to no sequence."""
     params: BalancedSeqParams
+
+    def with_plans(self, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
+        """The microbatch with other plans and slots for its backward, both by nano-batch."""
+        whole = self.params
+        params = [
+            dataclasses.replace(each, bound=bound, backward=slot)
+            for each, bound, slot in zip(whole.nano_batches or (whole,), bounds, slots, strict=True)
+        ]
+        joined = dataclasses.replace(whole, nano_batches=tuple(params)) if whole.nano_batches else params[0]
+        return dataclasses.replace(self, params=joined)
+
+
+def planned_microbatch(local: LocalMicrobatch, bounds: Sequence[Bound | None]) -> PlannedMicrobatch:
+    """A microbatch in Megatron's shapes.
+
+    `bounds`: its plans by nano-batch, None where they come later.
+    """
+    params = [
+        BalancedSeqParams(qkv_format="sbhd", bound=bound, position_ids=nano_batch.positions)
+        for nano_batch, bound in zip(local.nano_batches or (local,), bounds, strict=True)
+    ]
+    if local.nano_batches:
+        positions = torch.cat([nano_batch.positions for nano_batch in local.nano_batches])
+        params = [BalancedSeqParams(qkv_format="sbhd", position_ids=positions, nano_batches=tuple(params))]
+    rows = local.rows[None]
+    return PlannedMicrobatch(
+        tokens=rows[..., TOKEN].contiguous(),
+        labels=rows[..., LABEL].contiguous(),
+        loss_mask=from_bits(rows[..., LOSS_MASK]),
+        position_ids=local.positions[None],
+        padding_mask=local.padding[None],
+        params=params[0],
+    )
 
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -47,8 +88,10 @@ def forward_step(data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Mod
 
 
 def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -> torch.Tensor:
-    """The padding [1, T] as a model chunk takes it. With sequence parallelism the chunk that embeds tokens cuts it over the tensor-parallel
-    ranks; the others (0.19.2) take it for that of their own rows.
+    """The padding [1, T] as a model chunk takes it.
+
+    With sequence parallelism the chunk that embeds tokens splits it over the tensor-parallel ranks;
+    the others (0.19.2) take it for that of their own rows.
     """
     if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
         return batch.padding_mask
@@ -58,8 +101,8 @@ def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     """Sum of the token losses, number of tokens that count, and both for the report.
 
-    With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole step, so the sum over ranks and
-    microbatches is exact however the tokens are placed.
+    With `--calculate-per-token-loss` Megatron divides the gradient by the tokens of the whole step,
+    so the sum over ranks and microbatches is exact however the tokens are placed.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -69,7 +112,10 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """The checks of Megatron's own forward step, which replay the step when a value is not a number or leaps."""
+    """Run the checks of Megatron's own forward step.
+
+    They replay the step when a value is not a number or leaps.
+    """
     args: Any = get_args()
     state: Any = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:

@@ -1,9 +1,10 @@
-"""A transformer block over two nano-batches interleaved, so that the exchanges of one run beside the computation of the other.
+"""A transformer block over two ping-pong nano-batches: one exchanges while the other computes.
 
-The order is `compile.ping_pong`'s. Its linear step is what a layer does behind core attention and, fused with that, what the next layer
-does before it (DistCA, section 4.1). Megatron's layer is taken apart at core attention: everything before and after is its own submodules,
-called as `TransformerLayer` and `Attention` call them; patches/ping_pong.py pins the sources that were read for it. What cannot be taken
-apart so is refused.
+Source: DistCA, section 4.1. The order is `compile.ping_pong`'s. Its linear step is the layer behind
+core attention and, fused with that, the next layer up to its core attention. Megatron's layer is
+taken apart there: everything before and after is its own submodules, called as `TransformerLayer`
+and `Attention` call them; patches/ping_pong.py pins the sources that were read for it. A layer that
+cannot be taken apart so is refused.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.config import PING_PONG_BY_DEFAULT, RunConfig
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
-from megatron_balance.megatron.layer_runs import layer_runs
 from megatron_balance.megatron.packed import BalancedSeqParams
+from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.runtime.attention import AttentionCall
+from megatron_balance.training.layer_runs import layer_runs
 
 log = logging.getLogger(__name__)
 
 RECOMPUTED = frozenset({"mlp", "moe_act", "shared_experts"})
-"""Modules of `--recompute-modules` that lie within one linear step, and have no part in the losses of both nano-batches."""
+"""Modules of `--recompute-modules` that lie within one linear step and in no joint loss."""
 
 Refusal: TypeAlias = tuple[Callable[[Any], bool], str]
 
@@ -51,7 +53,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda args: bool(args.distribute_saved_activations), "--distribute-saved-activations splits what a checkpoint of one batch saves"),
     (
         lambda args: args.fp8 is not None or args.fp4 is not None,
-        "--fp8-format and --fp4-format quantise layer by layer, not half by nano-batch",
+        "--fp8-format and --fp4-format quantise layer by layer, not nano-batch by nano-batch",
     ),
     (
         lambda args: args.num_experts is not None and args.moe_token_dispatcher_type != "alltoall",
@@ -63,12 +65,13 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
     (lambda args: bool(args.attention_output_gate), "--attention-output-gate is computed with the queries and used behind attention"),
-    (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training cuts the batch another time"),
+    (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training splits the batch another time"),
 )
 
 
 def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
-    """Whether microbatches run as two nano-batches; by default with planner distca, where every flag allows it.
+    """Whether microbatches run as two nano-batches; by default with planner distca, where every
+    flag allows it.
 
     Raises:
         ConfigError: they shall be, and something does not allow it.
@@ -107,9 +110,13 @@ def able(model: torch.nn.Module, config: RunConfig) -> bool:
 
 
 def _foreign(layer: torch.nn.Module) -> str | None:
-    """What a layer is other than a `TransformerLayer` with self-attention and nothing across, and a router that knows of nano-batches."""
+    """The reason why a layer cannot run nano-batch by nano-batch; None: it can.
+
+    It can if it is Megatron's own `TransformerLayer` with self-attention alone, and any router in
+    it knows of nano-batches.
+    """
     plain = type(layer) is TransformerLayer and type(layer.self_attention) is SelfAttention
-    if not plain or not all(isinstance(part, IdentityOp) for part in (layer.cross_attention, layer.pre_cross_attn_layernorm)):
+    if not plain or not all(isinstance(module, IdentityOp) for module in (layer.cross_attention, layer.pre_cross_attn_layernorm)):
         return f"{type(layer).__name__} with {type(getattr(layer, 'self_attention', None)).__name__} is not Megatron's own layer"
     router = router_of(layer)
     if router is not None and type(router) is not BalancedRouter:
@@ -118,8 +125,10 @@ def _foreign(layer: torch.nn.Module) -> str | None:
 
 
 class _NanoBatch(NamedTuple):
-    """One nano-batch in a block, `number` of `count`. `rotary` [rows, 1, 1, D], or None; `padding` [1, T]: rows of no sequence, where
-    there are experts.
+    """One nano-batch in a block, `number` of `count`.
+
+    `rotary` [rows, 1, 1, D], or None. `padding` [1, T]: rows of no sequence, where there are
+    experts.
     """
 
     number: int
@@ -132,8 +141,10 @@ class _NanoBatch(NamedTuple):
 def run_block(
     block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None, params: BalancedSeqParams
 ) -> Tensor:
-    """`TransformerBlock.forward` over the nano-batches that `params` carry: hidden states [T, 1, h], and which rows [1, T] belong to no sequence
-    where there are experts, as `megatron.nano_batches` lays them out.
+    """`TransformerBlock.forward` over the nano-batches that `params` carry.
+
+    Hidden states [T, 1, h]; where there are experts, `padding_mask` [1, T]: rows of no sequence.
+    Rows lie as `training.microbatch.interleave` lays them out.
     """
     if not block.pre_process:
         hidden_states = cast(Tensor, block.input_tensor)
@@ -150,7 +161,7 @@ def run_block(
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
     with rng:
         left = iter(cast("list[TransformerLayer]", list(block.layers)))
-        for num_layers, again in layer_runs(block.config, len(block.layers), training=block.training):
+        for num_layers, again in layer_runs(recompute_of(block.config), len(block.layers), training=block.training):
             layers = list(islice(left, num_layers))
             states = _checkpointed(layers, nano_batches, states) if again else _run_layers(layers, nano_batches, states)
     hidden_states = torch.cat(list(states))
@@ -188,7 +199,10 @@ def _run_layers(layers: Sequence[TransformerLayer], nano_batches: Sequence[_Nano
 
 
 class _PingPongRun:
-    """One nano-batch on its way through the layers. `state`: hidden states [T, 1, h], before attention those that it is added to."""
+    """One nano-batch on its way through the layers.
+
+    `state`: hidden states [T, 1, h]; up to attention, the residual state.
+    """
 
     def __init__(self, layers: Sequence[TransformerLayer], nano_batch: _NanoBatch, state: Tensor) -> None:
         self.layers, self.nano_batch, self.state = layers, nano_batch, state
@@ -197,7 +211,7 @@ class _PingPongRun:
         self.out: Tensor | None = None
 
     def linear(self, layer: int) -> None:
-        """What the layer before does behind its attention, and what this one does before its own."""
+        """Run the layer before on from its attention, and this one up to its own."""
         if layer:
             assert self.out is not None
             self.state = behind(self.layers[layer - 1], self.out, self.state, self.nano_batch)
@@ -224,7 +238,10 @@ class _PingPongRun:
 
 
 def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """What a layer does before core attention: query, key and value [T, 1, heads, D], and what its output is added to."""
+    """Run a layer up to core attention.
+
+    Returns query, key and value [T, 1, heads, D], and the residual state.
+    """
     normed = apply_module(layer.input_layernorm)(state)
     normed, residual = normed if isinstance(normed, tuple) else (normed, state)
     if layer.config.fp32_residual_connection:
@@ -243,11 +260,11 @@ def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tup
 
 
 def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _NanoBatch) -> Tensor:
-    """What a layer does with the output [T, 1, H * D] of core attention: its hidden states."""
+    """Run a layer on from the output [T, 1, H * D] of core attention: its hidden states."""
     projected = apply_module(layer.self_attention.linear_proj)(out)
     with layer.bias_dropout_add_exec_handler():
         state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, residual, layer.hidden_dropout)
     router = router_of(layer)
     with nullcontext() if router is None else router.routing_nano_batch(nano_batch.number, nano_batch.count):
         mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, packed_seq_params=nano_batch.params)
-    return cast(Tensor, mlp)  # parts only where CUDA graphs are captured
+    return cast(Tensor, mlp)  # a tuple only where CUDA graphs are captured

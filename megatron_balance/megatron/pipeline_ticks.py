@@ -1,19 +1,20 @@
-"""Megatron's step in ticks: all pipeline stages in one phase at a time, their attention planned together (DistCA, section 4.1).
+"""Megatron's step in ticks: all pipeline stages in one phase at a time, attending together.
 
-Takes the place of Megatron's pipeline schedules for a planner that plans so. Passes, loss, gradient sums and transfers between stages are
-Megatron's own functions; only the order is ours (`planning.tick_order`), and what a stage does without a microbatch of its own: it makes
-the attention calls of the others' layers. All stages and chunks have the same number of layers, which `arguments` sees to. Where
-microbatches run as two nano-batches (`megatron.ping_pong`), a tick has a plan for each.
+Source: DistCA, section 4.1. Takes the place of Megatron's pipeline schedules for a planner that
+plans ticks. Passes, loss, gradient sums and transfers between stages are Megatron's own functions.
+Only the order is ours (`planning.tick_order`), and the work of a stage without a microbatch of its
+own: it makes the attention calls of the others' layers. All stages and chunks have the same number
+of layers, which `arguments` sees to. Where microbatches run as ping-pong nano-batches
+(`megatron.ping_pong`), a tick has a plan for each.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,19 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Task
 from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
-from megatron_balance.megatron.layer_runs import attention_passes, phases
+from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot
-from megatron_balance.runtime.bind import Bound, Counters, bind
+from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.runtime.joint import Server
-from megatron_balance.runtime.lower.steps import PhaseName
-
-if TYPE_CHECKING:
-    from megatron_balance.megatron.session import Session
+from megatron_balance.runtime.lowered import PhaseName
+from megatron_balance.training.binding import Binder, BoundTicks
+from megatron_balance.training.layer_runs import attention_passes, phases
+from megatron_balance.training.pool import Pool
 
 MakeMicrobatch = Callable[[int], PlannedMicrobatch]
 
@@ -43,26 +45,37 @@ class TickRun:
     """One step of this rank."""
 
     def __init__(
-        self, job: Session, nano_batches: Sequence[Sequence[TickPlan]], microbatches: MakeMicrobatch, model: Any, *, forward_only: bool
+        self,
+        pool: Pool,
+        binder: Binder,
+        nano_batches: Sequence[Sequence[TickPlan]],
+        microbatches: MakeMicrobatch,
+        model: Any,
+        *,
+        forward_only: bool,
     ) -> None:
-        """Nothing runs yet.
+        """Prepare the step; `run` runs it.
 
         Args:
-            job: of this process.
-            nano-batches: the ticks of the step with their plans, by nano-batch.
-            microbatches: what this rank computes of each, without a bound plan.
+            pool: of this rank.
+            binder: over the joint pool.
+            nano_batches: by nano-batch, the ticks of the step with their plans.
+            microbatches: makes this rank's rows of a microbatch, without plans.
             model: Megatron's, a list of chunks or one.
             forward_only: evaluation.
         """
-        self.job = job
         self.ticks = [one.tick for one in nano_batches[0]]
         self.chunks: list[Any] = model if isinstance(model, list) else [model]
         self.config: Any = get_model_config(self.chunks[0])
+        self.binder = binder
         self.forward_only = forward_only
-        self.stage = job.pool.stage
+        self.stage, self.num_stages = pool.stage, pool.num_stages
+        self.num_layers = self.config.num_layers // (self.num_stages * len(self.chunks))
+        """Of a model chunk."""
+        self.recompute = recompute_of(self.config)
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = microbatches
-        self.bounds = _Bounds(job, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)})
+        self.bounds = BoundTicks(binder, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)})
         self.passes: Any = schedules
         group = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
         self.communicator: Any = P2PCommunicator(group, _with_known_shapes(self.config))
@@ -77,11 +90,14 @@ class TickRun:
 
     @property
     def counters(self) -> list[Counters]:
-        """What this rank's attention calls did, one for each plan of the step."""
+        """Counters of this rank's attention calls, one for each plan of the step."""
         return self.bounds.counters
 
     def run(self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any) -> list[Any]:
-        """The reduced losses of the step, on the last stage. Keywords as Megatron's schedules take them."""
+        """The reduced losses of the step, on the last stage.
+
+        Keywords as Megatron's schedules take them.
+        """
         config = self.config
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -113,7 +129,7 @@ class TickRun:
 
     def _forward(self, cell: Cell, bounds: Sequence[Bound], first_val_step: bool | None) -> torch.Tensor:
         slots = self.slots[cell] = tuple(BackwardSlot() for _ in bounds)
-        batch = _with_plans(self._microbatch(cell.microbatch), bounds, slots)
+        batch = self._microbatch(cell.microbatch).with_plans(bounds, slots)
         first = cell.microbatch == 0
         output, num_tokens = self.passes.forward_step(
             forward_step,
@@ -133,7 +149,7 @@ class TickRun:
         return output
 
     def _keep_or_drop(self, cell: Cell, output: Any) -> None:
-        """After a forward and its transfer: what the backward needs."""
+        """Keep the values that the backward needs, after a forward and its transfer."""
         if self.forward_only:
             self.inputs.pop(cell, None)
             self.slots.pop(cell)
@@ -157,9 +173,8 @@ class TickRun:
 
     def _serve(self, tick: Tick, bounds: Sequence[Bound]) -> None:
         """Attend for others in each of their layers."""
-        server = Server(self.job.dtype, self.num_tokens.device, softmax_scale(self.config))
-        layers, training = self.job.layers_per_chunk, not self.forward_only
-        passes = attention_passes(self.config, layers, len(bounds), backward=tick.backward, training=training)
+        server = Server(self.binder.dtype, self.num_tokens.device, softmax_scale(self.config))
+        passes = attention_passes(self.recompute, self.num_layers, len(bounds), backward=tick.backward, training=not self.forward_only)
         for backward, segments in passes:
             server.serve(bounds, segments, backward=backward)
         calls = sum(segment.nano_batch == 0 and segment.part == "attend" for _, segments in passes for segment in segments)
@@ -167,14 +182,14 @@ class TickRun:
             bound.counters.idle_tasks += calls * num_tasks(bound)
 
     def _phases(self, *, backward: bool) -> frozenset[PhaseName]:
-        """What every rank runs of a tick's plan."""
-        return phases(self.config, self.job.layers_per_chunk, backward=backward, training=not self.forward_only)
+        """The phases that every rank runs of a tick's plan."""
+        return phases(self.recompute, self.num_layers, backward=backward, training=not self.forward_only)
 
     def _is_first(self, cell: Cell) -> bool:
         return self.stage == 0 and cell.chunk == 0
 
     def _is_last(self, cell: Cell) -> bool:
-        return self.stage == self.job.pool.num_stages - 1 and cell.chunk == len(self.chunks) - 1
+        return self.stage == self.num_stages - 1 and cell.chunk == len(self.chunks) - 1
 
     def _microbatch(self, index: int) -> PlannedMicrobatch:
         if index not in self.made:
@@ -184,7 +199,7 @@ class TickRun:
     # Between stages
 
     def _pass_on(self, tick: Tick, result: torch.Tensor | None) -> None:
-        """Send this tick's result to the stage that needs it, and receive what came of its neighbour's."""
+        """Send this tick's result to the stage that needs it, and receive the neighbour's."""
         num_chunks = len(self.chunks)
         sent = result if passes_on(tick, self.stage, num_chunks) is not None else None
         cell = passes_on(tick, neighbour(tick, self.stage), num_chunks)
@@ -201,14 +216,17 @@ class TickRun:
     def _shape(self, microbatch: int) -> tuple[int, int, int]:
         """Of the hidden states of a microbatch: those of a rank have the same rows on all stages."""
         rows = self._microbatch(microbatch).tokens.shape[1]
-        divided = self.job.args.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        divided = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         return rows // divided, 1, self.config.hidden_size
 
     # Gradients and parameters across replicas, as Megatron's schedules do it
 
     @property
     def _sums_in_backward(self) -> bool:
-        """Whether a chunk's last backward sums its gradients, rather than all of them at the end, when the stages are aligned."""
+        """Whether a chunk's last backward sums its gradients, rather than all chunks' at the end.
+
+        At the end the stages are aligned.
+        """
         return self.config.grad_sync_func is None or (self.stage == 0 and len(self.chunks) == 1)
 
     def _hold_gradients(self) -> None:
@@ -241,68 +259,19 @@ class TickRun:
             )
 
 
-class _Bounds:
-    """The plans of a step's ticks, each bound when first needed, for the phases of all ticks that run it, and let go after the last."""
-
-    def __init__(self, job: Session, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]) -> None:
-        """`phases_of`: a backward tick, or one that is none."""
-        self._job = job
-        self._nano_batches = nano_batches
-        self._last = {planned.tick.microbatches: number for number, planned in enumerate(nano_batches[0])}
-        self._phases: dict[tuple[int | None, ...], frozenset[PhaseName]] = {}
-        for tick in (planned.tick for planned in nano_batches[0]):
-            self._phases[tick.microbatches] = self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
-        self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
-        self.counters: list[Counters] = []
-
-    def take(self, number: int) -> tuple[Bound, ...]:
-        """The bound plans of tick `number`, by nano-batch; they are asked for in order."""
-        key = self._nano_batches[0][number].tick.microbatches
-        if key not in self._bound:
-            self._bound[key] = tuple(self._bind(ticks[number], nano_batch) for nano_batch, ticks in enumerate(self._nano_batches))
-            self.counters += [bound.counters for bound in self._bound[key]]
-        return self._bound.pop(key) if self._last[key] == number else self._bound[key]
-
-    def _bind(self, planned: TickPlan, nano_batch: int) -> Bound:
-        job, joint = self._job, self._job.pool.joint
-        return bind(
-            planned.plan,
-            joint.rank,
-            job.shape,
-            dtype=job.dtype,
-            device=torch.empty(0, device="cuda").device,
-            groups=joint,
-            policy="replay",  # a backward tick's plan is another than that of the forward: it begins with what is owned
-            kernel=job.config.kernel,
-            nano_batch=nano_batch,
-            phases=self._phases[planned.tick.microbatches],
-        )
-
-
 def softmax_scale(config: Any) -> float:
-    """What Megatron's attention modules scale with, the same in all layers."""
+    """The factor of scores in Megatron's attention modules, the same in all layers."""
     return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
 
 def num_tasks(bound: Bound) -> int:
-    """Tasks that a rank has in one attention call."""
+    """The number of tasks of a rank in one attention call."""
     task_tables = (zone for zone in bound.plan.zones if isinstance(zone, TaskTable))
-    return sum(int((as_array(zone.tasks)[:, 0] == bound.rank).sum()) for zone in task_tables)
-
-
-def _with_plans(batch: PlannedMicrobatch, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:
-    """A microbatch with the plans of a tick, by nano-batch."""
-    whole = batch.params
-    parts = [
-        dataclasses.replace(params, bound=bound, backward=slot)
-        for params, bound, slot in zip(whole.nano_batches or (whole,), bounds, slots, strict=True)
-    ]
-    params = dataclasses.replace(whole, nano_batches=tuple(parts)) if whole.nano_batches else parts[0]
-    return dataclasses.replace(batch, params=params)
+    return sum(int((as_array(zone.tasks)[:, Task.RANK] == bound.rank).sum()) for zone in task_tables)
 
 
 def _with_known_shapes(config: Any) -> Any:
-    """The configuration for a communicator that is told every shape: no stage has to ask another one for it."""
+    """The configuration for a communicator that is told every shape, so that none is asked for."""
     known = copy.copy(config)
     known.variable_seq_lengths = False
     return known

@@ -18,13 +18,14 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan, fingerprint
-from megatron_balance.megatron.nano_batches import Parts, parts_of
 from megatron_balance.megatron.own_scheduler import own_planner
 from megatron_balance.planning.ahead import PlanAhead, PlanSpec
-from megatron_balance.runtime.agree import check_agreement
+from megatron_balance.training.agree import check_agreement
+from megatron_balance.training.nano_batches import NanoBatches as Parts
+from megatron_balance.training.nano_batches import nano_batches_of as parts_of
 
 if TYPE_CHECKING:
-    from megatron_balance.megatron.session import Session
+    from megatron_balance.megatron.job import PlannedJob as Session
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Rotary embedding by explicit positions: a rank holds fragments of many sequences, in any order."""
+"""Rotary embedding by position: a rank holds fragments of many sequences, in any order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megatron_balance.megatron.packed import BalancedSeqParams
 
 
 class PositionRotary(torch.nn.Module):
-    """Megatron's rotary embedding, with frequencies gathered by the positions a `BalancedSeqParams` carries.
+    """Megatron's rotary embedding at the positions that a `BalancedSeqParams` carries.
 
-    Megatron calls `get_rotary_seq_len` and hands the answer straight to `forward`; we answer with the positions themselves, so
-    nothing is kept between the two calls and several microbatches may be in flight. Has no parameters and no buffers.
+    Megatron calls `get_rotary_seq_len` and hands the answer straight to `forward`; we answer with
+    the positions themselves, so nothing is kept between the two calls and several microbatches may
+    be in flight. Has no parameters and no buffers.
     """
 
     inner: RotaryEmbedding
@@ -40,7 +41,7 @@ class PositionRotary(torch.nn.Module):
     def forward(
         self, positions: torch.Tensor | int, packed_seq: bool = False, cp_group: torch.distributed.ProcessGroup | None = None
     ) -> torch.Tensor:
-        """Frequencies [T, 1, 1, D] of the given positions, by the formula of the wrapped module (scaling and base included)."""
+        """Frequencies [T, 1, 1, D] of the given positions, by the formula of the wrapped module."""
         if not isinstance(positions, torch.Tensor):
             return self.inner(positions, packed_seq=packed_seq, cp_group=cp_group)
         table = self._table

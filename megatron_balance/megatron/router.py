@@ -1,11 +1,13 @@
-"""Megatron's router of experts for planned microbatches: nano-batches whose losses are those of the microbatch, and rows of no sequence.
+"""Megatron's router of experts for planned microbatches: its losses, and rows of no sequence.
 
-Its load-balancing loss multiplies the probability of each expert with the number of tokens sent there, both over all tokens of a
-microbatch, so the losses of two nano-batches do not add up to it. The nano-batches go through a layer one after the other (`megatron.ping_pong`): the
-first one leaves what its losses are made of, and the second one's call takes them over both, once, in place of Megatron's. Loss, what is
-logged of it and the running counts of global_aux_loss are then those of a microbatch in one piece. The gradient reaches the first half
-through what it left, at a time when the backward has not come to it yet. The counts behind an expert's bias add up by themselves;
-but in 0.19.2 they cannot be taken where rows are masked.
+Its load-balancing loss multiplies the probability of each expert with the number of tokens sent
+there, both over all tokens of a microbatch, so the losses of two nano-batches do not add up to it.
+The nano-batches go through a layer one after the other (`megatron.ping_pong`). The first one keeps
+the scores and routing that its losses are made of; the second one's call takes the losses over
+both, once, in place of Megatron's. Loss, its line in the log and the running counts of
+global_aux_loss are then those of a microbatch that runs whole. The gradient reaches the first
+nano-batch through the scores that it kept, before the backward has come to it. The counts behind an
+expert's bias add up by themselves, but in 0.19.2 they cannot be taken where rows are masked.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class _Left:
-    """What the nano-batches so far left of one layer. `last`: the half that is routed now. `balanced`: scores and routing by name of a loss."""
+class _Kept:
+    """Values of the nano-batches so far, of one layer.
+
+    `last`: whether the last nano-batch is routed now. `balanced`: scores and routing, by name of a
+    loss.
+    """
 
     last: bool = False
     logits: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -32,38 +38,44 @@ class _Left:
 
 
 class BalancedRouter(TopKRouter):
-    """Of a microbatch in one piece it does what Megatron's does."""
+    """Megatron's router, whose losses are taken over all nano-batches of a microbatch.
+
+    For a microbatch that runs whole it does what Megatron's does.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Arguments as Megatron's."""
         super().__init__(*args, **kwargs)
-        self._left = _Left()
+        self._kept = _Kept()
         self._by_nano_batch = False
 
     @contextmanager
     def routing_nano_batch(self, number: int, num_nano_batches: int) -> Iterator[None]:
-        """What is routed inside is nano-batch `number` of a microbatch; they come in order."""
+        """Route nano-batch `number` of a microbatch inside the block; they come in order."""
         if number == 0:
-            self._left = _Left()
-        self._left.last = number == num_nano_batches - 1
+            self._kept = _Kept()
+        self._kept.last = number == num_nano_batches - 1
         self._by_nano_batch = True
         try:
             yield
         finally:
             self._by_nano_batch = False
-            if self._left.last:
-                self._left = _Left()
+            if self._kept.last:
+                self._kept = _Kept()
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Logits [T, experts] with the z-loss of all nano-batches behind those of the last. `padding_mask` [T]: rows of no sequence."""
+        """Logits [T, experts]; behind those of the last nano-batch lies the z-loss of all.
+
+        `padding_mask` [T]: rows of no sequence.
+        """
         counts = self.config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
         if not self._by_nano_batch or not counts:
             return super().apply_z_loss(logits, padding_mask)
         assert padding_mask is not None, "nano-batches say which rows are padding"
-        self._left.logits.append((logits, padding_mask))
-        if not self._left.last:
+        self._kept.logits.append((logits, padding_mask))
+        if not self._kept.last:
             return logits
-        return super().apply_z_loss(*_joined(self._left.logits))[-len(logits) :]
+        return super().apply_z_loss(*_concatenated(self._kept.logits))[-len(logits) :]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         # Megatron masks [T, experts] with [T] as if that were a row.
@@ -80,16 +92,19 @@ class BalancedRouter(TopKRouter):
         )
 
     def _balanced(self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool) -> Tensor:
-        """Probabilities [T, experts] with a loss of all nano-batches behind those of the last. `given`: they, scores and routing."""
+        """Probabilities [T, experts]; behind those of the last nano-batch lies a loss of all.
+
+        `given`: probabilities, scores and routing.
+        """
         probs, scores, routing_map = given
         if not self._by_nano_batch or not self.get_aux_loss_coeff(name):
             return apply(probs, scores, routing_map, with_padding_mask)
-        seen = self._left.balanced.setdefault(name, [])
+        seen = self._kept.balanced.setdefault(name, [])
         seen.append((scores, routing_map))
-        return apply(probs, *_joined(seen), with_padding_mask) if self._left.last else probs
+        return apply(probs, *_concatenated(seen), with_padding_mask) if self._kept.last else probs
 
 
-def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     firsts, seconds = zip(*pairs, strict=True)
     return torch.cat(firsts), torch.cat(seconds)
 

@@ -1,7 +1,8 @@
 """The one training job of this process: its configuration, its pool, its planners and its log.
 
-Megatron calls our patches with its own arguments only, and keeps its job process-wide too (`get_args`). This is the only such
-state of ours; plans are not in it, they travel with their microbatch.
+Megatron calls our patches with its own arguments only, and keeps its job process-wide too
+(`get_args`). This is the only such state of ours; plans are not in it, they travel with their
+microbatch.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ from megatron_balance.ir.model import Model
 from megatron_balance.megatron import core_attention, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
-from megatron_balance.megatron.groups import Pool, make_pool
-from megatron_balance.megatron.log import StepLog
+from megatron_balance.megatron.groups import make_pool
+from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.planning import StepPlanner
 from megatron_balance.megatron.tick_planning import JointStepPlanner
+from megatron_balance.megatron.tokens import job_device
 from megatron_balance.planners import PLANNERS
 from megatron_balance.runtime.bind import AttentionShape
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.training.binding import Binder
+from megatron_balance.training.figures import Job
+from megatron_balance.training.log import StepLog
+from megatron_balance.training.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +44,7 @@ class Session:
     """Created before Megatron is initialised; complete once the process groups exist."""
 
     def __init__(self, args: argparse.Namespace, config: RunConfig, te_patched: bool) -> None:
-        """Nothing is built yet; `args` are Megatron's, validated."""
+        """Take Megatron's validated `args`; pools and planners are made later."""
         self.args = args
         self.config = config
         self.te_patched = te_patched
@@ -45,7 +52,7 @@ class Session:
         """Whether all pipeline stages attend together, tick by tick."""
         self.ping_pong = ping_pong.wanted(args, config)
         """Whether microbatches run as two nano-batches."""
-        self.steps = StepLog(args, config)
+        self.steps = StepLog(log_target(args, config))
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
@@ -69,7 +76,9 @@ class Session:
         self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint)
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
-        self.steps.describe(self._pool, self.model(), planning_cost(self.cluster(), self.model(), self.config.plan_costs))
+        cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
+        num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
+        self.steps.describe(Job(self._pool, self.model(), cost, num_chunks), job_device())
 
     @property
     def shape(self) -> AttentionShape:
@@ -85,13 +94,12 @@ class Session:
 
     @property
     def row_multiple(self) -> int:
-        """What the rows of a rank are a multiple of; see `arguments.row_multiple`."""
+        """The number of which a rank's rows are a multiple; see `arguments.row_multiple`."""
         return row_multiple(self.args)
 
-    @property
-    def layers_per_chunk(self) -> int:
-        """Layers of a model chunk: of a stage, or of each of its interleaved parts."""
-        return self.args.num_layers // (self.pool.num_stages * (self.args.virtual_pipeline_model_parallel_size or 1))
+    def binder(self, groups: Groups) -> Binder:
+        """The facts by which this job's plans are bound. `groups`: ranks that attend together."""
+        return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
@@ -101,14 +109,15 @@ class Session:
         """The pools of all stages as planners see them.
 
         Raises:
-            ConfigError: nodes that hold different numbers of their ranks, or ranks that are not numbered stage by stage and node by node.
+            ConfigError: nodes that hold different numbers of their ranks, or ranks that are not
+                numbered stage by stage and node by node.
         """
-        if not self.pool.pipeline_node:
+        if not self.pool.joint_ranks_per_node:
             raise ConfigError(
                 f"ranks {list(self.pool.joint.ranks)}, stage by stage, lie on nodes unevenly or not node by node, so their attention "
                 "cannot be planned together; leave out --use-tp-pp-dp-mapping, set cluster.ranks_per_node, or set 'pipeline: stages'"
             )
-        return self._cluster_of(self.pool.joint.size, self.pool.pipeline_node)
+        return self._cluster_of(self.pool.joint.size, self.pool.joint_ranks_per_node)
 
     def _cluster_of(self, num_ranks: int, ranks_per_node: int) -> Cluster:
         choice = self.config.cluster
@@ -117,7 +126,7 @@ class Session:
         return of_pool(choice.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size)
 
     def model(self) -> Model:
-        """The model as planners see it: one tensor-parallel rank's share of heads and MLP, since that is what a rank computes."""
+        """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
         args, shape = self.args, self.shape
         return Model(
             num_heads=shape.num_heads,
@@ -142,10 +151,11 @@ class Session:
         return self._planners[forward_only]
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: attention by plan, positions by token, shapes that vary.
+        """Check and adapt a model at its first step: planned attention, positions, varying shapes.
 
         Raises:
-            ConfigError: a model that attends past our core attention, or whose positions cannot be given.
+            ConfigError: a model that attends past our core attention, or whose positions cannot be
+                given.
         """
         for chunk in model if isinstance(model, list) else [model]:
             if id(chunk) in self._prepared:
@@ -182,7 +192,7 @@ def attends_jointly(args: argparse.Namespace, config: RunConfig) -> bool:
 
 
 def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
-    """`cluster`, whose links are those of GPUs, for a pool of which every node holds one rank of each `tensor_parallel` neighbours."""
+    """`cluster` (of GPUs) for a pool with one rank of each `tensor_parallel` neighbours."""
     peers = min(tensor_parallel, cluster.ranks_per_nic)
     return dataclasses.replace(
         cluster, ranks_per_nic=max(1, cluster.ranks_per_nic // tensor_parallel), nic_bytes_per_s=cluster.nic_bytes_per_s / peers

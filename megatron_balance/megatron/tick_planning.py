@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron_balance.megatron.nano_batches import Parts, parts_alike
 from megatron_balance.megatron.planning import HORIZON, PlannedStep, StepPlanner, part_lengths
 from megatron_balance.planning.ahead import Pipeline, PlanSpec
 from megatron_balance.planning.tick_planner import TickPlanner
+from megatron_balance.training.nano_batches import NanoBatches as Parts
+from megatron_balance.training.nano_batches import aligned_nano_batches as parts_alike
 
 if TYPE_CHECKING:
-    from megatron_balance.megatron.session import Session
+    from megatron_balance.megatron.job import PlannedJob as Session
 
 Lengths = tuple[tuple[int, ...], ...]
 """Of the sequences of one half of every microbatch."""

@@ -1,4 +1,6 @@
-"""Real Megatron-core on CPU and gloo: a small GPT, documents that fill all zones, and the server that forks training ranks."""
+"""Real Megatron-core on CPU and gloo: a small GPT, documents that fill all zones, and the server
+that forks training ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.support.megatron_run import Entry, Job, Result, Trainer
 
 SEQ_LENGTH = 512
 VOCABULARY = 96
-# With 2 nodes a rank holds SEQ_LENGTH / R tokens and a node SEQ_LENGTH / 2: the first does not fit a node, the second not a rank.
+# With 2 nodes a rank holds SEQ_LENGTH / R tokens and a node SEQ_LENGTH / 2: the first does not fit
+# a node, the second not a rank.
 DOCUMENT_LENGTHS = (300, 140, 40, 20, 7, 1)
 NUM_DOCUMENTS = 240
 
@@ -74,7 +77,7 @@ RUN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run left behind."""
+    """The result and the records of a training run."""
 
     result: Result
     steps: tuple[dict[str, Any], ...]
@@ -92,7 +95,9 @@ def command_line(*options: dict[str, Any]) -> list[str]:
 
 
 def write_corpus(prefix: Path, lengths: Sequence[int]) -> str:
-    """Documents of the given lengths whose tokens can be learned a little: a slow walk round the vocabulary."""
+    """Documents of the given lengths whose tokens can be learned a little: a slow walk round the
+    vocabulary.
+    """
     generator = np.random.default_rng(5)
     with CorpusWriter(prefix, "uint16") as writer:
         for length in lengths:
@@ -123,7 +128,9 @@ def train(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathFactor
 
 
 def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """A run that must succeed: `train(num_ranks, planner, {"flag": value}, config={...})`; with `expect`, one that must do as that says."""
+    """A run that must succeed: `train(num_ranks, planner, {"flag": value}, config={...})`; with
+    `expect`, one that must do as that says.
+    """
 
     def run(
         num_ranks: int,
@@ -157,15 +164,18 @@ def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathF
 
 
 def at_once(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags under which one rank takes a step's samples as one microbatch, which is faster and changes no number."""
+    """Flags under which one rank takes a step's samples as one microbatch, which is faster and
+    changes no number.
+    """
     return {**flags, "micro-batch-size": flags.get("global-batch-size", RUN["global-batch-size"])}
 
 
 def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
     """Flags under which any run starts from the weights of one rank's checkpoint.
 
-    What is initialised outside Megatron's own generators (tensor-parallel slices, experts' routers, learned positions) depends on
-    the number of ranks, so parity needs both sides to start from the same weights.
+    What is initialised outside Megatron's own generators (tensor-parallel slices, experts' routers,
+    learned positions) depends on the number of ranks, so parity needs both sides to start from the
+    same weights.
     """
     checkpoint = {**flags, "ckpt-format": "torch_dist"}
     train(1, "te_ring", {**at_once(checkpoint), "save": folder, "save-interval": 1000, "train-iters": 1})
@@ -173,7 +183,7 @@ def started(train: Train, folder: Path, flags: dict[str, Any]) -> dict[str, Any]
 
 
 def assert_same_training(run: Run, reference: Run, tolerance: float = 1e-5) -> None:
-    """The same steps with the same losses and gradient norms, at every step, relative to `tolerance`."""
+    """Check that two runs have equal steps, losses and gradient norms, relative to `tolerance`."""
     assert run.column("step") == reference.column("step")
     assert run.steps, "no step was logged"
     for name in ("loss", "grad_norm"):

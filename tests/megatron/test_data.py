@@ -24,6 +24,7 @@ from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.megatron import data
+from megatron_balance.training.sequences import from_bits
 from megatron_balance.workloads.documents import CutPolicy, split_documents
 from megatron_balance.workloads.idx import CODES, CorpusWriter, bin_path, idx_path, read_index
 
@@ -35,7 +36,9 @@ SEQ_LENGTH = 16
 
 
 def documents() -> list[np.ndarray]:
-    """Token ids that say where they stand: document and position; the last one is the end-of-document token."""
+    """Token ids that say where they stand: document and position; the last one is the
+    end-of-document token.
+    """
     return [np.array([100 * i + p for p in range(length - 1)] + [EOD]) for i, length in enumerate(LENGTHS)]
 
 
@@ -119,14 +122,15 @@ def test_a_sample_is_its_pieces_with_the_next_token_of_the_document_as_label(pre
             cuts += piece.stop < len(document)
         assert positions[at:] == [data.PADDING] * (SEQ_LENGTH - at)
         assert not any(loss_mask[at:])
-    # 20, 17 and 40 tokens at a context of 16: split cuts 40 twice. All of these last tokens have kept their labels above.
+    # 20, 17 and 40 tokens at a context of 16: split cuts 40 twice. All of these last tokens have
+    # kept their labels above.
     assert cuts == {"split": 4, "truncate": 3}[policy]
 
 
 def test_an_epoch_trains_every_label_of_the_corpus_once(prefix: str) -> None:
     samples = dataset(prefix)
-    found = sorted(label for index in range(len(samples)) for label in real_labels(samples[index]))
-    assert found == sorted(token for document in documents() for token in document[1:].tolist())
+    labels = sorted(label for index in range(len(samples)) for label in real_labels(samples[index]))
+    assert labels == sorted(token for document in documents() for token in document[1:].tolist())
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -144,7 +148,7 @@ def test_lengths_are_known_without_reading_tokens(prefix: str) -> None:
 def batches(
     samples: data.DocumentDataset, rank: int, num_ranks: int, consumed: int, micro_batch_size: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """What Megatron's sampler and torch's default collate hand a data-parallel rank."""
+    """The batches that Megatron's sampler and torch's default collate hand a data-parallel rank."""
     sampler = MegatronPretrainingSampler(len(samples), consumed, micro_batch_size, rank, num_ranks)
     return iter(torch.utils.data.DataLoader(samples, batch_sampler=sampler))
 
@@ -153,17 +157,18 @@ def test_ranks_together_read_every_token_once_and_go_on_after_a_resume(prefix: s
     per_epoch = len(dataset(prefix))
     two_epochs = dataset(prefix).stream.first_sample(2)
     corpus = sorted(token for document in documents() for token in document.tolist())
-    found: dict[int, list[int]] = {}
-    # Killed after 4 samples on 2 ranks, resumed on 4 ranks; the length is a multiple of both global batches.
+    read: dict[int, list[int]] = {}
+    # Killed after 4 samples on 2 ranks, resumed on 4 ranks; the length is a multiple of both global
+    # batches.
     total = -(-two_epochs // 4) * 4
     for ranks, first, stop in ((2, 0, 4), (4, 4, total)):
         for rank in range(ranks):
             step = batches(dataset(prefix, num_samples=stop), rank, ranks, first, 1)
             for number, batch in enumerate(step):
-                found[first + number * ranks + rank] = data.unpack(batch).tokens.tolist()
-    assert sorted(found) == list(range(total))
+                read[first + number * ranks + rank] = data.unpack(batch).rows[:, data.TOKEN].tolist()
+    assert sorted(read) == list(range(total))
     for start, end in ((0, per_epoch), (per_epoch, two_epochs)):
-        assert sorted(token for index in range(start, end) for token in found[index]) == corpus
+        assert sorted(token for index in range(start, end) for token in read[index]) == corpus
 
 
 def test_unpacking_a_collated_batch_gives_its_sequences_in_order(prefix: str) -> None:
@@ -174,9 +179,10 @@ def test_unpacking_a_collated_batch_gives_its_sequences_in_order(prefix: str) ->
     assert held.lengths == tuple(piece.stop - piece.start for piece in expected)
     corpus = documents()
     tokens = [token for piece in expected for token in corpus[piece.document][piece.start : piece.stop].tolist()]
-    assert held.tokens.tolist() == tokens
-    assert len(held.labels) == len(held.loss_mask) == sum(held.lengths)
-    assert held.loss_mask.dtype == torch.float32
+    assert held.rows[:, data.TOKEN].tolist() == tokens
+    real = batch["position_ids"] != data.PADDING
+    assert held.rows[:, data.LABEL].equal(batch["labels"][real])
+    assert from_bits(held.rows[:, data.LOSS_MASK]).equal(batch["loss_mask"][real])
 
 
 def test_a_batch_of_another_data_set_is_refused() -> None:
@@ -196,8 +202,8 @@ def test_a_data_set_goes_to_loader_workers(prefix: str) -> None:
 def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: int) -> None:
     theirs = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     expected = [range(round(part[0] * num_documents), round(part[1] * num_documents)) if part else range(0) for part in theirs]
-    found = split_documents(num_documents, data.parse_split(split))
-    assert [list(part) for part in found] == [list(part) for part in expected]
+    ours = split_documents(num_documents, data.parse_split(split))
+    assert [list(part) for part in ours] == [list(part) for part in expected]
 
 
 def test_the_provider_makes_three_sets_of_different_documents(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Rows of FP8 linear layers under the launcher: every layer of every rank gets the multiple that its recipe needs, and the loss stays."""
+"""Rows of FP8 linear layers under the launcher: every layer of every rank gets the multiple that
+its recipe needs, and the loss stays.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def test_also_where_sequence_parallelism_cuts_the_rows(train: Train) -> None:
 
 
 def test_without_alignment_a_layer_refuses(train: Train) -> None:
-    """What the stand-in is worth: a run that does not know of FP8 fails at its first layer."""
+    """The stand-in is worth something: a run that does not know of FP8 fails at its first layer."""
 
     def refused(result: Result) -> None:
         failed = result.failed

@@ -57,7 +57,9 @@ def test_an_unmodified_script_trains_on_whole_documents(train: Train) -> None:
 
 
 def test_an_unmodified_script_trains_experts_on_tensor_parallel_ranks(train: Train) -> None:
-    """The patches of the expert router, of the experts' splits and of the norm do their work under the launcher too."""
+    """The patches of the expert router, of the experts' splits and of the norm do their work under
+    the launcher too.
+    """
     parallel = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}
     flags = {**STEPS, **EXPERTS, **parallel, "expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
     launched = train(4, "zeppelin", flags, config={"cluster": {"ranks_per_node": 1}}, entry="launch", before=(SCRIPT,))
@@ -68,14 +70,17 @@ def test_an_unmodified_script_trains_experts_on_tensor_parallel_ranks(train: Tra
 
 @pytest.mark.parametrize("separate", [True, False])
 def test_megatrons_own_data_trains_as_in_megatron_alone(train: Train, separate: bool) -> None:
-    """The script on one rank without us, attention and loss Megatron's own, against four ranks with a plan."""
+    """The script on one rank without us, attention and loss Megatron's own, against four ranks with
+    a plan.
+    """
     data = {"data-path": None, "mock-data": True, "reset-position-ids": separate, "reset-attention-mask": separate}
     alone = train(1, "te_ring", {**STEPS, **ON_CPU, **data}, entry="plain", before=(SCRIPT,))
     flags = {**STEPS, **data, "context-parallel-size": 2}
     launched = train(4, "zeppelin", flags, config={**TWO_NODES, "plan_ahead": True}, entry="launch", before=(SCRIPT,))
     expected = printed_losses(alone.result, 0)
     losses = launched.column("loss")
-    # Megatron does not reset its sums after the first step: its second line is the mean of the first two.
+    # Megatron does not reset its sums after the first step: its second line is the mean of the
+    # first two.
     assert expected == pytest.approx([losses[0], (losses[0] + losses[1]) / 2, *losses[2:]], rel=1e-5)
     assert all((n > 2) == separate for n in launched.column("num_sequences")), "2 samples a step"
     assert "train_valid_test_datasets_provider of the script is kept" in launched.result.log(0)

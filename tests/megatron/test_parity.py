@@ -1,4 +1,6 @@
-"""Training parity: any planner, any number of ranks, the losses and gradient norms of one rank that holds everything."""
+"""Training parity: any planner, any number of ranks, the losses and gradient norms of one rank that
+holds everything.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ STEPS = 20
 RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 
-# Ranks so slow that arithmetic is what a placement is judged by, as it is for real models; with those of a GPU latency would be.
+# Ranks so slow that arithmetic is what a placement is judged by, as it is for real models; with
+# those of a GPU latency would be.
 SLOW = {
     "flops_per_s": 1e9,
     "attention_efficiency": 1.0,
@@ -42,11 +45,13 @@ def one_rank(train: Train) -> Run:
 
 
 def options_of(planner: str) -> dict[str, Any]:
-    # Without slack the longer documents of these batches must leave their node, so all three of zeppelin's queues run.
+    # Without slack the longer documents of these batches must leave their node, so all three of
+    # zeppelin's queues run.
     return {"name": planner, "slack": 1.0} if planner == "zeppelin" else {"name": planner}
 
 
-# Every planner without layers (with both: below, on eight ranks); with any of them the planner that has both by default.
+# Every planner without layers (with both: below, on eight ranks); with any of them the planner that
+# has both by default.
 LAYERED = [(planner, "never", False) for planner in PLANNERS]
 LAYERED += [("te_ring", "always", True), ("zeppelin", "always", True), ("zeppelin", "always", False), ("zeppelin", "never", True)]
 
@@ -71,7 +76,8 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
     assert_layers_ran(run, planner, routing="always" if num_ranks > 2 else "never", remap=True)  # a node of one rank has one NIC
 
 
-# By planner that does not go by rings: the exchanges it is made of (forward and backward) where nothing is routed.
+# By planner that does not go by rings: the exchanges it is made of (forward and backward) where
+# nothing is routed.
 COLLECTIVES = {
     "llama_all_gather": {"exchanges_all_gather", "exchanges_reduce_scatter"},
     "ulysses": {"exchanges_all_to_all"},
@@ -79,7 +85,8 @@ COLLECTIVES = {
 }
 PING_PONG = "distca"  # runs microbatches as two nano-batches, those of one document as they are
 TRADE_HEADS = ("ulysses", "flexsp")
-# These cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token more.
+# These cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token
+# more.
 EVEN = ("ulysses", "packing", "distca")
 
 
@@ -89,7 +96,9 @@ def each_rank(run: Run) -> dict[str, np.ndarray]:
 
 
 def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
-    """Counted where it happened: attention of every layer on every rank, keys from others, zeppelin's three queues."""
+    """Counted where it happened: attention of every layer on every rank, keys from others,
+    zeppelin's three queues.
+    """
     counted = each_rank(run)
     calls = MODEL["num-layers"] * sum(run.column("num_microbatches"))
     (made,) = set(counted["forward_calls"].tolist())
@@ -107,7 +116,7 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
 
 
 def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> None:
-    """What the plans say about remapping and routing is what the ranks did, and it is something."""
+    """Ranks remapped and routed as the plans say, and did some of both."""
     counted, layers, ranks = each_rank(run), MODEL["num-layers"], len(each_rank(run)["q_tokens_received"])
     remapped, routed = sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))
     assert counted["remap_tokens_received"].sum() == layers * remapped
@@ -163,7 +172,9 @@ def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, conte
 
 @pytest.mark.parametrize("layers", [{}, {**EXPERTS, "moe-aux-loss-coeff": 0.2}], ids=["dense", "experts"])
 def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path: Path, layers: dict[str, Any]) -> None:
-    """Four replicas; one rank holds what they all read, more than one rank's share of full samples, and all attend."""
+    """Four replicas; one rank holds what they all read, more than one rank's share of full samples,
+    and all attend.
+    """
     flags = started(train, tmp_path, {**layers, "global-batch-size": 4, "train-iters": 3})
     one = train(1, "te_ring", at_once(flags))
     distca = {"name": "distca", "servers": "pool", "pool_ranks": 3, "block": 16}
@@ -194,5 +205,6 @@ def test_tensor_parallel_ranks_train_like_one_rank(
     parallel = {"tensor-model-parallel-size": 2, "context-parallel-size": 2, "sequence-parallel": sequence_parallel}
     run = train(4, planner, {**flags, **parallel}, config={**two_nodes(2), "remap": True})
     assert_same_training(run, reference)
-    # Under sequence parallelism counts are multiples of the tensor-parallel size, which even counts need not be.
+    # Under sequence parallelism counts are multiples of the tensor-parallel size, which even counts
+    # need not be.
     assert (sum(run.column("remapped_tokens")) > 0) == (sequence_parallel or planner not in EVEN)

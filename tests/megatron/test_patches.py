@@ -76,7 +76,9 @@ def test_the_digest_is_that_of_the_pinned_source(patch: Patch) -> None:
 
 
 def source_of(target: str) -> str:
-    """Source of a target; read from the file where the class cannot be made without Transformer Engine."""
+    """Source of a target; read from the file where the class cannot be made without Transformer
+    Engine.
+    """
     module_name, _, qualname = target.partition(":")
     module = importlib.import_module(module_name)
     if "transformer_engine" not in module_name:

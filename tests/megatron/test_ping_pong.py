@@ -1,4 +1,6 @@
-"""Training with microbatches as two nano-batches interleaved: the losses of one rank, and of the same planner without."""
+"""Training with microbatches as two nano-batches interleaved: the losses of one rank, and of the
+same planner without.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def two_nodes(num_ranks: int) -> dict[str, Any]:
 
 
 def ping_pong(run: Run, num_ranks: int, forwards: int = MODEL["num-layers"]) -> None:
-    """Every microbatch ran as two: each layer attended twice, forward (`forwards` in all of a nano-batch) and backward."""
+    """Every microbatch ran as two: each layer attended twice, forward (`forwards` in all of a
+    nano-batch) and backward.
+    """
     for step in run.steps:
         nano_batches = 2 * step["num_microbatches"]
         assert step["counters"]["forward_calls"] == [forwards * nano_batches] * num_ranks
@@ -69,7 +73,7 @@ def test_any_planner_with_both_layers_around_it(train: Train, one_rank: Run) -> 
     assert min(sum(run.column("remapped_tokens")), sum(run.column("routed_transfers"))) > 0
 
 
-def test_tensor_parallel_ranks_share_both_halves(train: Train, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_share_both_nano_batches(train: Train, tmp_path: Path) -> None:
     """Two tensor-parallel by four data-parallel ranks, a microbatch a step."""
     load = started(train, tmp_path, {**EIGHT, "global-batch-size": 4})
     flags = {"sequence-parallel": True, "recompute-granularity": "selective", "recompute-modules": "mlp"}

@@ -1,4 +1,6 @@
-"""Experts and two nano-batches interleaved: the losses of one rank that takes microbatches whole, the router's own among them."""
+"""Experts and two nano-batches interleaved: the losses of one rank that takes microbatches whole,
+the router's own among them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.megatron
 
 STEPS = 4
 TWO = {"micro-batch-size": 2, "global-batch-size": 4, "train-iters": STEPS}
-"""Two microbatches a step, of two samples, so that none is one document; a router's losses are averages over microbatches."""
+"""Two microbatches a step, of two samples, so that none is one document; a router's losses are
+averages over microbatches.
+"""
 BIASED = {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True, "moe-router-bias-update-rate": 0.05}
 BALANCED = {"moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"], "moe-aux-loss-coeff": [0.2, 0.2], "moe-z-loss-coeff": 1e-2}
 """Coefficients that show in the gradient, so that one row too many does."""
@@ -35,13 +39,15 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 
 def logged(result: Result, name: str) -> list[float]:
-    """What Megatron printed of one of its losses."""
-    found = [re.findall(rf"iteration +\d+/.* {name}: (\S+)", result.log(rank)) for rank in range(len(result.codes))]
-    return [float(value) for values in found for value in values]
+    """The values that Megatron printed of one of its losses."""
+    printed = [re.findall(rf"iteration +\d+/.* {name}: (\S+)", result.log(rank)) for rank in range(len(result.codes))]
+    return [float(value) for values in printed for value in values]
 
 
 def ran_as_two(run: Run, layers: int, again: int) -> bool:
-    """Every microbatch ran as two: each layer of a stage attended twice, and as often again in a recomputed backward."""
+    """Every microbatch ran as two: each layer of a stage attended twice, and as often again in a
+    recomputed backward.
+    """
     calls = [(step["counters"]["forward_calls"], step["counters"]["backward_calls"], step["num_microbatches"]) for step in run.steps]
     return all(set(f) == {(1 + again) * 2 * m * layers} and set(b) == {2 * m * layers} for f, b, m in calls)
 
@@ -61,7 +67,9 @@ def test_the_losses_of_a_router_are_those_of_whole_microbatches(
 
 
 def test_stages_that_attend_together_route_half_batches(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
-    """Tick by tick, with a stage's layers computed again in the backward, sequence-parallel rows among them."""
+    """Tick by tick, with a stage's layers computed again in the backward, sequence-parallel rows
+    among them.
+    """
     flags, one = {**loaded[0], "train-iters": 2}, Run(loaded[1].result, loaded[1].steps[:2])
     parallel = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}
     run = train(8, "distca", {**flags, **SHARED, **parallel, **RECOMPUTED}, config={"cluster": {"ranks_per_node": 2}})

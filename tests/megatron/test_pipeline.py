@@ -12,10 +12,11 @@ pytest.importorskip("megatron.training")
 import torch
 
 from megatron_balance.errors import DataError
-from megatron_balance.megatron import planning, tokens
-from megatron_balance.megatron.data import Sequences
-from megatron_balance.megatron.groups import Pool
+from megatron_balance.megatron import planning
 from megatron_balance.runtime.groups import Groups, single
+from megatron_balance.training import lengths
+from megatron_balance.training.pool import Pool, TensorParallel
+from megatron_balance.training.sequences import Sequences
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started
 from tests.megatron.test_planning import job
 from tests.megatron.test_training import validation_losses
@@ -37,12 +38,15 @@ ONE_RANK_NODES = {"cluster": {"ranks_per_node": 1}, "remap": True, "routing": "a
 
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
-    """Flags to start from one rank's weights, and one rank's run from there; what initialises a layer depends on its stage."""
+    """Flags to start from one rank's weights, and one rank's run from there; what initialises a
+    layer depends on its stage.
+    """
     flags = started(train, tmp_path_factory.mktemp("checkpoint"), DEEP)
     return flags, train(1, "te_ring", at_once(flags))
 
 
-# One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else of a plan.
+# One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else
+# of a plan.
 @pytest.mark.parametrize("planner", ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"])
 def test_a_planner_trains_on_two_stages_like_one_rank(train: Train, loaded: tuple[dict[str, Any], Run], planner: str) -> None:
     flags, one = loaded
@@ -94,34 +98,23 @@ def test_four_stages_train_and_evaluate_like_one_rank(train: Train, loaded: tupl
     assert losses == pytest.approx(validation_losses(one.result.log(0)), rel=1e-5)
 
 
-class OneRank:
-    """A tensor-parallel group of this process alone."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
 def test_stages_that_read_different_samples_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(into: list[torch.Tensor], row: torch.Tensor, **_kwargs: Any) -> None:
         for stage, each in enumerate(into):
             each.copy_(row + stage)  # the other stage read longer documents
 
-    monkeypatch.setattr(tokens, "job_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(tokens.dist, "all_reduce", lambda *_args, **_kwargs: None)
-    monkeypatch.setattr(tokens.dist, "all_gather", gather)
-    pool = Pool(single(), 1, (0,), (0,), stage=0, num_stages=2, pipeline=Groups(0, 2, (4, 5), None))
-    mine = [Sequences(torch.zeros(3), torch.zeros(3), torch.zeros(3), lengths=(3,))]
+    monkeypatch.setattr(lengths.dist, "all_reduce", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(lengths.dist, "all_gather", gather)
+    pool = Pool(single(), 1, (0,), (0,), stage=0, num_stages=2, joint_groups=Groups(0, 2, (4, 5), None))
+    mine = [Sequences.of([torch.zeros(3)])]
     with pytest.raises(DataError, match=r"ranks \[4\].*last pipeline stage read different samples"):
-        tokens.share_lengths(mine, None, 1, pool, tokens.TensorParallel(OneRank(), 0))  # pyright: ignore[reportArgumentType]
+        lengths.share_lengths(mine, None, 1, pool, TensorParallel(), torch.device("cpu"))
 
 
 def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Groups] = []
     monkeypatch.setattr(planning, "check_agreement", lambda _fingerprint, groups: compared.append(groups))
     work = job(None)
-    work.pool = Pool(single(), 1, (0,), (0,), stage=1, num_stages=2, pipeline=Groups(1, 2, (4, 5), None))
+    work.pool = Pool(single(), 1, (0,), (0,), stage=1, num_stages=2, joint_groups=Groups(1, 2, (4, 5), None))
     planning.StepPlanner(work, ahead=False).plan(((30, 20),))
     assert [groups.size for groups in compared] == [2]

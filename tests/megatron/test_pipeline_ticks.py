@@ -1,4 +1,6 @@
-"""All pipeline stages attending together, tick by tick, two nano-batches interleaved: the losses of one rank, and idle stages that work."""
+"""All pipeline stages attending together, tick by tick, two nano-batches interleaved: the losses of
+one rank, and idle stages that work.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.arguments import check_joint_arguments
-from megatron_balance.megatron.layer_runs import attention_passes, phases
+from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.training.layer_runs import attention_passes, phases
 from tests.megatron.conftest import SEQ_LENGTH, Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_arguments import parse
 from tests.megatron.test_pipeline import EVALUATION, LAYERS
@@ -45,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_stages_that_attend_together_train_like_one_rank(
     train: Train, loaded: tuple[dict[str, Any], Run], ranks: int, stages: int, flags: dict[str, Any]
 ) -> None:
-    """Planned ahead, a half of all microbatches at a time."""
+    """Planned ahead, one nano-batch of all microbatches at a time."""
     start, one = loaded
     parallel = {"pipeline-model-parallel-size": stages, "context-parallel-size": 1, **flags}
     pool = ranks // flags.get("tensor-model-parallel-size", 1)
@@ -78,7 +81,9 @@ def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[d
 
 
 def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> None:
-    """Every rank attends in every layer (of each nano-batch) of every tick, also for others while its own stage has nothing to do."""
+    """Every rank attends in every layer (of each nano-batch) of every tick, also for others while
+    its own stage has nothing to do.
+    """
     for step in run.steps:
         counted = step["counters"]
         assert step["num_ticks"] == num_ticks
@@ -89,7 +94,9 @@ def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> No
 
 
 def assert_counted_once(run: Run, layers: int) -> None:
-    """What the plans say is received and crosses nodes in one layer, both nano-batches together, is what the ranks counted in so many."""
+    """The plans' tokens received and across nodes in one layer, of both nano-batches, are those
+    that the ranks counted in so many.
+    """
     for step in run.steps:
         counted = step["counters"]
         assert step["kv_tokens_received"] * len(counted["kv_tokens_received"]) * layers == pytest.approx(sum(counted["kv_tokens_received"]))
@@ -101,7 +108,9 @@ def assert_counted_once(run: Run, layers: int) -> None:
 
 
 ODD = (SEQ_LENGTH, 301, 210, SEQ_LENGTH, SEQ_LENGTH, 509, 1)
-"""Documents of which some fill a sample, so that on one rank a stage a microbatch has one document and no second half."""
+"""Documents of which some fill a sample, so that on one rank a stage a microbatch has one document
+and no second nano-batch.
+"""
 
 
 def test_microbatches_of_one_document_and_a_resumed_run(train: Train, loaded: tuple[dict[str, Any], Run], tmp_path: Path) -> None:
@@ -157,20 +166,22 @@ def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[st
     ],
 )
 def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[str, Any], calls: str) -> None:
-    """Passes through so many layers, f: forward, b: backward; each nano-batch attends once in each layer, forward and evaluating too."""
-    config = SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
+    """Passes through layers, f: forward, b: backward; each nano-batch attends once in each layer,
+    forward and evaluating too.
+    """
+    recompute = recompute_of(SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options}))
     for num_nano_batches in (1, 2):
-        passes = attention_passes(config, 3, num_nano_batches, backward=True)
+        passes = attention_passes(recompute, 3, num_nano_batches, backward=True)
         assert " ".join(f"{'fb'[each.backward]}{attended(each.segments, num_nano_batches)}" for each in passes) == calls
-        assert {name[0] for name in phases(config, 3, backward=True)} == {call[0] for call in calls.split()}
+        assert {name[0] for name in phases(recompute, 3, backward=True)} == {call[0] for call in calls.split()}
         for training in (True, False):
-            forward = attention_passes(config, 3, num_nano_batches, backward=False, training=training)
+            forward = attention_passes(recompute, 3, num_nano_batches, backward=False, training=training)
             assert sum(attended(each.segments, num_nano_batches) for each in forward) == 3
         assert len(forward) == 1, "nothing is computed again in an evaluation"
 
 
 def attended(segments: Sequence[Any], num_nano_batches: int) -> int:
-    """Layers in which every half attends."""
+    """Layers in which every nano-batch attends."""
     counts = {
         sum(segment.nano_batch == nano_batch and segment.part == "attend" for segment in segments) for nano_batch in range(num_nano_batches)
     }

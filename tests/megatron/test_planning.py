@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
-import torch
 from megatron.core import num_microbatches_calculator
 
 from megatron_balance.compile.layouts import layouts
@@ -23,16 +22,13 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
-from megatron_balance.megatron import log, planning
-from megatron_balance.megatron.groups import Pool, node_size
-from megatron_balance.megatron.log import before, together
-from megatron_balance.megatron.nano_batches import parts_alike
+from megatron_balance.megatron import planning
 from megatron_balance.megatron.session import of_pool
-from megatron_balance.megatron.tick_figures import tick_figures
 from megatron_balance.megatron.tick_planning import JointStepPlanner
-from megatron_balance.megatron.tokens import PoolLengths, mask_of
-from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
+from megatron_balance.training.figures import tick_figures
+from megatron_balance.training.nano_batches import aligned_nano_batches as parts_alike
+from megatron_balance.training.pool import Pool
 
 pytestmark = pytest.mark.megatron
 
@@ -202,75 +198,6 @@ def test_a_pool_shares_its_nics_with_tensor_parallel_peers() -> None:
     assert {size: cluster.nic_bytes_per_s for size, cluster in seen.items()} == {1: 40e9, 2: 20e9, 4: 10e9, 8: 10e9}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "size"), [(["a", "a", "b", "b"], 2), (["a"] * 4, 4), ([0, 1, 2], 1), (["a"], 1)]
-)  # fmt: skip
-def test_ranks_of_a_pool_on_a_node(nodes: list[Any], size: int) -> None:
-    assert node_size(nodes, range(len(nodes))) == size
-
-
-@pytest.mark.parametrize("nodes", [["a", "a", "b"], ["a", "b", "a", "b"]])
-def test_uneven_or_interleaved_nodes_are_refused(nodes: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"set cluster\.ranks_per_node"):
-        node_size(nodes, range(len(nodes)))
-
-
 def test_ranges_are_runs_of_integers() -> None:
     assert ranges(np.array([5, 0, 9]), np.array([7, 0, 12]))[1].tolist() == [5, 6, 9, 10, 11]
     assert ranges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))[1].tolist() == []
-
-
-def test_loss_masks_of_any_weight_survive_the_exchange() -> None:
-    mask = torch.tensor([0.0, 1.0, 0.3, -2.5])
-    rows = torch.stack([torch.zeros(4, dtype=torch.int64)] * 2 + [mask.view(torch.int32).long()], dim=1)
-    assert mask_of(rows).tolist() == mask.tolist()
-
-
-def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:
-    pool = Pool(SimpleNamespace(rank=0, size=4), 4, (0, 0, 1, 1), (0, 2))  # pyright: ignore[reportArgumentType]
-    shared = PoolLengths(((3, 1), (2,)), (np.array([0, 2]), np.array([2])))
-    assert before(shared, pool) == {"tokens": 1.0, "attention": pytest.approx(6 / 5)}
-
-
-def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
-    assert together(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
-    assert together(np.zeros((1, 2))) == 1.0
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.scalars: dict[str, float] = {}
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        assert step == 7
-        self.scalars[name] = value
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """W&B's call for the same."""
-        for name, value in values.items():
-            self.add_scalar(name, value, step)
-
-
-def test_scalars_go_to_megatrons_own_writers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    writer, wandb = Writer(), Writer()
-    monkeypatch.setattr(log, "get_tensorboard_writer", lambda: writer)
-    monkeypatch.setattr(log, "get_wandb_writer", lambda: wandb)
-    work = job(None)
-    steps = log.StepLog(
-        argparse.Namespace(rank=0, balance_log=None, tensorboard_log_interval=1, virtual_pipeline_model_parallel_size=None), work.config
-    )
-    pool = Pool(single(), 1, (0,), (0,))
-    steps.describe(pool, work.model(), AnalyticCost(work.cluster(), work.model()))
-    steps.begin(forward_only=True)
-    steps.finish(1, {}, None)
-    assert not writer.scalars, "evaluation is not a step"
-    steps.begin(forward_only=False)
-    planned = planning.StepPlanner(work, ahead=False).plan(step(0))
-    steps.ran(planned, PoolLengths(step(0), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
-    with caplog.at_level(logging.INFO):
-        steps.finish(7, {"lm loss": torch.tensor(1.5)}, 0.25)
-    assert writer.scalars["balance/imbalance_after/attention"] == 1.0
-    assert writer.scalars["balance/kernel_calls"] == 5
-    assert writer.scalars["balance/num_tokens"] == 90
-    assert wandb.scalars == writer.scalars
-    assert "step 7: zeppelin, 3 sequences, 90 tokens" in caplog.text

@@ -1,4 +1,6 @@
-"""Transformer Engine's attention under the launcher, in a script that builds its model itself; Transformer Engine is a stand-in."""
+"""Transformer Engine's attention under the launcher, in a script that builds its model itself;
+Transformer Engine is a stand-in.
+"""
 
 from __future__ import annotations
 

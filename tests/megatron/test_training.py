@@ -1,4 +1,6 @@
-"""Around the parity of steps: resume after a kill, evaluation, planning ahead, experts, and mistakes that must not hang."""
+"""Around the parity of steps: resume after a kill, evaluation, planning ahead, experts, and
+mistakes that must not hang.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_plans_made_ahead_are_the_plans_made_on_the_spot(train: Train) -> None:
 
 
 def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_path: Path) -> None:
-    """Megatron rejects a loss (here by injection), replays the step from the same raw microbatches and compares: equal to the last bit."""
+    """Megatron rejects a loss (here by injection), replays the step from the same raw microbatches
+    and compares: equal to the last bit.
+    """
 
     def replayed(result: Result) -> None:
         assert set(result.codes) == {RESUME_TO_DISAMBIGUATE}, result.tail(result.failed or 0)
@@ -83,7 +87,8 @@ def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_p
 
 @pytest.mark.parametrize(("experts", "parallel"), [(1, {}), (2, {}), (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True})])
 def test_experts_train_like_one_rank(train: Train, tmp_path: Path, experts: int, parallel: dict[str, Any]) -> None:
-    # The auxiliary loss takes its statistics over a replica's context-parallel ranks, so with one replica it is that of one rank.
+    # The auxiliary loss takes its statistics over a replica's context-parallel ranks, so with one
+    # replica it is that of one rank.
     load = started(train, tmp_path, {**EXPERTS, "train-iters": 8})
     sharded = {"expert-model-parallel-size": experts, "expert-tensor-parallel-size": 1, **parallel}
     context = {"context-parallel-size": 4 // parallel.get("tensor-model-parallel-size", 1)}
@@ -91,7 +96,9 @@ def test_experts_train_like_one_rank(train: Train, tmp_path: Path, experts: int,
 
 
 def test_experts_of_several_replicas_differ_by_the_auxiliary_loss_alone(train: Train, tmp_path: Path) -> None:
-    """Replicas take the auxiliary loss's statistics apart, over the tokens a plan gave each: without that loss nothing differs."""
+    """Replicas take the auxiliary loss's statistics apart, over the tokens a plan gave each:
+    without that loss nothing differs.
+    """
     plain = {**EXPERTS, "moe-router-load-balancing-type": "none", "moe-aux-loss-coeff": 0, "train-iters": 4}
     load = started(train, tmp_path, plain)
     parallel = {"context-parallel-size": 1, "expert-model-parallel-size": 2}

@@ -16,7 +16,7 @@ from megatron_balance.errors import PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
-from megatron_balance.runtime.agree import check_agreement
+from megatron_balance.training.agree import check_agreement
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from tests.support import dense

@@ -1,9 +1,11 @@
 """Training jobs on this machine: import torch and Megatron once, then fork the ranks of every job.
 
-Most of a short run is its start, so whatever all ranks would import, read or compute alike is there before they are forked.
+Most of a short run is its start, so whatever all ranks would import, read or compute alike is there
+before they are forked.
 
-`Trainer` (in the test process) starts this file as a server, which is the process that says "cuda" and means "cpu"; the test process stays
-as it is. One job is one line of JSON to the server and one line back.
+`Trainer` (in the test process) starts this file as a server, which is the process that says "cuda"
+and means "cpu"; the test process stays as it is. One job is one line of JSON to the server and one
+line back.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TAIL_BYTES = 6000
 DUMP_S = 1.0  # between asking the ranks for their stacks and killing them
 PORTS = range(15000, 32000)
-"""Of the ranks' stores: below the range from which Linux serves those who ask for any free port, as gloo's connections do."""
-# What torch and Megatron import only while a job runs: for the first optimizer, for checkpoints, for tokenizers.
+"""Of the ranks' stores: below the range from which Linux serves those who ask for any free port, as
+gloo's connections do.
+"""
+# What torch and Megatron import only while a job runs: for the first optimizer, for checkpoints,
+# for tokenizers.
 IMPORTED_LATE = (
     "torch._dynamo",
     "torch.utils.serialization",
@@ -50,12 +55,16 @@ IMPORTED_LATE = (
 )
 
 Entry = Literal["pretrain_gpt", "launch", "plain"]
-"""Our own entry; the launcher (argv[0] is the script); the script alone, on the CPU but without balance."""
+"""Our own entry; the launcher (argv[0] is the script); the script alone, on the CPU but without
+balance.
+"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training run. `kill_after`: (file, lines): all ranks are killed once the file has so many lines."""
+    """One training run. `kill_after`: (file, lines): all ranks are killed once the file has so many
+    lines.
+    """
 
     entry: Entry
     num_ranks: int
@@ -69,7 +78,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Exit codes by rank (negative: killed by that signal), ranks in the order they ended, and where the logs are."""
+    """Exit codes by rank (negative: killed by that signal), ranks in the order they ended, and
+    where the logs are.
+    """
 
     codes: tuple[int, ...]
     ended: tuple[int, ...]
@@ -150,11 +161,13 @@ def prepare_ranks() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
-    # A rank makes Megatron's parser twice, and each time most of that is parsing classes' sources for the texts of --help.
+    # A rank makes Megatron's parser twice, and each time most of that is parsing classes' sources
+    # for the texts of --help.
     texts = functools.cache(ArgumentGroupFactory.__new__(ArgumentGroupFactory)._get_field_docstrings)
     ArgumentGroupFactory._get_field_docstrings = staticmethod(texts)  # pyright: ignore[reportAttributeAccessIssue]
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    # A rank that saves starts a process for the results; as Megatron starts it, that would import torch once more.
+    # A rank that saves starts a process for the results; as Megatron starts it, that would import
+    # torch once more.
     filesystem_async.get_write_results_queue = functools.partial(filesystem_async.get_write_results_queue, "fork")
     gc.collect()
     gc.freeze()  # else a rank's first collection writes to, and so copies, all that it inherits
@@ -169,7 +182,9 @@ def free_port() -> int:
 
 
 def run_job(job: Job) -> dict[int, int]:
-    """Exit codes by rank, in the order the ranks ended. Ranks that outlive the deadline, or another's failure, are ended."""
+    """Exit codes by rank, in the order the ranks ended. Ranks that outlive the deadline, or
+    another's failure, are ended.
+    """
     port = free_port()
     ranks = {os.fork() or run_rank(job, rank, port): rank for rank in range(job.num_ranks)}
     codes: dict[int, int] = {}

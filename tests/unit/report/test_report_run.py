@@ -14,7 +14,7 @@ from megatron_balance.report import run, steps, verdict
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
-    """A step as `megatron.log` writes it, with the keys that a report reads."""
+    """A step as `training.log` writes it, with the keys that a report reads."""
     return {
         "step": step,
         "loss": 6.0 - 0.1 * step,
@@ -231,8 +231,9 @@ def test_one_run_twice_is_a_mistake_and_two_of_one_name_are_told_apart(tmp_path)
 
 
 def test_real_keys_are_those_that_are_read():
-    """What `megatron.log` writes has every key that a report reads."""
-    written = (Path(__file__).resolve().parents[3] / "megatron_balance" / "megatron" / "log.py").read_text(encoding="utf-8")
+    """The record that `training.log` writes has every key that a report reads."""
+    room = Path(__file__).resolve().parents[3] / "megatron_balance" / "training"
+    written = "".join((room / name).read_text(encoding="utf-8") for name in ("log.py", "figures.py"))
     missing = [key for key in ("step", "step_ms", "planner", "counters", *steps.NUMBERS, *steps.LOADS) if f'"{key}"' not in written]
     assert missing == []
     assert set(verdict.NAMES) == set(run.FOLLOWED)

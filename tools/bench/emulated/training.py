@@ -28,12 +28,13 @@ from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import ping_pong as ping_pong_order
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.ir.plan import BatchPlan
-from megatron_balance.megatron import entry, forward_backward, ping_pong, session
+from megatron_balance.megatron import entry, ping_pong, session
 from megatron_balance.megatron.data import PADDING
 from megatron_balance.megatron.planning import StepPlanner
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
+from megatron_balance.training import binding
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
 from tools.bench.emulated.exchanges import exchanges_of
@@ -253,7 +254,7 @@ class _Meter(Meter):
         """Wrap what is measured."""
         planner = self._planner
         session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
-        forward_backward.bind = self._bind
+        binding.bind = self._bind
         attention.run_forward = self._timed("forward_calls", attention.run_forward)
         attention.run_backward = self._timed("backward_calls", attention.run_backward)
         megatron_training.train_step = self._measured(megatron_training.train_step)

@@ -14,13 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import training as megatron_training
 
-from megatron_balance.megatron import forward_backward, pipeline_ticks, session
+from megatron_balance.megatron import session
 from megatron_balance.megatron.pipeline_ticks import TickRun
 from megatron_balance.megatron.planning import PlannedStep, StepPlanner
 from megatron_balance.megatron.tick_planning import JointStepPlanner
-from megatron_balance.runtime import bind as binding
-from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.bind import Bound, bind
 from megatron_balance.runtime.trace import Trace, exchange_s
+from megatron_balance.training import binding
 from tools.bench.distca.pipeline.job import TOGETHER, cut
 from tools.bench.distca.pipeline.report import Idle, warms_up
 from tools.bench.emulated import device
@@ -72,7 +72,7 @@ class _Meter(Meter):
         """Wrap what is measured."""
         planner = self._planner
         session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
-        forward_backward.bind = pipeline_ticks.bind = self._bind
+        binding.bind = self._bind
         TickRun._serve = self._served(TickRun._serve)
         megatron_training.train_step = self._measured(megatron_training.train_step)
         megatron_training.finalize_model_grads = self.reduced(megatron_training.finalize_model_grads)
@@ -88,7 +88,7 @@ class _Meter(Meter):
     def _bind(self, *args: Any, **kwargs: Any) -> Bound:
         trace: Trace = []
         self.step.traces.append(trace)
-        return binding.bind(*args, trace=trace, **kwargs)
+        return bind(*args, trace=trace, **kwargs)
 
     def _served(self, serve: Callable[..., None]) -> Callable[..., None]:
         def served(run: TickRun, tick: Any, bounds: Any) -> None:

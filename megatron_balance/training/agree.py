@@ -1,7 +1,4 @@
-"""Agreement of all ranks on a plan.
-
-Compared in the first steps and then every so often; a difference is an error on every rank.
-"""
+"""Agreement: ranks compare their plans, and a difference is an error on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from megatron_balance.runtime.groups import Groups
 
 
 def check_agreement(fingerprint: str, groups: Groups, device: torch.device | str = "cpu") -> None:
-    """Compare `fingerprint` (hex, at most 16 digits) across the pool. Collective.
+    """Compare `fingerprint` (16 hex digits) across the pool. Collective.
 
     Raises:
         PlanMismatchError: on every rank of the pool, naming the ranks that differ from most others.
@@ -25,7 +22,7 @@ def check_agreement(fingerprint: str, groups: Groups, device: torch.device | str
         return
     if dist.get_backend(groups.pool) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]
+    words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
     mine = torch.tensor(words, dtype=torch.int64, device=device)
     every = torch.empty(2 * groups.size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(every, mine, group=groups.pool)

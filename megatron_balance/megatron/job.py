@@ -1,0 +1,46 @@
+"""The facts of a training job that plans are made for; the session has them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Protocol
+
+from megatron_balance.config import RunConfig
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.megatron.data import DocumentDataset
+from megatron_balance.training.pool import Pool
+
+
+class PlannedJob(Protocol):
+    """The part of `session.Session` that planning reads, so that planning need not know the session."""
+
+    args: argparse.Namespace
+    """Megatron's."""
+    config: RunConfig
+    joint: bool
+    """Whether all pipeline stages attend together, tick by tick."""
+    ping_pong: bool
+    """Whether microbatches run as two nano-batches."""
+    train_data: DocumentDataset | None
+    """The training samples if they are ours."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of which a rank's rows are a multiple."""
+        ...
+
+    def cluster(self) -> Cluster:
+        """The pool as planners see it."""
+        ...
+
+    def joint_cluster(self) -> Cluster:
+        """The pools of all stages as planners see them."""
+        ...
+
+    def model(self) -> Model:
+        """The model as planners see it."""
+        ...

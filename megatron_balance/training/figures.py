@@ -1,0 +1,214 @@
+"""The figures of a training step: loads before and after planning, traffic, a predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.measured import MeasuredCost
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.tick import TickPlan
+from megatron_balance.simulator import pipeline
+from megatron_balance.training.lengths import PoolLengths
+from megatron_balance.training.nano_batches import NanoBatches
+from megatron_balance.training.pool import Pool
+
+Cost: TypeAlias = AnalyticCost | MeasuredCost
+Floats: TypeAlias = npt.NDArray[np.float64]
+Json: TypeAlias = dict[str, Any]
+
+BACKWARD = 2
+"""A layer's backward pass takes twice its forward pass."""
+
+
+class PlannedStep(Protocol):
+    """The plans of one step, as figures and the log read them."""
+
+    @property
+    def plans(self) -> tuple[MicrobatchPlan, ...]:
+        """Of every nano-batch, microbatch by microbatch."""
+        ...
+
+    @property
+    def plans_of(self) -> tuple[range, ...]:
+        """By microbatch: which of `plans` are its nano-batches'."""
+        ...
+
+    @property
+    def parts(self) -> tuple[NanoBatches, ...]:
+        """By microbatch: the sequences of its nano-batches."""
+        ...
+
+    @property
+    def ticks(self) -> tuple[tuple[TickPlan, ...], ...]:
+        """By nano-batch, where all pipeline stages attend together; else empty."""
+        ...
+
+    @property
+    def plan_s(self) -> float:
+        """Seconds of planning, wherever it ran."""
+        ...
+
+    @property
+    def wait_s(self) -> float:
+        """Of `plan_s`, how long the step waited."""
+        ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Facts of a training job that figures need.
+
+    `cost`: by which time is predicted; its cluster is the pool's. `num_chunks`: model chunks of
+    each pipeline stage.
+    """
+
+    pool: Pool
+    model: Model
+    cost: Cost
+    num_chunks: int = 1
+
+
+def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
+    """The figures of a step, as its record has them.
+
+    Tokens, bytes and transfers are those of one layer's forward.
+    """
+    cost = job.cost
+    each = [figures(plan, job.model, cost.cluster.ranks_per_nic) for plan in planned.plans]
+    tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
+    pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
+    seconds = [
+        max(cost.attention_s(p) + cost.linear_s(t) for p, t in zip(ps, ts, strict=True)) for ps, ts in zip(pairs, tokens, strict=True)
+    ]
+    buffers = job.pool.joint.buffers
+    record: Json = {
+        "planner": planned.plans[0].planner,
+        "num_sequences": sum(f["num_sequences"] for f in each),
+        "num_tokens": sum(f["num_tokens"] for f in each),
+        "num_microbatches": len(planned.parts),
+        "imbalance_before": imbalance_before(shared, job.pool),
+        "imbalance_after": {"tokens": imbalance_after(tokens), "attention": imbalance_after(pairs)},
+        "kv_tokens_received": float(sum(np.mean(f["kv_tokens_received_per_rank"]) for f in each)),
+        "kv_tokens_received_inter_node": float(sum(np.mean(f["kv_tokens_received_inter_node_per_rank"]) for f in each)),
+        "zones": _zones(planned.plans),
+        "remapped_tokens": sum(f["remap"]["tokens_moved"] for f in each),
+        "remapped_tokens_inter_node": sum(f["remap"]["tokens_moved_inter_node"] for f in each),
+        "routed_transfers": sum(f["routed_transfers"] for f in each),
+        "bytes_sent_per_nic": np.sum([f["bytes_sent_per_nic"] for f in each], axis=0).tolist(),
+        "bytes_received_per_nic": np.sum([f["bytes_received_per_nic"] for f in each], axis=0).tolist(),
+        # Memory that this rank's attention calls share: the most in use at once so far, and what is
+        # set aside for it.
+        "buffer_bytes": {"peak": buffers.peak_bytes, "held": buffers.held_bytes},
+        # Compute only: neither transfers nor what surrounds the layers.
+        "predicted_ms": 1e3 * _through_stages([sum(seconds[i] for i in own) for own in planned.plans_of], job),
+    }
+    if planned.ticks:
+        ticks = tick_figures(planned.ticks, job.model, cost, job.num_chunks)
+        record["imbalance_after"]["attention"] = imbalance_after(ticks.pop("attention"))
+        record.update(ticks)
+    return record
+
+
+def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost: Cost, num_chunks: int) -> Json:
+    """The figures of ticks in which all pipeline stages attend together.
+
+    Received tokens count, as for microbatches, one layer of every forward pass of a stage.
+
+    Args:
+        nano_batches: by nano-batch, the ticks of the step.
+        model: the whole model.
+        cost: its cluster's NICs are those of the ranks.
+        num_chunks: of each stage.
+    """
+    each = list(chain.from_iterable(_by_tick(ticks, model, cost.cluster.ranks_per_nic) for ticks in nano_batches))
+    ticks = list(chain.from_iterable(nano_batches))
+    forward = [of_tick for one, of_tick in zip(ticks, each, strict=True) if not one.tick.backward]
+    pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
+    tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
+    seconds = [max(map(cost.attention_s, ps)) + max(map(cost.linear_s, ts)) for ps, ts in zip(pairs.tolist(), tokens.tolist(), strict=True)]
+    layers = model.num_layers / (len(ticks[0].tick.cells) * num_chunks)
+    passes = [BACKWARD if one.tick.backward else 1 for one in ticks]
+    return {
+        "planner": ticks[0].plan.planner,
+        "num_ticks": len(nano_batches[0]),
+        "kv_tokens_received": sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in forward) / num_chunks,
+        "kv_tokens_received_inter_node": sum(float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward) / num_chunks,
+        "routed_transfers": sum(f["routed_transfers"] for f in forward),
+        "bytes_sent_per_nic": (np.sum([f["bytes_sent_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
+        "bytes_received_per_nic": (np.sum([f["bytes_received_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
+        # All ranks meet twice in every layer of a tick, before attention and behind it.
+        "predicted_ms": 1e3 * layers * sum(n * s for n, s in zip(passes, seconds, strict=True)),
+        "attention": pairs,
+    }
+
+
+def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
+    """Imbalance (largest over mean load) if every replica had kept its samples, cut zigzag.
+
+    Replicas without a plan meet only when gradients are reduced, so a replica's load is its sum
+    over the step's microbatches.
+    """
+    tokens, pairs = np.zeros(pool.size), np.zeros(pool.size)
+    for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
+        sizes = np.array(lengths, dtype=np.float64)
+        np.add.at(tokens, owners, sizes)
+        np.add.at(pairs, owners, sizes * (sizes + 1) / 2)
+    readers = list(pool.readers)
+    return {"tokens": _max_over_mean(tokens[readers]), "attention": _max_over_mean(pairs[readers])}
+
+
+def imbalance_after(loads: Floats) -> float:
+    """Imbalance of loads [M, R] of ranks that exchange in every microbatch.
+
+    Sum of the largest loads over sum of the mean loads.
+    """
+    mean = loads.mean(axis=1).sum()
+    return float(loads.max(axis=1).sum() / mean) if mean else 1.0
+
+
+def _max_over_mean(loads: Floats) -> float:
+    mean = loads.mean()
+    return float(loads.max() / mean) if mean else 1.0
+
+
+def _zones(plans: Sequence[MicrobatchPlan]) -> Json:
+    """By name of a zone, the number of sequences in it."""
+    names: Json = {}
+    for plan in plans:
+        for zone in plan.zones:
+            names[zone.name] = names.get(zone.name, 0) + len(zone.seqs)
+    return names
+
+
+def _through_stages(seconds: Sequence[float], job: Job) -> float:
+    """Seconds until the last stage is done, in Megatron's order of microbatches.
+
+    `seconds`: that each microbatch takes in a layer.
+    """
+    stages, chunks = job.pool.num_stages, job.num_chunks
+    if len(seconds) % stages:
+        chunks = 1  # groups of another size than Megatron's own: said as if not interleaved
+    layers = job.model.num_layers / (stages * chunks)
+
+    def run(_stage: int, step: pipeline.Pass, begin: Floats) -> Floats:
+        return begin + layers * seconds[step.microbatch] * (BACKWARD if step.backward else 1)
+
+    return pipeline.total_s(pipeline.run(stages, len(seconds), chunks, 1, run, lambda _: np.zeros(1)))
+
+
+def _by_tick(ticks: Sequence[TickPlan], model: Model, ranks_per_nic: int) -> list[Json]:
+    """Figures of each tick's plan; ticks of the same microbatches share one."""
+    by_plan = {one.tick.microbatches: figures(one.plan, model, ranks_per_nic) for one in ticks}
+    return [by_plan[one.tick.microbatches] for one in ticks]

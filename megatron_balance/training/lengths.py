@@ -1,0 +1,105 @@
+"""Lengths of all sequences that the pool read, known on every rank before a plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError, DataError
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.training.pool import Pool, TensorParallel
+from megatron_balance.training.sequences import Sequences
+
+_FAILED = -1
+"""In place of a rank's first count: it could not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLengths:
+    """The sequences that the pool read in one step.
+
+    `lengths[m]`: of all sequences of microbatch m, replica by replica. `owners[m]` [sequences]: the
+    pool rank that holds each.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    owners: tuple[Ints, ...]
+
+
+def share_lengths(
+    mine: Sequence[Sequences],
+    failure: Exception | None,
+    num_microbatches: int,
+    pool: Pool,
+    tensor_parallel: TensorParallel,
+    device: torch.device,
+) -> PoolLengths:
+    """Share the lengths of all sequences.
+
+    Collective over the joint pool and the tensor-parallel group.
+
+    Args:
+        mine: by microbatch, what this rank read; empty on ranks whose microbatches do not count.
+        failure: the reason why this rank could not read, told to the others before it is raised.
+        num_microbatches: of a step.
+        pool: of this rank.
+        tensor_parallel: its rank 0 shares, and hands on.
+        device: that the process groups work on.
+
+    Raises:
+        DataError: a rank could not read its microbatches, or stages read different ones. Every rank
+            raises, so none waits for another.
+    """
+    table = torch.empty(0)
+    if tensor_parallel.is_source:
+        counts = [len(m.lengths) for m in mine]
+        row = [_FAILED] if failure is not None else [*counts, *(length for m in mine for length in m.lengths)]
+        width = torch.tensor([len(row)], dtype=torch.int64, device=device)
+        joint = pool.joint
+        if joint.size > 1:  # a pool of one has no process group
+            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=joint.pool)
+        padded = torch.zeros(int(width), dtype=torch.int64)
+        padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
+        table = padded[None].to(device)
+        if joint.size > 1:
+            table = torch.empty(joint.size, int(width), dtype=torch.int64, device=device)
+            dist.all_gather(list(table.unbind()), padded.to(device), group=joint.pool)
+    if tensor_parallel.size > 1:
+        size = torch.tensor([table.numel()], dtype=torch.int64, device=device)
+        dist.broadcast(size, tensor_parallel.source, group=tensor_parallel.group)
+        table = table if tensor_parallel.is_source else torch.empty(int(size), dtype=torch.int64, device=device)
+        dist.broadcast(table, tensor_parallel.source, group=tensor_parallel.group)
+    rows = table.cpu().numpy().reshape(pool.joint.size, -1)
+    _check_read(rows, failure, pool)
+    return _split_by_microbatch(rows[: pool.size], num_microbatches, pool)
+
+
+def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
+    """Reject a step that a rank could not read, or that stages read differently."""
+    failed = [pool.joint.ranks[rank] for rank in np.flatnonzero(rows[:, 0] == _FAILED)]
+    if failed:
+        if isinstance(failure, BalanceError):
+            raise failure
+        raise DataError(f"ranks {failed} could not read their microbatches; the reason is in the log of each") from failure
+    first, last = rows[: pool.size], rows[-pool.size :]
+    if not np.array_equal(first, last):
+        differing = [pool.joint.ranks[rank] for rank in np.flatnonzero((first != last).any(axis=1))]
+        raise DataError(
+            f"ranks {differing} and their peers on the last pipeline stage read different samples; give all ranks the same data set"
+        )
+
+
+def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool) -> PoolLengths:
+    lengths: list[list[int]] = [[] for _ in range(num_microbatches)]
+    owners: list[list[int]] = [[] for _ in range(num_microbatches)]
+    for reader in pool.readers:
+        at = num_microbatches
+        for m, count in enumerate(rows[reader, :num_microbatches].tolist()):
+            lengths[m] += rows[reader, at : at + count].tolist()
+            owners[m] += [reader] * count
+            at += count
+    return PoolLengths(tuple(map(tuple, lengths)), tuple(np.array(o, dtype=np.int64) for o in owners))

@@ -1,0 +1,210 @@
+"""The record of a step: a line in the log, an object in `steps.jsonl`, scalars for writers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.runtime.counters import Counters
+from megatron_balance.training.figures import Job, Json, PlannedStep, step_figures
+from megatron_balance.training.lengths import PoolLengths
+
+log = logging.getLogger(__name__)
+
+STEPS_FILE = "steps.jsonl"
+CONFIG_FILE = "config.yaml"
+
+ScalarWriter: TypeAlias = Callable[[str, float, int], object]
+"""Takes a name, a value and the number of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogTarget:
+    """The files and writers of a job's records.
+
+    `folder`: None: no files. `config`: the resolved configuration, written beside the records.
+    `writes`: whether this rank writes the log line and the files; true on one rank. `writers`: of
+    scalars, for a step; also on other ranks.
+    """
+
+    folder: Path | None = None
+    config: str = ""
+    writes: bool = True
+    writers: Callable[[int], Sequence[ScalarWriter]] = lambda _: ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """The facts of a step that are known before its loss is. `counters`: of this rank, by plan."""
+
+    planned: PlannedStep
+    shared: PoolLengths
+    counters: tuple[Counters, ...]
+
+
+class StepLog:
+    """Collects a step while it runs, and writes it when its loss has been reduced."""
+
+    def __init__(self, target: LogTarget) -> None:
+        """Open the files.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        self._target = target
+        self._file: IO[str] | None = None
+        self._begun: float | None = None
+        self._ran: _Ran | None = None
+        self._job: tuple[Job, torch.device] | None = None
+        folder = target.folder
+        if folder is not None and target.writes:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / CONFIG_FILE).write_text(target.config, encoding="utf-8")
+                self._file = (folder / STEPS_FILE).open("a", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"folder of the step log, {folder}: cannot be written ({error.strerror}); name another one") from None
+
+    def describe(self, job: Job, device: torch.device) -> None:
+        """Tell the log what no step changes. `device`: that the process groups work on."""
+        self._job = (job, device)
+
+    def begin(self, forward_only: bool) -> None:
+        """Start the clock of a step; where a step runs again, the first start counts."""
+        if not forward_only and self._begun is None:
+            self._begun = time.perf_counter()
+
+    def ran(self, planned: PlannedStep, shared: PoolLengths, counters: Sequence[Counters]) -> None:
+        """Keep the facts of a step, all of whose microbatches have run."""
+        self._ran = _Ran(planned, shared, tuple(counters))
+
+    def finish(self, step: int, loss: float | torch.Tensor | None, grad_norm: float | torch.Tensor | None) -> None:
+        """Write the step. Collective over the joint pool if there is a folder.
+
+        `loss`: reduced; with pipeline stages only the last one needs to know it.
+        """
+        ran, begun = self._ran, self._begun
+        self._ran = self._begun = None
+        if ran is None or begun is None or self._job is None:
+            return
+        step_s = time.perf_counter() - begun
+        reduced = _number(loss)
+        counted = _table(ran.counters)[None]
+        if self._target.folder is not None:
+            counted, reduced = self._gather(ran.counters), self._from_last_stage(reduced)
+        writers = self._target.writers(step)
+        if not (self._target.writes or writers):
+            return
+        record: Json = {
+            "step": int(step),
+            "loss": reduced,
+            "grad_norm": _number(grad_norm),
+            **step_figures(ran.planned, ran.shared, self._job[0]),
+            **_counted(counted),
+            "plan_ms": 1e3 * ran.planned.plan_s,
+            "plan_wait_ms": 1e3 * ran.planned.wait_s,
+            "step_ms": 1e3 * step_s,
+            "fingerprint": ran.planned.fingerprint,
+        }
+        if self._target.writes:
+            _log_line(record)
+            if self._file is not None:
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()
+        for name, value in _scalars(record) if writers else ():
+            for write in writers:
+                write(name, value, step)
+
+    def close(self) -> None:
+        """Close the files; later steps are not written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _gather(self, counters: tuple[Counters, ...]) -> Ints:
+        """Counters of all ranks of the joint pool [R, M, counters]."""
+        assert self._job is not None
+        job, device = self._job
+        joint = job.pool.joint
+        if joint.size == 1:
+            return _table(counters)[None]
+        own = torch.from_numpy(_table(counters)).to(device)
+        everyone = own.new_empty(joint.size, *own.shape)
+        dist.all_gather(list(everyone.unbind()), own, group=joint.pool)
+        return everyone.cpu().numpy()
+
+    def _from_last_stage(self, loss: float | None) -> float | None:
+        """The loss of the last pipeline stage, on all."""
+        assert self._job is not None
+        job, device = self._job
+        if job.pool.num_stages == 1:
+            return loss
+        # NaN where there is none: no token was trained on, as Megatron has it.
+        known = torch.tensor([math.nan if loss is None else loss], dtype=torch.float64, device=device)
+        dist.broadcast(known, job.pool.joint.ranks[-1], group=job.pool.joint.pool)
+        return float(known)
+
+
+_COUNTERS = tuple(field.name for field in fields(Counters))
+
+
+def _table(counters: Sequence[Counters]) -> Ints:
+    """Counters of one rank [M, counters] int64."""
+    return np.array([[getattr(c, name) for name in _COUNTERS] for c in counters], dtype=np.int64).reshape(-1, len(_COUNTERS))
+
+
+def _counted(table: Ints) -> Json:
+    """Counters of the ranks [R, M, counters] as the record has them.
+
+    The step's sums by rank, and the mean of kernel calls.
+    """
+    sums = table.sum(axis=1)
+    kernel_calls = sums[:, _COUNTERS.index("kernel_calls")]
+    return {"kernel_calls": float(kernel_calls.mean()), "counters": {name: sums[:, at].tolist() for at, name in enumerate(_COUNTERS)}}
+
+
+def _number(value: float | torch.Tensor | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _scalars(record: Json) -> list[tuple[str, float]]:
+    flat = [(f"{name}/{of}", value) for name in ("imbalance_before", "imbalance_after") for of, value in record[name].items()]
+    names = (
+        *("kv_tokens_received", "remapped_tokens", "routed_transfers", "kernel_calls", "num_sequences", "num_tokens"),
+        *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),
+    )
+    return [(f"balance/{name}", float(value)) for name, value in [*flat, *((n, record[n]) for n in names)]]
+
+
+def _log_line(record: Json) -> None:
+    before_, after = record["imbalance_before"], record["imbalance_after"]
+    log.info(
+        "step %d: %s, %d sequences, %d tokens, imbalance tokens %.3f -> %.3f, attention %.3f -> %.3f, %d tokens remapped, "
+        "%d transfers routed, plan %.1f ms (waited %.1f), step %.0f ms (predicted compute %.2f)",
+        record["step"],
+        record["planner"],
+        record["num_sequences"],
+        record["num_tokens"],
+        before_["tokens"],
+        after["tokens"],
+        before_["attention"],
+        after["attention"],
+        record["remapped_tokens"],
+        record["routed_transfers"],
+        record["plan_ms"],
+        record["plan_wait_ms"],
+        record["step_ms"],
+        record["predicted_ms"],
+    )

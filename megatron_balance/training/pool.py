@@ -1,0 +1,186 @@
+"""Pools: the ranks over which a plan may move tokens. They hold the same parameters.
+
+With pipeline stages every stage has its own pool. The pools of all stages at one tensor-parallel
+coordinate form a joint pool, stage by stage: they compute the same microbatches, so what is read
+and planned is shared over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch.distributed as dist
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.groups import Groups, make_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """This rank's pool. Pool ranks are 0 to `size` - 1, node by node."""
+
+    groups: Groups
+    ranks_per_node: int
+    replicas: tuple[int, ...]
+    """By pool rank: the number of its replica. The ranks of a replica read the same microbatches.
+    """
+    readers: tuple[int, ...]
+    """By replica: the pool rank whose microbatches count."""
+    stage: int = 0
+    num_stages: int = 1
+    joint_groups: Groups | None = None
+    """Groups of the joint pool; None: there is one stage."""
+    joint_ranks_per_node: int = 0
+    """Ranks of the joint pool on a node; 0: they are spread unevenly or not node by node."""
+
+    @property
+    def joint(self) -> Groups:
+        """The pools of all stages; rank `stage * size + rank` of it is this one."""
+        return self.groups if self.joint_groups is None else self.joint_groups
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether this stage embeds tokens or computes the loss."""
+        return self.stage in (0, self.num_stages - 1)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    @property
+    def size(self) -> int:
+        return self.groups.size
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.readers)
+
+    @property
+    def replica(self) -> int:
+        """The replica of this rank."""
+        return self.replicas[self.rank]
+
+    @property
+    def reads(self) -> bool:
+        """Whether the microbatches that this rank reads count."""
+        return self.rank in self.readers
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Ranks that compute the same tokens; their rank 0 reads, exchanges and hands on."""
+
+    group: dist.ProcessGroup | None = None
+    """None: this rank alone."""
+    source: int = 0
+    """Global rank of its rank 0."""
+
+    @property
+    def is_source(self) -> bool:
+        return self.group is None or self.group.rank() == 0
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One rank's place in the job, told to all others once.
+
+    `pool`: global ranks of its pool. `replica`, `reads`: as `Pool.replicas` and `Pool.readers` have
+    it. `stages`: global ranks of all pipeline stages at its coordinate; empty or one: no pipeline.
+    """
+
+    pool: tuple[int, ...]
+    replica: int
+    reads: bool = True
+    stage: int = 0
+    stages: tuple[int, ...] = ()
+    host: str = ""
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Membership:
+        """A rank of a plain process group, in which every rank reads microbatches of its own."""
+        return cls(tuple(dist.get_process_group_ranks(group)), replica=group.rank())
+
+
+def make_pool(mine: Membership, ranks_per_node: int | None = None, sms: Mapping[str, int] | None = None, *, joint: bool = False) -> Pool:
+    """Make the process groups of all pools, and return this rank's pool.
+
+    Collective over the world, once.
+
+    Args:
+        mine: of this rank.
+        ranks_per_node: ranks of the job on a node, numbered node by node; None: nodes are told
+            apart by host name.
+        sms: as for `make_groups`.
+        joint: attention runs over the joint pools, which then have the groups and streams that it
+            takes; else over each stage's pool.
+
+    Raises:
+        ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are
+            not numbered node by node.
+    """
+    mine = dataclasses.replace(mine, host=socket.gethostname())
+    everyone: list[Membership] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    nodes: list[int | str] = (
+        [each.host for each in everyone] if ranks_per_node is None else [rank // ranks_per_node for rank in range(len(everyone))]
+    )
+    pools = sorted({each.pool for each in everyone})
+    per_node = {pool: node_size([nodes[rank] for rank in pool], pool) for pool in pools}
+    if len(set(per_node.values())) > 1:
+        raise ConfigError(f"pools hold different numbers of ranks per node: {sorted(set(per_node.values()))}; set cluster.ranks_per_node")
+    size = per_node[mine.pool]
+    replicas = tuple(everyone[rank].replica for rank in mine.pool)
+    first = {everyone[rank].replica: at for at, rank in enumerate(mine.pool) if everyone[rank].reads}
+    readers = tuple(first[replica] for replica in sorted(first))
+    if len(mine.stages) <= 1:
+        return Pool(make_groups(pools, size, sms=sms), size, replicas, readers)
+    joints = sorted({tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage) for pool in pools})
+    joint_size = _common_node_size(joints, nodes)
+    if joint:
+        groups, joint_groups = _plain_groups(pools), make_groups(joints, joint_size, sms=sms)
+    else:
+        groups, joint_groups = make_groups(pools, size, sms=sms), _plain_groups(joints)
+    return Pool(groups, size, replicas, readers, mine.stage, len(mine.stages), joint_groups, joint_size)
+
+
+def _plain_groups(pools: Sequence[tuple[int, ...]]) -> Groups:
+    """A group for each pool, for what is shared over it, and nothing that attention takes."""
+    me = dist.get_rank()
+    made = {pool: cast("dist.ProcessGroup", dist.new_group(list(pool))) for pool in pools}
+    mine = next(pool for pool in pools if me in pool)
+    return Groups(mine.index(me), len(mine), mine, made[mine] if len(mine) > 1 else None)
+
+
+def _common_node_size(pools: Sequence[tuple[int, ...]], nodes: Sequence[int | str]) -> int:
+    """Ranks of a pool on a node; 0 if that differs, or their ranks are not numbered node by node."""
+    try:
+        sizes = {node_size([nodes[rank] for rank in pool], pool) for pool in pools}
+    except ConfigError:
+        return 0
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def node_size(nodes: Sequence[int | str], ranks: Sequence[int]) -> int:
+    """Ranks per node of a pool whose ranks lie on `nodes`.
+
+    Raises:
+        ConfigError: nodes with different numbers of ranks, or ranks not numbered node by node.
+    """
+    counts = Counter(nodes)
+    changes = sum(a != b for a, b in zip(nodes, nodes[1:], strict=False))
+    if len(set(counts.values())) > 1 or changes + 1 != len(counts):
+        shown = ", ".join(f"{node}: {count}" for node, count in counts.items())
+        raise ConfigError(
+            f"ranks {list(ranks)} lie on nodes unevenly or not node by node ({shown}); start the same number of ranks on every node, "
+            "or set cluster.ranks_per_node in the configuration"
+        )
+    return next(iter(counts.values()))

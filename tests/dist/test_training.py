@@ -1,0 +1,43 @@
+"""Documents reach the ranks that compute them, and results come back; no Megatron."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import training_jobs
+from tests.support.pool import NUM_RANKS, Pool
+
+pytestmark = pytest.mark.dist
+
+# Two microbatches; one rank reads no document of the first, and one a document that fills two
+# ranks.
+LENGTHS = (((700, 3), (5,)), ((), (90, 1, 33)), ((40,), (200, 7)), ((1, 1, 60), (12,)))
+
+
+@pytest.mark.parametrize(("planner", "ping_pong"), [("zeppelin", False), ("distca", True), ("te_ring", False)])
+def test_rows_arrive_in_the_order_of_the_plan_and_results_come_back(pool: Pool, planner: str, ping_pong: bool) -> None:
+    ranks = pool.run(training_jobs.step, len(LENGTHS), LENGTHS, planner, ping_pong)
+    assert len(ranks[0].rows) == (4 if ping_pong else 2)
+    for received in ranks:
+        assert received.rows == received.planned
+        assert received.back == received.read
+    total = sum(n for of_rank in LENGTHS for microbatch in of_rank for n in microbatch)
+    rows = [row for received in ranks for each in received.rows for row in each]
+    assert len(rows) == len(set(rows)) == total
+
+
+def test_a_pool_of_one_rank_exchanges_nothing(pool: Pool) -> None:
+    (received,) = pool.run(training_jobs.step, 1, LENGTHS[1:2], "zeppelin", False)
+    assert received.rows == received.planned
+    assert received.back == received.read
+
+
+def test_every_rank_hears_of_one_that_cannot_read(pool: Pool) -> None:
+    heard = pool.run(training_jobs.read_with_failure, 4, 2)
+    assert heard.pop(2) == "this rank was asked to fail"
+    assert set(heard) == {"ranks [2] could not read their microbatches; the reason is in the log of each"}
+
+
+def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
+    everyone = tuple(range(NUM_RANKS))
+    assert pool.run(training_jobs.pool_of_group, NUM_RANKS) == [(rank, NUM_RANKS, 4, everyone) for rank in everyone]

@@ -1,0 +1,100 @@
+"""A step of training on the ranks of the pool, as an adapter takes it: there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance import make_planner
+from megatron_balance.errors import DataError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.planning.layers import Layers
+from megatron_balance.training.lengths import share_lengths
+from megatron_balance.training.microbatch import assemble
+from megatron_balance.training.nano_batches import by_nano_batch, nano_batches_of
+from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
+from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.tokens import TokenExchange
+from tests.support.pool import World
+
+CPU, ALONE = torch.device("cpu"), TensorParallel()
+
+Lengths = Sequence[Sequence[Sequence[int]]]
+"""By rank and microbatch: lengths of the documents that it reads."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """One rank's side of a step, by nano-batch.
+
+    `planned`, `rows`: (document, position) of its rows, as its plan has them and as they arrived.
+    `back`, `read`: documents of the rows that it read, as they came back and as it read them.
+    """
+
+    planned: list[list[tuple[int, int]]]
+    rows: list[list[tuple[int, int]]]
+    back: list[list[int]]
+    read: list[list[int]]
+
+
+def documents(rank: int, microbatch: int, lengths: Sequence[int]) -> Sequences:
+    """Documents whose rows (document, position) tell them all apart."""
+    made = [torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1) for at, n in enumerate(lengths)]
+    return Sequences.of(made, num_columns=2)
+
+
+def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Received:
+    """Plan the documents of all ranks and move their rows there and back."""
+    pool = Pool(world.groups, world.size, tuple(range(world.size)), tuple(range(world.size)))
+    mine = [documents(world.rank, m, own) for m, own in enumerate(lengths[world.rank])]
+    shared = share_lengths(mine, None, len(mine), pool, ALONE, CPU)
+    chosen = [nano_batches_of(each, ping_pong=ping_pong) for each in shared.lengths]
+    mine, apart = by_nano_batch(mine, shared, chosen, world.rank)
+    layers = Layers(remap=planner == "zeppelin")  # where tokens are owned by others than those that attend to them
+    plan = make_planner(planner, Cluster(world.size, world.size), Model(4, 2, 8), layers, tokens_per_rank=600)
+    exchange = TokenExchange(apart, [plan(each) for each in apart.lengths], pool)
+    rows = exchange.to_ranks(mine, 2, ALONE, CPU)
+    back = exchange.to_readers([each[:, 0].double() for each in rows])
+    ids = [[int(each.rows[start, 0]) for start in _starts(each.lengths)] for each in mine]
+    everyone: list[list[list[int]]] = [ids] * world.size
+    if world.size > 1:
+        dist.all_gather_object(everyone, ids, group=world.groups.pool)
+    planned: list[list[tuple[int, int]]] = []
+    for at, layout in enumerate(exchange.layouts):
+        known = [document for of_rank in everyone for document in of_rank[at]]
+        planned.append([(known[seq], position) for seq, start, stop in layout.tolist() for position in range(start, stop)])
+        local = assemble(rows[at], layout, 4)
+        assert local.positions[~local.padding].tolist() == [position for _, position in planned[-1]]
+    return Received(
+        planned,
+        [[(document, position) for document, position in each.tolist()] for each in rows],
+        [each.long().tolist() for each in back],
+        [each.rows[:, 0].tolist() for each in mine],
+    )
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:at]) for at in range(len(lengths))]
+
+
+def read_with_failure(world: World, failing: int) -> str:
+    """The answer that this rank gets when rank `failing` cannot read."""
+    pool = Pool(world.groups, world.size, tuple(range(world.size)), tuple(range(world.size)))
+    failure = DataError("this rank was asked to fail") if world.rank == failing else None
+    mine = [] if failure else [documents(world.rank, 0, (3,))]
+    try:
+        share_lengths(mine, failure, 1, pool, ALONE, CPU)
+    except DataError as error:
+        return str(error)
+    return "read"
+
+
+def pool_of_group(world: World) -> tuple[int, int, int, tuple[int, ...]]:
+    """Rank, size, ranks per node and readers of the pool of a plain process group."""
+    assert world.groups.pool is not None
+    pool = make_pool(Membership.of_group(world.groups.pool), ranks_per_node=4)
+    return pool.rank, pool.size, pool.ranks_per_node, pool.readers

@@ -1,0 +1,82 @@
+"""The record of a step, its file and its scalars."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from megatron_balance import make_planner
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.tick import TickPlan
+from megatron_balance.runtime.counters import Counters
+from megatron_balance.runtime.groups import single
+from megatron_balance.training.figures import Job
+from megatron_balance.training.lengths import PoolLengths
+from megatron_balance.training.log import LogTarget, StepLog
+from megatron_balance.training.nano_batches import NanoBatches
+from megatron_balance.training.pool import Pool
+
+LENGTHS = (30, 20, 40)
+CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
+
+
+@dataclass(frozen=True)
+class OneMicrobatch:
+    """The plans of a step, as the log reads them."""
+
+    plans: tuple[MicrobatchPlan, ...]
+    plans_of: tuple[range, ...] = (range(1),)
+    parts: tuple[NanoBatches, ...] = (((0, 1, 2),),)
+    ticks: tuple[tuple[TickPlan, ...], ...] = ()
+    plan_s: float = 0.25
+    wait_s: float = 0.125
+    fingerprint: str = "abc"
+
+
+def finished(steps: StepLog) -> None:
+    """An evaluation, then step 7."""
+    steps.describe(Job(Pool(single(), 1, (0,), (0,)), MODEL, AnalyticCost(CLUSTER, MODEL)), torch.device("cpu"))
+    steps.begin(forward_only=True)
+    steps.finish(1, None, None)
+    steps.begin(forward_only=False)
+    planned = OneMicrobatch((make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS),))
+    steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
+    steps.finish(7, torch.tensor(1.5), 0.25)
+    steps.close()
+
+
+def test_scalars_go_to_the_writers_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    written: list[tuple[str, float, int]] = []
+    with caplog.at_level(logging.INFO):
+        finished(StepLog(LogTarget(writers=lambda step: [lambda *scalar: written.append(scalar)] if step == 7 else [])))
+    scalars = {name: value for name, value, _ in written}
+    assert {step for _, _, step in written} == {7}, "evaluation is not a step"
+    assert scalars["balance/imbalance_after/attention"] == 1.0
+    assert scalars["balance/kernel_calls"] == 5
+    assert scalars["balance/num_tokens"] == 90
+    assert "step 7: zeppelin, 3 sequences, 90 tokens" in caplog.text
+
+
+def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None:
+    finished(StepLog(LogTarget(folder=tmp_path / "log", config="planner: zeppelin\n")))
+    assert (tmp_path / "log" / "config.yaml").read_text() == "planner: zeppelin\n"
+    (line,) = (tmp_path / "log" / "steps.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert (record["step"], record["loss"], record["grad_norm"], record["plan_ms"]) == (7, 1.5, 0.25, 250)
+    assert record["counters"]["kernel_calls"] == [5]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file: cannot be written"):
+        StepLog(LogTarget(folder=tmp_path / "file"))
