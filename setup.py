@@ -20,7 +20,7 @@ TORCH = "torch==2.13.0"
 GUROBI = ["gurobipy>=11"]
 HIGHS = ["scipy>=1.15"]
 ORTOOLS = ["ortools>=9.11"]
-REPORT = ["plotly>=6"]
+REPORT = ["jinja2>=3.1", "plotly>=6"]
 
 setup(
     name="megatron-balance",

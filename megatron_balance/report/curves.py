@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_balance.report.cases import Figures
 from megatron_balance.report.page import label
-from megatron_balance.report.plots import BLUE, GREY, ORANGE, RED, YELLOW, Figure, Json, axis, layout
+from megatron_balance.report.plots import BLUE, GREY, ORANGE, RED, YELLOW, Figure, Json, axis, bars, layout, stacked
 
 COLOURS = (RED, BLUE)
 
@@ -93,27 +93,14 @@ PARTS = {
 }
 
 
-def parts(found: Figures) -> Figure:
+def parts(of_runs: Figures) -> Figure:
     """The parts of a mean step, of each run."""
-    names = [label(name) for name in found]
-    data: list[Json] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": words,
-            "y": names,
-            "x": [each["parts_ms"][part] for each in found.values()],
-            "marker": {"color": colour},
-            "hovertemplate": "%{y}: %{x:.4g} ms<extra>" + words + "</extra>",
-        }
+    names = [label(name) for name in of_runs]
+    data = [
+        bars(words, names, [each["parts_ms"][part] for each in of_runs.values()], colour, "%{y}: %{x:.4g} ms")
         for part, (words, colour) in PARTS.items()
     ]
-    return data, layout(
-        160 + 44 * len(names),
-        barmode="stack",
-        xaxis=axis("milliseconds of a step, mean"),
-        yaxis=axis("", autorange="reversed", type="category"),
-    )
+    return data, stacked(names, 160, xaxis=axis("milliseconds of a step, mean"))
 
 
 def _step_axis() -> Json:
