@@ -1,4 +1,4 @@
-"""`megatron-balance papers`: a paper's published numbers beside ours, with the ratio.
+"""`megatron-balance reproduce`: a paper's published numbers beside ours, with the ratio.
 
 Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it is exact, simulated or measured.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `papers`."""
+    """Add the verb `reproduce`."""
     parser = subparsers.add_parser("reproduce", help="a paper's published numbers beside ours", description=__doc__)
     parser.add_argument("paper", metavar="PAPER", help="such as zeppelin")
     parser.add_argument("table", metavar="TABLE", nargs="?", help="one table or figure, such as fig11 (default: all)")

@@ -59,7 +59,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PaperTable:
     """A table or figure. `rows` computes it; `batches`: how many are drawn for each number unless the user says otherwise."""
 
     title: str
@@ -72,9 +72,9 @@ class Paper:
     """A paper. `tables` by the name that the command line takes, in the order of the paper."""
 
     title: str
-    tables: Mapping[str, Table]
+    tables: Mapping[str, PaperTable]
 
-    def chosen(self, name: str, table: str | None) -> dict[str, Table]:
+    def chosen(self, name: str, table: str | None) -> dict[str, PaperTable]:
         """One table of the paper `name`, or all.
 
         Raises:

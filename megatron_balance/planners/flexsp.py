@@ -87,16 +87,20 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     capacity = _capacity(batch, cluster, options)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     pricing = _Pricing(cluster, model, cost)
-    room = capacity * cluster.num_ranks
-    fewest = max(1, -(-batch.num_tokens // room))
+    pool_tokens = capacity * cluster.num_ranks
+    fewest = max(1, -(-batch.num_tokens // pool_tokens))
     tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
-    fitting = [cut for cut in tried if all(sum(batch.lengths[seq] for seq in seqs) <= room for seqs in cut)][:BLASTS]
+    fitting = [
+        microbatches for microbatches in tried if all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
+    ][:BLASTS]
     best_s, best = None, None
-    for cut in fitting:
-        found = [pricing.groups([batch.lengths[seq] for seq in seqs], capacity, options) for seqs in cut]
-        total_s = sum(pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g) for seqs, g in zip(cut, found, strict=True))
+    for microbatches in fitting:
+        grouped = [pricing.groups([batch.lengths[seq] for seq in seqs], capacity, options) for seqs in microbatches]
+        total_s = sum(
+            pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g) for seqs, g in zip(microbatches, grouped, strict=True)
+        )
         if best_s is None or total_s < best_s:
-            best_s, best = total_s, (cut, found)
+            best_s, best = total_s, (microbatches, grouped)
     placement: list[tuple[int, ...]] = [()] * len(batch.lengths)
     microbatch_of = [0] * len(batch.lengths)
     for index, (seqs, groups) in enumerate(zip(*best, strict=True) if best is not None else ()):
@@ -109,12 +113,12 @@ def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Sequences sorted by length and cut into at most `count` consecutive microbatches of about equal tokens."""
     order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
     total = sum(lengths)
-    cut: list[list[int]] = [[] for _ in range(count)]
+    microbatches: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for seq in order:
-        cut[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)  # where its middle lies
+        microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)  # where its middle lies
         before += lengths[seq]
-    return [seqs for seqs in cut if seqs]
+    return [seqs for seqs in microbatches if seqs]
 
 
 def _frame(cluster: Cluster, model: Model) -> Frame:
@@ -151,18 +155,18 @@ class _Pricing:
         if not lengths:
             return ()
         problem = self.problem(lengths, capacity)
-        found = greedy(problem)
+        chosen = greedy(problem)
         together: Groups = ((self.cluster.num_ranks, tuple(range(len(lengths)))),)
-        if found is None or problem.makespan(together) <= problem.makespan(found):
-            found = together
+        if chosen is None or problem.makespan(together) <= problem.makespan(chosen):
+            chosen = together
         if options.solver == "highs":
             try:
-                return improve(problem, found, Limits(options.num_buckets, options.node_limit, options.most_variables))
+                return improve(problem, chosen, Limits(options.num_buckets, options.node_limit, options.most_variables))
             except NoSolverError as error:
                 _warn_once(str(error))
             except NoAnswerError as error:
                 log.debug("flexsp: the greedy answer stands: %s", error)
-        return found
+        return chosen
 
     def problem(self, lengths: Sequence[int], capacity: int) -> Problem:
         allowed = sizes(self.cluster.num_ranks)

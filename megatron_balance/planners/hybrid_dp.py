@@ -48,7 +48,7 @@ class HybridDpOptions:
     slack: float = 1.5
     """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
     tolerance: float = 0.05
-    """What the most loaded rank may have in FLOPs above the mean, relatively; more only if there is no other way."""
+    """FLOPs of the most loaded rank above the mean, relatively, at most; more only if there is no other way."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> MicrobatchPlan:
@@ -61,9 +61,9 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     del cost  # FLOPs are what this system balances, whatever they take
     problem = _problem(batch, cluster, model, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
-    found = _search(problem, options.tolerance, most_microbatches=1)
+    placed = _search(problem, options.tolerance, most_microbatches=1)
     everywhere = [tuple(range(cluster.num_ranks))] * len(batch.lengths)
-    return _frame(cluster, model).microbatch(batch.lengths, found.ranks if found is not None else everywhere)
+    return _frame(cluster, model).microbatch(batch.lengths, placed.ranks if placed is not None else everywhere)
 
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> tuple[BatchPlan, Members]:
@@ -76,9 +76,9 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     del cost
     problem = _problem(batch, cluster, model, options)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
-    found = _search(problem, options.tolerance, most_microbatches=max(1, len(batch.lengths)))
-    assert found is not None  # each sequence may have a microbatch of its own
-    return _frame(cluster, model).batch(batch.lengths, found.ranks, found.microbatch)
+    placed = _search(problem, options.tolerance, most_microbatches=max(1, len(batch.lengths)))
+    assert placed is not None  # each sequence may have a microbatch of its own
+    return _frame(cluster, model).batch(batch.lengths, placed.ranks, placed.microbatch)
 
 
 def _frame(cluster: Cluster, model: Model) -> Frame:
@@ -147,7 +147,7 @@ class _Placing:
         return any(self._put(seq, (self.by_work[i][1],)) for i in range(at - 1, -1, -1))
 
     def _place(self, seq: int, size: int, runs: Sequence[tuple[int, ...]]) -> bool:
-        """The same with runs of `size` neighbouring ranks."""
+        """Place a sequence on the fullest run of `size` neighbouring ranks that can take it. Returns False if there is none."""
         most = self.most_work - self.problem.work[seq] / size
         if most < 0:
             return False
@@ -171,12 +171,12 @@ class _Placing:
         return True
 
     def _with_room(self, run: tuple[int, ...], share: int) -> int | None:
-        room = self.problem.capacity - share
+        most_held = self.problem.capacity - share
         for microbatch, held in enumerate(self.tokens):
-            if max(held[run[0] : run[-1] + 1]) <= room:
+            if max(held[run[0] : run[-1] + 1]) <= most_held:
                 return microbatch
         # Near-equal chunks over all ranks may pass the capacity by rounding: a microbatch among others takes that.
-        too_large = room < 0 and (len(run) < len(self.work) or self.most_microbatches == 1)
+        too_large = most_held < 0 and (len(run) < len(self.work) or self.most_microbatches == 1)
         if too_large or len(self.tokens) == self.most_microbatches:
             return None
         self.tokens.append([0] * len(self.work))

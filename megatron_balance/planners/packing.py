@@ -60,28 +60,31 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     for seq, pack in zip(order, pack_of, strict=True):
         if pack is not None:
             whole[pack].append(seq)
-    room = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
-    cut = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
-    zones: list[Zone | TaskTable] = [_cut([(seq, lengths[seq]) for seq in sorted(cut)], room)] if cut else []
+    left = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
+    cut_seqs = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
+    zones: list[Zone | TaskTable] = [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left)] if cut_seqs else []
     zones += [Zone(LOCAL, "ring", (rank,), tuple(sorted(seqs))) for rank, seqs in sorted(whole.items()) if seqs]
     return MicrobatchPlan("packing", lengths, num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, tuple(zones))
 
 
-def _cut(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> TaskTable:
-    """Sequences (id, length) one after the other into the room of the ranks; the rank of the queries attends to all keys before them."""
-    fragments = list(_fill(seqs, room))
+def _cut_zone(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> TaskTable:
+    """Task table of sequences (id, length), one after the other into what ranks have left (`capacities`, tokens).
+
+    The rank of the queries attends to all keys before them.
+    """
+    fragments = list(_fill(seqs, capacities))
     return TaskTable(CUT, Rows.of(4, fragments), Rows.of(6, [(*fragment, 0, fragment[3]) for fragment in fragments]))
 
 
-def _fill(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+def _fill(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """Fragments (rank, seq, start, stop)."""
-    rank, left = 0, room[0]
+    rank, left = 0, capacities[0]
     for seq, length in seqs:
         start = 0
         while start < length:
             while not left:
                 rank += 1
-                left = room[rank]
+                left = capacities[rank]
             stop = min(length, start + left)
             yield rank, seq, start, stop
             left -= stop - start

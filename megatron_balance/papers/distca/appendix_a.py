@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_balance.ir.model import Model
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.cases import Case
 from megatron_balance.workloads.distributions import K
 
@@ -35,4 +35,4 @@ def rows(_: Effort) -> list[Row]:
     ]
 
 
-TABLE = Table("upper bound on the shards of a document (34B)", rows)
+TABLE = PaperTable("upper bound on the shards of a document (34B)", rows)

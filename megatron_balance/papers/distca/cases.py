@@ -73,32 +73,32 @@ class Case:
 
     def ping_pong(self, lengths: Sequence[int], tolerance: float = TOLERANCE) -> tuple[MicrobatchPlan, ...]:
         """DistCA's plans of both nano-batches of a batch."""
-        found: list[MicrobatchPlan] = []
+        plans: list[MicrobatchPlan] = []
         for nano_batch in nano_batches(lengths):
             batch = Batch(tuple(lengths[i] for i in nano_batch))
             if batch.lengths:
-                found.append(plan(batch, self.cluster, self.model, self.cost, DistcaOptions(tolerance=tolerance)))
-        return tuple(found)
+                plans.append(plan(batch, self.cluster, self.model, self.cost, DistcaOptions(tolerance=tolerance)))
+        return tuple(plans)
 
     def passes_s(self, lengths: Sequence[int], tolerance: float = TOLERANCE, way: PingPongMode = ROUNDS) -> tuple[float, float]:
         """Seconds of all layers under DistCA, forward and backward, of the slowest rank."""
         forward, backward = layers(self.ping_pong(lengths, tolerance), self.machine, self.model.num_layers, way)
         return float(forward.end_s.max()), float(backward.end_s.max())
 
-    def held_bytes(self, held: Held) -> float:
+    def held_bytes(self, held: HeldTokens) -> float:
         """Peak bytes of a GPU of the first pipeline stage."""
         ranks = self.num_nodes // held.stages
         sharding = Sharding(TENSOR, held.stages, optimizer=ranks)
         holding = Holding(held.policy, held.recompute, held.num_microbatches)
         return rank_memory(self.model, held.tokens, held.received, sharding, holding).total
 
-    def fits(self, held: Held) -> bool:
+    def fits(self, held: HeldTokens) -> bool:
         """Whether a GPU holds it."""
         return self.held_bytes(held) <= self.cluster.memory_bytes / TENSOR
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTokens:
     """What a rank of the first stage has of each microbatch: tokens, and tokens whose keys and values it receives."""
 
     tokens: float
@@ -111,15 +111,15 @@ class Held:
 
 def chunks(documents: Sequence[int], size: int) -> list[list[int]]:
     """Chunks of `size` tokens, documents as they come, each cut where a chunk ends; a cut document attends within its pieces only."""
-    found: list[list[int]] = [[]]
-    room = size
+    packed: list[list[int]] = [[]]
+    left_in_chunk = size
     for document in documents:
         left = document
         while left:
-            if not room:
-                found.append([])
-                room = size
-            piece = min(left, room)
-            found[-1].append(piece)
-            left, room = left - piece, room - piece
-    return found
+            if not left_in_chunk:
+                packed.append([])
+                left_in_chunk = size
+            piece = min(left, left_in_chunk)
+            packed[-1].append(piece)
+            left, left_in_chunk = left - piece, left_in_chunk - piece
+    return packed

@@ -14,7 +14,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import Tick, TickPlan
-from megatron_balance.papers.distca.cases import ROUNDS, TENSOR, Case, Held, chunks
+from megatron_balance.papers.distca.cases import ROUNDS, TENSOR, Case, HeldTokens, chunks
 from megatron_balance.planners.distca import DistcaOptions, plan, plan_owned
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.planning.ticks import plan_ticks
@@ -53,10 +53,10 @@ def _sizes(case: Case, stages: int) -> list[int]:
     return fitting[: 2 if stages == 1 else 1] or sizes[:1]
 
 
-def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> Held:
+def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
     """What the first stage has; in ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.tick_order`)."""
     usual, in_ticks = min(stages, num_microbatches), min(2 * stages - 1, num_microbatches)
-    return Held(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
+    return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
 
 
 def _received(ping_pong: Sequence[MicrobatchPlan], case: Case) -> list[int]:
@@ -70,11 +70,11 @@ def _in_a_row_s(case: Case, microbatches: Sequence[Sequence[int]]) -> float:
         tokens = sum(documents) / case.num_nodes
         received = _received(case.ping_pong(documents), case)
         seconds += case.cost.head_s(tokens) + case.cost.head_s(tokens, backward=True)
-        if case.fits(Held(tokens, sum(received))):
+        if case.fits(HeldTokens(tokens, sum(received))):
             seconds += sum(case.passes_s(documents))
-        elif case.fits(Held(tokens, max(received), policy="replay")):
+        elif case.fits(HeldTokens(tokens, max(received), policy="replay")):
             seconds += sum(case.passes_s(documents, way=replace(ROUNDS, policy="replay")))
-        elif case.fits(Held(tokens, sum(received), recompute="full")):
+        elif case.fits(HeldTokens(tokens, sum(received), recompute="full")):
             forward_s, backward_s = case.passes_s(documents)
             seconds += 2 * forward_s + backward_s
         else:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance.compile.order import LEGS
 from megatron_balance.cost import kernel
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.systems import TE, TE_ROUTED, ZEPPELIN, Case, System
 from megatron_balance.simulator.attention import Call, attention_call, events
 from megatron_balance.simulator.engine import Outcome
@@ -124,4 +124,4 @@ def _total_ms(call: Call, rank: int) -> float:
     return 1e3 * float(call.forward.end_s[rank] + call.backward.end_s[rank])
 
 
-TABLE = Table("timeline of section 5.4.1: 3B, 16 GPUs of cluster A, 64k tokens, one attention call", rows)
+TABLE = PaperTable("timeline of section 5.4.1: 3B, 16 GPUs of cluster A, 64k tokens, one attention call", rows)

@@ -11,7 +11,7 @@ from typing import cast
 
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.kernel import TILE_TOKENS
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DRAWN
 from megatron_balance.papers.zeppelin.systems import DATASETS, Case
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins
@@ -31,12 +31,12 @@ def boundary(case: Case, link: Link) -> int:
 
 def rows(_: Effort) -> list[Row]:
     """The boundaries, and how the tokens of each data set fall into the zones."""
-    found: list[Row] = []
+    table_rows: list[Row] = []
     cases = {label: Case(model, "a800", 16) for label, model in MODELS.items()}
     for label, case in cases.items():
         intra, inter = (case.cost.link(inter_node=inter) for inter in (False, True))
         doubled = Link(intra.alpha_s, 2 * intra.bytes_per_s)
-        found += [
+        table_rows += [
             Row(f"{label}: local / intra-node, NVLink at 400 GB/s", None, boundary(case, doubled), "tokens", "exact", note=DRAWN),
             Row(f"{label}: local / intra-node, at 200 GB/s", None, boundary(case, intra), "tokens", "exact", note=BOTH_WAYS_NOTE),
             Row(f"{label}: intra-node / inter-node, a NIC at 200 Gb/s", None, boundary(case, inter), "tokens", "exact", note=DRAWN),
@@ -45,10 +45,10 @@ def rows(_: Effort) -> list[Row]:
     limits = [boundary(case, case.cost.link(inter_node=inter)) for inter in (False, True)]
     for dataset, label in DATASETS.items():
         shares = token_shares(cast("Bins", DISTRIBUTIONS[dataset]), limits)
-        found += [
+        table_rows += [
             Row(f"{label}: in the {zone} zone of 7B", None, each, "of tokens", "exact") for zone, each in zip(ZONES, shares, strict=True)
         ]
-    return found
+    return table_rows
 
 
 def token_shares(bins: Bins, limits: Sequence[int]) -> list[float]:
@@ -68,4 +68,4 @@ def _tokens(low: float, high: float, bins: Bins) -> float:
     return total
 
 
-TABLE = Table("zones: where causal attention on an A800 takes as long as sending its keys and values", rows)
+TABLE = PaperTable("zones: where causal attention on an A800 takes as long as sending its keys and values", rows)

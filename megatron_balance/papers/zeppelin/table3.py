@@ -19,7 +19,7 @@ from megatron_balance.cost.collectives import all_to_all_s, group_of
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig12 import SERIAL_NOTE, serial_round_s
 from megatron_balance.papers.zeppelin.systems import ZEPPELIN, Case
 from megatron_balance.simulator.attention import attention_call, linear_tokens
@@ -44,10 +44,10 @@ REPEATS = 5
 def rows(_: Effort) -> list[Row]:
     """The smallest and the largest rank of every row of the table, for both distributions."""
     case = Case("llama-7b", "h200", 32)
-    found = {"balanced": _parts(case, BALANCED), "skewed": _parts(case, SKEWED)}
+    of_batch = {"balanced": _parts(case, BALANCED), "skewed": _parts(case, SKEWED)}
     table: list[Row] = []
     for part, printed in PUBLISHED.items():
-        for (name, parts), bounds in zip(found.items(), printed, strict=True):
+        for (name, parts), bounds in zip(of_batch.items(), printed, strict=True):
             ours = parts[part]
             partition = part == "forward, sequence partition"
             note = PLAN_NOTE if partition else LENGTHS_NOTE
@@ -113,4 +113,4 @@ def remap_s(case: Case, plan: MicrobatchPlan) -> Floats:
     return seconds
 
 
-TABLE = Table("range over ranks: 7B, 32 GPUs of cluster C, 128k tokens", rows)
+TABLE = PaperTable("range over ranks: 7B, 32 GPUs of cluster C, 128k tokens", rows)

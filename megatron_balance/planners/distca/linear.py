@@ -1,4 +1,4 @@
-"""Where tokens live outside attention: sequences one after the other, every rank as many tokens as any other."""
+"""The linear layout, outside attention: sequences one after the other, equally many tokens on every rank."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
 
 
 def spread(num_chosen: int, num_ranks: int) -> list[int]:
-    """So many of the ranks, evenly over them and so over the nodes, none of them the first unless all are chosen."""
+    """Choose `num_chosen` ranks, evenly over all and so over the nodes; rank 0 only if all are chosen."""
     return [num_ranks * (i + 1) // num_chosen - 1 for i in range(num_chosen)]

@@ -28,7 +28,7 @@ def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
 
 
 def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
-    """The same with the largest of `most` seconds or less; no seconds where there is none."""
+    """For each place where a part may stop, the largest of `most` seconds or less; 0 seconds where there is none."""
     mass, after = shards.mass, piece[2] + 1
     stop = shards.first_stop(piece)
     ends = mass[stop:after]
@@ -38,7 +38,7 @@ def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
 
 
 def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: Sizes) -> Floats:
-    """What it costs a server to take each of the parts of a piece."""
+    """Bytes that a server receives for each of the parts of a piece."""
     low, stop, _ = parts
     costs, seq = servers.shards.num_bytes(piece, low, stop), servers.seq(piece)
     if seq in servers.reach[target]:

@@ -1,4 +1,4 @@
-"""`schedule`: from what ranks hold to what they attend."""
+"""From the tokens that ranks hold to the attention tasks that they run: `schedule`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, run_bounds
-from megatron_balance.planners.distca.consolidate import consolidate
+from megatron_balance.planners.distca.caps import enforce_caps
 from megatron_balance.planners.distca.greedy import Drain, Rule
-from megatron_balance.planners.distca.relief import relieve
+from megatron_balance.planners.distca.light_servers import empty_light_servers
 from megatron_balance.planners.distca.servers import Caps, Servers
 from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
@@ -29,7 +29,7 @@ _LEAST, _MOST_PADDING = 0.25, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How tasks are made; `DistcaOptions` documents the fields."""
+    """Options of the scheduler; `DistcaOptions` documents the fields."""
 
     tolerance: float = 0.02
     block: int = 128
@@ -47,12 +47,12 @@ class Scheduling:
 
 
 def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, scheduling: Scheduling) -> Ints:
-    """Attention of what ranks hold, as tasks on ranks, none of which takes longer than the tolerance allows.
+    """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
     A pure function of its arguments, for any layout: some ranks may hold nothing, and several fragments of a sequence may lie on one.
 
     Args:
-        owners: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
+        owned: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
         lengths: tokens of each sequence; `seq` indexes it. Parts of a sequence that nobody holds are not attended.
         num_ranks: all of them are attention servers.
         cost: predicts seconds of attention, and bytes.
@@ -63,7 +63,7 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
         k_stop is q_stop.
 
     Raises:
-        InfeasibleError: what a rank must hold or receive for its own tokens compile a cap, and no other rank can take these over.
+        InfeasibleError: what a rank must hold or receive for its own tokens exceeds a cap, and no other rank can take them.
     """
     owned = owned[owned[:, STOP] > owned[:, START]]
     if not len(owned):
@@ -75,12 +75,12 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     shards = Plain(edges, sizes) if scheduling.shards == "plain" else HeadTail(edges, sizes)
     caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
     servers = Servers(edges, shards, num_ranks, caps)
-    relieve(servers)
+    enforce_caps(servers)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
     limit, limit_of_pairs = _limits(servers, owned, seconds, scheduling.tolerance)
     rule = Rule(limit, scheduling.tolerance, sizes, least_score)
     if scheduling.consolidate:
-        consolidate(servers, rule)
+        empty_light_servers(servers, rule)
     if limit_of_pairs < limit:
         servers.load += np.maximum(limit - limit_of_pairs - _padding(servers, seconds, limit_of_pairs), 0.0)
     Drain(servers, rule).run()

@@ -1,4 +1,4 @@
-"""Which part of an item to migrate: the closed forms of DistCA, Appendix B, derived again.
+"""Choice of the part of an item to migrate: the closed forms of DistCA, Appendix B, derived again.
 
 An item is the attention of queries [start, stop) to all keys before them. It has (stop^2 - start^2) / 2 pairs, as areas go; `share` of
 them shall go to another server, by moving n queries that see the keys up to y. Their bytes are n size_q + max(0, y - resident) size_kv,
@@ -48,24 +48,24 @@ class Items(Protocol):
     """Items by row, with memory for what is worked out about all of them at once."""
 
     def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
-        """Let a row be an item with these `Shards.bounds`, which takes that long."""
+        """Fill a row with an item of these `Shards.bounds` that takes `seconds`."""
         ...
 
     def only(self, rows: Ints, size: int) -> Items:
-        """Some of the rows, in this order, and others up to `size`."""
+        """A copy of some rows, in this order, with spare rows up to `size`."""
         ...
 
     def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
-        """For each row the part that takes so many of its seconds (more than 0) for the fewest bytes, were there no blocks.
+        """For each row the part that takes `seconds` of it (more than 0) for the fewest bytes, were there no blocks.
 
-        `resident`: so many of the first keys are there already; none if not given. The result holds until the next call and may be
+        `resident`: number of first keys that the target has already; none if not given. The result holds until the next call and may be
         written to.
         """
         ...
 
 
 _ALL = 1 - 1e-14
-"""What is taken for all of an item, so that no rounding makes it more."""
+"""Share that counts as all of an item, so that no rounding makes it more."""
 
 
 class PlainItems:
@@ -132,16 +132,16 @@ class Shards(Protocol):
 
     mass: Floats
     seconds: list[float]
-    """The same as `mass`, for one look at a time."""
+    """`mass` as a list, for look-ups of one value."""
     begins: Ints
     ends: Ints
 
     def items(self, size: int) -> Items:
-        """So many rows for items."""
+        """Make room for `size` items."""
         ...
 
     def bounds(self, piece: Piece) -> tuple[float, float]:
-        """What `Items` are told of a piece."""
+        """The two positions that `Items.set` takes for a piece."""
         ...
 
     def lightest(self, piece: Piece) -> float:
@@ -153,7 +153,7 @@ class Shards(Protocol):
         ...
 
     def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
-        """What parts of a piece take, all their keys counted: from each `low` to `stop`, to the index after it, ..."""
+        """Bytes to migrate parts of a piece, all their keys counted: from each `low` to `stop`, to the index after it, ..."""
         ...
 
     def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
@@ -161,7 +161,7 @@ class Shards(Protocol):
         ...
 
     def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
-        """What any part of a piece with so many seconds (no more than the piece) takes at least. `keys`: all of them count, or none."""
+        """A lower bound on the bytes of a part of a piece that takes `seconds` (at most the piece's). `keys`: count all, or none."""
         ...
 
     def key_stop(self, piece: Piece) -> int:
@@ -169,11 +169,11 @@ class Shards(Protocol):
         ...
 
     def least_keys(self, piece: Piece) -> int:
-        """The least of where parts of a piece need keys up to."""
+        """The smallest `key_stop` of any part of a piece."""
         ...
 
     def num_queries(self, piece: Piece) -> int:
-        """How many queries it has."""
+        """Number of queries of a piece."""
         ...
 
     def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:

@@ -17,7 +17,7 @@ from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.ir.arrays import Ints
 
 RANK, SEQ, START, STOP = range(4)
-"""Columns of owners: rows of what each rank holds outside attention."""
+"""Columns of `owned`: rows of the tokens that each rank holds outside attention."""
 
 
 @dataclass(frozen=True, slots=True)

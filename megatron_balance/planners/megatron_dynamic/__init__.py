@@ -1,13 +1,13 @@
 """megatron_dynamic: Megatron's own answer to unequal lengths, a context-parallel group of its own size for each sequence.
 
-Source: Megatron-LM, "dynamic context parallelism" (dev branch, `default_dynamic_cp`) and "hybrid context parallelism" (megatron-ir
+Source: Megatron-LM, "dynamic context parallelism" (dev branch, `default_dynamic_cp`) and "hybrid context parallelism" (megatron-core
 0.16 to 0.19 and main, `BalancedCPScheduler`).
 
 What we implement: both schedulers' rules, `rules: dynamic` (the default) and `rules: hybrid`, written from what they do. They are
 deterministic functions of lengths, the tokens that a rank may hold and the number of ranks. Sizes are powers of two or all ranks,
 groups are neighbouring ranks from the first one on, work is length^2 / size, and what does not come out even waits for a further
 microbatch. `plan_batch` gives those microbatches. `plan_with` takes any scheduler of the same signature: training with `rules: hybrid`
-hands it Megatron's own (`megatron.own_scheduler`, where the installed megatron-ir has one that works), so that Megatron's code itself
+hands it Megatron's own (`megatron.own_scheduler`, where the installed megatron-core has one that works), so that Megatron's code itself
 decides. Outside training a plan does not depend on what is installed; tests hold `hybrid` against the installed one, group by group.
 
 What we leave out: padding of each sequence to a multiple of twice its group (lengths need none here), the splitting of microbatches for
@@ -51,7 +51,7 @@ class MegatronDynamicOptions:
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, Megatron's `--max-seqlen-per-dp-cp-rank`; `slack` decides if not given."""
     rules: Literal["dynamic", "hybrid"] = "dynamic"
-    """Which of Megatron's schedulers: `default_dynamic_cp` of its dev branch, or the releases' `BalancedCPScheduler`."""
+    """Megatron's scheduler: `default_dynamic_cp` of its dev branch, or the releases' `BalancedCPScheduler`."""
     slack: float = 1.5
     """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
 

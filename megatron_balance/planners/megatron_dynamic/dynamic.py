@@ -15,7 +15,7 @@ from megatron_balance.planners.megatron_dynamic.group import Group, Microbatch, 
 from megatron_balance.solvers.groups import needed, sizes
 
 SLACK = 0.05
-"""What a rank may exceed the bound on its work by, relatively."""
+"""Share by which a rank may exceed the bound on its work."""
 
 
 def schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:

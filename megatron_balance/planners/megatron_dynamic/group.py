@@ -1,4 +1,4 @@
-"""What both rules share: groups of neighbouring ranks that fill a microbatch from the first rank on."""
+"""Common to both rules: groups of neighbouring ranks that fill a microbatch from the first rank on."""
 
 from __future__ import annotations
 

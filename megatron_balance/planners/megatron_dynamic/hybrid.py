@@ -19,7 +19,7 @@ EVEN = 0.05
 """Work is even if the least loaded rank has so much less than the most loaded one, relatively."""
 
 BUCKET_SLACK = 1.1
-"""What a bucket's work may exceed the mean by, relatively."""
+"""Share by which a bucket's work may exceed the mean."""
 
 
 def schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:

@@ -103,13 +103,13 @@ def _cheapest(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacit
     own = pricing(options)
     prices = Prices(lengths, cluster, cost, own)
     search = costed.Search(prices)
-    found = costed.place(search, capacity, own)
+    chosen = costed.place(search, capacity, own)
     if not options.remapped or options.weight_tokens is not None:
-        return found.placement
+        return chosen.placement
     even_s = cost.linear_s(sum(lengths) / cluster.num_ranks)
-    expected = found.prediction
+    expected = chosen.prediction
     if expected.remap_s <= _WORTH_IT * (cost.linear_s(max(expected.tokens)) - even_s):
-        return found.placement
+        return chosen.placement
 
     def time_s(placed: costed.Placed) -> float:
         """Of a layer, forward: tokens are evened out where that pays."""
@@ -117,11 +117,11 @@ def _cheapest(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacit
         return predicted.attention_s + min(predicted.remap_s + even_s, cost.linear_s(max(predicted.tokens)))
 
     plain = costed.place(search, capacity, pricing(replace(options, remapped=False)))
-    return min((found, plain), key=time_s).placement
+    return min((chosen, plain), key=time_s).placement
 
 
 def pricing(options: ZeppelinOptions) -> Pricing:
-    """What the options say about prices."""
+    """The options that weigh prices."""
     weight_tokens = options.weight_tokens if options.weight_tokens is not None else float(not options.remapped)
     return Pricing(weight_tokens, options.weight_communication, options.routed, options.remapped)
 

@@ -10,11 +10,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Literal, TypeAlias
 
-from megatron_balance.planners.zeppelin.price import Prediction, Prices, Share
+from megatron_balance.planners.zeppelin.price import Prediction, Prices, RankShare
 from megatron_balance.solvers.placed import Placement, grouped
 
 Fill: TypeAlias = Literal["most", "least", "whole"]
-"""Which room is taken: where there is most of it, where the least is left, or whole nodes."""
+"""Choice among ranks that have room: where there is most of it, where the least is left, or whole nodes."""
 
 _SMALL = 8
 """A sequence of less than 1 / _SMALL of a rank's mean time and tokens is placed last and counts as a fluid until then."""
@@ -28,7 +28,7 @@ _NODES = 32
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What no rank may pass, and how to get there: `fill`, and the `wide` longest sequences over all ranks."""
+    """Limits on a rank's time and tokens, and how to meet them: `fill`, and the `wide` longest sequences over all ranks."""
 
     time_s: float
     tokens: int
@@ -59,7 +59,7 @@ class Sizes:
         time_s, tokens = part * self.mean_s, part * self.mean_tokens
         return [seq for seq in order if self.work_s[seq] > time_s or self.lengths[seq] > tokens]
 
-    def share(self, seq: int, num_ranks: int, inter_node: bool = False) -> Share:
+    def share(self, seq: int, num_ranks: int, inter_node: bool = False) -> RankShare:
         """The share of each rank in a ring that is the sequence's own."""
         return self.prices.share(self.lengths[seq], num_ranks, inter_node)
 
@@ -97,7 +97,7 @@ class Filling:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What the complete placement takes."""
+        """Predicted times of the complete placement."""
         assert self.complete
         return self.sizes.prices.predict_rings(self.rank_of, grouped(sorted(self.wide.items())))
 
@@ -158,7 +158,7 @@ class Filling:
                 return True
         return False
 
-    def _room_on_a_node(self, num_ranks: int, share: Share, nodes: Sequence[int]) -> list[int]:
+    def _room_on_a_node(self, num_ranks: int, share: RankShare, nodes: Sequence[int]) -> list[int]:
         """The ranks with room on the least loaded node that has `num_ranks` of them, or on the most loaded one; none if no node has."""
         size, ranks_of, node_s, node_tokens = self.size, self.sizes.ranks_of, self.node_s, self.node_tokens
         full_s, full_tokens = size * self.target.time_s - num_ranks * share[0], size * self.target.tokens - num_ranks * share[1]
@@ -191,17 +191,17 @@ class Filling:
             share = self.sizes.share(seq, num_ranks, inter_node=True)
             ranks = self._fitting(pool, share) if self._within(share) else []
             if len(ranks) >= num_ranks:
-                room = Counter(rank // size for rank in ranks)
-                ranks.sort(key=lambda rank: (room[rank // size], rank // size, self.load[rank]))
+                fitting_ranks = Counter(rank // size for rank in ranks)
+                ranks.sort(key=lambda rank: (fitting_ranks[rank // size], rank // size, self.load[rank]))
                 self._put(seq, tuple(sorted(ranks[:num_ranks])), share)
                 return True
         return False
 
-    def _within(self, share: Share) -> bool:
+    def _within(self, share: RankShare) -> bool:
         """Whether an empty rank could take it."""
         return share[0] <= self.target.time_s and share[1] <= self.target.tokens
 
-    def _fitting(self, ranks: Sequence[int], share: Share) -> list[int]:
+    def _fitting(self, ranks: Sequence[int], share: RankShare) -> list[int]:
         """Those of `ranks` that can take this much more."""
         time_s, tokens = self.target.time_s - share[0], self.target.tokens - share[1]
         held_s, held_tokens = self.time_s, self.tokens
@@ -210,7 +210,7 @@ class Filling:
     def _least_loaded(self, ranks: list[int], count: int) -> tuple[int, ...]:
         return tuple(sorted(sorted(ranks, key=self.load.__getitem__)[:count] if count < len(ranks) else ranks))
 
-    def _put(self, seq: int, ranks: tuple[int, ...], share: Share) -> None:
+    def _put(self, seq: int, ranks: tuple[int, ...], share: RankShare) -> None:
         time_s, tokens = share
         load = time_s / self.unit_s + tokens / self.target.tokens
         self._set(seq, ranks)

@@ -31,8 +31,8 @@ from megatron_balance.planning.layers import remap_s
 from megatron_balance.solvers.groups import rank_tokens
 from megatron_balance.solvers.placed import Placement, members
 
-Share: TypeAlias = tuple[float, int]
-"""What a sequence costs each rank of its ring: seconds, tokens."""
+RankShare: TypeAlias = tuple[float, int]
+"""Seconds and tokens that a sequence costs each rank of its ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a placement is predicted to take. `attention_s`: of the slowest rank; `hops_s`: sum over ranks of the time on their links."""
+    """Predicted times of a placement. `attention_s`: of the slowest rank; `hops_s`: sum over ranks of the time on their links."""
 
     attention_s: float
     remap_s: float
@@ -67,7 +67,7 @@ class Prediction:
 
 
 class Prices:
-    """What the sequences of a batch cost on any number of ranks; holds no decisions. `pricing`: how it judges unless told otherwise."""
+    """Costs of a batch's sequences on any number of ranks; holds no decisions. `pricing`: how it judges unless told otherwise."""
 
     def __init__(self, lengths: Sequence[int], cluster: Cluster, cost: CostModel, pricing: Pricing) -> None:
         self.lengths, self.cluster, self.cost, self.pricing = lengths, cluster, cost, pricing
@@ -75,7 +75,7 @@ class Prices:
         self.token_s = cost.linear_s(1.0)
         self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
         self._times = {1: _Times(cost, 1)}
-        self._shares: dict[tuple[int, int, bool], Share] = {}
+        self._shares: dict[tuple[int, int, bool], RankShare] = {}
         self.work_s = list(map(self._times[1].__getitem__, lengths))
         self._work, self._tokens = np.array(self.work_s, dtype=np.float64), np.array(lengths, dtype=np.float64)
 
@@ -101,7 +101,7 @@ class Prices:
             self._times[num_ranks] = _Times(self.cost, num_ranks)
         return self._times[num_ranks]
 
-    def share(self, length: int, num_ranks: int, inter_node: bool = False) -> Share:
+    def share(self, length: int, num_ranks: int, inter_node: bool = False) -> RankShare:
         """The share of each rank in a ring that is the sequence's own."""
         key = (length, num_ranks, inter_node)
         if key not in self._shares:
@@ -119,7 +119,7 @@ class Prices:
         return self.predict_rings([ranks[0] if len(ranks) == 1 else -1 for ranks in placement], members(placement, 2))
 
     def predict_rings(self, rank_of: Sequence[int], rings: Mapping[tuple[int, ...], Sequence[int]]) -> Prediction:
-        """The same of a placement given as the rank of each sequence that has one alone, -1 for others, and the others' `rings`, in the
+        """`predict` for a placement given as the rank of each sequence that has one alone, -1 for others, and the others' `rings`, in the
         order of `solvers.placed.members`.
         """
         num_ranks = self.cluster.num_ranks
@@ -154,10 +154,14 @@ class Prices:
         """Predicted time with the weighted longest linear time, and a share for what moves."""
         return self.judge_s(self.predict(placement), self.pricing)
 
-    def judge_s(self, found: Prediction, pricing: Pricing) -> float:
+    def judge_s(self, prediction: Prediction, pricing: Pricing) -> float:
         """The price of what is predicted, judged by another `pricing`: of as many NICs, and with a remap only if ours is."""
-        time_s = found.attention_s + (found.remap_s if pricing.remapped else 0.0) + pricing.weight_tokens * self.token_s * max(found.tokens)
-        moved = found.hops_s / self.trivial_hops_s if self.trivial_hops_s else 0.0
+        time_s = (
+            prediction.attention_s
+            + (prediction.remap_s if pricing.remapped else 0.0)
+            + pricing.weight_tokens * self.token_s * max(prediction.tokens)
+        )
+        moved = prediction.hops_s / self.trivial_hops_s if self.trivial_hops_s else 0.0
         return time_s * (1 + pricing.weight_communication * moved)
 
 

@@ -19,11 +19,11 @@ def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
     node_of, across = _inter_node(lengths, order, cluster, capacity)
     placement: list[tuple[int, ...]] = [()] * len(lengths)
     held = np.zeros(cluster.num_nodes)
-    found: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}  # by nodes: their ranks, and the nodes as an index
+    by_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}  # their ranks, and the nodes as an index
     for seq, nodes in across.items():
-        if nodes not in found:
-            found[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes)), np.array(nodes)
-        placement[seq], index = found[nodes]
+        if nodes not in by_nodes:
+            by_nodes[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes)), np.array(nodes)
+        placement[seq], index = by_nodes[nodes]
         held[index] += lengths[seq] / len(nodes)
     own: list[list[int]] = [[] for _ in range(cluster.num_nodes)]
     for seq, node in node_of.items():
@@ -61,7 +61,7 @@ def _inter_node(
                 return dict(zip(short, chosen, strict=True)), zone.nodes
             stuck = count + len(chosen)
         if count == len(order):
-            return {}, zone.nodes  # only rounding compile the capacity
+            return {}, zone.nodes  # only rounding exceeds the capacity
         threshold = lengths[order[count]]
 
 
