@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_cluster(path: Path, *, as_json: bool) -> int:
-    """What `--write-cluster FILE` does.
+    """Write this machine's cluster file (`--write-cluster FILE`).
 
     Raises:
         ConfigError: no GPU, GPUs that are not alike, or a file that is there already or cannot be written.
@@ -212,7 +212,7 @@ def _namespaces() -> Check:
 
 
 def _probe_torch() -> dict[str, Any]:
-    """What torch says of itself; {} if it is not installed, {"error": ...} if it cannot be imported."""
+    """torch's own report on this machine; {} if it is not installed, {"error": ...} if it cannot be imported."""
     if _version("torch") is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What a node is made of, read from the machine: GPUs, NVLinks, NICs and which NIC each GPU is nearest to; and all that as a cluster YAML.
+"""Read a node's hardware from the machine: GPUs, NVLinks, NICs and the NIC nearest to each GPU; write it as a cluster YAML.
 
 Sources: `nvidia-smi` (names, memory, `topo -m`), /sys/class/infiniband (rate and state of each port) and, for machines without
 InfiniBand or RoCE, /sys/class/net. Where `nvidia-smi topo -m` says nothing of a NIC, its place on the PCI bus decides (/sys/bus/pci).
@@ -26,7 +26,7 @@ PRESETS = {"H200": "h200", "H100": "h100", "H800": "h800", "A800": "a800", "A100
 """By a word of the GPU's name, the preset whose compute rates are its own; an A100 computes as an A800."""
 
 Run = Callable[[Sequence[str]], "str | None"]
-"""What a program prints; None if it is not there or fails."""
+"""Runs a program; its output, or None if it is not there or fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +166,15 @@ def parse_rate(text: str) -> float:
 
 def read_ethernet(root: Path) -> tuple[Nic, ...]:
     """Physical network devices that are up and know their speed, of those the fastest."""
-    found: list[Nic] = []
+    nics: list[Nic] = []
     for device in _listed(root / "sys/class/net"):
         speed = _text(device / "speed")
         if (device / "device").exists() and _text(device / "operstate") == "up" and speed.isdigit() and int(speed) > 0:
-            found.append(
+            nics.append(
                 Nic(device.name, int(speed) * 1e6 / 8, f"{speed} Mbit/s", "net", f"/sys/class/net/{device.name}/speed", _device_pci(device))
             )
-    fastest = max((nic.bytes_per_s for nic in found), default=0.0)
-    return tuple(nic for nic in found if nic.bytes_per_s == fastest)
+    fastest = max((nic.bytes_per_s for nic in nics), default=0.0)
+    return tuple(nic for nic in nics if nic.bytes_per_s == fastest)
 
 
 def _nearest(index: int, gpu: Gpu, nics: Sequence[Nic], topology: Topology, root: Path) -> tuple[tuple[str, ...], str]:

@@ -154,9 +154,9 @@ class _Desk:
 
         bench = self._at(case)
         planned = bench.plan(case.choice)
-        found = bench.simulate(planned)
-        more = {name: found[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
-        return Played(case, planned.steps, {**row(bench, planned, found), "spread_s": more.pop("step_s"), **more})
+        simulated = bench.simulate(planned)
+        more = {name: simulated[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
+        return Played(case, planned.steps, {**row(bench, planned, simulated), "spread_s": more.pop("step_s"), **more})
 
     def _at(self, case: Case) -> laboratory.Bench:
         given = replace(self.bench.given, batches=case.batches, cluster=case.cluster)

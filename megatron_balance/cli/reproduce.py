@@ -42,16 +42,16 @@ def run(args: argparse.Namespace) -> int:
     tables = paper.chosen(args.paper, args.table)
     if args.batches is not None and args.batches < 1:
         raise ConfigError(f"--batches {args.batches}: must be at least 1")
-    found: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[Row]] = {}
     console = laboratory.console()
     if not args.json:
         console.print(paper.title)
     for name, table in laboratory.progress(list(tables.items()), args.paper):
-        found[name] = table.rows(Effort(args.batches or table.batches, laboratory.progress))
+        rows_of[name] = table.rows(Effort(args.batches or table.batches, laboratory.progress))
         if not args.json:
-            _show(console, f"{name}: {table.title}", found[name])
+            _show(console, f"{name}: {table.title}", rows_of[name])
     if args.json:
-        print(json.dumps({"rows": [{"paper": args.paper, "table": name, **asdict(row)} for name, rows in found.items() for row in rows]}))
+        print(json.dumps({"rows": [{"paper": args.paper, "table": name, **asdict(row)} for name, rows in rows_of.items() for row in rows]}))
     return 0
 
 

@@ -179,7 +179,7 @@ class AnalyticCost:
 
     @property
     def contention(self) -> Contention:
-        """What NCCL's transfers take of a GPU's SMs."""
+        """The SMs of a GPU that NCCL's transfers take."""
         gpus = self.tensor_parallel
         cluster = self.cluster
         return Contention.of_links(cluster.num_sms // gpus, cluster.intra_bytes_per_s / gpus, waits=cluster.transfers_wait)

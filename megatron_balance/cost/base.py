@@ -1,4 +1,4 @@
-"""What a planner, and what the simulator, may ask of a cost model.
+"""Protocols of cost models: the questions of a planner, and those of the simulator.
 
 A planner asks for one layer's forward pass in round terms (`CostModel`). The simulator asks for each launch, transfer and module,
 forward and backward (`MachineCost`). `analytic.AnalyticCost` and `measured.MeasuredCost` implement both.
@@ -108,7 +108,7 @@ class MachineCost(CostModel, Protocol):
 
     @property
     def contention(self) -> Contention:
-        """What communication kernels take from the others."""
+        """The SMs that communication kernels take from the others."""
         ...
 
 

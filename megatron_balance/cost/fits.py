@@ -76,9 +76,9 @@ def least_squares(
             if not set(needed) <= set(chosen):
                 continue
             at = list(chosen)
-            found = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(targets)), rcond=None)[0] / scale[at]
-            error = float(((rows[:, at] @ found - 1) ** 2).sum())
-            if (found >= 0).all() and (found[[at.index(i) for i in needed]] > 0).all() and error < best_error * (1 - 1e-12):
+            solution = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(targets)), rcond=None)[0] / scale[at]
+            error = float(((rows[:, at] @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and (solution[[at.index(i) for i in needed]] > 0).all() and error < best_error * (1 - 1e-12):
                 best, best_error = np.zeros(width), error
-                best[at] = found
+                best[at] = solution
     return tuple(best.tolist())

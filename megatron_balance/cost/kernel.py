@@ -18,7 +18,7 @@ TILE_TOKENS = 128
 """Side of the tiles, of queries and of keys (WLB-LLM, section 5.2: "In FlashAttention's forward kernel the tile size is 128")."""
 
 BLOCK_TILES = 0.7
-"""What a thread block costs beside its tiles, in tiles of 128 x 128: how the kernel's efficiency falls with short runs of keys.
+"""Cost of a thread block beside its tiles, in tiles of 128 x 128: the kernel is less efficient on short runs of keys.
 
 Least squares of 1 + BLOCK_TILES x 128 / l against the relative time a pair takes in the forward kernel of FlashAttention-2, heads of
 128, no mask, on an H100: 309, 350, 362, 368, 370, 370 TFLOP/s for l = 512, 1k, 2k, 4k, 8k, 16k (FlashAttention-3, arXiv 2407.08608,

@@ -93,7 +93,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What is held for the backward: received keys and values by `policy`, activations by `recompute`; of so many microbatches in all.
+    """Tensors held for the backward: received keys and values by `policy`, activations by `recompute`.
 
     `in_flight`: microbatches whose activations a stage holds at once; None: those of the 1F1B schedule.
     """

@@ -1,6 +1,6 @@
-"""What a token costs outside attention: FLOPs of matrix products and bytes of the element-wise parts between them.
+"""The cost of a token outside attention: FLOPs of matrix products and bytes of the element-wise parts between them.
 
-A transformer layer as Megatron-ir builds it for LLaMA: norm, one projection to q, k and v, rotary embedding, attention, output
+A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v, rotary embedding, attention, output
 projection, residual, norm, MLP (gated: SwiGLU), residual. `elements` count what is read and written between the products, each part
 a fused kernel of its own; products are counted in FLOPs alone, their operands being read beside.
 """

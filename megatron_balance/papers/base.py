@@ -1,4 +1,4 @@
-"""What a published result is here: a paper has tables, a table is a function that gives rows, a row is one number beside ours."""
+"""Published results: a paper has tables, a table is a function that gives rows, a row is one number beside ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sign: TypeAlias = Literal["=", "<=", ">="]
 class Row:
     """One number. `published` is what the paper prints, None where it only draws; `sign`: printed as this, at most, or at least this.
 
-    `note`: what a reader must know to compare the two.
+    `note`: context that a reader needs to compare the two.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Row:
 
 
 class Progress(Protocol):
-    """Shows how far a loop is."""
+    """A progress bar around a loop."""
 
     def __call__(self, items: Sequence[T], what: str, /) -> Iterable[T]:
         """`items`, one after another."""
@@ -60,7 +60,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class PaperTable:
-    """A table or figure. `rows` computes it; `batches`: how many are drawn for each number unless the user says otherwise."""
+    """A table or figure of a paper. `rows` computes it; `batches`: how many are drawn for each number unless the user says otherwise."""
 
     title: str
     rows: Callable[[Effort], list[Row]]
@@ -86,10 +86,10 @@ class Paper:
 
 
 def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
-    """What is known by this name.
+    """The entry of a mapping by its name.
 
     Raises:
-        ConfigError: nothing is; names what comes close, or everything.
+        ConfigError: no such name; the message has the closest one, or all.
     """
     if name not in known:
         close = get_close_matches(name, known, n=1)

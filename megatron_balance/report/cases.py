@@ -1,4 +1,4 @@
-"""What a report asks: planners on a machine, their plans and steps, and variants of them."""
+"""The question of a report: planners on a machine, their plans and steps, and variants of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Figures = dict[str, Any]
 """A JSON object."""
 
 MOST_STEPS = 4
-"""What limits a step, and every variant, is simulated on so many of the first steps."""
+"""Number of first steps on which limits and variants are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Case:
     setup: Setup
 
     def first_steps(self) -> Case:
-        """The same on the first few steps."""
+        """A copy of the case with the first few steps only."""
         return replace(self, batches=self.batches[: MOST_STEPS * self.group])
 
 
@@ -59,7 +59,7 @@ class Played:
         return self.case.choice.name
 
     def first_steps(self) -> Played:
-        """The same on the first few steps; the row is that of all."""
+        """A copy with the first few steps only; the row stays that of all steps."""
         return replace(self, case=self.case.first_steps(), steps=self.steps[:MOST_STEPS])
 
     @property

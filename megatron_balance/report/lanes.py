@@ -45,7 +45,7 @@ def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
             busy[event["pid"]] += end - begin
     ranks = _chosen(busy)
     lanes = [
-        {"rank": rank, "activity": activity, "spans_ms": _joined(spans[rank, activity], total_ms * _FINEST)}
+        {"rank": rank, "activity": activity, "spans_ms": _merged(spans[rank, activity], total_ms * _FINEST)}
         for rank in ranks
         for activity in ACTIVITIES
         if (rank, activity) in spans
@@ -83,12 +83,12 @@ def _chosen(busy: list[float]) -> list[int]:
     return sorted({order[round(at * (len(order) - 1) / (SHOWN - 1))] for at in range(SHOWN)})
 
 
-def _joined(spans: list[Span], gap: float) -> list[list[float]]:
+def _merged(spans: list[Span], gap: float) -> list[list[float]]:
     """Spans in order, those that overlap or nearly touch as one."""
-    found: list[list[float]] = []
+    merged: list[list[float]] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1] + gap:
-            found[-1][1] = max(found[-1][1], end)
+        if merged and begin <= merged[-1][1] + gap:
+            merged[-1][1] = max(merged[-1][1], end)
         else:
-            found.append([begin, end])
-    return [[round(begin, 6), round(end, 6)] for begin, end in found]
+            merged.append([begin, end])
+    return [[round(begin, 6), round(end, 6)] for begin, end in merged]

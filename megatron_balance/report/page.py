@@ -58,7 +58,7 @@ class Cards:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class HtmlTable:
     """Rows of text under column heads; the first column names the row."""
 
     caption: str
@@ -93,7 +93,7 @@ class Fold:
     items: tuple[Item, ...]
 
 
-Item: TypeAlias = Text | Bullets | Cards | Table | Plot | Fold
+Item: TypeAlias = Text | Bullets | Cards | HtmlTable | Plot | Fold
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,17 @@ def document(paths: Sequence[Path]) -> Figures:
         ConfigError: a file that is no run's.
     """
     runs = read_all(paths)
-    found = [described(run) for run in runs]
+    described_runs = [described(run) for run in runs]
     compared = _compared(runs) if len(runs) > 1 else None
-    limits = {run.label: verdict.limits(each) for run, each in zip(runs, found, strict=True)}
+    limits = {run.label: verdict.limits(each) for run, each in zip(runs, described_runs, strict=True)}
     return {
         "report": "trained",
         "kind": "measured",
         "answer": [*([compared["sentence"]] if compared else []), *(limits[run.label]["sentence"] for run in runs)],
-        "runs": found,
+        "runs": described_runs,
         "compared": compared,
         "limits": limits,
-        "try_next": {run.label: verdict.suggestions(each, limits[run.label]) for run, each in zip(runs, found, strict=True)},
+        "try_next": {run.label: verdict.suggestions(each, limits[run.label]) for run, each in zip(runs, described_runs, strict=True)},
     }
 
 
@@ -130,14 +130,14 @@ FEWEST = 8
 
 def follows(run: Run) -> Figures:
     """How closely the time of a step goes with other figures of it: Spearman's rank correlation, where both vary."""
-    found: Figures = {}
+    correlations: Figures = {}
     step_ms = run.series("step_ms")
     for key in FOLLOWED:
         pairs = [(a, b) for a, b in zip(step_ms, run.series(key), strict=True) if a is not None and b is not None]
         if len(pairs) >= FEWEST and len({b for _, b in pairs}) > 1 and len({a for a, _ in pairs}) > 1:
             a, b = (_ranked(values) for values in zip(*pairs, strict=True))
-            found[key] = float(np.corrcoef(a, b)[0, 1])
-    return found
+            correlations[key] = float(np.corrcoef(a, b)[0, 1])
+    return correlations
 
 
 def _ranked(values: Sequence[float]) -> np.ndarray:

@@ -25,7 +25,7 @@ def study(asked: Asked, progress: Progress) -> Figures:
         each.row["speedup"] = base.row["step_s"] / each.row["step_s"]
     best = _best(played, base)
     shown = [base] if best is base else [base, best]
-    found, why_not = _timelines(shown, progress)
+    timelines, no_timeline = _timelines(shown, progress)
     case = best.case
     ranks_per_nic = case.machine.cluster.ranks_per_nic
     rows = sorted((each.row for each in played), key=lambda row: row["step_s"])
@@ -44,8 +44,8 @@ def study(asked: Asked, progress: Progress) -> Figures:
         "left_out": left_out,
         "placement": {each.name: placement.of_plan(each.first_plan) for each in shown},
         "load": {each.name: load.of_plan(each.first_plan, case.machine.model, ranks_per_nic) for each in played},
-        "timeline": found,
-        "timeline_left_out": why_not,
+        "timeline": timelines,
+        "timeline_left_out": no_timeline,
         "limits": limiting,
         "try_next": {**tried, "suggestions": advice.suggestions(tried)},
     }

@@ -1,4 +1,4 @@
-"""What to try next: variants of the planner's settings, of the step and of the machine, each simulated, with what it gains."""
+"""Variants to try next: of the planner's settings, of the step and of the machine, each simulated, with its gain."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What variants are held against."""
+    """The case that variants are compared with."""
 
     case: Case
     steps: tuple[BatchPlan, ...]
@@ -53,11 +53,11 @@ class _Base:
 
 
 def of(asked: Asked, case: Case, progress: Progress) -> Figures:
-    """Every variant's step, fastest first; how much faster than the case as it is; what could not be, or changed nothing."""
+    """Steps of all variants, fastest first, with their gain; and the variants that are impossible or change nothing."""
     steps = asked.plan(case)
     figures = simulate(steps, case.machine, case.setup)
     base = _Base(case, steps, mean_step_s(figures))
-    found: list[Figures] = []
+    rows: list[Figures] = []
     impossible: dict[str, str] = {}
     unchanged: list[str] = []
     for each in progress(list(candidates(case)), "what to try next"):
@@ -69,15 +69,15 @@ def of(asked: Asked, case: Case, progress: Progress) -> Figures:
         if row is None:
             unchanged.append(each.name)
         else:
-            found.append(row)
-    found.sort(key=lambda row: row["step_s"])
+            rows.append(row)
+    rows.sort(key=lambda row: row["step_s"])
     return {
         "kind": "simulated",
         "planner": case.choice.name,
         "num_steps": len(steps),
         "step_s": base.step_s,
         "fits": max(figures["peak_bytes_per_rank"]) <= case.machine.cluster.memory_bytes,
-        "tries": found,
+        "tries": rows,
         "impossible": impossible,
         "unchanged": unchanged,
     }
@@ -252,23 +252,19 @@ def _other_machines(case: Case) -> Iterator[Try]:
         other = Machine(machine.cluster, machine.model, cost, machine.slowdown)
         return Try("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
 
-    nano_batch = 1 / FASTER
+    half = 1 / FASTER
     if cluster.num_nodes > 1:
         nics = cluster.nic_bytes_per_s * FASTER
-        yield faster(
-            "NICs twice as fast", Factors(inter_node=nano_batch), nic_bytes_per_s=nics, inter_alpha_s=cluster.inter_alpha_s * nano_batch
-        )
+        yield faster("NICs twice as fast", Factors(inter_node=half), nic_bytes_per_s=nics, inter_alpha_s=cluster.inter_alpha_s * half)
     if cluster.node_size > 1:
         links = cluster.intra_bytes_per_s * FASTER
         yield faster(
             "links inside nodes twice as fast",
-            Factors(intra_node=nano_batch),
+            Factors(intra_node=half),
             intra_bytes_per_s=links,
-            intra_alpha_s=cluster.intra_alpha_s * nano_batch,
+            intra_alpha_s=cluster.intra_alpha_s * half,
         )
-    yield faster(
-        "ranks that compute twice as fast", Factors(attention=nano_batch, linear=nano_batch), flops_per_s=cluster.flops_per_s * FASTER
-    )
+    yield faster("ranks that compute twice as fast", Factors(attention=half, linear=half), flops_per_s=cluster.flops_per_s * FASTER)
     if any(factor > 1 for factor in machine.slowdown):
         even = Machine(machine.cluster, machine.model, machine.cost)
         yield Try("machine", "no slow rank", "", replace(case, machine=even))

@@ -21,7 +21,7 @@ Members: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the plans of one planner have in common. `pattern`: of every zone."""
+    """The common part of one planner's plans. `pattern`: the comm pattern of every zone."""
 
     planner: str
     cluster: Cluster

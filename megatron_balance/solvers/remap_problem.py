@@ -1,4 +1,4 @@
-"""What a remapping has to move: the target of every rank, and with it the surplus and the deficit of every rank."""
+"""The problem that a remap solves: target tokens of every rank, and with them its surplus or deficit."""
 
 from __future__ import annotations
 

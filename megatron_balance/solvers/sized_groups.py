@@ -69,7 +69,7 @@ def greedy(problem: Problem) -> Groups | None:
     new one of the smallest size that is fast enough. There is at least one item.
     """
     low = problem.least_makespan()
-    best = next((found for factor in _FACTORS if (found := _within(problem, low * factor)) is not None), None)
+    best = next((groups for factor in _FACTORS if (groups := _within(problem, low * factor)) is not None), None)
     if best is None:
         return None
     high = problem.makespan(best)
@@ -77,11 +77,11 @@ def greedy(problem: Problem) -> Groups | None:
         if high <= low * (1 + TOLERANCE):
             break
         middle = (low + high) / 2
-        found = _within(problem, middle)
-        if found is None:
+        groups = _within(problem, middle)
+        if groups is None:
             low = middle
         else:
-            best, high = found, min(middle, problem.makespan(found))
+            best, high = groups, min(middle, problem.makespan(groups))
     return best
 
 
@@ -90,11 +90,11 @@ def _within(problem: Problem, most_s: float) -> Groups | None:
     free = problem.num_ranks
     sizes: list[int] = []  # of each group: the index of its size
     items: list[list[int]] = []
-    room: list[int] = []
+    free_tokens: list[int] = []
     time_s: list[float] = []
     for item in sorted(range(len(problem.tokens)), key=lambda k: (-problem.tokens[k], k)):
         tokens, seconds = problem.tokens[item], problem.seconds[item]
-        fits = [g for g, i in enumerate(sizes) if tokens <= room[g] and time_s[g] + seconds[i] <= most_s]
+        fits = [g for g, i in enumerate(sizes) if tokens <= free_tokens[g] and time_s[g] + seconds[i] <= most_s]
         if fits:
             group = max(fits, key=lambda g: (time_s[g] + seconds[sizes[g]], -g)) if most_s < inf else min(fits, key=time_s.__getitem__)
         else:
@@ -104,11 +104,11 @@ def _within(problem: Problem, most_s: float) -> Groups | None:
             group = len(sizes)
             sizes.append(size)
             items.append([])
-            room.append(problem.sizes[size] * problem.capacity)
+            free_tokens.append(problem.sizes[size] * problem.capacity)
             time_s.append(0.0)
             free -= problem.sizes[size]
         items[group].append(item)
-        room[group] -= tokens
+        free_tokens[group] -= tokens
         time_s[group] += seconds[sizes[group]]
     return tuple((problem.sizes[i], tuple(sorted(group))) for i, group in zip(sizes, items, strict=True))
 
@@ -238,31 +238,31 @@ class _Program:
             shape=(len(rows), self.num_variables),
         )
         most = [1.0] * (1 + len(self.group_sizes)) + [float(len(self.buckets[q])) for q, _ in self.takes]
-        found: Any = optimize.milp(
+        result: Any = optimize.milp(
             c=[1.0] + [0.0] * (self.num_variables - 1),
             integrality=[0] + [1] * (self.num_variables - 1),
             bounds=optimize.Bounds(0.0, most),
             constraints=optimize.LinearConstraint(matrix.tocsr(), [low for low, _, _ in rows], [high for _, high, _ in rows]),
             options={"node_limit": nodes, "mip_rel_gap": TOLERANCE},
         )
-        if found.x is None:
+        if result.x is None:
             raise NoAnswerError("nothing better was found within the nodes")
-        return self._read([round(value) for value in found.x])
+        return self._read([round(value) for value in result.x])
 
     def _rows(self) -> list[tuple[float, float, list[tuple[int, float]]]]:
         """Constraints (low, high, entries). Variable 0: makespan over `most_s`; then the groups; then `takes`."""
         problem, first = self.problem, 1 + len(self.group_sizes)
         by_bucket: list[list[tuple[int, float]]] = [[] for _ in self.buckets]
         time: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
-        room: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
+        free_tokens: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
         for column, (q, p) in enumerate(self.takes, start=first):
             size = problem.sizes[self.group_sizes[p]]
             by_bucket[q].append((column, 1.0))
             time[p].append((column, self.seconds[q][self.group_sizes[p]] / self.most_s))
-            room[p].append((column, self.tokens[q] / (size * problem.capacity)))
+            free_tokens[p].append((column, self.tokens[q] / (size * problem.capacity)))
         rows = [(float(len(items)), float(len(items)), row) for items, row in zip(self.buckets, by_bucket, strict=True)]
         rows += [(-inf, 0.0, [*row, (0, -1.0)]) for row in time]
-        rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(room)]
+        rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(free_tokens)]
         # Groups of one size are alike: those with lower numbers are there first.
         alike = (p for p in range(1, len(self.group_sizes)) if self.group_sizes[p - 1] == self.group_sizes[p])
         rows += [(0.0, inf, [(p, 1.0), (1 + p, -1.0)]) for p in alike]

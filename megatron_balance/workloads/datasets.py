@@ -66,7 +66,7 @@ def document_lengths(name: str) -> Lengths:
 
 def _of_jsonl(path: Path, column: str) -> Lengths:
     """One object, number or list of numbers a line."""
-    found: list[int] = []
+    lengths: list[int] = []
     count: Callable[[Any], int] | None = None
     for number, line in enumerate(_lines(path), 1):
         try:
@@ -74,7 +74,9 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
         except ValueError as error:
             raise DataError(f"{path}:{number}: not JSON ({error})") from error
         if isinstance(value, list):  # a JSON file of lengths, as --lengths-file takes them
-            found += [_checked(int, length, f"{path}:{number}: length {place}") for place, length in enumerate(cast("list[object]", value))]
+            lengths += [
+                _checked(int, length, f"{path}:{number}: length {place}") for place, length in enumerate(cast("list[object]", value))
+            ]
             continue
         row = cast("dict[str, Any]", value if isinstance(value, dict) else {"length": value})
         if count is None:
@@ -82,8 +84,8 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
             count = _counter(row.get(column), column, str(path))
         if column not in row:
             raise DataError(f"{path}:{number}: no key {column!r}, which the first line has")
-        found.append(_checked(count, row[column], f"{path}:{number}: {column}"))
-    return np.array(found, dtype=np.int64)
+        lengths.append(_checked(count, row[column], f"{path}:{number}: {column}"))
+    return np.array(lengths, dtype=np.int64)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -1,6 +1,6 @@
 r"""Megatron's indexed corpus: `PREFIX.bin` holds token ids, `PREFIX.idx` says where each document lies.
 
-Layout of `.idx` (megatron-ir 0.19.2, megatron/core/datasets/indexed_dataset.py), little-endian:
+Layout of `.idx` (megatron-core 0.19.2, megatron/core/datasets/indexed_dataset.py), little-endian:
 
     9 bytes  MMIDIDX\0\0            8 bytes  version, 1            1 byte   code of the token type
     8 bytes  number of sequences   8 bytes  number of boundaries (documents + 1)
@@ -41,7 +41,7 @@ SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorpusIndex:
-    """What a `.idx` says, checked against the `.bin` beside it."""
+    """Contents of a `.idx`, checked against the `.bin` beside it."""
 
     prefix: str
     dtype: np.dtype[np.integer]
@@ -132,11 +132,11 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
         known = ", ".join(f"{key} ({name})" for key, name in TOKEN_TYPES.items())
         raise DataError(f"{path}: token type code {code} is not a type of token ids; known are {known}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    found = f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take {expected}"
+    sizes = f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take {expected}"
     if idx_bytes == expected + num_sequences and num_sequences:
-        raise DataError(f"{found}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported")
+        raise DataError(f"{sizes}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported")
     if idx_bytes != expected:
-        raise DataError(f"{found}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again")
+        raise DataError(f"{sizes}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again")
     return num_sequences, num_boundaries, np.dtype(TOKEN_TYPES[code])
 
 

@@ -1,4 +1,4 @@
-"""DistCA (ir attention disaggregation): its figures and tables beside ours."""
+"""DistCA (core attention disaggregation): its figures and tables beside ours."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Megatron: samples of MaxDocLen tokens, each cut over its group as one sequence (
 but last of 2 c parts); samples are dealt to replicas so that their FLOPs are as even as that allows.
 WLB-ideal: documents dealt to replicas by their time, as many tokens as memory allows; each document cut over the group in the same way;
 no document waits. FlexSP+: groups of different sizes by our planner `flexsp`, the documents of each cut like WLB-ideal's.
-Of Megatron and WLB-ideal the best way counts, as in the paper: pipeline stages where there are any, degree of context parallelism, and
+Of Megatron and WLB-ideal the best configuration counts, as in the paper: pipeline stages where there are any, degree of context parallelism, and
 recomputation of activations where they do not fit the memory without.
 
 A layer of a group takes its slowest rank's modules and kernels, and the gathering of keys and values (backward: the scattering of their
@@ -32,19 +32,19 @@ from megatron_balance.simulator import pipeline
 from megatron_balance.simulator.pipeline import Pass
 
 SEQ, START, STOP, RANK = range(4)
-"""Columns of queries: rows of what each rank of a group attends."""
+"""Columns of `GroupQueries.rows`: runs of queries, and the rank of the group that attends them."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupQueries:
-    """Queries [n, 4] of one microbatch on a group of so many ranks."""
+    """Queries of one microbatch by rank of a context-parallel group: `rows` [n, 4] (seq, start, stop, rank)."""
 
-    queries: Ints
+    rows: Ints
     num_ranks: int
 
     def tokens(self) -> Ints:
-        """Of each rank."""
-        rows = self.queries
+        """Tokens [num_ranks] of each rank."""
+        rows = self.rows
         return np.bincount(rows[:, RANK], rows[:, STOP] - rows[:, START], self.num_ranks).astype(np.int64)
 
 
@@ -79,17 +79,17 @@ def group_on(case: Case, num_ranks: int) -> Group:
     return group_of(case.cluster, num_ranks, 1)
 
 
-def layer_s(case: Case, share: GroupQueries) -> tuple[float, float]:
+def layer_s(case: Case, queries: GroupQueries) -> tuple[float, float]:
     """Seconds of one layer of a group, forward and backward: its slowest rank's computation, and the collective."""
-    rows, model, group = share.queries, case.model, group_on(case, share.num_ranks)
+    rows, model, group = queries.rows, case.model, group_on(case, queries.num_ranks)
     pairs = np.zeros((len(rows), 9), dtype=np.int64)
     pairs[:, :3] = rows[:, [SEQ, START, STOP]]
     pairs[:, 4], pairs[:, 6], pairs[:, 8] = model.num_heads, rows[:, STOP], model.num_kv_heads
-    num_bytes = case.cost.kv_bytes(float(share.tokens().max(initial=0)))
+    num_bytes = case.cost.kv_bytes(float(queries.tokens().max(initial=0)))
     passes_s: list[float] = []
     for backward, collective_s in ((False, all_gather_s(num_bytes, group)), (True, reduce_scatter_s(num_bytes, group))):
-        attention = case.cost.attend_s(pairs, rows[:, RANK], share.num_ranks, backward=backward)
-        linear = np.array([case.cost.layer_s(n, backward=backward) for n in share.tokens().tolist()])
+        attention = case.cost.attend_s(pairs, rows[:, RANK], queries.num_ranks, backward=backward)
+        linear = np.array([case.cost.layer_s(n, backward=backward) for n in queries.tokens().tolist()])
         passes_s.append(float((attention + linear).max()) + collective_s)
     return passes_s[0], passes_s[1]
 
@@ -120,7 +120,7 @@ class ReplicaConfig:
 
 
 def replica_configs(case: Case) -> list[ReplicaConfig]:
-    """All that are tried."""
+    """All configurations that are tried."""
     return [
         ReplicaConfig(stages, degree, recompute)
         for stages in case.stages
@@ -134,16 +134,16 @@ def degrees(num_ranks: int) -> list[int]:
     return [1 << i for i in range(num_ranks.bit_length()) if num_ranks % (1 << i) == 0]
 
 
-def replica_s(case: Case, shares: Sequence[GroupQueries], config: ReplicaConfig) -> float:
+def replica_s(case: Case, microbatches: Sequence[GroupQueries], config: ReplicaConfig) -> float:
     """Seconds of a replica's microbatches, one after another or through its pipeline (1F1B)."""
     num_layers = case.model.num_layers // config.stages
     seconds: list[tuple[float, float]] = []
     heads: list[tuple[float, float]] = []
     tokens: list[float] = []
-    for share in shares:
-        forward_s, backward_s = layer_s(case, share)
+    for queries in microbatches:
+        forward_s, backward_s = layer_s(case, queries)
         seconds.append((num_layers * forward_s, num_layers * (backward_s + (forward_s if config.recompute == "full" else 0.0))))
-        tokens.append(float(share.tokens().max(initial=0)))
+        tokens.append(float(queries.tokens().max(initial=0)))
         heads.append((case.cost.head_s(tokens[-1]), case.cost.head_s(tokens[-1], backward=True)))
     if config.stages == 1:
         return sum(map(sum, seconds)) + sum(map(sum, heads))
@@ -154,16 +154,16 @@ def replica_s(case: Case, shares: Sequence[GroupQueries], config: ReplicaConfig)
     def transfer(microbatch: int) -> Floats:
         return np.array([stage_transfer_s(case.model, tokens[microbatch], case.machine.inter)])
 
-    return pipeline.total_s(pipeline.run(config.stages, len(shares), 1, 1, each, transfer))
+    return pipeline.total_s(pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer))
 
 
 def megatron_s(case: Case, documents: Sequence[int]) -> float:
-    """Seconds of a step in the best way; infinite if none fits the memory."""
+    """Seconds of a step in the best configuration; infinite if none fits the memory."""
     return min(megatron_by_config(case, documents).values(), default=inf)
 
 
 def megatron_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
-    """Seconds by way; those that leave a replica without a chunk, or do not fit the memory, are left out."""
+    """Seconds of a step by configuration; those that leave a replica without a chunk, or do not fit the memory, are left out."""
     packed = chunks(documents, case.max_doc)
     work = [sum(n * (n + 1) / 2 for n in chunk) for chunk in packed]
     seconds: dict[ReplicaConfig, float] = {}
@@ -179,12 +179,12 @@ def megatron_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConf
 
 
 def wlb_s(case: Case, documents: Sequence[int]) -> float:
-    """Seconds of a step in the best way; infinite if none fits the memory."""
+    """Seconds of a step in the best configuration; infinite if none fits the memory."""
     return min(wlb_by_config(case, documents).values(), default=inf)
 
 
 def wlb_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
-    """Seconds by way; those that do not fit the memory are left out. With a pipeline, as many microbatches as Megatron's."""
+    """Seconds of a step by configuration; those that do not fit the memory are left out. With a pipeline, as many microbatches as Megatron's."""
     seconds: dict[ReplicaConfig, float] = {}
     work = [document_s(case, n) for n in documents]
     for config in replica_configs(case):
@@ -193,13 +193,13 @@ def wlb_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, f
         bins = deal(work, [float(n) for n in documents], num_replicas * each, config.most_tokens(case, each))
         replicas = None if bins is None else deal([sum(work[i] for i in one) for one in bins], [1.0] * len(bins), num_replicas, each)
         if bins is not None and replicas is not None:
-            shares = [per_document([documents[i] for i in one], config.degree) for one in bins]
-            seconds[config] = max(replica_s(case, [shares[i] for i in replica], config) for replica in replicas)
+            microbatches = [per_document([documents[i] for i in one], config.degree) for one in bins]
+            seconds[config] = max(replica_s(case, [microbatches[i] for i in replica], config) for replica in replicas)
     return seconds
 
 
 def document_s(case: Case, length: int) -> float:
-    """What a document takes of one layer, forward, which documents are dealt by."""
+    """Seconds of a document in one layer, forward, by which documents are dealt."""
     return case.cost.attention_s(length * (length + 1) / 2, length) + case.cost.linear_s(length)
 
 

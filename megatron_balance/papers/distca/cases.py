@@ -1,8 +1,8 @@
-"""What DistCA is evaluated on (section 6.1): nodes of H200 with tensor parallelism 8, two models, two data sets.
+"""The cases that DistCA is evaluated on (section 6.1): nodes of H200 with tensor parallelism 8, two models, two data sets.
 
 Not printed and assumed: `pretrain` has documents of up to 128K; for a longer MaxDocLen its lengths are scaled. Longer ones of `prolong` are
 cut. A batch is as many samples of MaxDocLen tokens as the batch size says (Table 4's first row of 8B is then the 1M tokens, and that of
-34B the 512K tokens, that section 6.3 names), filled with documents as they come; one that compile the end of a sample is cut there, and
+34B the 512K tokens, that section 6.3 names), filled with documents as they come; one that passes the end of a sample is cut there, and
 its parts do not see one another, under all systems alike.
 """
 
@@ -99,7 +99,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class HeldTokens:
-    """What a rank of the first stage has of each microbatch: tokens, and tokens whose keys and values it receives."""
+    """Tokens of a rank of the first stage in each microbatch: its own, and those whose keys and values it receives."""
 
     tokens: float
     received: float

@@ -26,7 +26,7 @@ OPTIONS = DistcaOptions()
 
 
 def distca_s(case: Case, documents: Sequence[int]) -> float:
-    """Seconds of a step in the best way; infinite if none fits the memory.
+    """Seconds of a step in the best configuration; infinite if none fits the memory.
 
     Microbatches are whole samples, documents as they come.
     """
@@ -54,7 +54,7 @@ def _sizes(case: Case, stages: int) -> list[int]:
 
 
 def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
-    """What the first stage has; in ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.tick_order`)."""
+    """Tokens that the first stage holds; in ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.tick_order`)."""
     usual, in_ticks = min(stages, num_microbatches), min(2 * stages - 1, num_microbatches)
     return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
 

@@ -38,7 +38,7 @@ def grid() -> list[Cell]:
 
 
 def rows(effort: Effort) -> list[Row]:
-    """What the text prints, then each cell of the grid."""
+    """The numbers that the text prints, then each cell of the grid."""
     by_cell: dict[tuple[str, str], dict[str, float]] = {}
     for cell in effort.progress(grid(), "fig10"):
         case, batches = cell.case, cell.case.batches(cell.dataset, effort.batches)

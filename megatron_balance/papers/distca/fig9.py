@@ -62,7 +62,7 @@ def speedups(cell: Cell, num_batches: int) -> dict[str, float]:
 
 
 def rows(effort: Effort) -> list[Row]:
-    """What the text prints, then each cell of the grid."""
+    """The numbers that the text prints, then each cell of the grid."""
     by_cell = {cell.name: speedups(cell, effort.batches) for cell in effort.progress(grid(), "fig9")}
     summary: list[Row] = []
     for system, published in PUBLISHED.items():

@@ -27,7 +27,7 @@ SHOWN = {**DATASETS, STAND_IN: "CommonCrawl"}
 
 @dataclass(frozen=True, slots=True)
 class CostShares:
-    """Shares of the whole cost of attention: what is needed, what crosses sequences in vain, what waits for other ranks."""
+    """Shares of the cost of attention: needed, redundant (across sequences), and waiting for other ranks."""
 
     needed: float = 0.0
     redundant: float = 0.0

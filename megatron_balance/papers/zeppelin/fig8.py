@@ -81,7 +81,7 @@ def _summary(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
 
 
 def _claims(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
-    """What the text says without a number, as a ratio that should be above or below 1."""
+    """Claims of the text without a number, each as a ratio that should be above or below 1."""
 
     def mean(model: str, dataset: str | None = None) -> float:
         return fmean(each[ZEPPELIN.name] for (m, _, d), each in by_cell.items() if m == model and dataset in (None, d))

@@ -59,7 +59,7 @@ def rows(_: Effort) -> list[Row]:
 
 
 def _closed_forms(case: Case) -> list[Row]:
-    """What the paper's own way of moving things takes, where ours does it otherwise."""
+    """Closed forms for the paper's own way of communicating, where ours differs."""
     layers, group = case.model.num_layers, group_of(case.cluster, case.cluster.num_ranks, case.cluster.node_size, busy_nics=True)
     everywhere_s = 2 * layers * (case.cost.call_s + all_to_all_s(0.0, group))
     size, longest = case.cluster.num_ranks, max(SKEWED)

@@ -1,4 +1,4 @@
-"""The frame of `papers`: papers, tables and rows; the verb's JSON, its table for people, and a sentence for every mistake."""
+"""The verb `reproduce`: papers, tables and rows; the verb's JSON, its table for people, and a sentence for every mistake."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def test_a_ratio_needs_something_published():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("papers zepelin", "reproduce: no paper 'zepelin'; did you mean 'zeppelin'?"),
-        ("papers megascale", "reproduce: no paper 'megascale'; there are "),
-        ("papers zeppelin fgi8", "zeppelin has no table 'fgi8'; did you mean 'fig8'?"),
-        ("papers zeppelin appendix", "zeppelin has no table 'appendix'; there are fig3, fig5, table2"),
-        ("papers zeppelin table2 --batches 0", "--batches 0: must be at least 1"),
-        ("papers zeppelin table2 --batch 3", "unknown option '--batch'; did you mean '--batches'?"),
+        ("reproduce zepelin", "reproduce: no paper 'zepelin'; did you mean 'zeppelin'?"),
+        ("reproduce megascale", "reproduce: no paper 'megascale'; there are "),
+        ("reproduce zeppelin fgi8", "zeppelin has no table 'fgi8'; did you mean 'fig8'?"),
+        ("reproduce zeppelin appendix", "zeppelin has no table 'appendix'; there are fig3, fig5, table2"),
+        ("reproduce zeppelin table2 --batches 0", "--batches 0: must be at least 1"),
+        ("reproduce zeppelin table2 --batch 3", "unknown option '--batch'; did you mean '--batches'?"),
         ("reproduce", "the following arguments are required: PAPER"),
     ],
 )

@@ -31,7 +31,7 @@ DOCUMENTS = [700, 31, 1, 256, 1000]
 @pytest.mark.parametrize("share", [per_sequence, per_document])
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_a_group_attends_every_query_once(share: Callable[[list[int], int], GroupQueries], num_ranks: int) -> None:
-    rows = share(DOCUMENTS, num_ranks).queries
+    rows = share(DOCUMENTS, num_ranks).rows
     attended = sorted((int(seq), token) for seq, start, stop, _ in rows for token in range(start, stop))
     assert attended == [(seq, token) for seq, length in enumerate(DOCUMENTS) for token in range(length)]
 
@@ -40,8 +40,8 @@ def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not
     documents = [6000, 1000, 1000]
     pairs = {}
     for name, share in (("document", per_document(documents, 4)), ("sequence", per_sequence(documents, 4))):
-        start, stop = share.queries[:, 1], share.queries[:, 2]
-        loads = np.bincount(share.queries[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
+        start, stop = share.rows[:, 1], share.rows[:, 2]
+        loads = np.bincount(share.rows[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
         pairs[name] = loads.max() / loads.mean()
     assert pairs["document"] < 1.01
     assert pairs["sequence"] > 1.3

@@ -1,4 +1,4 @@
-"""`papers zeppelin`: closed forms, and small simulations that must come out in the order that the paper describes."""
+"""`reproduce zeppelin`: closed forms, and small simulations that must come out in the order that the paper describes."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are
 
 
 def _kernel_s(made: MicrobatchPlan) -> list[float]:
-    """What the cost model's kernel takes for each rank's tasks, tiles computed whole."""
+    """Seconds of the cost model's kernel for each rank's tasks, tiles computed whole."""
     (zone,) = made.zones
     assert isinstance(zone, TaskTable)
     tasks = as_array(zone.tasks)

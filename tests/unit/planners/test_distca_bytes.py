@@ -59,7 +59,7 @@ def cheapest_cut(item: Span, num_pairs: float, query_bytes: float, at_hand: int 
 
 
 def cut_bytes(cut: Span, query_bytes: float, at_hand: int = 0) -> float:
-    """What a server receives for a run of queries, their outputs' way back included in `query_bytes`."""
+    """Bytes that a server receives for a run of queries, their outputs' way back included in `query_bytes`."""
     return (cut[1] - cut[0]) * query_bytes + max(0, cut[1] - at_hand) * KEY_BYTES
 
 
@@ -126,7 +126,7 @@ def needed(servers: Servers, server: int, seq: int, but: Piece | None = None) ->
 
 
 def assert_books_are_right(servers: Servers, num_seqs: int) -> None:
-    """What is missing, freed, at hand and received of every server and piece, against sets of keys."""
+    """Compare the keys missing, freed, at hand and received of every server and piece with sets of keys."""
     pieces = [(source, piece) for source, own in enumerate(servers.pieces) for piece in own]
     for server in range(len(servers.pieces)):
         arrives = [needed(servers, server, seq) - held(servers, server, seq) for seq in range(num_seqs)]

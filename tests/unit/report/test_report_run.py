@@ -231,7 +231,7 @@ def test_one_run_twice_is_a_mistake_and_two_of_one_name_are_told_apart(tmp_path)
 
 
 def test_real_keys_are_those_that_are_read():
-    """What `megatron.log` writes has every key that a report reads."""
+    """`megatron.log` writes every key that a report reads."""
     written = (Path(__file__).resolve().parents[3] / "megatron_balance" / "megatron" / "log.py").read_text(encoding="utf-8")
     missing = [key for key in ("step", "step_ms", "planner", "counters", *steps.NUMBERS, *steps.LOADS) if f'"{key}"' not in written]
     assert missing == []
