@@ -63,7 +63,7 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
         k_stop is q_stop.
 
     Raises:
-        InfeasibleError: what a rank must hold or receive for its own tokens exceeds a cap, and no other rank can take them.
+        InfeasibleError: what a rank must hold or receive for its own tokens passes a cap, and no other rank can take these over.
     """
     owned = owned[owned[:, STOP] > owned[:, START]]
     if not len(owned):

@@ -61,7 +61,7 @@ def _inter_node(
                 return dict(zip(short, chosen, strict=True)), zone.nodes
             stuck = count + len(chosen)
         if count == len(order):
-            return {}, zone.nodes  # only rounding exceeds the capacity
+            return {}, zone.nodes  # only rounding passes the capacity
         threshold = lengths[order[count]]
 
 
