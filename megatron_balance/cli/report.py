@@ -1,4 +1,5 @@
-"""`megatron-balance report`: one self-contained HTML page: where the time of a step goes, what limits it, and what would help.
+"""`megatron-balance report`: one self-contained HTML page: where the time of a step goes, what
+limits it, and what would help.
 
 Of a simulated comparison of planners, or, with --steps, of what a training run logged.
 """

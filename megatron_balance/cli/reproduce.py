@@ -1,6 +1,7 @@
 """`megatron-balance reproduce`: a paper's published numbers beside ours, with the ratio.
 
-Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it is exact, simulated or measured.
+Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it
+is exact, simulated or measured.
 """
 
 from __future__ import annotations

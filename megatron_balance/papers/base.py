@@ -1,4 +1,6 @@
-"""Published results: a paper has tables, a table is a function that gives rows, a row is one number beside ours."""
+"""Published results: a paper has tables, a table is a function that gives rows, a row is one number
+beside ours.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ from megatron_balance.errors import ConfigError
 
 T = TypeVar("T")
 Kind: TypeAlias = Literal["exact", "simulated", "measured"]
-"""exact: follows from printed numbers and closed forms, or from a plan; simulated: on the simulator's clocks; measured: on a machine."""
+"""exact: follows from printed numbers and closed forms, or from a plan; simulated: on the
+simulator's clocks; measured: on a machine.
+"""
 
 Sign: TypeAlias = Literal["=", "<=", ">="]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number. `published` is what the paper prints, None where it only draws; `sign`: printed as this, at most, or at least this.
+    """One number.
+
+    `published` is what the paper prints, None where it only draws; `sign`: printed as this, at
+    most, or at least this.
 
     `note`: context that a reader needs to compare the two.
     """
@@ -60,7 +67,11 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class PaperTable:
-    """A table or figure of a paper. `rows` computes it; `batches`: how many are drawn for each number unless the user says otherwise."""
+    """A table or figure of a paper.
+
+    `rows` computes it; `batches`: how many are drawn for each number unless the user says
+    otherwise.
+    """
 
     title: str
     rows: Callable[[Effort], list[Row]]

@@ -48,7 +48,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A case's steps, planned and simulated. `row`: its figures as `compare` prints them, with phases and utilisation."""
+    """A case's steps, planned and simulated.
+
+    `row`: its figures as `compare` prints them, with phases and utilisation.
+    """
 
     case: Case
     steps: tuple[BatchPlan, ...]
@@ -70,10 +73,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The question. `plan`: how a case is planned; `play`: the same, timed and simulated, on machines that differ if it was asked so.
+    """The question.
 
-    `assumed`: what nobody gave, in words; `lengths`: where the lengths are from; `costs`: the file of measured times, empty: data sheets.
-    `explicit`: somebody named the planners, so one that cannot place the batch is a mistake.
+    `plan`: how a case is planned; `play`: the same, timed and simulated, on machines that differ if
+    it was asked so.
+
+    `assumed`: what nobody gave, in words; `lengths`: where the lengths are from; `costs`: the file
+    of measured times, empty: data sheets. `explicit`: somebody named the planners, so one that
+    cannot place the batch is a mistake.
     """
 
     cases: tuple[Case, ...]

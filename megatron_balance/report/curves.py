@@ -1,4 +1,6 @@
-"""The plots of a training run, or of two, as Plotly figures: one colour a run, one curve a figure of its steps."""
+"""The plots of a training run, or of two, as Plotly figures: one colour a run, one curve a figure
+of its steps.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ Span = tuple[float, float]
 
 
 def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
-    """Spans in milliseconds of the ranks that are busiest, least busy, and some in between; forward, then backward.
+    """Spans in milliseconds of the ranks that are busiest, least busy, and some in between;
+    forward, then backward.
 
     Raises:
         ConfigError: more ranks than can be traced.
@@ -68,7 +69,9 @@ def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
 
 
 def _activity(event: dict[str, Any], stream: str) -> str:
-    """Transfers by the link they take; the legs of a routed one that stay in the node are inside it."""
+    """Transfers by the link they take; the legs of a routed one that stay in the node are inside
+    it.
+    """
     if stream == "compute":
         kinds = {"linear": ACTIVITIES[0], "attention": ACTIVITIES[1]}
         return kinds.get(str(event["name"]), ACTIVITIES[2])

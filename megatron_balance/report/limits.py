@@ -1,11 +1,14 @@
 """Limits of a step: its seconds, split by what would have to be better for them to go away.
 
-One thing after another is idealised, and each is charged what the step gains: no rank slower than the others; transfers between nodes
-that take no time; then those inside nodes, with the calls and the processors that transfers take. What is left computes. What all ranks
-would take if they computed equally long is computing; the rest of it is imbalance or, in a pipeline, waiting for other stages. The order
-matters where two things hide behind each other: what would still be hidden costs nothing.
+One thing after another is idealised, and each is charged what the step gains: no rank slower than
+the others; transfers between nodes that take no time; then those inside nodes, with the calls and
+the processors that transfers take. What is left computes. What all ranks would take if they
+computed equally long is computing; the rest of it is imbalance or, in a pipeline, waiting for other
+stages. The order matters where two things hide behind each other: what would still be hidden costs
+nothing.
 
-The remap is charged what the layer gains if tokens are where attention needs them, and its transfers are charged that much less.
+The remap is charged what the layer gains if tokens are where attention needs them, and its
+transfers are charged that much less.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ class _FreeTransfers(PerturbedCost):
 
 
 def of(played: Played) -> Figures:
-    """Seconds of a step by part, mean over steps; the largest part, and the largest that is not computing, with a sentence on each."""
+    """Seconds of a step by part, mean over steps; the largest part, and the largest that is not
+    computing, with a sentence on each.
+    """
     case, steps = played.case, played.steps
     seconds = _parts(steps, case.machine, case.setup)
     step_s = sum(seconds.values())
@@ -84,7 +89,8 @@ def of(played: Played) -> Figures:
 def _parts(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> dict[str, float]:
     """Seconds of each of `PARTS`; they add up to a step, mean over steps."""
     even = replace(machine, slowdown=())
-    # In the order of the module's docstring; gradients are synchronised over the same links and have a part of their own.
+    # In the order of the module's docstring; gradients are synchronised over the same links and
+    # have a part of their own.
     machines = [machine, even, _without_transfers(even, inside=False), _without_transfers(even, inside=True)]
     idealised = [simulate(steps, each, setup) for each in machines]
     sync = [each["phases_s"]["gradient_sync"] for each in idealised]
@@ -119,7 +125,8 @@ def _parts(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> dict[s
 def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
     """Parts that add up to the step.
 
-    Seconds by which idealising one thing made another worse count as imbalance, or reduce the largest part.
+    Seconds by which idealising one thing made another worse count as imbalance, or reduce the
+    largest part.
     """
     left = seconds["imbalance"] + step_s - sum(seconds.values())
     seconds = {**seconds, "imbalance": max(0.0, left)}
@@ -151,7 +158,9 @@ def _each_microbatch(steps: Sequence[BatchPlan], setup: Setup, machine: Machine)
 
 
 def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> tuple[float, float]:
-    """Seconds of a step on each rank, outside attention and in it, if all ranks computed equally long."""
+    """Seconds of a step on each rank, outside attention and in it, if all ranks computed equally
+    long.
+    """
     linear = attention = 0.0
     again = 2 if setup.recompute == "full" else 1
     for plan, times in _each_microbatch(steps, setup, machine):
@@ -163,7 +172,9 @@ def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) 
 
 
 def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phases: dict[str, float]) -> float:
-    """Seconds of a step's exchanges of tokens with experts on other ranks; they hide behind nothing."""
+    """Seconds of a step's exchanges of tokens with experts on other ranks; they hide behind
+    nothing.
+    """
     if setup.experts == 1:
         return 0.0
     without_exchange = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
@@ -171,7 +182,9 @@ def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phase
 
 
 def _remap_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> float:
-    """Seconds that a step gains if no token needed a remap: each already at the rank where it attends."""
+    """Seconds that a step gains if no token needed a remap: each already at the rank where it
+    attends.
+    """
     gained = 0.0
     for plan, times in _each_microbatch(steps, setup, machine):
         if plan.moves:
@@ -186,7 +199,9 @@ def _remap_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> floa
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of one microbatch, both ways: seconds that each rank computes, bytes over each resource, and seconds of it all."""
+    """One layer of one microbatch, both ways: seconds that each rank computes, bytes over each
+    resource, and seconds of it all.
+    """
 
     compute_s: Floats
     bytes_moved: Floats
@@ -215,7 +230,9 @@ class _Layer:
 
 
 def _busiest_nic(layer: _Layer, machine: Machine) -> Figures | None:
-    """The NIC that the most bytes of a layer go over, in one direction; None: nothing goes between nodes."""
+    """The NIC that the most bytes of a layer go over, in one direction; None: nothing goes between
+    nodes.
+    """
     first = 2 * machine.num_ranks
     loads = layer.bytes_moved[first:]
     if not loads.any():

@@ -1,4 +1,7 @@
-"""The plots of a simulated report, as Plotly figures. Colours are told apart by the colour-blind too (Okabe and Ito)."""
+"""The plots of a simulated report, as Plotly figures.
+
+Colours are told apart by the colour-blind too (Okabe and Ito).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A training run, or two, as one JSON document: everything that its page says. Measured, but for what the plans predicted."""
+"""A training run, or two, as one JSON document: everything that its page says.
+
+Measured, but for what the plans predicted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ CURVES = (
 )
 
 WARM_UP = 2
-"""First steps of a run, which allocate and connect; left out of means if there are enough others."""
+"""First steps of a run, which allocate and connect; left out of means if there are enough others.
+"""
 
 
 def document(paths: Sequence[Path]) -> Figures:
@@ -129,7 +133,9 @@ FEWEST = 8
 
 
 def follows(run: Run) -> Figures:
-    """How closely the time of a step goes with other figures of it: Spearman's rank correlation, where both vary."""
+    """How closely the time of a step goes with other figures of it: Spearman's rank correlation,
+    where both vary.
+    """
     correlations: Figures = {}
     step_ms = run.series("step_ms")
     for key in FOLLOWED:

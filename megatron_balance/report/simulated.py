@@ -1,4 +1,6 @@
-"""The page of a simulated comparison, for readers who have never seen the project: words and plots around the figures of `study`."""
+"""The page of a simulated comparison, for readers who have never seen the project: words and plots
+around the figures of `study`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Of the page of a simulated comparison: where sequences went, what each rank has to do, and when it does it."""
+"""Of the page of a simulated comparison: where sequences went, what each rank has to do, and when
+it does it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The `steps.jsonl` of a training run, read with care: a run may have been killed, restarted, or made by an older version."""
+"""The `steps.jsonl` of a training run, read with care: a run may have been killed, restarted, or
+made by an older version.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ LOADS = ("imbalance_before", "imbalance_after")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its steps in order, each once; `notes`: oddities of its file, and how they were read."""
+    """One run: its steps in order, each once; `notes`: oddities of its file, and how they were
+    read.
+    """
 
     label: str
     path: str

@@ -11,7 +11,8 @@ from megatron_balance.simulator.timeline import MOST_RANKS
 
 
 def study(asked: Asked, progress: Progress) -> Figures:
-    """Compare all planners; of the baseline and the fastest other one also where everything goes, when, and what limits them.
+    """Compare all planners; of the baseline and the fastest other one also where everything goes,
+    when, and what limits them.
 
     Raises:
         ConfigError: the baseline cannot place the batch.
@@ -52,7 +53,9 @@ def study(asked: Asked, progress: Progress) -> Figures:
 
 
 def _play(asked: Asked, progress: Progress) -> tuple[list[Played], dict[str, str]]:
-    """Every planner's steps; of planners that nobody named, one that cannot place the batch is left out, with its reason."""
+    """Every planner's steps; of planners that nobody named, one that cannot place the batch is left
+    out, with its reason.
+    """
     played: list[Played] = []
     left_out: dict[str, str] = {}
     for case in progress(asked.cases, "planners"):

@@ -1,4 +1,6 @@
-"""Variants to try next: of the planner's settings, of the step and of the machine, each simulated, with its gain."""
+"""Variants to try next: of the planner's settings, of the step and of the machine, each simulated,
+with its gain.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ WORTH = 0.01
 """A variant that saves less than this share of the step is not recommended."""
 
 SCALES = (1.25, 1.5, 2.0)
-"""Capacities of a rank that are tried, over the batch's mean tokens a rank and over the one in use."""
+"""Capacities of a rank that are tried, over the batch's mean tokens a rank and over the one in use.
+"""
 
 FASTER = 2.0
 """How much faster the machine's parts are made."""
@@ -30,12 +33,16 @@ _SCALED_OPTIONS = ("tolerance", "weight_communication")
 """Options that weigh one thing against another: halved and doubled."""
 
 Where = Literal["planner", "step", "machine"]
-"""Whose business a variant is: the planner's settings, the training step's, or whoever buys the machine."""
+"""Whose business a variant is: the planner's settings, the training step's, or whoever buys the
+machine.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A variant: in words, and as the options of the command line that make it; empty: no option does."""
+    """A variant: in words, and as the options of the command line that make it; empty: no option
+    does.
+    """
 
     where: Where
     name: str
@@ -53,7 +60,9 @@ class _Base:
 
 
 def of(asked: Asked, case: Case, progress: Progress) -> Figures:
-    """Steps of all variants, fastest first, with their gain; and the variants that are impossible or change nothing."""
+    """Steps of all variants, fastest first, with their gain; and the variants that are impossible
+    or change nothing.
+    """
     steps = asked.plan(case)
     figures = simulate(steps, case.machine, case.setup)
     base = _Base(case, steps, mean_step_s(figures))
@@ -106,7 +115,9 @@ def _row(each: Try, base: _Base, asked: Asked) -> Figures | None:
 
 
 def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
-    """Those that fit in memory and are worth while, fastest first; where the case itself does not fit, all that do."""
+    """Those that fit in memory and are worth while, fastest first; where the case itself does not
+    fit, all that do.
+    """
     rows = [row for row in tried["tries"] if row["where"] in where and row["fits"]]
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
@@ -140,7 +151,9 @@ def _other_planners(case: Case) -> Iterator[Try]:
 
 
 def _whole(case: Case, name: str) -> str:
-    """The options without which `simulate` would run the planner's microbatches, or its stages, as training does: a report does not."""
+    """The options without which `simulate` would run the planner's microbatches, or its stages, as
+    training does: a report does not.
+    """
     nano_batches = " --ping-pong false" if name == PING_PONG_BY_DEFAULT else ""
     stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].plan_owned is not None else ""
     return nano_batches + stages

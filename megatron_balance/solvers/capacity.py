@@ -8,7 +8,8 @@ from megatron_balance.errors import InfeasibleError
 
 
 def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
-    """Check that `num_ranks` ranks of `tokens_per_rank` tokens (None: no limit) hold each sequence alone.
+    """Check that `num_ranks` ranks of `tokens_per_rank` tokens (None: no limit) hold each sequence
+    alone.
 
     Raises:
         InfeasibleError: a sequence is larger than the pool; says what would hold it.
@@ -29,7 +30,8 @@ def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
     """Check that `num_ranks` ranks of `tokens_per_rank` tokens (None: no limit) hold the batch.
 
     Raises:
-        InfeasibleError: a sequence or the whole batch is larger than the pool; says what would hold it.
+        InfeasibleError: a sequence or the whole batch is larger than the pool; says what would hold
+            it.
     """
     check_each(lengths, num_ranks, tokens_per_rank)
     total = sum(lengths)

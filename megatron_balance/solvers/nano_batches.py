@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _EXACT = 1 << 24
-"""Cells (items x size) up to which the most equal split is searched; beyond, the largest-first rule decides."""
+"""Cells (items x size) up to which the most equal split is searched; beyond, the largest-first rule
+decides.
+"""
 
 
 def nano_batches(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -32,7 +34,10 @@ def nano_batches(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _best(sizes: Sequence[int], total: int) -> tuple[list[int], list[int]]:
-    """The two parts whose sizes differ least. Bit s of `reached[i]`: some of the first i items are s together."""
+    """The two parts whose sizes differ least.
+
+    Bit s of `reached[i]`: some of the first i items are s together.
+    """
     reached = [1]
     for size in sizes:
         reached.append(reached[-1] | reached[-1] << size)

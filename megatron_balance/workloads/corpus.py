@@ -1,4 +1,6 @@
-"""Files to a Megatron corpus: one document per file, one token per byte, an end-of-document token behind each."""
+"""Files to a Megatron corpus: one document per file, one token per byte, an end-of-document token
+behind each.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ class BuildReport:
 
 
 def find_files(paths: Iterable[Path], suffix: str = "", leave_out: tuple[str, ...] = ()) -> list[Path]:
-    """Files named, and files below the folders named whose name ends with `suffix`, each once, in a fixed order.
+    """Files named, and files below the folders named whose name ends with `suffix`, each once, in a
+    fixed order.
 
-    In folders, hidden files and folders and those named in `leave_out` are passed over, and links to folders are not followed.
+    In folders, hidden files and folders and those named in `leave_out` are passed over, and links
+    to folders are not followed.
 
     Raises:
         DataError: a path that does not exist, or a folder that cannot be read.

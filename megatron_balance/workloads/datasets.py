@@ -1,7 +1,9 @@
-"""Lengths of documents on disk: a Megatron corpus, JSONL, and Hugging Face data sets (Parquet, Arrow).
+"""Lengths of documents on disk: a Megatron corpus, JSONL, and Hugging Face data sets (Parquet,
+Arrow).
 
-A path may end in `#COLUMN`. Without it the first of these columns that is there counts: a number of tokens, a list of token ids, or text.
-Text is not tokenised here: its tokens are estimated from its bytes.
+A path may end in `#COLUMN`. Without it the first of these columns that is there counts: a number of
+tokens, a list of token ids, or text. Text is not tokenised here: its tokens are estimated from its
+bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ COLUMNS = ("length", "num_tokens", "token_count", "n_tokens", "input_ids", "toke
 """Columns looked for, in this order."""
 
 BYTES_PER_TOKEN = 4.0
-"""Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is about four characters)."""
+"""Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is
+about four characters).
+"""
 
 ARROW = (".arrow", ".parquet")
 

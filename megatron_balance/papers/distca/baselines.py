@@ -1,15 +1,19 @@
-"""The systems that DistCA is compared with (section 6.1), as replicas of context-parallel groups that gather keys and values.
+"""The systems that DistCA is compared with (section 6.1), as replicas of context-parallel groups
+that gather keys and values.
 
-Megatron: samples of MaxDocLen tokens, each cut over its group as one sequence ("per-sequence sharding": rank i has the i-th and the i-th
-but last of 2 c parts); samples are dealt to replicas so that their FLOPs are as even as that allows.
-WLB-ideal: documents dealt to replicas by their time, as many tokens as memory allows; each document cut over the group in the same way;
-no document waits. FlexSP+: groups of different sizes by our planner `flexsp`, the documents of each cut like WLB-ideal's.
-Of Megatron and WLB-ideal the best configuration counts, as in the paper: pipeline stages where there are any, degree of context parallelism, and
-recomputation of activations where they do not fit the memory without.
+Megatron: samples of MaxDocLen tokens, each cut over its group as one sequence ("per-sequence
+sharding": rank i has the i-th and the i-th but last of 2 c parts); samples are dealt to replicas so
+that their FLOPs are as even as that allows. WLB-ideal: documents dealt to replicas by their time,
+as many tokens as memory allows; each document cut over the group in the same way; no document
+waits. FlexSP+: groups of different sizes by our planner `flexsp`, the documents of each cut like
+WLB-ideal's. Of Megatron and WLB-ideal the best configuration counts, as in the paper: pipeline
+stages where there are any, degree of context parallelism, and recomputation of activations where
+they do not fit the memory without.
 
-A layer of a group takes its slowest rank's modules and kernels, and the gathering of keys and values (backward: the scattering of their
-gradients, bf16 as the keys are), which nothing hides. Replicas meet at the end of a step. Gradient synchronisation and the optimizer are
-the same for all systems and left out.
+A layer of a group takes its slowest rank's modules and kernels, and the gathering of keys and
+values (backward: the scattering of their gradients, bf16 as the keys are), which nothing hides.
+Replicas meet at the end of a step. Gradient synchronisation and the optimizer are the same for all
+systems and left out.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ SEQ, START, STOP, RANK = range(4)
 
 @dataclass(frozen=True, slots=True)
 class GroupQueries:
-    """Queries of one microbatch by rank of a context-parallel group: `rows` [n, 4] (seq, start, stop, rank)."""
+    """Queries of one microbatch by rank of a context-parallel group: `rows` [n, 4] (seq, start,
+    stop, rank).
+    """
 
     rows: Ints
     num_ranks: int
@@ -80,7 +86,9 @@ def group_on(case: Case, num_ranks: int) -> Group:
 
 
 def layer_s(case: Case, queries: GroupQueries) -> tuple[float, float]:
-    """Seconds of one layer of a group, forward and backward: its slowest rank's computation, and the collective."""
+    """Seconds of one layer of a group, forward and backward: its slowest rank's computation, and
+    the collective.
+    """
     rows, model, group = queries.rows, case.model, group_on(case, queries.num_ranks)
     pairs = np.zeros((len(rows), 9), dtype=np.int64)
     pairs[:, :3] = rows[:, [SEQ, START, STOP]]
@@ -163,7 +171,9 @@ def megatron_s(case: Case, documents: Sequence[int]) -> float:
 
 
 def megatron_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
-    """Seconds of a step by configuration; those that leave a replica without a chunk, or do not fit the memory, are left out."""
+    """Seconds of a step by configuration; those that leave a replica without a chunk, or do not fit
+    the memory, are left out.
+    """
     packed = chunks(documents, case.max_doc)
     work = [sum(n * (n + 1) / 2 for n in chunk) for chunk in packed]
     seconds: dict[ReplicaConfig, float] = {}
@@ -184,7 +194,10 @@ def wlb_s(case: Case, documents: Sequence[int]) -> float:
 
 
 def wlb_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, float]:
-    """Seconds of a step by configuration; those that do not fit the memory are left out. With a pipeline, as many microbatches as Megatron's."""
+    """Seconds of a step by configuration; those that do not fit the memory are left out.
+
+    With a pipeline, as many microbatches as Megatron's.
+    """
     seconds: dict[ReplicaConfig, float] = {}
     work = [document_s(case, n) for n in documents]
     for config in replica_configs(case):
@@ -204,7 +217,9 @@ def document_s(case: Case, length: int) -> float:
 
 
 def deal(work: Sequence[float], size: Sequence[float], num_bins: int, most: float) -> list[list[int]] | None:
-    """Items to bins, the one with most work first, each to the bin with least that has room; None where an item finds none."""
+    """Items to bins, the one with most work first, each to the bin with least that has room; None
+    where an item finds none.
+    """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     done, held = [0.0] * num_bins, [0.0] * num_bins
     for item in sorted(range(len(work)), key=lambda i: (-work[i], i)):

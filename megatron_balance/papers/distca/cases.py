@@ -1,9 +1,11 @@
-"""The cases that DistCA is evaluated on (section 6.1): nodes of H200 with tensor parallelism 8, two models, two data sets.
+"""The cases that DistCA is evaluated on (section 6.1): nodes of H200 with tensor parallelism 8, two
+models, two data sets.
 
-Not printed and assumed: `pretrain` has documents of up to 128K; for a longer MaxDocLen its lengths are scaled. Longer ones of `prolong` are
-cut. A batch is as many samples of MaxDocLen tokens as the batch size says (Table 4's first row of 8B is then the 1M tokens, and that of
-34B the 512K tokens, that section 6.3 names), filled with documents as they come; one that passes the end of a sample is cut there, and
-its parts do not see one another, under all systems alike.
+Not printed and assumed: `pretrain` has documents of up to 128K; for a longer MaxDocLen its lengths
+are scaled. Longer ones of `prolong` are cut. A batch is as many samples of MaxDocLen tokens as the
+batch size says (Table 4's first row of 8B is then the 1M tokens, and that of 34B the 512K tokens,
+that section 6.3 names), filled with documents as they come; one that passes the end of a sample is
+cut there, and its parts do not see one another, under all systems alike.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def _loaded(model_name: str, num_nodes: int) -> tuple[Model, Cluster]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on nodes of eight GPUs. A rank is a node, whose GPUs are tensor-parallel. `stages`: pipelines that are tried."""
+    """A model on nodes of eight GPUs.
+
+    A rank is a node, whose GPUs are tensor-parallel. `stages`: pipelines that are tried.
+    """
 
     model_name: str
     num_nodes: int
@@ -99,7 +104,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class HeldTokens:
-    """Tokens of a rank of the first stage in each microbatch: its own, and those whose keys and values it receives."""
+    """Tokens of a rank of the first stage in each microbatch: its own, and those whose keys and
+    values it receives.
+    """
 
     tokens: float
     received: float
@@ -110,7 +117,9 @@ class HeldTokens:
 
 
 def chunks(documents: Sequence[int], size: int) -> list[list[int]]:
-    """Chunks of `size` tokens, documents as they come, each cut where a chunk ends; a cut document attends within its pieces only."""
+    """Chunks of `size` tokens, documents as they come, each cut where a chunk ends; a cut document
+    attends within its pieces only.
+    """
     packed: list[list[int]] = [[]]
     left_in_chunk = size
     for document in documents:

@@ -1,4 +1,6 @@
-"""A step under DistCA: nano-batches interleaved, and with a pipeline all stages attending together, tick by tick."""
+"""A step under DistCA: nano-batches interleaved, and with a pipeline all stages attending together,
+tick by tick.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def _stages_s(case: Case, documents: Sequence[int], stages: int, size: int) -> f
 
 
 def _sizes(case: Case, stages: int) -> list[int]:
-    """Samples of a microbatch that are tried: the most that fit without recomputation, one for a rank at most.
+    """Samples of a microbatch that are tried: the most that fit without recomputation, one for a
+    rank at most.
 
     Without a pipeline half as many, too.
     """
@@ -54,7 +57,9 @@ def _sizes(case: Case, stages: int) -> list[int]:
 
 
 def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
-    """Tokens that the first stage holds; in ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.tick_order`)."""
+    """Tokens that the first stage holds; in ticks up to 2 S - 1 microbatches are in flight instead
+    of S (`planning.tick_order`).
+    """
     usual, in_ticks = min(stages, num_microbatches), min(2 * stages - 1, num_microbatches)
     return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
 

@@ -1,4 +1,6 @@
-"""Figure 10 and section 6.2: speedup over Megatron and WLB-LLM with pipelines, on the grid of Table 5."""
+"""Figure 10 and section 6.2: speedup over Megatron and WLB-LLM with pipelines, on the grid of Table
+5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Figure 11: latency with hidden exchanges, with exchanges of one byte ("Signal"), and on a single stream (Pretrain)."""
+"""Figure 11: latency with hidden exchanges, with exchanges of one byte ("Signal"), and on a single
+stream (Pretrain).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Figure 12: what the tolerance costs in time and saves in bytes (8B and 34B on 8 and 16 nodes, Pretrain, documents of up to 128K)."""
+"""Figure 12: what the tolerance costs in time and saves in bytes (8B and 34B on 8 and 16 nodes,
+Pretrain, documents of up to 128K).
+"""
 
 from __future__ import annotations
 

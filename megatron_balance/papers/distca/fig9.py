@@ -1,4 +1,6 @@
-"""Figure 9 and section 6.2: speedup over Megatron, FlexSP and WLB-LLM without pipelines, on the grid of Table 4."""
+"""Figure 9 and section 6.2: speedup over Megatron, FlexSP and WLB-LLM without pipelines, on the
+grid of Table 4.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def grid() -> list[Cell]:
 
 
 def speedups(cell: Cell, num_batches: int) -> dict[str, float]:
-    """DistCA's speedup over each of the others: mean time over mean time. Infinite: one that does not fit the memory."""
+    """DistCA's speedup over each of the others: mean time over mean time.
+
+    Infinite: one that does not fit the memory.
+    """
     batches, case = cell.case.batches(cell.dataset, num_batches), cell.case
     ours = fmean(distca_s(case, batch) for batch in batches)
     return {

@@ -1,4 +1,6 @@
-"""Figures 3 to 6: what gathering keys costs, what balance by tokens costs in memory, and how short shards run."""
+"""Figures 3 to 6: what gathering keys costs, what balance by tokens costs in memory, and how short
+shards run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ TOKENS_NOTE = "tokens of a node are not printed; 128K, as in Table 4, the same a
 
 
 def fig3(_: Effort) -> list[Row]:
-    """The gathering of keys and values: share of a layer's time and of a rank's memory, by degree (8B, documents of 32K)."""
+    """The gathering of keys and values: share of a layer's time and of a rank's memory, by degree
+    (8B, documents of 32K).
+    """
     published = {2: (0.03, 0.03), 16: (None, 0.30), 32: (0.40, None)}
     table_rows: list[Row] = []
     for degree in (2, 4, 8, 16, 32):
@@ -38,7 +42,9 @@ def fig3(_: Effort) -> list[Row]:
 
 
 def fig4(effort: Effort) -> list[Row]:
-    """Documents dealt to replicas by work, without limit and within memory (8B, chunks of 512K tokens, no context parallelism)."""
+    """Documents dealt to replicas by work, without limit and within memory (8B, chunks of 512K
+    tokens, no context parallelism).
+    """
     published = {4: 0.19, 8: 0.55}
     table_rows: list[Row] = []
     for replicas in effort.progress([2, 4, 8], "fig4"):
@@ -63,7 +69,9 @@ def fig4(effort: Effort) -> list[Row]:
 
 
 def fig5(effort: Effort) -> list[Row]:
-    """Rate of the attention kernel on a 32K-token chunk of shards of one length, whose contexts are drawn, over that at 4K."""
+    """Rate of the attention kernel on a 32K-token chunk of shards of one length, whose contexts are
+    drawn, over that at 4K.
+    """
     case, generator = Case("8B", 8, 1024 * K, 128 * K), np.random.default_rng(0)
     rates: dict[int, float] = {}
     for length in (32, 64, 128, 256, 512, 1024, 4096):
@@ -82,7 +90,9 @@ def fig5(effort: Effort) -> list[Row]:
 
 
 def fig6(effort: Effort) -> list[Row]:
-    """Documents dealt to replicas and cut in their groups, by degree of context parallelism (8B, 64 GPUs, chunks of 512K)."""
+    """Documents dealt to replicas and cut in their groups, by degree of context parallelism (8B, 64
+    GPUs, chunks of 512K).
+    """
     case = Case("8B", 8, 1024 * K, 512 * K)
     samples: dict[int, list[float]] = {degree: [] for degree in degrees(8)}
     for batch in case.batches("pretrain", effort.batches):

@@ -50,7 +50,8 @@ def table6(effort: Effort) -> list[Row]:
         for batch in case.batches("pretrain", effort.batches):
             seconds = sum(case.passes_s(batch))
             parts = [received(nano_batch, case) for nano_batch in case.ping_pong(batch)]
-            # Out of the sender's tensors and into the receiver's; backward the gradients of all of it travel the other way.
+            # Out of the sender's tensors and into the receiver's; backward the gradients of all of
+            # it travel the other way.
             each = [4 * case.model.num_layers * case.cost.pack_s(sum(part[i].sum() for part in parts) / nodes) for i in (0, 1)]
             shares.append((100 * each[0] / seconds, 100 * each[1] / seconds))
         name = f"{model}, {nodes} nodes"

@@ -1,4 +1,6 @@
-"""Figure 10 and section 5.2: cluster B beside cluster A. 3B as in the rest of the section; 32 GPUs assumed, which is not printed."""
+"""Figure 10 and section 5.2: cluster B beside cluster A. 3B as in the rest of the section; 32 GPUs
+assumed, which is not printed.
+"""
 
 from __future__ import annotations
 

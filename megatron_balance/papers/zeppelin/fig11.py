@@ -1,4 +1,6 @@
-"""Figure 11 and section 5.3: what routing, the attention engine and remapping add to Transformer Engine's ring. 3B, 32 GPUs, cluster A."""
+"""Figure 11 and section 5.3: what routing, the attention engine and remapping add to Transformer
+Engine's ring. 3B, 32 GPUs, cluster A.
+"""
 
 from __future__ import annotations
 

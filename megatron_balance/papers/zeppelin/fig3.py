@@ -1,8 +1,11 @@
-"""Figure 3 and section 2.3: where the cost of attention goes, by length of sequence. Two nodes of 8 A800, 64k tokens.
+"""Figure 3 and section 2.3: where the cost of attention goes, by length of sequence.
 
-The figure draws shares for six data sets and prints one number: redundant attention and communication reach 60 % for sequences below
-1k in StackExchange, whose lengths are not printed. `commoncrawl` (620 tokens a document on average) stands in for it. The model is not
-named; 3B is taken, which the paper traces on the same two nodes (section 5.4.1). Forward and backward are added.
+Two nodes of 8 A800, 64k tokens.
+
+The figure draws shares for six data sets and prints one number: redundant attention and
+communication reach 60 % for sequences below 1k in StackExchange, whose lengths are not printed.
+`commoncrawl` (620 tokens a document on average) stands in for it. The model is not named; 3B is
+taken, which the paper traces on the same two nodes (section 5.4.1). Forward and backward are added.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ SHOWN = {**DATASETS, STAND_IN: "CommonCrawl"}
 
 @dataclass(frozen=True, slots=True)
 class CostShares:
-    """Shares of the cost of attention: needed, redundant (across sequences), and waiting for other ranks."""
+    """Shares of the cost of attention: needed, redundant (across sequences), and waiting for other
+    ranks.
+    """
 
     needed: float = 0.0
     redundant: float = 0.0
@@ -74,7 +79,9 @@ def rows(effort: Effort) -> list[Row]:
 
 
 def packing_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
-    """Each sequence's part where all are one causal sequence over all ranks: attention by pairs, waiting by tokens."""
+    """Each sequence's part where all are one causal sequence over all ranks: attention by pairs,
+    waiting by tokens.
+    """
     computing, waiting = _call_s(case, (sum(lengths),))
     needed = np.array([n * (n + 1) / 2 for n in lengths])
     redundant = np.array(redundant_pairs(lengths), dtype=np.float64)
@@ -93,7 +100,9 @@ def even_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
 
 
 def _call_s(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
-    """Seconds of an attention call, forward and backward, that ranks compute (their mean), and the rest."""
+    """Seconds of an attention call, forward and backward, that ranks compute (their mean), and the
+    rest.
+    """
     call = attention_call(TE.plans(case, lengths)[0], case.machine)
     computing = sum(float(outcome.compute_s.mean()) for outcome in call)
     return computing, sum(float(outcome.end_s.max()) for outcome in call) - computing

@@ -1,6 +1,8 @@
-"""Figure 5: where attention on one GPU takes as long as moving the keys and values, which bounds the three zones.
+"""Figure 5: where attention on one GPU takes as long as moving the keys and values, which bounds
+the three zones.
 
-The figure draws three curves and prints no boundary, nor which model it is. Ours are closed forms of the cost model.
+The figure draws three curves and prints no boundary, nor which model it is. Ours are closed forms
+of the cost model.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ BOTH_WAYS_NOTE = "the caption's 400 GB/s is both directions of the A800's NVLink
 
 
 def boundary(case: Case, link: Link) -> int:
-    """The shortest sequence, in whole kernel tiles, whose causal attention takes at least as long as its keys and values on `link`."""
+    """The shortest sequence, in whole kernel tiles, whose causal attention takes at least as long
+    as its keys and values on `link`.
+    """
     length = TILE_TOKENS
     while case.cost.attention_s(length * (length + 1) / 2, length) < link.time_s(case.cost.kv_bytes(length)):
         length += TILE_TOKENS
@@ -52,14 +56,18 @@ def rows(_: Effort) -> list[Row]:
 
 
 def token_shares(bins: Bins, limits: Sequence[int]) -> list[float]:
-    """The expected share of a distribution's tokens in sequences up to each limit, and above the last one."""
+    """The expected share of a distribution's tokens in sequences up to each limit, and above the
+    last one.
+    """
     edges = [float(bins.edges[0]), *(float(limit) for limit in limits), float(bins.edges[-1])]
     tokens = [_tokens(low, high, bins) for low, high in pairwise(edges)]
     return [each / sum(tokens) for each in tokens]
 
 
 def _tokens(low: float, high: float, bins: Bins) -> float:
-    """Tokens a document, in documents of `low` to `high` tokens, in proportion; lengths are even inside a bin."""
+    """Tokens a document, in documents of `low` to `high` tokens, in proportion; lengths are even
+    inside a bin.
+    """
     total = 0.0
     for (start, stop), share in zip(pairwise(bins.edges), bins.shares, strict=True):
         first, last = max(low, start), min(high, stop)

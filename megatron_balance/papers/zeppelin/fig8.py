@@ -1,7 +1,9 @@
-"""Figure 8 and section 5.1: speedup over Transformer Engine's ring for four models, three data sets and three context lengths.
+"""Figure 8 and section 5.1: speedup over Transformer Engine's ring for four models, three data sets
+and three context lengths.
 
-What is not printed and assumed: the MoE model runs on cluster A, eight ranks share a layer's experts; a context of 64k with tensor
-parallelism 2 is on 16 GPUs all the same ("4k per GPU"), so a tensor-parallel group holds 8k tokens.
+What is not printed and assumed: the MoE model runs on cluster A, eight ranks share a layer's
+experts; a context of 64k with tensor parallelism 2 is on 16 GPUs all the same ("4k per GPU"), so a
+tensor-parallel group holds 8k tokens.
 """
 
 from __future__ import annotations

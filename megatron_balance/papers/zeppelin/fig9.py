@@ -1,4 +1,6 @@
-"""Figure 9 and section 5.2: throughput as GPUs and context grow together. 3B on cluster A, 4k tokens a GPU."""
+"""Figure 9 and section 5.2: throughput as GPUs and context grow together. 3B on cluster A, 4k
+tokens a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ RatesByCase = Mapping[tuple[str, int], Mapping[str, float]]
 
 
 def rows(effort: Effort) -> list[Row]:
-    """How much faster the largest scale is than the smallest, by data set and system; then what the text says."""
+    """How much faster the largest scale is than the smallest, by data set and system; then what the
+    text says.
+    """
     cases = {scale: Case("llama-3b", "a800", scale) for scale in SCALES}
     by_case: dict[tuple[str, int], dict[str, float]] = {}
     for dataset, scale in effort.progress(list(product(DATASETS, SCALES)), "fig9"):

@@ -1,9 +1,11 @@
-"""Table 3 and section 5.4.2: the range over ranks of what a step's forward and backward take. 7B, four nodes of cluster C, 128k tokens.
+"""Table 3 and section 5.4.2: the range over ranks of what a step's forward and backward take. 7B,
+four nodes of cluster C, 128k tokens.
 
-The lengths are not printed. "The Balanced distribution samples sequences from each bucket in Table 2": here the upper end of each bucket up
-to 64k, which add up to 127k, and 1k more. "One very long sequence and several short ones": here 112k, which needs four nodes (all ranks of
-the table take as long), and four of 4k. Of a rank's parts each is its own time, without waiting for slower ranks of other zones; parts of
-a layer are counted as often as there are layers.
+The lengths are not printed. "The Balanced distribution samples sequences from each bucket in Table
+2": here the upper end of each bucket up to 64k, which add up to 127k, and 1k more. "One very long
+sequence and several short ones": here 112k, which needs four nodes (all ranks of the table take as
+long), and four of 4k. Of a rank's parts each is its own time, without waiting for slower ranks of
+other zones; parts of a layer are counted as often as there are layers.
 """
 
 from __future__ import annotations
@@ -95,9 +97,11 @@ def _parts(case: Case, lengths: Sequence[int]) -> dict[str, Floats]:
 
 
 def remap_s(case: Case, plan: MicrobatchPlan) -> Floats:
-    """Seconds by rank of a layer's remap in one phase: queries, keys and values one way, outputs back.
+    """Seconds by rank of a layer's remap in one phase: queries, keys and values one way, outputs
+    back.
 
-    Links and NICs carry a rank's tokens side by side, both directions at once, so the longest of the four counts.
+    Links and NICs carry a rank's tokens side by side, both directions at once, so the longest of
+    the four counts.
     """
     size, cost = case.cluster.num_ranks, case.cost
     token_bytes = cost.kv_bytes(1) + 2 * cost.query_bytes(1)

@@ -36,7 +36,10 @@ def _by_keys(servers: Servers, server: int) -> list[int]:
 
 
 def _give_away(servers: Servers, giver: int, seq: int) -> bool:
-    """Move all tasks of a sequence elsewhere, or none if that is impossible. Returns whether they moved."""
+    """Move all tasks of a sequence elsewhere, or none if that is impossible.
+
+    Returns whether they moved.
+    """
     moves: list[tuple[Piece, int]] = []
     for piece in [piece for piece in servers.pieces[giver] if servers.seq(piece) == seq]:
         rest: Piece | None = piece
@@ -54,7 +57,8 @@ def _give_away(servers: Servers, giver: int, seq: int) -> bool:
 
 
 def _taker(servers: Servers, piece: Piece, giver: int) -> tuple[int, int] | None:
-    """The server that can take most of the end of a piece within its caps, and where its part begins.
+    """The server that can take most of the end of a piece within its caps, and where its part
+    begins.
 
     Among servers that can take equally many queries the one that lacks fewest keys, then the
     lightest. None if no server can take any.

@@ -1,4 +1,5 @@
-"""Communication-aware greedy scheduling (DistCA, section 4.2): surplus servers give shards to those with headroom.
+"""Communication-aware greedy scheduling (DistCA, section 4.2): surplus servers give shards to those
+with headroom.
 
 Headroom: seconds of attention that a server may still take before it reaches the limit.
 """
@@ -23,15 +24,22 @@ _ROUNDING = 1e-9
 """Differences below this share of the mean load are none."""
 
 _RAISE, _MOST_RAISE = 0.001, 0.005
-"""Share by which the limit gives way where no cut at whole blocks fits under it; doubled each time, up to the most."""
+"""Share by which the limit gives way where no cut at whole blocks fits under it; doubled each time,
+up to the most.
+"""
 
 _SPARE = 0.25
-"""Share of the tolerance that a cut may leave unused of a server's headroom, or take off a source in vain, for fewer bytes."""
+"""Share of the tolerance that a cut may leave unused of a server's headroom, or take off a source
+in vain, for fewer bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of the greedy search. `least_score`: seconds of attention per byte from which a migration is worth it."""
+    """The rule of the greedy search.
+
+    `least_score`: seconds of attention per byte from which a migration is worth it.
+    """
 
     limit: float
     tolerance: float
@@ -42,9 +50,10 @@ class Rule:
 class _Columns:
     """Arrays with a row for each piece of the servers above the limit, and some rows to spare.
 
-    `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the lightest block that can be cut from it;
-    infinite once its server is not above the limit. `least_keys`: where there are caps, the fewest keys that any part of it needs. `seq`:
-    the number of its sequence, of those in `seqs`. What a row without a piece says has no effect.
+    `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the
+    lightest block that can be cut from it; infinite once its server is not above the limit.
+    `least_keys`: where there are caps, the fewest keys that any part of it needs. `seq`: the number
+    of its sequence, of those in `seqs`. What a row without a piece says has no effect.
     """
 
     def __init__(self, items: Items, size: int) -> None:
@@ -72,7 +81,10 @@ class _Columns:
         return self._fitting
 
     def at_hand(self, reach: Mapping[int, int]) -> Floats:
-        """For each row how many of the first keys of its sequence are there. The result holds until the next call and may be written to."""
+        """For each row how many of the first keys of its sequence are there.
+
+        The result holds until the next call and may be written to.
+        """
         keys = np.zeros(len(self.seqs))
         for seq, count in reach.items():
             keys[self.seqs[seq]] = count
@@ -80,7 +92,10 @@ class _Columns:
 
 
 class Drain:
-    """Migration from the servers above the limit. `capped`: servers that a cap keeps from taking what would be best."""
+    """Migration from the servers above the limit.
+
+    `capped`: servers that a cap keeps from taking what would be best.
+    """
 
     def __init__(self, servers: Servers, rule: Rule) -> None:
         self.servers, self.rule, self.limit = servers, rule, rule.limit
@@ -175,7 +190,10 @@ class Drain:
                 times_shed, useless = (times_shed if useless else 0), True
 
     def _fill(self, target: int, headroom: float) -> bool:
-        """Migrate the best part of the best item to a server with headroom. Returns False if none is worth it."""
+        """Migrate the best part of the best item to a server with headroom.
+
+        Returns False if none is worth it.
+        """
         scores = self._scores(target, headroom)
         while scores[best := int(scores.argmax())] > self._least_score:
             server, piece = self.rows[best]
@@ -189,7 +207,9 @@ class Drain:
         return False
 
     def _scores(self, target: int, headroom: float) -> Floats:
-        """Score of each row: seconds that migrate for each key's worth of bytes, at best; 0 where no block fits the headroom."""
+        """Score of each row: seconds that migrate for each key's worth of bytes, at best; 0 where
+        no block fits the headroom.
+        """
         columns, reach = self.columns, self.servers.reach[target]
         seconds = np.minimum(columns.wanted, headroom, out=columns.taken)
         known = columns.seqs.keys() & reach.keys()
@@ -214,7 +234,9 @@ class Drain:
         return seconds
 
     def _cut(self, piece: Piece, target: int, surplus: float, headroom: float) -> tuple[int, int]:
-        """Bounds of the part of a piece at whole blocks that fills the headroom, or takes the surplus, most tightly for few bytes."""
+        """Bounds of the part of a piece at whole blocks that fills the headroom, or takes the
+        surplus, most tightly for few bytes.
+        """
         if min(surplus, headroom) >= self.servers.seconds(piece) * (1 - _ROUNDING):
             return piece[1], piece[2]
         parts, wasted, allowed = self._parts(piece, surplus, headroom)
@@ -227,7 +249,9 @@ class Drain:
         return int(low[best]), stop + best
 
     def _parts(self, piece: Piece, surplus: float, headroom: float) -> tuple[Parts, Floats, float]:
-        """The parts to choose from, the seconds that each takes too much or leaves unused, and how many are allowed."""
+        """The parts to choose from, the seconds that each takes too much or leaves unused, and how
+        many are allowed.
+        """
         shards, spare = self.servers.shards, _SPARE * self.rule.tolerance * self.mean
         if surplus <= headroom:
             parts = at_least(shards, piece, surplus)
@@ -263,5 +287,7 @@ def _lightest(load: Floats, closed: Collection[int]) -> int:
 
 
 def _rows(pieces: int) -> int:
-    """Rows to make for a number of pieces: some more, as a cut from the middle of a piece leaves two."""
+    """Rows to make for a number of pieces: some more, as a cut from the middle of a piece leaves
+    two.
+    """
     return pieces + pieces // 4 + 8

@@ -13,11 +13,15 @@ from megatron_balance.planners.distca.servers import Servers
 from megatron_balance.planners.distca.shards import Piece, Shards, Sizes
 
 Parts: TypeAlias = tuple[Ints, int, Floats]
-"""Parts of a piece: where each begins, where the first one stops (the next one a block later), the seconds of each."""
+"""Parts of a piece: where each begins, where the first one stops (the next one a block later), the
+seconds of each.
+"""
 
 
 def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
-    """For each place where a part may stop, the smallest of `least` seconds (more than 0, no more than the piece has) or more."""
+    """For each place where a part may stop, the smallest of `least` seconds (more than 0, no more
+    than the piece has) or more.
+    """
     mass, begin, after = shards.mass, piece[1], piece[2] + 1
     enough = bisect_left(shards.seconds, shards.seconds[begin] + least, begin, after)  # behind the piece, if rounding says so
     stop = min(max(shards.first_stop(piece), enough), piece[2])
@@ -28,7 +32,9 @@ def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
 
 
 def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
-    """For each place where a part may stop, the largest of `most` seconds or less; 0 seconds where there is none."""
+    """For each place where a part may stop, the largest of `most` seconds or less; 0 seconds where
+    there is none.
+    """
     mass, after = shards.mass, piece[2] + 1
     stop = shards.first_stop(piece)
     ends = mass[stop:after]

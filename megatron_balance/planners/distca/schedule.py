@@ -21,10 +21,15 @@ from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
 
 _AIM = 0.95
-"""Of the tolerance: what the limit starts with. Where no block fits it gives way by small steps, the first of which are within the rest."""
+"""Of the tolerance: what the limit starts with.
+
+Where no block fits it gives way by small steps, the first of which are within the rest.
+"""
 
 _LEAST, _MOST_PADDING = 0.25, 2.0
-"""Of the tolerance: what the limit leaves above the mean at least; and the mean padding up to which pairs have a limit of their own."""
+"""Of the tolerance: what the limit leaves above the mean at least; and the mean padding up to which
+pairs have a limit of their own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +54,24 @@ class Scheduling:
 def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, scheduling: Scheduling) -> Ints:
     """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
-    A pure function of its arguments, for any layout: some ranks may hold nothing, and several fragments of a sequence may lie on one.
+    A pure function of its arguments, for any layout: some ranks may hold nothing, and several
+    fragments of a sequence may lie on one.
 
     Args:
         owned: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
-        lengths: tokens of each sequence; `seq` indexes it. Parts of a sequence that nobody holds are not attended.
+        lengths: tokens of each sequence; `seq` indexes it. Parts of a sequence that nobody holds
+            are not attended.
         num_ranks: all of them are attention servers.
         cost: predicts seconds of attention, and bytes.
         scheduling: see `DistcaOptions`.
 
     Returns:
-        Rows (rank, seq, q_start, q_stop, k_start, k_stop) [m, 6] by rank, sequence and query. Keys are all those before: k_start is 0 and
-        k_stop is q_stop.
+        Rows (rank, seq, q_start, q_stop, k_start, k_stop) [m, 6] by rank, sequence and query. Keys
+        are all those before: k_start is 0 and k_stop is q_stop.
 
     Raises:
-        InfeasibleError: what a rank must hold or receive for its own tokens passes a cap, and no other rank can take these over.
+        InfeasibleError: what a rank must hold or receive for its own tokens passes a cap, and no
+            other rank can take these over.
     """
     owned = owned[owned[:, STOP] > owned[:, START]]
     if not len(owned):
@@ -88,12 +96,14 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
 
 
 def _limits(servers: Servers, owned: Ints, seconds: Seconds, tolerance: float) -> tuple[float, float]:
-    """The load that no server may exceed, and what it may have of that in pairs, so that both are within the tolerance.
+    """The load that no server may exceed, and what it may have of that in pairs, so that both are
+    within the tolerance.
 
-    Runs that are short or end inside a tile take more time a pair, so a server with long ones only may be within the tolerance in seconds
-    and beyond it in pairs. A limit of the mean's pairs at the best rate rules that out. Where it would leave too little above the mean
-    seconds, there are two limits, unless padding is so much that even pairs are no aim. Neither is below what somebody has to take: the
-    heaviest block.
+    Runs that are short or end inside a tile take more time a pair, so a server with long ones only
+    may be within the tolerance in seconds and beyond it in pairs. A limit of the mean's pairs at
+    the best rate rules that out. Where it would leave too little above the mean seconds, there are
+    two limits, unless padding is so much that even pairs are no aim. Neither is below what somebody
+    has to take: the heaviest block.
     """
     start, stop = owned[:, START].astype(np.float64), owned[:, STOP].astype(np.float64)
     mean = float(servers.load.mean())
@@ -104,7 +114,9 @@ def _limits(servers: Servers, owned: Ints, seconds: Seconds, tolerance: float) -
 
 
 def _padding(servers: Servers, seconds: Seconds, most: float) -> Floats:
-    """Seconds of each server beyond those of its pairs; 0 where it has to give away some of its work, which may be those."""
+    """Seconds of each server beyond those of its pairs; 0 where it has to give away some of its
+    work, which may be those.
+    """
     rank, _, start, stop = _spans(servers)
     of_pairs = np.bincount(rank, _pairs(start, stop) * seconds.pair_s, len(servers.load))
     return np.where(servers.load > most, 0.0, servers.load - of_pairs)

@@ -1,4 +1,6 @@
-"""State of the scheduling: the load of each server, its pieces, and the keys and values that it has."""
+"""State of the scheduling: the load of each server, its pieces, and the keys and values that it
+has.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megatron_balance.planners.distca.work import RANK, START, STOP, Edges
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Most tokens whose keys and values a server may hold at once, and most tokens (queries; keys and values) that it may receive."""
+    """Most tokens whose keys and values a server may hold at once, and most tokens (queries; keys
+    and values) that it may receive.
+    """
 
     held: float = inf
     received: float = inf
@@ -28,9 +32,10 @@ _NO_CAPS = Caps()
 class Servers:
     """Loads and pieces of all servers. The fragments of `edges` are in the order of their ranks.
 
-    `load` [R]: seconds, and those that it keeps free (`schedule`). `pieces`: of each server. `reach`: of each server, by sequence, how many
-    of its first keys it has at hand as its tasks need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it
-    receives, kept up where there are caps.
+    `load` [R]: seconds, and those that it keeps free (`schedule`). `pieces`: of each server.
+    `reach`: of each server, by sequence, how many of its first keys it has at hand as its tasks
+    need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it receives,
+    kept up where there are caps.
     """
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:

@@ -1,4 +1,5 @@
-"""Shed light work from a server so that a block fits it, where no server has the headroom for that block.
+"""Shed light work from a server so that a block fits it, where no server has the headroom for that
+block.
 
 Headroom: seconds of attention that a server may still take before it reaches the limit.
 """
@@ -15,14 +16,16 @@ from megatron_balance.planners.distca.servers import Servers
 from megatron_balance.planners.distca.shards import Piece, Sizes
 
 _GIVERS, _MOST_GIVERS = 2, 32
-"""Servers with most headroom that are tried as givers; and how many if none of the first ones can."""
+"""Servers with most headroom that are tried as givers; and how many if none of the first ones can.
+"""
 
 _ROUNDING = 1e-9
 """Relative differences of headroom below this are none."""
 
 
 def shed_light_work(servers: Servers, limit: float, block: float, source: int, sizes: Sizes) -> bool:
-    """Move light work off a server so that a block of `block` seconds, which is on `source`, fits it.
+    """Move light work off a server so that a block of `block` seconds, which is on `source`, fits
+    it.
 
     Another server with headroom takes the light work, or the source itself, in exchange for the
     block. Where no server can shed enough at once, one sheds as much as another can take.
@@ -72,7 +75,9 @@ def _lightest(servers: Servers, count: int) -> list[int]:
 
 
 def _cheapest_first(servers: Servers, giver: int, need: float, takers: Sequence[tuple[int, float]]) -> list[tuple[float, Piece]]:
-    """The giver's pieces of at least `need` seconds, each with a lower bound on the bytes of such a part, cheapest first."""
+    """The giver's pieces of at least `need` seconds, each with a lower bound on the bytes of such a
+    part, cheapest first.
+    """
     pieces: list[tuple[float, Piece]] = []
     for piece in servers.pieces[giver]:
         if servers.seconds(piece) >= need:
@@ -84,7 +89,9 @@ def _cheapest_first(servers: Servers, giver: int, need: float, takers: Sequence[
 def _light_parts(
     servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]], sizes: Sizes
 ) -> Iterator[tuple[float, int, int, int]]:
-    """For each of the takers the cheapest part of a piece that takes at least `need` and at most the taker's headroom."""
+    """For each of the takers the cheapest part of a piece that takes at least `need` and at most
+    the taker's headroom.
+    """
     parts = low, stop, moved = at_least(servers.shards, piece, need)
     least = float(moved[moved.argmin()])
     for taker, headroom in takers:

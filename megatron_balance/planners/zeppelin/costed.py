@@ -1,15 +1,18 @@
-"""Rule `cost`: the fewest ranks and the narrowest zone in which a sequence still meets a target time, and the best such target.
+"""Rule `cost`: the fewest ranks and the narrowest zone in which a sequence still meets a target
+time, and the best such target.
 
-For a target time (`price`), sequences are placed in descending order, each where it takes the fewest ranks without passing the
-target or the capacity: one rank, else ranks of one node, else of two nodes or more. Where there is most room, if that works out;
-else where it leaves the least room, which keeps whole nodes for those that need them; else on whole nodes, since a long sequence
-fills ranks with time before it fills them with tokens; and where that strands room too, the longest sequences go over all ranks.
-The target is found by bisection, as MULTIFIT packs bins, from below: what is too low is soon found out. Short sequences go last, each
-to the least loaded rank.
+For a target time (`price`), sequences are placed in descending order, each where it takes the
+fewest ranks without passing the target or the capacity: one rank, else ranks of one node, else of
+two nodes or more. Where there is most room, if that works out; else where it leaves the least room,
+which keeps whole nodes for those that need them; else on whole nodes, since a long sequence fills
+ranks with time before it fills them with tokens; and where that strands room too, the longest
+sequences go over all ranks. The target is found by bisection, as MULTIFIT packs bins, from below:
+what is too low is soon found out. Short sequences go last, each to the least loaded rank.
 
-Time is bought with uneven tokens, which cost something too: the slowest linear part, or what a remap moves. So the same is done again
-under limits on a rank's tokens closer to the mean, and then with a little more time, since what moves also costs where it hides. Of
-all these and the trivial placement, all sequences over all ranks, the one of the lowest price is taken.
+Time is bought with uneven tokens, which cost something too: the slowest linear part, or what a
+remap moves. So the same is done again under limits on a rank's tokens closer to the mean, and then
+with a little more time, since what moves also costs where it hides. Of all these and the trivial
+placement, all sequences over all ranks, the one of the lowest price is taken.
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ from megatron_balance.solvers.placed import Placement
 _STEPS = 4
 _FEWER_STEPS = 2
 _EFFORT = 300
-"""Steps of the first bisection and of later ones, and fewer if that would place more than about this many sequences."""
+"""Steps of the first bisection and of later ones, and fewer if that would place more than about
+this many sequences.
+"""
 
 _WIDEST = 48
-"""Every number of ranks up to this is tried for the longest sequence, and multiples of a node beyond."""
+"""Every number of ranks up to this is tried for the longest sequence, and multiples of a node
+beyond.
+"""
 
 _FIRST_FACTOR = 1.1
 """The first target tried is this much above what is known to be too low."""
@@ -42,7 +49,9 @@ _TOKEN_LIMITS = (1.15, 1.05)
 
 _EASED = 3
 _LESS = 0.97
-"""How often the target is eased, and by what factor the tokens on a rank shrink each time but the first."""
+"""How often the target is eased, and by what factor the tokens on a rank shrink each time but the
+first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,8 @@ Placed: TypeAlias = Filling | Trivial
 def place(search: Search, capacity: int, pricing: Pricing) -> Placed:
     """The ranks of each sequence, judged by `pricing`. `capacity`: tokens a rank holds.
 
-    Never of a higher price than the trivial plan, all sequences over all ranks, which is also what is left where nothing else fits.
+    Never of a higher price than the trivial plan, all sequences over all ranks, which is also what
+    is left where nothing else fits.
     """
     best = _Best(search, pricing)
     filling = search.tightest(capacity, best.time_s)
@@ -100,7 +110,10 @@ class _Best:
 
 
 class Search:
-    """Placements of a batch under targets. Keeps what it has tried, so that judging a batch twice takes little longer than once."""
+    """Placements of a batch under targets.
+
+    Keeps what it has tried, so that judging a batch twice takes little longer than once.
+    """
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.sizes, self.cluster = prices, Sizes(prices), prices.cluster
@@ -126,7 +139,9 @@ class Search:
         return [limit for factor in _TOKEN_LIMITS if (limit := int(self.sizes.mean_tokens * factor) + 1) < capacity]
 
     def tightest(self, limit: int, bound_s: float) -> Filling | None:
-        """The tightest placement found under a limit on a rank's tokens, if its longest time stays below `bound_s`."""
+        """The tightest placement found under a limit on a rank's tokens, if its longest time stays
+        below `bound_s`.
+        """
         wide = 0
         while wide <= len(self.sizes.large):
             filling = self._bisect(self.least_s, bound_s, Target(inf, limit, wide=wide), max(2, min(_STEPS, self.effort)))
@@ -136,12 +151,16 @@ class Search:
         return None
 
     def evener(self, target: Target, limit: int, bound_s: float) -> Filling | None:
-        """The tightest placement found with fewer tokens on a rank than under `target`, which takes at least as long."""
+        """The tightest placement found with fewer tokens on a rank than under `target`, which takes
+        at least as long.
+        """
         filling = self._bisect(target.time_s, bound_s, replace(target, tokens=limit), min(_FEWER_STEPS, self.effort))
         return filling if filling is not None and filling.complete else None
 
     def eased(self, target: Target, weight_communication: float) -> Iterator[Filling]:
-        """Placements under a target a little less tight than one that was reached: they may move less, and even out more tokens."""
+        """Placements under a target a little less tight than one that was reached: they may move
+        less, and even out more tokens.
+        """
         target = replace(target, time_s=target.time_s * (1 + weight_communication))
         for _ in range(min(_EASED, self.effort)):
             filling = self._attempt(target)
@@ -151,7 +170,9 @@ class Search:
             target = replace(target, tokens=int(_LESS * max(filling.tokens)))
 
     def _bisect(self, low: float, bound_s: float, loose: Target, steps: int) -> Filling | None:
-        """The larger sequences under the lowest target time found from `low` on; None if `bound_s` is too low already."""
+        """The larger sequences under the lowest target time found from `low` on; None if `bound_s`
+        is too low already.
+        """
         high, factor = low, _FIRST_FACTOR
         while high < bound_s:
             low, high, factor = high, min(factor * high, bound_s), factor**2
@@ -161,7 +182,9 @@ class Search:
         return None
 
     def _tighten(self, filling: Filling, low: float, steps: int) -> Filling:
-        """Lower the target of a filling in `steps` steps of bisection; `low` is known to be too low."""
+        """Lower the target of a filling in `steps` steps of bisection; `low` is known to be too
+        low.
+        """
         for _ in range(steps):
             high = filling.target.time_s
             if high <= low * (1 + _TOLERANCE):

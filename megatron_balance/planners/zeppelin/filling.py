@@ -1,4 +1,6 @@
-"""Rule `cost`: sequences placed one after the other, under a limit on a rank's time and tokens (`costed` says how the limit is found)."""
+"""Rule `cost`: sequences placed one after the other, under a limit on a rank's time and tokens
+(`costed` says how the limit is found).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ from megatron_balance.planners.zeppelin.price import Prediction, Prices, RankSha
 from megatron_balance.solvers.placed import Placement, grouped
 
 Fill: TypeAlias = Literal["most", "least", "whole"]
-"""Choice among ranks that have room: where there is most of it, where the least is left, or whole nodes."""
+"""Choice among ranks that have room: where there is most of it, where the least is left, or whole
+nodes.
+"""
 
 _SMALL = 8
-"""A sequence of less than 1 / _SMALL of a rank's mean time and tokens is placed last and counts as a fluid until then."""
+"""A sequence of less than 1 / _SMALL of a rank's mean time and tokens is placed last and counts as
+a fluid until then.
+"""
 
 _MANY = 64
-"""With more sequences than this above that size, only those above half a rank's mean are placed one by one."""
+"""With more sequences than this above that size, only those above half a rank's mean are placed one
+by one.
+"""
 
 _NODES = 32
 """Least loaded nodes that are looked at for room."""
@@ -28,7 +36,9 @@ _NODES = 32
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Limits on a rank's time and tokens, and how to meet them: `fill`, and the `wide` longest sequences over all ranks."""
+    """Limits on a rank's time and tokens, and how to meet them: `fill`, and the `wide` longest
+    sequences over all ranks.
+    """
 
     time_s: float
     tokens: int
@@ -37,7 +47,9 @@ class Target:
 
 
 class Sizes:
-    """The sequences of a batch as the larger ones and the rest, in descending order, with what they sum to; holds no decisions."""
+    """The sequences of a batch as the larger ones and the rest, in descending order, with what they
+    sum to; holds no decisions.
+    """
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.cluster = prices, prices.cluster
@@ -67,8 +79,9 @@ class Sizes:
 class Filling:
     """A placement in the making, under one target. Lists are by rank, those of nodes by node.
 
-    `load` is what decides where there is most room: time and tokens, each over its limit, added. `rank_of`: by sequence, its rank, or
-    -1 where it is not placed or in `wide`, which has the ranks of those with several.
+    `load` is what decides where there is most room: time and tokens, each over its limit, added.
+    `rank_of`: by sequence, its rank, or -1 where it is not placed or in `wide`, which has the ranks
+    of those with several.
     """
 
     def __init__(self, sizes: Sizes, target: Target) -> None:
@@ -102,7 +115,9 @@ class Filling:
         return self.sizes.prices.predict_rings(self.rank_of, grouped(sorted(self.wide.items())))
 
     def place_large(self) -> bool:
-        """Place the larger sequences; False if one finds no place, or all that is left, as a fluid, no room."""
+        """Place the larger sequences; False if one finds no place, or all that is left, as a fluid,
+        no room.
+        """
         sizes, target = self.sizes, self.target
         left_s, left_tokens = sizes.all_s, sizes.all_tokens
         if target.wide:
@@ -137,7 +152,9 @@ class Filling:
         return self._on_one_node(seq, fewest, nodes) or across(seq, fewest, nodes)
 
     def _on_idlest_rank(self, seq: int) -> bool:
-        """Place a sequence whole on the least loaded rank, if it fits there: the common case, without looking at all ranks."""
+        """Place a sequence whole on the least loaded rank, if it fits there: the common case,
+        without looking at all ranks.
+        """
         while self.idlest[0][0] < self.load[self.idlest[0][1]]:  # loads only grow; entries are brought up to date when they come up
             rank = self.idlest[0][1]
             heapreplace(self.idlest, (self.load[rank], rank))
@@ -159,7 +176,9 @@ class Filling:
         return False
 
     def _room_on_a_node(self, num_ranks: int, share: RankShare, nodes: Sequence[int]) -> list[int]:
-        """The ranks with room on the least loaded node that has `num_ranks` of them, or on the most loaded one; none if no node has."""
+        """The ranks with room on the least loaded node that has `num_ranks` of them, or on the most
+        loaded one; none if no node has.
+        """
         size, ranks_of, node_s, node_tokens = self.size, self.sizes.ranks_of, self.node_s, self.node_tokens
         full_s, full_tokens = size * self.target.time_s - num_ranks * share[0], size * self.target.tokens - num_ranks * share[1]
         for node in reversed(nodes) if self.target.fill == "least" else nodes[:_NODES]:
@@ -184,7 +203,9 @@ class Filling:
         return False
 
     def _across_leftovers(self, seq: int, fewest: int, nodes: Sequence[int]) -> bool:
-        """Place a sequence on ranks of several nodes, those first of which the fewest ranks have room."""
+        """Place a sequence on ranks of several nodes, those first of which the fewest ranks have
+        room.
+        """
         size = self.size
         pool = [rank for node in sorted(nodes[:_NODES]) for rank in range(node * size, (node + 1) * size)]
         for num_ranks in range(max(2, fewest), min(len(pool), 2 * max(size, fewest)) + 1):
@@ -242,10 +263,13 @@ class Filling:
         self._put(seqs[0], everywhere, (sum(s[0] for s in shares), sum(s[1] for s in shares)))
 
     def _place_small(self) -> bool:
-        """Place the rest, each whole on the least loaded rank that has room for it; else as a large one, whatever the time."""
+        """Place the rest, each whole on the least loaded rank that has room for it; else as a large
+        one, whatever the time.
+        """
         sizes, capacity = self.sizes, self.target.tokens
         lengths, work_s, tokens, rank_of = sizes.lengths, sizes.work_s, self.tokens, self.rank_of
-        # Time weighs as much as the small sequences need of it: if all of them take none, only tokens count.
+        # Time weighs as much as the small sequences need of it: if all of them take none, only
+        # tokens count.
         weight_s = sizes.small_s / self.unit_s**2
         weight_tokens = sizes.small_tokens / capacity**2
         heap = [
@@ -269,8 +293,8 @@ class Filling:
                 heappush(full, (tokens[rank], load, rank))
             else:
                 left.append(seq)
-        # What ranks hold of time, and nodes of either, was not kept up to date above: time is no limit below, and the rest only decides
-        # where room is looked for first.
+        # What ranks hold of time, and nodes of either, was not kept up to date above: time is no
+        # limit below, and the rest only decides where room is looked for first.
         reached, self.target = self.target, Target(inf, capacity)
         placed = all(self._place(seq) for seq in left)
         self.target = reached

@@ -1,4 +1,6 @@
-"""The verb `reproduce`: papers, tables and rows; the verb's JSON, its table for people, and a sentence for every mistake."""
+"""The verb `reproduce`: papers, tables and rows; the verb's JSON, its table for people, and a
+sentence for every mistake.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reproduction of DistCA: the baselines' groups, what all systems are given, and what the closed forms say."""
+"""Reproduction of DistCA: the baselines' groups, what all systems are given, and what the closed
+forms say.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ def test_a_pipeline_of_alike_microbatches_takes_what_1f1b_takes() -> None:
     one, two = (ReplicaConfig(stages, 4, "none") for stages in (1, 2))
     head_s = case.cost.head_s(32 * K) + case.cost.head_s(32 * K, backward=True)
     whole_s = replica_s(case, [share], one) - head_s
-    # Two stages, four microbatches: five times half the layers and the head on the last stage, and what results take to the next stage.
+    # Two stages, four microbatches: five times half the layers and the head on the last stage, and
+    # what results take to the next stage.
     assert replica_s(case, [share] * 4, two) == pytest.approx(5 * whole_s / 2 + 4 * head_s, rel=0.02)
 
 

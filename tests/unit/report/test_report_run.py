@@ -1,4 +1,6 @@
-"""The figures of a training run's report: every kind of damaged log is told apart, and what is said follows from the steps."""
+"""The figures of a training run's report: every kind of damaged log is told apart, and what is said
+follows from the steps.
+"""
 
 from __future__ import annotations
 
