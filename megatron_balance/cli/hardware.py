@@ -25,14 +25,13 @@ several, a host bridge, a NUMA node.
 """
 NVLINK_BYTES_PER_S = 25e9
 NVLINK_5_BYTES_PER_S = 50e9
-"""Of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5 (B200).
+"""Rate of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5
+(B200).
 
 NVIDIA's architecture whitepapers.
 """
 PRESETS = {"H200": "h200", "H100": "h100", "H800": "h800", "A800": "a800", "A100": "a800"}
-"""By a word of the GPU's name, the preset whose compute rates are its own; an A100 computes as an
-A800.
-"""
+"""The preset with a GPU's compute rates, by a word of its name; an A100 computes as an A800."""
 
 Run = Callable[[Sequence[str]], "str | None"]
 """Runs a program; its output, or None if it is not there or fails."""

@@ -165,7 +165,7 @@ class _Desk:
 
 
 def _lengths_from(args: argparse.Namespace, given: inputs.Inputs) -> str:
-    """Where the lengths are from, in words."""
+    """Source of the lengths, in words."""
     drawn = given.config.dataset
     if args.lengths is not None:
         return "given one by one"

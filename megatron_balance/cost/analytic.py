@@ -78,7 +78,7 @@ class AnalyticCost:
         return factor * num_pairs * self._pair_s
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost for so many attention launches and their merges."""
+        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         return num_launches * LAUNCH_S
 
     def linear_s(self, num_tokens: float) -> float:
@@ -138,7 +138,7 @@ class AnalyticCost:
         return kernel.tile_flops(self.model.head_dim) / (self.cluster.flops_per_s * self.cluster.attention_efficiency)
 
     def block_s(self, num_tiles: float) -> float:
-        """Seconds that a thread block spends on so many tiles of keys, forward, on its SM."""
+        """Seconds that a thread block spends on `num_tiles` tiles of keys, forward, on its SM."""
         return num_tiles * self._tile_s * max(1, self.cluster.num_sms)
 
     def merge_s(self, num_tokens: float) -> float:

@@ -30,7 +30,9 @@ class Link:
     bytes_per_s: float
 
     def time_s(self, num_bytes: float, num_messages: float = 1, share: float = 1.0) -> float:
-        """Seconds for bytes in so many messages, one after another, at a `share` of the rate."""
+        """Seconds for bytes in `num_messages` messages, one after another, at a `share` of the
+        rate.
+        """
         return num_messages * self.alpha_s + num_bytes / (share * self.bytes_per_s)
 
 
@@ -47,7 +49,7 @@ class CostModel(Protocol):
         ...
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost for so many attention launches and their merges."""
+        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         ...
 
     def linear_s(self, num_tokens: float) -> float:

@@ -50,7 +50,7 @@ class Group:
 
 
 def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics: bool = False) -> Group:
-    """The group of so many ranks of `cluster`.
+    """A group of `num_ranks` ranks of `cluster`.
 
     `busy_nics`: the node's other ranks do the same at once, so NICs are shared by all.
 

@@ -45,8 +45,9 @@ A100's peak (the same, section 1).
 
 
 def tiles(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Of each pair of regions [n, 9] (`ir.program.Attend`), one head: tiles, thread blocks, tiles
-    of the longest thread block.
+    """Tiles, thread blocks, and tiles of the longest block [n] of each row of `pairs`, one head.
+
+    `pairs` [n, 9]: rows of `ir.program.Attend`, each a region of queries over one of keys.
 
     The query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may be full,
     causal or neither.

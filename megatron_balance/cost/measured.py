@@ -189,7 +189,7 @@ class MeasuredCost:
         return num_pairs * square_s / (run_tokens * (run_tokens + 1))
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost for so many attention launches and their merges."""
+        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         return num_launches * (self.table.attention.launch_s + self._lines["merge"].a)
 
     def linear_s(self, num_tokens: float) -> float:
@@ -280,14 +280,16 @@ class MeasuredCost:
 
     @property
     def contention(self) -> Contention:
-        """As measured; the cluster's, where kernels and transfers were measured one at a time."""
+        """The measured contention; the cluster's, where kernels and transfers were measured one at
+        a time.
+        """
         beside = self.table.beside
         return self._analytic.contention if beside is None else Contention.of_slowdowns(beside.intra_node, beside.inter_node)
 
 
 def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
-    """Of each pair of regions [n, 9], the kernel entries it takes: full ones (queries, keys) and
-    causal ones (queries, keys before).
+    """Kernel entries of each pair of regions [n, 9]: full ones (queries, keys) and causal ones
+    (queries, keys before).
 
     Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full
     entry sees all its keys.

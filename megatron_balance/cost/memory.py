@@ -65,7 +65,7 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the model's state and layers are spread: the degrees that one rank sees.
+    """Degrees by which the model's state and layers are spread, as one rank sees them.
 
     `optimizer`: ranks that share out the optimizer's state (1: none); `tensor` and `pipeline` as
     usual; `stage`: this rank's pipeline stage; `experts`: ranks that share out the experts of a

@@ -1,6 +1,4 @@
-"""A machine that is not what it was taken for: another cost model with its parts scaled, for
-simulations of plans made under the first.
-"""
+"""Cost model with scaled parts, to simulate plans on a machine that was measured wrong."""
 
 from __future__ import annotations
 

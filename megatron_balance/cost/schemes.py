@@ -1,5 +1,5 @@
-"""How long one sequence takes under a parallel scheme, and the quadratic through it (Hydraulis,
-arXiv 2412.07894, Appendix C.2).
+"""Seconds of one sequence under a parallel scheme, and the quadratic through them (Hydraulis, arXiv
+2412.07894, Appendix C.2).
 
 Hydraulis profiles each scheme <TP, PP, CP> on its cluster and fits T(l) = a l^2 + b l + c. Here the
 times to fit come from a cost model of one rank, analytic or measured, with the scheme's

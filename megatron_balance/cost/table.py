@@ -28,7 +28,7 @@ Grid = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the figures come from.
+    """Origin of the figures.
 
     `threads`: of the CPU kernels; `repeats`: samples of a figure.
     """
@@ -128,8 +128,8 @@ LINKS = ("intra_node", "inter_node")
 
 @dataclass(frozen=True, slots=True)
 class BesideTable:
-    """By how much longer a kernel takes while transfers inside the node, or between nodes, are
-    under way on its rank: factors from 1.
+    """Slowdown of a kernel while transfers inside the node, or between nodes, run on its rank:
+    factors from 1.
     """
 
     intra_node: float

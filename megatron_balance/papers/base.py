@@ -59,7 +59,7 @@ def silent(items: Sequence[T], what: str, /) -> Iterable[T]:  # noqa: ARG001  th
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to simulate: `batches` drawn for each number."""
+    """Amount of simulation: `batches` drawn for each number."""
 
     batches: int
     progress: Progress = silent

@@ -78,8 +78,8 @@ class Asked:
     `plan`: how a case is planned; `play`: the same, timed and simulated, on machines that differ if
     it was asked so.
 
-    `assumed`: what nobody gave, in words; `lengths`: where the lengths are from; `costs`: the file
-    of measured times, empty: data sheets. `explicit`: somebody named the planners, so one that
+    `assumed`: the defaults taken, in words; `lengths`: source of the lengths; `costs`: the file
+    of measured times, empty: data sheets. `explicit`: the user named the planners, so one that
     cannot place the batch is a mistake.
     """
 

@@ -14,7 +14,7 @@ from megatron_balance.report.plots import BLUE, GREY, ORANGE, RED, YELLOW, Figur
 COLOURS = (RED, BLUE)
 
 FEW = 40
-"""Up to so many points they are marked."""
+"""Number of points up to which a curve marks them."""
 
 
 def curve(runs: Sequence[Figures], key: str, title: str, *, log: bool = False) -> Figure:
@@ -51,7 +51,7 @@ def keys_and_values(runs: Sequence[Figures]) -> Figure:
 
 
 def planning(runs: Sequence[Figures]) -> Figure:
-    """How long planning took, and how much of it a step waited for."""
+    """Milliseconds of planning, and those that a step waited for."""
     data = _dashed(runs, ("plan_ms", "dot", "planning"), ("plan_wait_ms", "solid", "waited for"))
     return data, layout(330, xaxis=_step_axis(), yaxis=axis("ms", rangemode="tozero"))
 

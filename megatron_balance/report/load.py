@@ -9,7 +9,7 @@ from megatron_balance.report.cases import Figures
 
 
 def of_plan(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
-    """By rank, one layer, forward; exact."""
+    """Exact loads by rank, one layer, forward."""
     loads = figures(plan, model, ranks_per_nic)
     return {
         "kind": "exact",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 Kind = Literal["exact", "measured", "simulated", "published"]
-"""Where a number comes from; `exact`: counted from lengths and plans."""
+"""Origin of a number; `exact`: counted from lengths and plans."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def _k(tokens: int) -> str:
 
 
 def planners(rows: Sequence[Figures]) -> Figure:
-    """Where each planner's step goes, the fastest on top."""
+    """Phases of each planner's step, the fastest planner on top."""
     names = [label(row["planner"]) for row in rows]
     data = [
         bars(name, names, [sum(row["phases_s"][phase] for phase in phases) for row in rows], colour, "%{y}: %{x:.3f} s")
@@ -282,7 +282,7 @@ def limits(of_planners: Figures) -> Figure:
 
 
 def gains(rows: Sequence[Figures]) -> Figure:
-    """How much less a step takes in each variant."""
+    """Seconds that each variant saves, in % of the step."""
     colours = {"planner": BLUE, "step": GREEN, "machine": GREY}
     whose = {"planner": "the planner and its settings", "step": "the training step", "machine": "another machine"}
     names = [label(row["name"]) + ("" if row["fits"] else " (too much memory)") for row in rows]

@@ -86,7 +86,7 @@ def _config(run: Run) -> str | None:
 
 
 def _num_ranks(run: Run) -> int | None:
-    """Of the pool, from the counters of each rank."""
+    """Ranks of the pool, from the counters of each rank."""
     counters = run.steps[-1].get("counters")
     if not isinstance(counters, dict):
         return None
@@ -133,9 +133,7 @@ FEWEST = 8
 
 
 def follows(run: Run) -> Figures:
-    """How closely the time of a step goes with other figures of it: Spearman's rank correlation,
-    where both vary.
-    """
+    """Spearman's rank correlation of the time of a step with its other figures, where both vary."""
     correlations: Figures = {}
     step_ms = run.series("step_ms")
     for key in FOLLOWED:

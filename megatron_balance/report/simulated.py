@@ -147,7 +147,8 @@ def _lengths(study: Figures) -> Section:
     heavy = max(bins, key=lambda each: each["attention_pairs"])
     share = {key: heavy[key] / totals[key] for key in totals}
     caption = (
-        f"{words.count(histogram['num_sequences'], 'sequence')} of {words.tokens(histogram['shortest'])} to {words.tokens(histogram['longest'])} "
+        f"{words.count(histogram['num_sequences'], 'sequence')} of {words.tokens(histogram['shortest'])} to "
+        f"{words.tokens(histogram['longest'])} "
         f"tokens, half of them of {words.tokens(histogram['median'])} or fewer. Sequences of "
         f"{plots.length_range(heavy['from'], heavy['below'])} tokens are {words.percent(share['sequences'])} of all, hold "
         f"{words.percent(share['tokens'])} of the tokens and are {words.percent(share['attention_pairs'])} of the attention work, which "

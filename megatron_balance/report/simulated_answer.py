@@ -1,4 +1,4 @@
-"""Of the page of a simulated comparison: what limits the step, and what to try next."""
+"""Sections of the simulated page: limits of the step, and variants to try next."""
 
 from __future__ import annotations
 

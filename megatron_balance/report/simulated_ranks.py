@@ -1,6 +1,4 @@
-"""Of the page of a simulated comparison: where sequences went, what each rank has to do, and when
-it does it.
-"""
+"""Sections of the simulated page: placement of sequences, load of each rank, timelines."""
 
 from __future__ import annotations
 

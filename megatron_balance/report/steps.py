@@ -161,7 +161,7 @@ def _got(record: Figures, key: str) -> str:
 
 
 def _each_once(records: Sequence[Figures]) -> tuple[list[Figures], int]:
-    """By step; of one that occurs several times the last."""
+    """Records in order of step, the last of each, and the number of earlier ones dropped."""
     by_step = {record["step"]: record for record in records}
     return [by_step[step] for step in sorted(by_step)], len(records) - len(by_step)
 

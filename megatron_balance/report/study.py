@@ -53,8 +53,9 @@ def study(asked: Asked, progress: Progress) -> Figures:
 
 
 def _play(asked: Asked, progress: Progress) -> tuple[list[Played], dict[str, str]]:
-    """Every planner's steps; of planners that nobody named, one that cannot place the batch is left
-    out, with its reason.
+    """Steps of every planner, and the planners left out, with reasons.
+
+    A planner that the user did not name is left out if it cannot place the batch.
     """
     played: list[Played] = []
     left_out: dict[str, str] = {}

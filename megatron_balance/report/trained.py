@@ -108,7 +108,8 @@ def _loss(document: Figures) -> Section:
         return (
             ""
             if losses is None
-            else f"The loss of {run['label']} goes from {losses['first']:.4f} to {losses['last']:.4f}; its lowest is {losses['lowest']:.4f}."
+            else f"The loss of {run['label']} goes from {losses['first']:.4f} to {losses['last']:.4f}; "
+            f"its lowest is {losses['lowest']:.4f}."
         )
 
     compared = document["compared"]

@@ -27,15 +27,13 @@ SCALES = (1.25, 1.5, 2.0)
 """
 
 FASTER = 2.0
-"""How much faster the machine's parts are made."""
+"""Factor by which parts of the machine are made faster."""
 
 _SCALED_OPTIONS = ("tolerance", "weight_communication")
 """Options that weigh one thing against another: halved and doubled."""
 
 Where = Literal["planner", "step", "machine"]
-"""Whose business a variant is: the planner's settings, the training step's, or whoever buys the
-machine.
-"""
+"""Kind of a variant: a setting of the planner, of the training step, or another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +113,8 @@ def _row(each: Try, base: _Base, asked: Asked) -> Figures | None:
 
 
 def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
-    """Those that fit in memory and are worth while, fastest first; where the case itself does not
-    fit, all that do.
+    """Variants that fit in memory and are worth while, fastest first; if the case does not fit, all
+    that do.
     """
     rows = [row for row in tried["tries"] if row["where"] in where and row["fits"]]
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
@@ -140,7 +138,7 @@ def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> Try:
 
 
 def _other_planners(case: Case) -> Iterator[Try]:
-    """Each with its own layers, but for what somebody told this one."""
+    """Variants with another planner: its own layers, with those settings that the user gave."""
     now, own = case.choice.layers, PLANNERS[case.choice.name].layers
     told = {each.name: getattr(now, each.name) for each in dataclasses.fields(now) if getattr(now, each.name) != getattr(own, each.name)}
     for name, planner in PLANNERS.items():
@@ -196,7 +194,7 @@ _FOLLOW_LAYERS = ("routed", "remapped", "tokens_per_rank")
 
 
 def _told(choice: PlannerChoice) -> Mapping[str, Any]:
-    """Options that somebody set, the capacity among them."""
+    """Options that the user set, the capacity among them."""
     return {**choice.given, "tokens_per_rank": choice.options.tokens_per_rank}
 
 

@@ -1,4 +1,4 @@
-"""From a placement, the ranks of each sequence, to the plan of a microbatch or of a batch of them."""
+"""Plans of microbatches, made from a placement: the ranks of each sequence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan, Zone
 
 Placement: TypeAlias = Sequence[tuple[int, ...]]
-"""By sequence, the ranks that share it: ascending, so that a ring crosses each node's border once.
-"""
+"""The ranks that share each sequence: ascending, so that a ring crosses each node's border once."""
 
 INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
 
 Members: TypeAlias = tuple[tuple[int, ...], ...]
-"""By microbatch, the batch's ids of its sequences, ascending: the i-th is sequence i of that
+"""The batch's ids of each microbatch's sequences, ascending: the i-th is sequence i of that
 microbatch's plan.
 """
 

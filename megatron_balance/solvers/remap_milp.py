@@ -23,7 +23,7 @@ Floats: TypeAlias = NDArray[np.float64]
 MilpSolver: TypeAlias = Literal["gurobi", "highs", "ortools"]
 
 MAX_NODES = 10_000
-"""Of the branch-and-bound tree.
+"""Nodes of the branch-and-bound tree.
 
 These problems are proven at the root or close to it; more means that something is wrong.
 """

@@ -114,7 +114,7 @@ def _choose(columns: list[str], wanted: str, where: str) -> str:
 
 
 def _counter(example: object, column: str, where: str) -> Callable[[Any], int]:
-    """How many tokens a value of the column is."""
+    """Number of tokens that a value of the column stands for."""
     match example:
         case str():
             _warn_of_text(where, column)

@@ -45,7 +45,7 @@ K = 1024
 
 
 class Distribution(Protocol):
-    """Where lengths come from, one document at a time."""
+    """A source of document lengths, one at a time."""
 
     def document(self, generator: np.random.Generator) -> int:
         """Length of one document in tokens, at least 1."""

@@ -1,4 +1,4 @@
-"""From documents to samples: which tokens Megatron's sample number i holds, computed from (seed, i)
+"""Samples made of documents: the tokens of Megatron's sample number i, computed from (seed, i)
 alone.
 
 A *piece* is what is left of a document after cutting at the context length: a row (document, start,

@@ -15,8 +15,9 @@ FLOPS_PER_S = 990e12
 
 
 def bound(token_s: float, model: Model, kv_tensors: int) -> float:
-    """The largest s for which l h_q + l h_kv (s + 1) / 2 travels within the time of l tokens; h_kv
-    of so many tensors.
+    """The largest s for which l h_q + l h_kv (s + 1) / 2 travels within the time of l tokens.
+
+    h_kv counts `kv_tensors` tensors.
     """
     size_q = model.num_heads * model.head_dim * model.bytes_per_element
     size_kv = kv_tensors * model.num_kv_heads * model.head_dim * model.bytes_per_element

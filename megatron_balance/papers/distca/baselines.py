@@ -104,7 +104,7 @@ def layer_s(case: Case, queries: GroupQueries) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaConfig:
-    """How replicas run: pipeline stages, degree of context parallelism, recomputation."""
+    """Configuration of the replicas: pipeline stages, degree of context parallelism, recomputation."""
 
     stages: int
     degree: int

@@ -65,7 +65,7 @@ def _held(stages: int, tokens: float, received: float, num_microbatches: int, re
 
 
 def _received(ping_pong: Sequence[MicrobatchPlan], case: Case) -> list[int]:
-    """Most tokens whose keys and values a rank receives, of each nano-batch."""
+    """Tokens whose keys and values a rank receives at most, by nano-batch."""
     return [max(figures(nano_batch, case.model)["kv_tokens_received_per_rank"]) for nano_batch in ping_pong]
 
 

@@ -47,7 +47,7 @@ class CostShares:
 
 
 def rows(effort: Effort) -> list[Row]:
-    """By data set and range of lengths: what packing wastes, and what even splitting waits for."""
+    """Shares that packing wastes, and that even splitting waits, by data set and range of lengths."""
     case = Case("llama-3b", "a800", 16)
     packed: dict[str, dict[str, CostShares]] = {}
     split: dict[str, dict[str, CostShares]] = {}

@@ -85,12 +85,12 @@ class DistcaOptions:
     take on a NIC; 0: the tolerance alone decides.
     """
     max_kv_tokens: int | None = None
-    """Most tokens whose keys and values a server may hold for a plan, its own included; with
-    ping-pong each nano-batch has a plan of its own.
+    """Limit on the tokens whose keys and values a server may hold for a plan, its own included;
+    with ping-pong each nano-batch has a plan of its own.
     """
     max_received_tokens: int | None = None
-    """Most tokens that a server may receive in a plan's forward pass, those that come as queries
-    and those that come as keys and values.
+    """Limit on the tokens that a server may receive in a plan's forward pass, those that come as
+    queries and those that come as keys and values.
     """
 
 

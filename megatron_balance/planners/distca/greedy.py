@@ -68,7 +68,7 @@ class _Columns:
         self.fits = np.empty(size, dtype=bool)
 
     def only(self, rows: Ints, size: int) -> _Columns:
-        """Some of the rows, in this order."""
+        """A copy of some rows, in this order."""
         columns = _Columns(self.items.only(rows, size), size)
         columns.values[:, : len(rows)] = self.values[:, rows]
         columns.seqs, columns.seq[: len(rows)] = self.seqs, self.seq[rows]
@@ -81,7 +81,7 @@ class _Columns:
         return self._fitting
 
     def at_hand(self, reach: Mapping[int, int]) -> Floats:
-        """For each row how many of the first keys of its sequence are there.
+        """Number of first keys of each row's sequence that are there.
 
         The result holds until the next call and may be written to.
         """

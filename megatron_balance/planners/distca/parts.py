@@ -53,7 +53,7 @@ def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: 
 
 
 def at_hand(servers: Servers, server: int, seq: int, key_stop: Ints | Floats) -> Ints | Floats:
-    """How many of the keys below each `key_stop` of a sequence, of which a server has some, it has."""
+    """Number of keys below each `key_stop` that a server has of a sequence (it has some)."""
     reach = servers.reach[server][seq]
     keys = np.minimum(key_stop, reach)
     for start, stop in servers.held(server, seq):

@@ -21,14 +21,14 @@ from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
 
 _AIM = 0.95
-"""Of the tolerance: what the limit starts with.
+"""Share of the tolerance with which the limit starts.
 
 Where no block fits it gives way by small steps, the first of which are within the rest.
 """
 
 _LEAST, _MOST_PADDING = 0.25, 2.0
-"""Of the tolerance: what the limit leaves above the mean at least; and the mean padding up to which
-pairs have a limit of their own.
+"""Shares of the tolerance: the least that the limit leaves above the mean; and the mean padding up
+to which pairs have a limit of their own.
 """
 
 
@@ -123,7 +123,7 @@ def _padding(servers: Servers, seconds: Seconds, most: float) -> Floats:
 
 
 def _pairs(start: Ints | Floats, stop: Ints | Floats) -> Floats:
-    """How many (query, key) pairs the queries [start, stop) have."""
+    """Number of (query, key) pairs of the queries [start, stop)."""
     return (stop * (stop + 1.0) - start * (start + 1.0)) / 2
 
 

@@ -18,8 +18,8 @@ from megatron_balance.planners.distca.work import RANK, START, STOP, Edges
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Most tokens whose keys and values a server may hold at once, and most tokens (queries; keys
-    and values) that it may receive.
+    """Limits on the tokens whose keys and values a server may hold at once, and on those (queries;
+    keys and values) that it may receive.
     """
 
     held: float = inf
@@ -91,7 +91,7 @@ class Servers:
         return self._not_held(server, seq, self._needed(server, seq, piece), self.reach[server][seq])
 
     def _not_held(self, server: int, seq: int, start: int, stop: int) -> int:
-        """How many of the keys [start, stop) the server does not own."""
+        """Number of keys in [start, stop) that the server does not own."""
         if stop <= start:
             return 0
         count = stop - start
@@ -101,7 +101,7 @@ class Servers:
         return count
 
     def _needed(self, server: int, seq: int, but: Piece | None = None) -> int:
-        """Up to where the pieces of a server need keys of a sequence."""
+        """End of the keys of a sequence that the pieces of a server need."""
         owned, key_stop = self.owned, self.shards.key_stop
         most = 0
         for piece in self.pieces[server]:
@@ -123,7 +123,7 @@ class Servers:
         return held > self.caps.held or received > self.caps.received
 
     def keys_allowed(self, server: int) -> float:
-        """How many more keys the caps allow a server to receive."""
+        """Number of further keys that the caps allow a server to receive."""
         held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
         return min(self.caps.held - held, self.caps.received - received)
 

@@ -134,7 +134,7 @@ class PairItems:
 
 
 class Shards(Protocol):
-    """How fragments are cut.
+    """The way in which fragments are cut.
 
     Indices are into `mass`, seconds of attention summed up along each fragment, from its begin to
     its end.
@@ -171,7 +171,7 @@ class Shards(Protocol):
         ...
 
     def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
-        """Up to where these parts need keys."""
+        """End of the keys that these parts need."""
         ...
 
     def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
@@ -181,7 +181,7 @@ class Shards(Protocol):
         ...
 
     def key_stop(self, piece: Piece) -> int:
-        """Up to where a piece as it is needs keys."""
+        """End of the keys that a whole piece needs."""
         ...
 
     def least_keys(self, piece: Piece) -> int:
@@ -193,7 +193,7 @@ class Shards(Protocol):
         ...
 
     def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
-        """Where the queries of pieces [n, 3] lie: row of the piece, start, stop."""
+        """Runs of queries of pieces [n, 3]: row of the piece, start, stop."""
         ...
 
 

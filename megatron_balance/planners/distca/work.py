@@ -51,8 +51,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Where the fragments of `owned` may be cut: at multiples of the block from their start, and
-    where they end.
+    """Places where the fragments of `owned` may be cut: at multiples of the block from their start,
+    and where they end.
 
     Fragment f has the edges first[f] .. last[f]; between two neighbours lies a block. `positions`
     in the sequence; `seconds`: S there, at the last edge where its tile would end.

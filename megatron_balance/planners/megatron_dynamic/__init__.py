@@ -82,7 +82,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 
 def plan_with(scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: MegatronDynamicOptions) -> MicrobatchPlan:
-    """As `plan`, by any scheduler."""
+    """`plan` with any scheduler."""
     capacity = _capacity(batch, cluster, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     placement = [tuple(range(cluster.num_ranks))] * len(batch.lengths)
@@ -129,7 +129,7 @@ def _most_tokens(microbatches: Sequence[Microbatch], lengths: Sequence[int], num
 
 
 def _placement(microbatches: Sequence[Microbatch], num_seqs: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """By sequence, its ranks and its microbatch."""
+    """The ranks and the microbatch of each sequence."""
     placement: list[tuple[int, ...]] = [()] * num_seqs
     microbatch_of = [0] * num_seqs
     for index, groups in enumerate(microbatches):

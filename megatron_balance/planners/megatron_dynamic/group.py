@@ -49,7 +49,7 @@ def fill(groups: list[Group], allowed: Sequence[int], num_ranks: int) -> bool:
     """Give the ranks that are left to the first of the smallest groups, which takes the next size,
     and again until none is left.
 
-    Returns False if some ranks are left that nobody can take.
+    Returns False if ranks are left over that no group can take.
     """
     free = num_ranks - sum(group.size for group in groups)
     while free:

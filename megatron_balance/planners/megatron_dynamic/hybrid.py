@@ -19,7 +19,9 @@ from megatron_balance.planners.megatron_dynamic.group import Group, Microbatch, 
 from megatron_balance.solvers.groups import needed, sizes
 
 EVEN = 0.05
-"""Work is even if the least loaded rank has so much less than the most loaded one, relatively."""
+"""Share by which the least loaded rank may have less than the most loaded one where work counts as
+even.
+"""
 
 BUCKET_SLACK = 1.1
 """Share by which a bucket's work may exceed the mean."""

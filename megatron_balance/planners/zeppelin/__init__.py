@@ -132,7 +132,7 @@ def _cheapest(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacit
         return chosen.placement
 
     def time_s(placed: costed.Placed) -> float:
-        """Of a layer, forward: tokens are evened out where that pays."""
+        """Seconds of a layer, forward: tokens are evened out where that pays."""
         predicted = placed.prediction
         return predicted.attention_s + min(predicted.remap_s + even_s, cost.linear_s(max(predicted.tokens)))
 

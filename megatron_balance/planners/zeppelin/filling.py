@@ -135,7 +135,7 @@ class Filling:
         return self._has_room(sizes.small_s, sizes.small_tokens)
 
     def _has_room(self, time_s: float, tokens: int) -> bool:
-        """Whether all ranks together have room for so much more."""
+        """Whether all ranks together have room for these seconds and tokens."""
         num_ranks = self.cluster.num_ranks
         return num_ranks * self.target.time_s - self.held_s >= time_s and num_ranks * self.target.tokens - self.held_tokens >= tokens
 
@@ -223,7 +223,7 @@ class Filling:
         return share[0] <= self.target.time_s and share[1] <= self.target.tokens
 
     def _fitting(self, ranks: Sequence[int], share: RankShare) -> list[int]:
-        """Those of `ranks` that can take this much more."""
+        """The ranks of `ranks` that can take this share, too."""
         time_s, tokens = self.target.time_s - share[0], self.target.tokens - share[1]
         held_s, held_tokens = self.time_s, self.tokens
         return [rank for rank in ranks if held_s[rank] <= time_s and held_tokens[rank] <= tokens]

@@ -41,7 +41,7 @@ RankShare: TypeAlias = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """How a placement is judged, beside the cost model.
+    """Weights by which a placement is judged, beside the cost model.
 
     `weight_tokens`: of the longest linear time, beside the longest attention time.
     `weight_communication`: what share of the time it counts, hidden or not, to move as much as the
@@ -91,9 +91,7 @@ class Prices:
         self._work, self._tokens = np.array(self.work_s, dtype=np.float64), np.array(lengths, dtype=np.float64)
 
     def hops_s(self, num_tokens: float, num_ranks: int, inter_node: bool, rings: int = 1) -> float:
-        """Seconds that a ring's links are busy, where so many `rings` use the NICs of a node at
-        once.
-        """
+        """Seconds that a ring's links are busy while `rings` rings use the NICs of a node."""
         if num_ranks == 1:
             return 0.0
         num_bytes, rounds = self.cost.kv_bytes(num_tokens * (num_ranks - 1) / num_ranks), num_ranks - 1
@@ -153,8 +151,8 @@ class Prices:
         return Prediction(max(times), remap_s(tokens, self.cluster, self.cost) if self.pricing.remapped else 0.0, sum(hops), tokens)
 
     def _rings(self, rings: Mapping[tuple[int, ...], Sequence[int]]) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
-        """Of each ring: its ranks, and what each of them has of it: seconds in all, seconds of its
-        links, tokens.
+        """Ranks of each ring, and the part of each rank: seconds in all, seconds of its links,
+        tokens.
         """
         size = self.cluster.node_size
         crossed = {ranks: {rank // size for rank in ranks} for ranks in rings if ranks[0] // size != ranks[-1] // size}
@@ -185,7 +183,7 @@ class Prices:
 
 
 class _Times(dict[int, float]):
-    """By length, the seconds of attention of each rank of a ring over so many ranks; worked out
+    """Seconds of attention of each rank of a ring over `num_ranks` ranks, by length; worked out
     when asked for.
     """
 
