@@ -20,9 +20,7 @@ RatesByCase = Mapping[tuple[str, int], Mapping[str, float]]
 
 
 def rows(effort: Effort) -> list[Row]:
-    """How much faster the largest scale is than the smallest, by data set and system; then what the
-    text says.
-    """
+    """Throughput by scale, growth from the smallest to the largest scale, and the text's claims."""
     cases = {scale: Case("llama-3b", "a800", scale) for scale in SCALES}
     by_case: dict[tuple[str, int], dict[str, float]] = {}
     for dataset, scale in effort.progress(list(product(DATASETS, SCALES)), "fig9"):

@@ -79,8 +79,8 @@ class _Making:
         for size, groups in self.of_size.items():
             if length > size * self.tokens:
                 continue
-            work, room = length * length / size, self.tokens - length / size
-            candidates = [group for group in groups if group.tokens <= room]
+            work, most_held = length * length / size, self.tokens - length / size
+            candidates = [group for group in groups if group.tokens <= most_held]
             if size <= self.free:
                 candidates.append(Group(size, [], 0.0, 0.0))
             for group in candidates:

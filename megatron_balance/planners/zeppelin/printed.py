@@ -50,20 +50,20 @@ def _inter_node(
     The threshold s1 starts at a node's capacity and falls to the longest sequence below it until
     the shorter ones fit.
     """
-    num_nodes, room = cluster.num_nodes, cluster.node_size * capacity
-    threshold = room if num_nodes > 1 else room + 1  # on one node nothing is between nodes
-    zone = _InterNodeZone(lengths, num_nodes, room)
+    num_nodes, node_capacity = cluster.num_nodes, cluster.node_size * capacity
+    threshold = node_capacity if num_nodes > 1 else node_capacity + 1  # on one node nothing is between nodes
+    zone = _InterNodeZone(lengths, num_nodes, node_capacity)
     count, left = 0, sum(lengths)
-    stuck = -1  # the sequence, in order, that finds no room as long as all before it go to the least loaded node each
+    stuck = -1  # the sequence, in order, that finds no node as long as all before it go to the least loaded node each
     while True:
         while count < len(order) and lengths[order[count]] >= threshold:
             if not zone.put(order[count]):
                 stuck = -1
             left -= lengths[order[count]]
             count += 1
-        if count > stuck and sum(zone.loads) + left <= num_nodes * room:
+        if count > stuck and sum(zone.loads) + left <= num_nodes * node_capacity:
             short = order[count:]
-            chosen = least_loaded([lengths[seq] for seq in short], zone.loads, room)
+            chosen = least_loaded([lengths[seq] for seq in short], zone.loads, node_capacity)
             if len(chosen) == len(short):
                 return dict(zip(short, chosen, strict=True)), zone.nodes
             stuck = count + len(chosen)
@@ -80,8 +80,8 @@ class _InterNodeZone:
     either, all sequences of the zone are.
     """
 
-    def __init__(self, lengths: Sequence[int], num_nodes: int, room: int) -> None:
-        self.lengths, self.room, self.total = lengths, room, sum(lengths)
+    def __init__(self, lengths: Sequence[int], num_nodes: int, node_capacity: int) -> None:
+        self.lengths, self.node_capacity, self.total = lengths, node_capacity, sum(lengths)
         self.nodes: dict[int, tuple[int, ...]] = {}
         self.loads = [0] * num_nodes
         self.held = 0
@@ -103,12 +103,12 @@ class _InterNodeZone:
             self.everywhere = True
             self.nodes = dict.fromkeys(self.nodes, tuple(range(num_nodes)))
         self.nodes[seq] = tuple(range(num_nodes))
-        self.loads = [min(self.room, -(-self.held // num_nodes))] * num_nodes
+        self.loads = [min(self.node_capacity, -(-self.held // num_nodes))] * num_nodes
         return False
 
     def _fits(self, seq: int, nodes: Sequence[int]) -> bool:
         part = -(-self.lengths[seq] // len(nodes))
-        if any(self.loads[node] + part > self.room for node in nodes):
+        if any(self.loads[node] + part > self.node_capacity for node in nodes):
             return False
         self.nodes[seq] = tuple(sorted(nodes))
         for node in nodes:
