@@ -1,4 +1,6 @@
-"""`megatron-balance corpus`: documents to a Megatron `.bin/.idx` with their lengths kept, and what such a corpus holds."""
+"""`megatron-balance corpus`: documents to a Megatron `.bin/.idx` with their lengths kept, and what
+such a corpus holds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from megatron_balance.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_balance.workloads.idx import CorpusIndex
 
-# NumPy and the progress bar are imported where they are used, so that `megatron-balance --help` answers at once.
+# NumPy and the progress bar are imported where they are used, so that `megatron-balance --help`
+# answers at once.
 
 BAR_WIDTH = 40
 

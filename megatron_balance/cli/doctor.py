@@ -1,4 +1,6 @@
-"""`megatron-balance doctor`: what of the stack is here, what is missing, and the command that mends it."""
+"""`megatron-balance doctor`: what of the stack is here, what is missing, and the command that mends
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ MEGATRON_CORE = "0.19.2"
 
 Status = Literal["ok", "missing", "wrong"]
 
-# Run in a process of its own: importing torch takes seconds and gigabytes that `plan` never pays for.
+# Run in a process of its own: importing torch takes seconds and gigabytes that `plan` never pays
+# for.
 TORCH_PROBE = """
 import json, torch
 import torch.distributed as d
@@ -47,7 +50,10 @@ PROBE_TIMEOUT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part of the stack. `needed_for`: plan, train (CPU or GPU), gpu, or optional. `mend` is a command or a sentence."""
+    """One part of the stack.
+
+    `needed_for`: plan, train (CPU or GPU), gpu, or optional. `mend` is a command or a sentence.
+    """
 
     name: str
     needed_for: Literal["plan", "train", "gpu", "optional"]
@@ -71,7 +77,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at every part of the stack; 0 also when parts are missing, since not everybody needs all of them."""
+    """Look at every part of the stack; 0 also when parts are missing, since not everybody needs all
+    of them.
+    """
     if args.write_cluster is not None:
         return _write_cluster(args.write_cluster, as_json=args.json)
     checks = examine()
@@ -87,10 +95,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_cluster(path: Path, *, as_json: bool) -> int:
-    """What `--write-cluster FILE` does.
+    """Write this machine's cluster file (`--write-cluster FILE`).
 
     Raises:
-        ConfigError: no GPU, GPUs that are not alike, or a file that is there already or cannot be written.
+        ConfigError: no GPU, GPUs that are not alike, or a file that is there already or cannot be
+            written.
     """
     from megatron_balance.cli import hardware
     from megatron_balance.config import load_cluster
@@ -191,7 +200,9 @@ def _optional() -> list[Check]:
 
 
 def _namespaces() -> Check:
-    """Whether nodes can be emulated by network namespaces here (tools that shape links need `ip` and `tc` too)."""
+    """Whether nodes can be emulated by network namespaces here (tools that shape links need `ip`
+    and `tc` too).
+    """
     name, wanted = "network namespaces", "permitted, with ip and tc"
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if sys.platform != "linux":
@@ -212,7 +223,9 @@ def _namespaces() -> Check:
 
 
 def _probe_torch() -> dict[str, Any]:
-    """What torch says of itself; {} if it is not installed, {"error": ...} if it cannot be imported."""
+    """torch's own report on this machine; {} if it is not installed, {"error": ...} if it cannot be
+    imported.
+    """
     if _version("torch") is None:
         return {}
     try:

@@ -1,7 +1,9 @@
-"""What a node is made of, read from the machine: GPUs, NVLinks, NICs and which NIC each GPU is nearest to; and all that as a cluster YAML.
+"""Read a node's hardware from the machine: GPUs, NVLinks, NICs and the NIC nearest to each GPU;
+write it as a cluster YAML.
 
-Sources: `nvidia-smi` (names, memory, `topo -m`), /sys/class/infiniband (rate and state of each port) and, for machines without
-InfiniBand or RoCE, /sys/class/net. Where `nvidia-smi topo -m` says nothing of a NIC, its place on the PCI bus decides (/sys/bus/pci).
+Sources: `nvidia-smi` (names, memory, `topo -m`), /sys/class/infiniband (rate and state of each
+port) and, for machines without InfiniBand or RoCE, /sys/class/net. Where `nvidia-smi topo -m` says
+nothing of a NIC, its place on the PCI bus decides (/sys/bus/pci).
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ from megatron_balance.errors import ConfigError
 
 PROBE_TIMEOUT_S = 60
 NEAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""How `nvidia-smi topo -m` says that two devices are connected, nearest first: one PCI switch, several, a host bridge, a NUMA node."""
+"""How `nvidia-smi topo -m` says that two devices are connected, nearest first: one PCI switch,
+several, a host bridge, a NUMA node.
+"""
 NVLINK_BYTES_PER_S = 25e9
 NVLINK_5_BYTES_PER_S = 50e9
-"""Of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5 (B200). NVIDIA's architecture whitepapers."""
+"""Rate of one link in one direction: 25 GB/s in NVLink 3 and 4 (A100, H100), 50 GB/s in NVLink 5
+(B200).
+
+NVIDIA's architecture whitepapers.
+"""
 PRESETS = {"H200": "h200", "H100": "h100", "H800": "h800", "A800": "a800", "A100": "a800"}
-"""By a word of the GPU's name, the preset whose compute rates are its own; an A100 computes as an A800."""
+"""The preset with a GPU's compute rates, by a word of its name; an A100 computes as an A800."""
 
 Run = Callable[[Sequence[str]], "str | None"]
-"""What a program prints; None if it is not there or fails."""
+"""Runs a program; its output, or None if it is not there or fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network device with a port that is up. `rate`: as the system writes it; `layer`: InfiniBand or Ethernet (RoCE), or plain 'net'."""
+    """A network device with a port that is up.
+
+    `rate`: as the system writes it; `layer`: InfiniBand or Ethernet (RoCE), or plain 'net'.
+    """
 
     name: str
     bytes_per_s: float
@@ -52,7 +63,9 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`links[a][b]`: how devices GPU0.., NIC names, are connected, as `nvidia-smi topo -m` prints it."""
+    """`links[a][b]`: how devices GPU0.., NIC names, are connected, as `nvidia-smi topo -m` prints
+    it.
+    """
 
     links: Mapping[str, Mapping[str, str]]
 
@@ -76,7 +89,10 @@ class Node:
 
     @property
     def used_nics(self) -> tuple[Nic, ...]:
-        """The NICs that are nearest to some GPU: what NCCL uses. Others serve storage and management."""
+        """The NICs that are nearest to some GPU: what NCCL uses.
+
+        Others serve storage and management.
+        """
         used = {name for names, _ in self.nearest for name in names}
         return tuple(nic for nic in self.nics if nic.name in used)
 
@@ -100,7 +116,9 @@ def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs of `nvidia-smi --query-gpu=name,memory.total,pci.bus_id --format=csv,noheader,nounits`; memory is in MiB there."""
+    """GPUs of `nvidia-smi --query-gpu=name,memory.total,pci.bus_id --format=csv,noheader,nounits`;
+    memory is in MiB there.
+    """
     gpus: list[Gpu] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -116,7 +134,10 @@ def _pci(address: str) -> str:
 
 
 def parse_topology(text: str) -> Topology:
-    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend. What is no such matrix has no links."""
+    """The matrix of `nvidia-smi topo -m`; NICs go by the names of its legend.
+
+    What is no such matrix has no links.
+    """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     device = re.compile(r"(GPU|NIC)\d+$|mlx5_\w+$|[a-z]+_\d+$")
     header = next(
@@ -137,7 +158,9 @@ def parse_topology(text: str) -> Topology:
 
 
 def read_infiniband(root: Path) -> tuple[Nic, ...]:
-    """InfiniBand and RoCE devices with an active port, by name; a device's rate is the sum of its active ports'."""
+    """InfiniBand and RoCE devices with an active port, by name; a device's rate is the sum of its
+    active ports'.
+    """
     nics: list[Nic] = []
     for device in _listed(root / "sys/class/infiniband"):
         ports = [port for port in _listed(device / "ports") if "ACTIVE" in _text(port / "state")]
@@ -166,19 +189,21 @@ def parse_rate(text: str) -> float:
 
 def read_ethernet(root: Path) -> tuple[Nic, ...]:
     """Physical network devices that are up and know their speed, of those the fastest."""
-    found: list[Nic] = []
+    nics: list[Nic] = []
     for device in _listed(root / "sys/class/net"):
         speed = _text(device / "speed")
         if (device / "device").exists() and _text(device / "operstate") == "up" and speed.isdigit() and int(speed) > 0:
-            found.append(
+            nics.append(
                 Nic(device.name, int(speed) * 1e6 / 8, f"{speed} Mbit/s", "net", f"/sys/class/net/{device.name}/speed", _device_pci(device))
             )
-    fastest = max((nic.bytes_per_s for nic in found), default=0.0)
-    return tuple(nic for nic in found if nic.bytes_per_s == fastest)
+    fastest = max((nic.bytes_per_s for nic in nics), default=0.0)
+    return tuple(nic for nic in nics if nic.bytes_per_s == fastest)
 
 
 def _nearest(index: int, gpu: Gpu, nics: Sequence[Nic], topology: Topology, root: Path) -> tuple[tuple[str, ...], str]:
-    """Names of the NICs nearest to a GPU, and how near: by the topology, else by the longest common way from the root of the PCI bus."""
+    """Names of the NICs nearest to a GPU, and how near: by the topology, else by the longest common
+    way from the root of the PCI bus.
+    """
     row = topology.links.get(f"GPU{index}", {})
     said = {nic.name: row[nic.name] for nic in nics if row.get(nic.name) in NEAR}
     if said:
@@ -196,7 +221,10 @@ def _bus_path(root: Path, pci: str) -> tuple[str, ...]:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Bridges that two ways have in common. Of devices on different root ports these are only the folders above, which count as none."""
+    """Bridges that two ways have in common.
+
+    Of devices on different root ports these are only the folders above, which count as none.
+    """
     same = 0
     for one, other in zip(a, b, strict=False):
         if one != other:
@@ -230,7 +258,8 @@ def _run(command: Sequence[str]) -> str | None:
 
 
 def cluster_yaml(node: Node, name: str, today: datetime.date) -> str:
-    """The node as a cluster section, every key with what it was read from; `megatron-balance plan --cluster FILE` reads it.
+    """The node as a cluster section, every key with what it was read from; `megatron-balance plan
+    --cluster FILE` reads it.
 
     Raises:
         ConfigError: GPUs that are not alike.

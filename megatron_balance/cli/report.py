@@ -1,4 +1,5 @@
-"""`megatron-balance report`: one self-contained HTML page: where the time of a step goes, what limits it, and what would help.
+"""`megatron-balance report`: one self-contained HTML page: where the time of a step goes, what
+limits it, and what would help.
 
 Of a simulated comparison of planners, or, with --steps, of what a training run logged.
 """
@@ -154,9 +155,9 @@ class _Desk:
 
         bench = self._at(case)
         planned = bench.plan(case.choice)
-        found = bench.simulate(planned)
-        more = {name: found[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
-        return Played(case, planned.steps, {**row(bench, planned, found), "spread_s": more.pop("step_s"), **more})
+        simulated = bench.simulate(planned)
+        more = {name: simulated[name] for name in ("step_s", "phases_s", "utilisation", "peak_bytes_per_rank")}
+        return Played(case, planned.steps, {**row(bench, planned, simulated), "spread_s": more.pop("step_s"), **more})
 
     def _at(self, case: Case) -> laboratory.Bench:
         given = replace(self.bench.given, batches=case.batches, cluster=case.cluster)
@@ -164,7 +165,7 @@ class _Desk:
 
 
 def _lengths_from(args: argparse.Namespace, given: inputs.Inputs) -> str:
-    """Where the lengths are from, in words."""
+    """Source of the lengths, in words."""
     drawn = given.config.dataset
     if args.lengths is not None:
         return "given one by one"

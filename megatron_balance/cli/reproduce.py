@@ -1,6 +1,7 @@
 """`megatron-balance reproduce`: a paper's published numbers beside ours, with the ratio.
 
-Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it is exact, simulated or measured.
+Ours come from this project's planners, costs from data sheets, and simulator; a row says whether it
+is exact, simulated or measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add the verb `papers`."""
+    """Add the verb `reproduce`."""
     parser = subparsers.add_parser("reproduce", help="a paper's published numbers beside ours", description=__doc__)
     parser.add_argument("paper", metavar="PAPER", help="such as zeppelin")
     parser.add_argument("table", metavar="TABLE", nargs="?", help="one table or figure, such as fig11 (default: all)")
@@ -42,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
     tables = paper.chosen(args.paper, args.table)
     if args.batches is not None and args.batches < 1:
         raise ConfigError(f"--batches {args.batches}: must be at least 1")
-    found: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[Row]] = {}
     console = laboratory.console()
     if not args.json:
         console.print(paper.title)
     for name, table in laboratory.progress(list(tables.items()), args.paper):
-        found[name] = table.rows(Effort(args.batches or table.batches, laboratory.progress))
+        rows_of[name] = table.rows(Effort(args.batches or table.batches, laboratory.progress))
         if not args.json:
-            _show(console, f"{name}: {table.title}", found[name])
+            _show(console, f"{name}: {table.title}", rows_of[name])
     if args.json:
-        print(json.dumps({"rows": [{"paper": args.paper, "table": name, **asdict(row)} for name, rows in found.items() for row in rows]}))
+        print(json.dumps({"rows": [{"paper": args.paper, "table": name, **asdict(row)} for name, rows in rows_of.items() for row in rows]}))
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Costs from data sheets and microbenchmarks: tiles of the attention kernel, FLOPs over rates, alpha-beta links.
+"""Costs from data sheets and microbenchmarks: tiles of the attention kernel, FLOPs over rates,
+alpha-beta links.
 
-Where a constant comes from stands beside it here, in `kernel`, `contention` and in configs/cluster; docs/costs.md has the whole list.
-None is fitted to a result that the simulator is compared with.
+Where a constant comes from stands beside it here, in `kernel`, `contention` and in configs/cluster;
+docs/costs.md has the whole list. None is fitted to a result that the simulator is compared with.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 
 LAUNCH_S = 10e-6
-"""A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its partial result.
+"""A kernel launch with what surrounds it: index arithmetic and the launch of the merge of its
+partial result.
 
 CUDA's own launch of an empty kernel takes 2 to 5 us in microbenchmarks; two of them.
 """
 
 CALL_S = 8.4e-6
-"""A communication call: NCCL's tuning model, base latency of ring, Simple (2.14, graph/tuning.cc)."""
+"""A communication call: NCCL's tuning model, base latency of ring, Simple (2.14, graph/tuning.cc).
+"""
 
 OPTIMIZER_BYTES = 30
-"""Adam's update of a parameter: fp32 gradient, weight and two moments read, the last three written, and the bf16 weight."""
+"""Adam's update of a parameter: fp32 gradient, weight and two moments read, the last three written,
+and the bf16 weight.
+"""
 
 PARTIAL_BYTES = 4
 """Partial outputs and their LSE are accumulated in fp32."""
@@ -40,8 +45,9 @@ PARTIAL_BYTES = 4
 class AnalyticCost:
     """Costs of `model` on `cluster`; implements `cost.base.MachineCost`.
 
-    With tensor parallelism a rank of `cluster` is a whole tensor-parallel group (`cost.parallel.wide_ranks`) of `tensor_parallel`
-    GPUs, which split heads and channels evenly; their own communication is part of `layer_s`.
+    With tensor parallelism a rank of `cluster` is a whole tensor-parallel group
+    (`cost.parallel.wide_ranks`) of `tensor_parallel` GPUs, which split heads and channels evenly;
+    their own communication is part of `layer_s`.
     """
 
     cluster: Cluster
@@ -56,37 +62,48 @@ class AnalyticCost:
         object.__setattr__(self, "_pair_s", flops / (cluster.flops_per_s * cluster.attention_efficiency))
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`.
+        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
+        runs of `run_tokens`.
 
-        A run's last tile is padded, and each run of keys costs its queries a thread block. The halves of tiles that the mask wastes are
-        left out: they are 64 pairs for each query wherever it is, so no placement changes them; `attend_s` counts them.
+        A run's last tile is padded, and each run of keys costs its queries a thread block. The
+        halves of tiles that the mask wastes are left out: they are 64 pairs for each query wherever
+        it is, so no placement changes them; `attend_s` counts them.
         """
         factor = 1.0
         if run_tokens != inf:
             padded = ceil(run_tokens / TILE_TOKENS) * TILE_TOKENS
-            # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs; without it the padded work would fall as l grows.
+            # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs; without it the padded
+            # work would fall as l grows.
             factor = padded**2 / (run_tokens * (run_tokens + 1)) * (1 + BLOCK_TILES * TILE_TOKENS / padded)
         return factor * num_pairs * self._pair_s
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost for so many attention launches and their merges."""
+        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         return num_launches * LAUNCH_S
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP, norms. Proportional."""
+        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
+        norms. Proportional.
+        """
         modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in layer_modules(self.model))
         return num_tokens * (modules_s + self.tensor_parallel_s(1.0) - self.tensor_parallel_s(0.0))
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes / bandwidth."""
+        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
+        bandwidth.
+        """
         return num_messages * self.cluster.intra_alpha_s + num_bytes / self.cluster.intra_bytes_per_s
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC shared by two)."""
+        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC
+        shared by two).
+        """
         return num_messages * self.cluster.inter_alpha_s + num_bytes / (num_nics * self.cluster.nic_bytes_per_s)
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes."""
+        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs
+        of both nodes.
+        """
         return routed_s(self, num_bytes, num_messages, num_nics)
 
     def kv_bytes(self, num_tokens: float) -> float:
@@ -98,10 +115,12 @@ class AnalyticCost:
         return num_tokens * self.model.num_heads * self.model.head_dim * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
+        without pairs.
 
-        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A launch takes its work over all SMs, or its
-        longest thread block on one of them, whichever is longer.
+        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A launch
+        takes its work over all SMs, or its longest thread block on one of them, whichever is
+        longer.
         """
         if not len(pairs):
             return np.zeros(num_launches)
@@ -119,11 +138,13 @@ class AnalyticCost:
         return kernel.tile_flops(self.model.head_dim) / (self.cluster.flops_per_s * self.cluster.attention_efficiency)
 
     def block_s(self, num_tiles: float) -> float:
-        """Seconds that a thread block spends on so many tiles of keys, forward, on its SM."""
+        """Seconds that a thread block spends on `num_tiles` tiles of keys, forward, on its SM."""
         return num_tiles * self._tile_s * max(1, self.cluster.num_sms)
 
     def merge_s(self, num_tokens: float) -> float:
-        """Seconds to merge the partial outputs of tokens, all heads: two are read and one is written, each with its LSE."""
+        """Seconds to merge the partial outputs of tokens, all heads: two are read and one is
+        written, each with its LSE.
+        """
         elements = 3.0 * num_tokens * self.model.num_heads * (self.model.head_dim + 1)
         return elements * PARTIAL_BYTES / self.cluster.memory_bytes_per_s
 
@@ -152,8 +173,9 @@ class AnalyticCost:
         return max(product_s, weights_s) + num_tokens * elements * model.bytes_per_element / cluster.memory_bytes_per_s
 
     def tensor_parallel_s(self, num_tokens: float) -> float:
-        """Seconds of a layer's tensor-parallel communication in one direction: with sequence parallelism, two all-gathers and two
-        reduce-scatters of the hidden states (Megatron-LM, arXiv 2205.05198, section 4.2.2), backward as forward.
+        """Seconds of a layer's tensor-parallel communication in one direction: with sequence
+        parallelism, two all-gathers and two reduce-scatters of the hidden states (Megatron-LM,
+        arXiv 2205.05198, section 4.2.2), backward as forward.
         """
         ranks = self.tensor_parallel
         if ranks == 1:
@@ -163,7 +185,9 @@ class AnalyticCost:
         return 4 * (CALL_S + all_gather_s(num_bytes, Group(ranks, ranks, link, link)))
 
     def optimizer_s(self, num_parameters: float) -> float:
-        """Seconds of Adam's update of the parameters that this rank keeps the state of: memory-bound."""
+        """Seconds of Adam's update of the parameters that this rank keeps the state of:
+        memory-bound.
+        """
         return num_parameters * OPTIMIZER_BYTES / self.cluster.memory_bytes_per_s
 
     def link(self, *, inter_node: bool) -> Link:
@@ -179,7 +203,7 @@ class AnalyticCost:
 
     @property
     def contention(self) -> Contention:
-        """What NCCL's transfers take of a GPU's SMs."""
+        """The SMs of a GPU that NCCL's transfers take."""
         gpus = self.tensor_parallel
         cluster = self.cluster
         return Contention.of_links(cluster.num_sms // gpus, cluster.intra_bytes_per_s / gpus, waits=cluster.transfers_wait)

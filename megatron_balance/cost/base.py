@@ -1,7 +1,8 @@
-"""What a planner, and what the simulator, may ask of a cost model.
+"""Protocols of cost models: the questions of a planner, and those of the simulator.
 
-A planner asks for one layer's forward pass in round terms (`CostModel`). The simulator asks for each launch, transfer and module,
-forward and backward (`MachineCost`). `analytic.AnalyticCost` and `measured.MeasuredCost` implement both.
+A planner asks for one layer's forward pass in round terms (`CostModel`). The simulator asks for
+each launch, transfer and module, forward and backward (`MachineCost`). `analytic.AnalyticCost` and
+`measured.MeasuredCost` implement both.
 """
 
 from __future__ import annotations
@@ -21,41 +22,58 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of a rank's link in its node, or of one NIC: a message takes alpha and its bytes at the rate."""
+    """One direction of a rank's link in its node, or of one NIC: a message takes alpha and its
+    bytes at the rate.
+    """
 
     alpha_s: float
     bytes_per_s: float
 
     def time_s(self, num_bytes: float, num_messages: float = 1, share: float = 1.0) -> float:
-        """Seconds for bytes in so many messages, one after another, at a `share` of the rate."""
+        """Seconds for bytes in `num_messages` messages, one after another, at a `share` of the
+        rate.
+        """
         return num_messages * self.alpha_s + num_bytes / (share * self.bytes_per_s)
 
 
 class CostModel(Protocol):
-    """Predicted seconds of one layer's forward pass. A planner gets one as an argument and reads no clock."""
+    """Predicted seconds of one layer's forward pass.
+
+    A planner gets one as an argument and reads no clock.
+    """
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`."""
+        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
+        runs of `run_tokens`.
+        """
         ...
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost for so many attention launches and their merges."""
+        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         ...
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP, norms. Proportional."""
+        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
+        norms. Proportional.
+        """
         ...
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes / bandwidth."""
+        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
+        bandwidth.
+        """
         ...
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC shared by two)."""
+        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC
+        shared by two).
+        """
         ...
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes (Zeppelin, Eq. 1)."""
+        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs
+        of both nodes (Zeppelin, Eq. 1).
+        """
         ...
 
     def kv_bytes(self, num_tokens: float) -> float:
@@ -71,9 +89,11 @@ class MachineCost(CostModel, Protocol):
     """Predicted seconds of everything a rank does in a step, one layer at a time."""
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
+        without pairs.
 
-        `pairs` [n, 9]: rows of `ir.program.Attend` (any order); `launch` [n]: the launch that each row belongs to.
+        `pairs` [n, 9]: rows of `ir.program.Attend` (any order); `launch` [n]: the launch that each
+        row belongs to.
         """
         ...
 
@@ -108,15 +128,17 @@ class MachineCost(CostModel, Protocol):
 
     @property
     def contention(self) -> Contention:
-        """What communication kernels take from the others."""
+        """The SMs that communication kernels take from the others."""
         ...
 
 
 def routed_s(cost: CostModel, num_bytes: float, num_messages: float, num_nics: float) -> float:
-    """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes.
+    """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of
+    both nodes.
 
-    Zeppelin, Eq. 1: dispatch to the send proxies, transfer between the nodes, combine from the receive proxies, one after the
-    other; source and target are a proxy each and keep their own piece.
+    Zeppelin, Eq. 1: dispatch to the send proxies, transfer between the nodes, combine from the
+    receive proxies, one after the other; source and target are a proxy each and keep their own
+    piece.
     """
     passed_on = num_bytes * (num_nics - 1) / num_nics
     return 2 * cost.intra_node_s(passed_on, num_messages) + cost.inter_node_s(num_bytes, num_messages, num_nics)

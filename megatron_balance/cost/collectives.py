@@ -1,9 +1,10 @@
 """Collectives of a group in closed form: alpha-beta costs of ring, tree and pairwise algorithms.
 
-The formulas are those of Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in MPICH", 2005,
-section 3); p ranks. Ranks of the group are taken node by node, the same number on each. A step of a ring or tree over several nodes
-is as slow as its slowest link: NCCL runs rings over all NICs that the group's ranks have on a node, so the rate between nodes is the
-sum of theirs, and each direction is a link of its own.
+The formulas are those of Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication
+Operations in MPICH", 2005, section 3); p ranks. Ranks of the group are taken node by node, the same
+number on each. A step of a ring or tree over several nodes is as slow as its slowest link: NCCL
+runs rings over all NICs that the group's ranks have on a node, so the rate between nodes is the sum
+of theirs, and each direction is a link of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Algorithm = Literal["ring", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`num_ranks` ranks, `ranks_per_node` on each node; `intra`: a rank's link, `inter`: all NICs of the group's ranks on a node."""
+    """`num_ranks` ranks, `ranks_per_node` on each node; `intra`: a rank's link, `inter`: all NICs
+    of the group's ranks on a node.
+    """
 
     num_ranks: int
     ranks_per_node: int
@@ -47,7 +50,9 @@ class Group:
 
 
 def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics: bool = False) -> Group:
-    """The group of so many ranks of `cluster`. `busy_nics`: the node's other ranks do the same at once, so NICs are shared by all.
+    """A group of `num_ranks` ranks of `cluster`.
+
+    `busy_nics`: the node's other ranks do the same at once, so NICs are shared by all.
 
     Raises:
         ConfigError: more ranks on a node than it has.
@@ -66,7 +71,9 @@ def group_of(cluster: Cluster, num_ranks: int, ranks_per_node: int, *, busy_nics
 
 
 def all_gather_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") -> float:
-    """Seconds until every rank has the `num_bytes` of each other rank. tree: recursive doubling, log2 p steps."""
+    """Seconds until every rank has the `num_bytes` of each other rank. tree: recursive doubling,
+    log2 p steps.
+    """
     ranks, step = group.num_ranks, group.slowest
     if ranks == 1:
         return 0.0
@@ -74,20 +81,26 @@ def all_gather_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") 
 
 
 def reduce_scatter_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") -> float:
-    """Seconds until every rank has its own `num_bytes` of the sum: the all-gather backwards. The additions hide behind the bytes."""
+    """Seconds until every rank has its own `num_bytes` of the sum: the all-gather backwards.
+
+    The additions hide behind the bytes.
+    """
     return all_gather_s(num_bytes, group, algorithm)
 
 
 def all_reduce_s(num_bytes: float, group: Group, algorithm: Algorithm = "ring") -> float:
-    """Seconds until every rank has the sum of `num_bytes`: reduce-scatter, then all-gather of a p-th (tree: Rabenseifner's)."""
+    """Seconds until every rank has the sum of `num_bytes`: reduce-scatter, then all-gather of a
+    p-th (tree: Rabenseifner's).
+    """
     return 2 * all_gather_s(num_bytes / group.num_ranks, group, algorithm)
 
 
 def all_to_all_s(num_bytes: float, group: Group) -> float:
-    """Seconds until every rank has sent an even share of its `num_bytes` to each rank, itself included.
+    """Seconds until every rank has sent an even share of its `num_bytes` to each rank, itself
+    included.
 
-    Pairwise: p - 1 messages a rank. What stays in the node and what leaves it move at once, on links of their own; a node's ranks
-    share its NICs.
+    Pairwise: p - 1 messages a rank. What stays in the node and what leaves it move at once, on
+    links of their own; a node's ranks share its NICs.
     """
     ranks, here = group.num_ranks, group.ranks_per_node
     if ranks == 1:

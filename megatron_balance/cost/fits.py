@@ -1,7 +1,9 @@
-"""Least squares with coefficients that are not negative: links (alpha-beta), quadratic latencies, KnapFormer's gamma.
+"""Least squares with coefficients that are not negative: links (alpha-beta), quadratic latencies,
+KnapFormer's gamma.
 
-Errors are weighed relatively: a profile spans microseconds to seconds, and unweighted squares would hear the longest times alone.
-A negative coefficient would let more work take less time, so the best fit without any is taken.
+Errors are weighed relatively: a profile spans microseconds to seconds, and unweighted squares would
+hear the longest times alone. A negative coefficient would let more work take less time, so the best
+fit without any is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from megatron_balance.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Quadratic:
-    """Seconds a l^2 + b l + c of a sequence of l tokens under one parallel scheme (Hydraulis, arXiv 2412.07894, Appendix C.2)."""
+    """Seconds a l^2 + b l + c of a sequence of l tokens under one parallel scheme (Hydraulis, arXiv
+    2412.07894, Appendix C.2).
+    """
 
     a: float
     b: float
@@ -56,10 +60,11 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
 def least_squares(
     columns: Sequence[Sequence[float]], seconds: Sequence[float], *, what: str, needed: tuple[int, ...] = ()
 ) -> tuple[float, ...]:
-    """Coefficients, none negative, that minimise the relative squared error of columns @ coefficients against seconds.
+    """Coefficients, none negative, that minimise the relative squared error of columns @
+    coefficients against seconds.
 
-    `columns` [n, c], positive, with few c: every subset of coefficients is tried that has those in `needed`. These come out positive also
-    where noise hides that the times rise.
+    `columns` [n, c], positive, with few c: every subset of coefficients is tried that has those in
+    `needed`. These come out positive also where noise hides that the times rise.
 
     Raises:
         ConfigError: no times, or one that is not positive.
@@ -76,9 +81,9 @@ def least_squares(
             if not set(needed) <= set(chosen):
                 continue
             at = list(chosen)
-            found = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(targets)), rcond=None)[0] / scale[at]
-            error = float(((rows[:, at] @ found - 1) ** 2).sum())
-            if (found >= 0).all() and (found[[at.index(i) for i in needed]] > 0).all() and error < best_error * (1 - 1e-12):
+            solution = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(targets)), rcond=None)[0] / scale[at]
+            error = float(((rows[:, at] @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and (solution[[at.index(i) for i in needed]] > 0).all() and error < best_error * (1 - 1e-12):
                 best, best_error = np.zeros(width), error
-                best[at] = found
+                best[at] = solution
     return tuple(best.tolist())

@@ -1,6 +1,7 @@
 """KnapFormer's workload of a sequence (section 3.1): t = k (24 l d^2 + gamma 4 l^2 d), not causal.
 
-`gamma` corrects attention's share of the FLOPs to its share of the time on one GPU; it is fitted to measured latencies, as there.
+`gamma` corrects attention's share of the FLOPs to its share of the time on one GPU; it is fitted to
+measured latencies, as there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def gamma_work(length: float, hidden_size: int, gamma: float) -> float:
 
 
 def fit_gamma(lengths: Sequence[float], seconds: Sequence[float], hidden_size: int) -> tuple[float, float]:
-    """(gamma, k in seconds per FLOP) of least squares in relative error over measured (length, seconds).
+    """(gamma, k in seconds per FLOP) of least squares in relative error over measured (length,
+    seconds).
 
     Raises:
         ConfigError: no times, or one that is not positive.

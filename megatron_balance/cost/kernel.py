@@ -1,9 +1,10 @@
 """The attention kernel as tiles: how much work a launch is on a GPU.
 
-A flash attention kernel gives each thread block one tile of queries of one head; the block walks over the tiles of keys that its
-queries may see. Tiles are computed whole: the last one of a run is padded (WLB-LLM, section 5.2; DistCA, section 3.3), and on the
-diagonal half of one is thrown away. Before and after the walk a block loads its queries and writes its output; over short keys this
-is what counts. All counts here are of tiles of one head.
+A flash attention kernel gives each thread block one tile of queries of one head; the block walks
+over the tiles of keys that its queries may see. Tiles are computed whole: the last one of a run is
+padded (WLB-LLM, section 5.2; DistCA, section 3.3), and on the diagonal half of one is thrown away.
+Before and after the walk a block loads its queries and writes its output; over short keys this is
+what counts. All counts here are of tiles of one head.
 """
 
 from __future__ import annotations
@@ -15,30 +16,41 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 TILE_TOKENS = 128
-"""Side of the tiles, of queries and of keys (WLB-LLM, section 5.2: "In FlashAttention's forward kernel the tile size is 128")."""
+"""Side of the tiles, of queries and of keys (WLB-LLM, section 5.2: "In FlashAttention's forward
+kernel the tile size is 128").
+"""
 
 BLOCK_TILES = 0.7
-"""What a thread block costs beside its tiles, in tiles of 128 x 128: how the kernel's efficiency falls with short runs of keys.
+"""Cost of a thread block beside its tiles, in tiles of 128 x 128: the kernel is less efficient on
+short runs of keys.
 
-Least squares of 1 + BLOCK_TILES x 128 / l against the relative time a pair takes in the forward kernel of FlashAttention-2, heads of
-128, no mask, on an H100: 309, 350, 362, 368, 370, 370 TFLOP/s for l = 512, 1k, 2k, 4k, 8k, 16k (FlashAttention-3, arXiv 2407.08608,
-Figure 5). No mask: the diagonal plays no part.
+Least squares of 1 + BLOCK_TILES x 128 / l against the relative time a pair takes in the forward
+kernel of FlashAttention-2, heads of 128, no mask, on an H100: 309, 350, 362, 368, 370, 370 TFLOP/s
+for l = 512, 1k, 2k, 4k, 8k, 16k (FlashAttention-3, arXiv 2407.08608, Figure 5). No mask: the
+diagonal plays no part.
 """
 
 HEAD_DIM_STEP = 32
-"""Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was built for (32, 64, 96, 128, ...)."""
+"""Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was
+built for (32, 64, 96, 128, ...).
+"""
 
 BACKWARD_FLOPS = 2.5
 """Five matrix products a tile instead of two (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 
 BACKWARD_EFFICIENCY = 63 / 73
-"""Share of the forward kernel's rate that the backward kernel reaches: 63 % against 73 % of an A100's peak (the same, section 1)."""
+"""Share of the forward kernel's rate that the backward kernel reaches: 63 % against 73 % of an
+A100's peak (the same, section 1).
+"""
 
 
 def tiles(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Of each pair of regions [n, 9] (`ir.program.Attend`), one head: tiles, thread blocks, tiles of the longest thread block.
+    """Tiles, thread blocks, and tiles of the longest block [n] of each row of `pairs`, one head.
 
-    The query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may be full, causal or neither.
+    `pairs` [n, 9]: rows of `ir.program.Attend`, each a region of queries over one of keys.
+
+    The query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may be full,
+    causal or neither.
     """
     num_q, num_k = pairs[:, 2] - pairs[:, 1], pairs[:, 6] - pairs[:, 5]
     behind = pairs[:, 1] - pairs[:, 5]  # keys before the first query

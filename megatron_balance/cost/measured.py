@@ -1,10 +1,12 @@
 """Costs from a table that `megatron-balance profile` measured.
 
-Inside the grid times are interpolated linearly between the four points around (DistCA, section 4.2, does so too), along the queries
-in proportion to the (query, key) pairs. Linear and not logarithmic: a kernel's time is a constant plus something for each pair, which
-linear interpolation meets exactly and interpolating logarithms does not. Above the grid the time of its edge grows with the pairs,
-at the rate reached there; below it the smallest time is kept, since kernels work in whole tiles. Measured times that fall as the work
-grows are noise, and are raised to the largest one before them: no plan may look better for an extra token.
+Inside the grid times are interpolated linearly between the four points around (DistCA, section 4.2,
+does so too), along the queries in proportion to the (query, key) pairs. Linear and not logarithmic:
+a kernel's time is a constant plus something for each pair, which linear interpolation meets exactly
+and interpolating logarithms does not. Above the grid the time of its edge grows with the pairs, at
+the rate reached there; below it the smallest time is kept, since kernels work in whole tiles.
+Measured times that fall as the work grows are noise, and are raised to the largest one before them:
+no plan may look better for an extra token.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ RUN_STEPS = 16
 
 
 class PairGrid:
-    """Times over a grid of queries and a second axis; `pairs(queries, second)` counts what the mask leaves."""
+    """Times over a grid of queries and a second axis; `pairs(queries, second)` counts what the mask
+    leaves.
+    """
 
     def __init__(
         self, q_tokens: tuple[int, ...], second: tuple[int, ...], seconds: Grid, pairs: Callable[[Floats, Floats], Floats]
@@ -87,9 +91,10 @@ def fit_line(sizes: tuple[int, ...], seconds: tuple[float, ...], what: str) -> L
 class MeasuredCost:
     """Costs of `model` on `cluster` by a measured table; implements `cost.base.MachineCost`.
 
-    Attention scales with the number of heads and the modules with their FLOPs, where the table's model has others. Links that the table
-    has not measured are the cluster's. With tensor parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`), which
-    splits all of it evenly; what it communicates within itself is the analytic model's.
+    Attention scales with the number of heads and the modules with their FLOPs, where the table's
+    model has others. Links that the table has not measured are the cluster's. With tensor
+    parallelism a rank of `cluster` is a whole group (`cost.parallel.wide_ranks`), which splits all
+    of it evenly; what it communicates within itself is the analytic model's.
 
     Raises:
         ConfigError: the table was measured for another head dim.
@@ -129,7 +134,9 @@ class MeasuredCost:
         object.__setattr__(self, "_links", links)
 
     def _tabulate_runs(self, grid: PairGrid) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Lengths of runs and the seconds of a square of each, all the model's heads; planners ask for thousands, one by one."""
+        """Lengths of runs and the seconds of a square of each, all the model's heads; planners ask
+        for thousands, one by one.
+        """
         attention = self.table.attention
         top = max(attention.q_tokens[-1], attention.k_tokens[-1])
         doublings = np.log2(top)
@@ -165,7 +172,9 @@ class MeasuredCost:
         return AnalyticCost(self.cluster, self.model, self.tensor_parallel)
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
-        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in runs of `run_tokens`."""
+        """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
+        runs of `run_tokens`.
+        """
         runs, seconds = self._runs
         if run_tokens >= runs[-1]:
             return num_pairs * seconds[-1] / (runs[-1] * (runs[-1] + 1))
@@ -175,28 +184,37 @@ class MeasuredCost:
         else:
             share = (run_tokens - runs[at - 1]) / (runs[at] - runs[at - 1])
             square_s = seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
-        # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs, and an extra token must not take less.
+        # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs, and an extra token must not
+        # take less.
         return num_pairs * square_s / (run_tokens * (run_tokens + 1))
 
     def launch_s(self, num_launches: float) -> float:
-        """Seconds of fixed cost for so many attention launches and their merges."""
+        """Seconds of fixed cost of `num_launches` attention launches and their merges."""
         return num_launches * (self.table.attention.launch_s + self._lines["merge"].a)
 
     def linear_s(self, num_tokens: float) -> float:
-        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP, norms. Proportional."""
+        """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
+        norms. Proportional.
+        """
         shared_s = self._analytic.tensor_parallel_s(1.0) - self._analytic.tensor_parallel_s(0.0)
         return num_tokens * (self._lines["forward"].b * self._flops_ratio + shared_s)
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
-        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes / bandwidth."""
+        """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /
+        bandwidth.
+        """
         return self.link(inter_node=False).time_s(num_bytes, num_messages)
 
     def inter_node_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC shared by two)."""
+        """Seconds to receive bytes from another node over `num_nics` NICs at once (a half: one NIC
+        shared by two).
+        """
         return self.link(inter_node=True).time_s(num_bytes, num_messages, num_nics)
 
     def routed_s(self, num_bytes: float, num_messages: float = 1, num_nics: float = 1) -> float:
-        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs of both nodes."""
+        """Seconds to receive bytes from another node when each message is cut over `num_nics` NICs
+        of both nodes.
+        """
         return routed_s(self, num_bytes, num_messages, num_nics)
 
     def kv_bytes(self, num_tokens: float) -> float:
@@ -208,10 +226,11 @@ class MeasuredCost:
         return num_tokens * self.model.num_heads * self.model.head_dim * self.model.bytes_per_element
 
     def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch without pairs.
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
+        without pairs.
 
-        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A region that is neither full nor causal at
-        its bottom right is two entries of the kernel.
+        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A region
+        that is neither full nor causal at its bottom right is two entries of the kernel.
         """
         attention = self.table.attention
         fixed = attention.backward_launch_s if backward else attention.launch_s
@@ -261,19 +280,24 @@ class MeasuredCost:
 
     @property
     def contention(self) -> Contention:
-        """As measured; the cluster's, where kernels and transfers were measured one at a time."""
+        """The measured contention; the cluster's, where kernels and transfers were measured one at
+        a time.
+        """
         beside = self.table.beside
         return self._analytic.contention if beside is None else Contention.of_slowdowns(beside.intra_node, beside.inter_node)
 
 
 def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
-    """Of each pair of regions [n, 9], the kernel entries it takes: full ones (queries, keys) and causal ones (queries, keys before).
+    """Kernel entries of each pair of regions [n, 9]: full ones (queries, keys) and causal ones
+    (queries, keys before).
 
-    Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full entry sees all its keys.
+    Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full
+    entry sees all its keys.
     """
     q_start, q_stop = np.maximum(pairs[:, 1], pairs[:, 5]), pairs[:, 2]
     k_start, k_stop = pairs[:, 5], np.minimum(pairs[:, 6], pairs[:, 2])
-    # A single query over the keys up to its own is a triangle of one, so that a sequence's times come from one grid from its first token.
+    # A single query over the keys up to its own is a triangle of one, so that a sequence's times
+    # come from one grid from its first token.
     masked = (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
     seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key
     full = np.maximum(q_stop - seen_whole, 0)

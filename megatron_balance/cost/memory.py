@@ -1,7 +1,9 @@
-"""Bytes of a rank: parameters, gradients, optimizer, activations, and the keys and values received from others.
+"""Bytes of a rank: parameters, gradients, optimizer, activations, and the keys and values received
+from others.
 
-Mixed precision as in Megatron-core: bf16 weights, fp32 gradients, fp32 master weights and two moments of Adam; the distributed
-optimizer shares out the last three (its document gives 6 + 12 / d bytes a parameter on d ranks, 18 without).
+Mixed precision as in Megatron-core: bf16 weights, fp32 gradients, fp32 master weights and two
+moments of Adam; the distributed optimizer shares out the last three (its document gives 6 + 12 / d
+bytes a parameter on d ranks, 18 without).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Recompute = Literal["none", "full"]
 
 
 def model_state_bytes(model: Model) -> float:
-    """Bytes of parameters, gradients and Adam's state of the whole model, 18 a parameter; norms are left out."""
+    """Bytes of parameters, gradients and Adam's state of the whole model, 18 a parameter; norms are
+    left out.
+    """
     return STATE_BYTES * (num_parameters(model) - _norms_and_router(model))
 
 
@@ -37,7 +41,8 @@ def _norms_and_router(model: Model) -> float:
 
 
 def activation_bytes_per_token(model: Model) -> float:
-    """Bytes that one token's forward pass keeps for backward, no recomputation, attention by a flash kernel.
+    """Bytes that one token's forward pass keeps for backward, no recomputation, attention by a
+    flash kernel.
 
     `layer_activation_bytes` of every layer, and fp32 logits with their gradient.
     """
@@ -47,8 +52,9 @@ def activation_bytes_per_token(model: Model) -> float:
 def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float:
     """Bytes that one token keeps in one layer for backward.
 
-    In elements: the inputs of both norms and of both blocks (4 hidden), query and attention output (2 H D), key and value (2 G D),
-    and the MLP's inner values (3 ffn when gated, else 2; once per expert a token visits). `full` recomputation keeps the layer's input.
+    In elements: the inputs of both norms and of both blocks (4 hidden), query and attention output
+    (2 H D), key and value (2 G D), and the MLP's inner values (3 ffn when gated, else 2; once per
+    expert a token visits). `full` recomputation keeps the layer's input.
     """
     if recompute == "full":
         return float(model.bytes_per_element * model.hidden_size)
@@ -59,10 +65,11 @@ def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the model's state and layers are spread: the degrees that one rank sees.
+    """Degrees by which the model's state and layers are spread, as one rank sees them.
 
-    `optimizer`: ranks that share out the optimizer's state (1: none); `tensor` and `pipeline` as usual; `stage`: this rank's pipeline
-    stage; `experts`: ranks that share out the experts of a layer.
+    `optimizer`: ranks that share out the optimizer's state (1: none); `tensor` and `pipeline` as
+    usual; `stage`: this rank's pipeline stage; `experts`: ranks that share out the experts of a
+    layer.
     """
 
     tensor: int = 1
@@ -72,7 +79,9 @@ class Sharding:
     experts: int = 1
 
     def in_flight(self, num_microbatches: int) -> int:
-        """Microbatches whose activations this stage holds at once in the 1F1B schedule (Narayanan et al., 2021, section 2.2.1)."""
+        """Microbatches whose activations this stage holds at once in the 1F1B schedule (Narayanan
+        et al., 2021, section 2.2.1).
+        """
         return min(self.pipeline - self.stage, num_microbatches)
 
 
@@ -93,9 +102,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What is held for the backward: received keys and values by `policy`, activations by `recompute`; of so many microbatches in all.
+    """Tensors held for the backward: received keys and values by `policy`, activations by
+    `recompute`.
 
-    `in_flight`: microbatches whose activations a stage holds at once; None: those of the 1F1B schedule.
+    `in_flight`: microbatches whose activations a stage holds at once; None: those of the 1F1B
+    schedule.
     """
 
     policy: Policy = "keep"
@@ -107,11 +118,13 @@ class Holding:
 def rank_memory(
     model: Model, num_tokens: float, received_tokens: float, sharding: Sharding = Sharding(), holding: Holding = Holding()
 ) -> Memory:
-    """Peak bytes of a rank that holds `num_tokens` of each microbatch and receives keys and values of `received_tokens`.
+    """Peak bytes of a rank that holds `num_tokens` of each microbatch and receives keys and values
+    of `received_tokens`.
 
-    Policy `keep` holds the received keys and values of every layer until its backward; with full recomputation, of one layer. Policy
-    `replay` holds those of one round of one layer twice (one in use, one arriving), so `received_tokens` is then the most that one round
-    brings. The fp32 partial outputs are of one layer at a time.
+    Policy `keep` holds the received keys and values of every layer until its backward; with full
+    recomputation, of one layer. Policy `replay` holds those of one round of one layer twice (one in
+    use, one arriving), so `received_tokens` is then the most that one round brings. The fp32
+    partial outputs are of one layer at a time.
     """
     parameters = _parameters_of_rank(model, sharding)
     in_flight = sharding.in_flight(holding.num_microbatches) if holding.in_flight is None else holding.in_flight

@@ -1,8 +1,10 @@
-"""What a token costs outside attention: FLOPs of matrix products and bytes of the element-wise parts between them.
+"""The cost of a token outside attention: FLOPs of matrix products and bytes of the element-wise
+parts between them.
 
-A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v, rotary embedding, attention, output
-projection, residual, norm, MLP (gated: SwiGLU), residual. `elements` count what is read and written between the products, each part
-a fused kernel of its own; products are counted in FLOPs alone, their operands being read beside.
+A transformer layer as Megatron-core builds it for LLaMA: norm, one projection to q, k and v, rotary
+embedding, attention, output projection, residual, norm, MLP (gated: SwiGLU), residual. `elements`
+count what is read and written between the products, each part a fused kernel of its own; products
+are counted in FLOPs alone, their operands being read beside.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from megatron_balance.ir.model import Model
 
 BACKWARD_PRODUCTS = 2.0
-"""A product's backward is two of the same size: the gradient of the input and that of the weights."""
+"""A product's backward is two of the same size: the gradient of the input and that of the weights.
+"""
 
 LOGIT_BYTES = 4
 """Logits and their gradient are kept in fp32 (Megatron-core's fused cross entropy)."""
@@ -22,7 +25,8 @@ LOGIT_BYTES = 4
 class Module:
     """One module of a layer, for one token on all ranks of its tensor-parallel group.
 
-    `flops`: of its forward products; `weights`: elements of them; `elements`, `backward_elements`: read and written besides.
+    `flops`: of its forward products; `weights`: elements of them; `elements`, `backward_elements`:
+    read and written besides.
     """
 
     name: str
@@ -41,7 +45,8 @@ def layer_modules(model: Model) -> tuple[Module, ...]:
     qkv, out, ffn = hidden * (width + 2 * kv_width), width * hidden, products * hidden * model.ffn_size
     rope = 2 * (width + kv_width)  # q and k, read and written
     modules = (
-        # A norm reads and writes; its backward reads input and gradient and writes the input's. A residual reads two and writes one.
+        # A norm reads and writes; its backward reads input and gradient and writes the input's. A
+        # residual reads two and writes one.
         Module("norms", 0.0, 2 * hidden, 2 * (2 + 3) * hidden, 2 * (3 + 3) * hidden),
         Module("qkv", 2.0 * qkv, qkv, rope, rope),
         Module("out", 2.0 * out, out, 0, 0),
@@ -65,7 +70,8 @@ def head_module(model: Model) -> Module:
     """Embedding, logits and loss of one token."""
     table = model.hidden_size * model.vocab_size
     logits = model.vocab_size * LOGIT_BYTES / model.bytes_per_element
-    # Logits are written, read for the loss, and overwritten by their gradient; the embedding reads and writes a row.
+    # Logits are written, read for the loss, and overwritten by their gradient; the embedding reads
+    # and writes a row.
     return Module("head", 2.0 * table, 2 * table, 3 * logits + 2 * model.hidden_size, logits + 2 * model.hidden_size)
 
 

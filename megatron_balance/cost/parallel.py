@@ -1,4 +1,6 @@
-"""Parallelism around a plan: ranks that are tensor-parallel groups, and what the dimensions beside context parallelism cost."""
+"""Parallelism around a plan: ranks that are tensor-parallel groups, and what the dimensions beside
+context parallelism cost.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ WEIGHT_BYTES = 2
 
 
 def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
-    """The cluster whose ranks are tensor-parallel groups of neighbours: `tensor_parallel` times the rates and memory each.
+    """The cluster whose ranks are tensor-parallel groups of neighbours: `tensor_parallel` times the
+    rates and memory each.
 
-    Heads, channels and the keys that travel are split evenly over a group's GPUs and links, so a group acts as one wide rank. NICs: a
-    group of two that share one has it to itself; of two with one each it has both.
+    Heads, channels and the keys that travel are split evenly over a group's GPUs and links, so a
+    group acts as one wide rank. NICs: a group of two that share one has it to itself; of two with
+    one each it has both.
 
     Raises:
         ConfigError: the group does not divide a node.
@@ -46,9 +50,11 @@ def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
 
 
 def gradient_sync_s(num_parameters: float, group: Group, *, sharded: bool = True) -> float:
-    """Seconds of the data-parallel synchronisation of a step, nothing hidden: gradients summed, weights gathered.
+    """Seconds of the data-parallel synchronisation of a step, nothing hidden: gradients summed,
+    weights gathered.
 
-    `sharded`: the distributed optimizer's reduce-scatter in fp32 and all-gather in bf16; else one all-reduce in fp32, by ring.
+    `sharded`: the distributed optimizer's reduce-scatter in fp32 and all-gather in bf16; else one
+    all-reduce in fp32, by ring.
     """
     each = num_parameters / group.num_ranks
     gathered = WEIGHT_BYTES if sharded else GRADIENT_BYTES
@@ -56,7 +62,9 @@ def gradient_sync_s(num_parameters: float, group: Group, *, sharded: bool = True
 
 
 def expert_exchange_s(model: Model, num_tokens: float, group: Group) -> float:
-    """Seconds of a layer's two all-to-alls between the ranks that share its experts, forward: tokens to experts and back."""
+    """Seconds of a layer's two all-to-alls between the ranks that share its experts, forward:
+    tokens to experts and back.
+    """
     if not model.num_experts:
         return 0.0
     return 2 * all_to_all_s(num_tokens * model.experts_per_token * model.hidden_size * model.bytes_per_element, group)

@@ -1,4 +1,4 @@
-"""A machine that is not what it was taken for: another cost model with its parts scaled, for simulations of plans made under the first."""
+"""Cost model with scaled parts, to simulate plans on a machine that was measured wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron_balance.cost.contention import Contention
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Factors on times: of attention, of the other modules and memory-bound work, of transfers inside a node and between nodes."""
+    """Factors on times: of attention, of the other modules and memory-bound work, of transfers
+    inside a node and between nodes.
+    """
 
     attention: float = 1.0
     linear: float = 1.0

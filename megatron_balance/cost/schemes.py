@@ -1,7 +1,9 @@
-"""How long one sequence takes under a parallel scheme, and the quadratic through it (Hydraulis, arXiv 2412.07894, Appendix C.2).
+"""Seconds of one sequence under a parallel scheme, and the quadratic through them (Hydraulis, arXiv
+2412.07894, Appendix C.2).
 
-Hydraulis profiles each scheme <TP, PP, CP> on its cluster and fits T(l) = a l^2 + b l + c. Here the times to fit come from a cost model
-of one rank, analytic or measured, with the scheme's communication on top; measured times of real schemes go through the same fit.
+Hydraulis profiles each scheme <TP, PP, CP> on its cluster and fits T(l) = a l^2 + b l + c. Here the
+times to fit come from a cost model of one rank, analytic or measured, with the scheme's
+communication on top; measured times of real schemes go through the same fit.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: CostOf, 
     """The quadratic through the predicted times of sequences of these lengths.
 
     Raises:
-        ConfigError: fewer than three lengths, or a tensor parallelism that does not fit the cluster's nodes.
+        ConfigError: fewer than three lengths, or a tensor parallelism that does not fit the
+            cluster's nodes.
     """
     wide = wide_ranks(cluster, scheme.tensor)
     cost = cost_of(wide, scheme.tensor)
@@ -56,8 +59,9 @@ def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: CostOf, 
 def sequence_s(scheme: Scheme, model: Model, wide: Cluster, cost: MachineCost, length: int) -> float:
     """Seconds of the longest pipeline stage for one sequence as a microbatch, forward and backward.
 
-    The stage is the last one, which has the logits. Context parallelism is a zigzag ring over the ranks of `wide`, each round's transfer
-    hidden behind its attention or the other way round; it crosses nodes where it is larger than one.
+    The stage is the last one, which has the logits. Context parallelism is a zigzag ring over the
+    ranks of `wide`, each round's transfer hidden behind its attention or the other way round; it
+    crosses nodes where it is larger than one.
     """
     tokens = length / scheme.context
     rounds = scheme.context - 1

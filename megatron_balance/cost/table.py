@@ -1,7 +1,9 @@
-"""The cost table that `megatron-balance profile` writes: what was measured, where, when and with what. JSON, loaded strictly.
+"""The cost table that `megatron-balance profile` writes: what was measured, where, when and with
+what. JSON, loaded strictly.
 
-Times are seconds, sizes tokens or bytes. Grids are [len(q_tokens)][len(other axis)]. A file that lacks a key, has one too many, or
-holds anything but positive numbers in rising order is refused with the key's name.
+Times are seconds, sizes tokens or bytes. Grids are [len(q_tokens)][len(other axis)]. A file that
+lacks a key, has one too many, or holds anything but positive numbers in rising order is refused
+with the key's name.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ Grid = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the figures come from. `threads`: of the CPU kernels; `repeats`: samples of a figure."""
+    """Origin of the figures.
+
+    `threads`: of the CPU kernels; `repeats`: samples of a figure.
+    """
 
     device: str
     kind: str
@@ -41,8 +46,8 @@ class Source:
 class AttentionTable:
     """Seconds of one entry of an attention launch, all heads, beside the launch's fixed `launch_s`.
 
-    `full_*`: queries by keys, no mask, axis `k_tokens`. `causal_*`: queries by the keys before the first query, axis `before_tokens`;
-    the queries' own keys come on top, masked.
+    `full_*`: queries by keys, no mask, axis `k_tokens`. `causal_*`: queries by the keys before the
+    first query, axis `before_tokens`; the queries' own keys come on top, masked.
     """
 
     kernel: str
@@ -85,7 +90,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Seconds of one layer's modules outside attention by tokens; the sizes are those of the layer measured."""
+    """Seconds of one layer's modules outside attention by tokens; the sizes are those of the layer
+    measured.
+    """
 
     hidden_size: int
     ffn_size: int
@@ -121,7 +128,9 @@ LINKS = ("intra_node", "inter_node")
 
 @dataclass(frozen=True, slots=True)
 class BesideTable:
-    """By how much longer a kernel takes while transfers inside the node, or between nodes, are under way on its rank: factors from 1."""
+    """Slowdown of a kernel while transfers inside the node, or between nodes, run on its rank:
+    factors from 1.
+    """
 
     intra_node: float
     inter_node: float
@@ -134,7 +143,11 @@ class BesideTable:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Everything a profile measured. `merge`: by tokens, all heads; `pack`: by bytes; `beside`: kernels and transfers at once, if known."""
+    """Everything a profile measured.
+
+    `merge`: by tokens, all heads; `pack`: by bytes; `beside`: kernels and transfers at once, if
+    known.
+    """
 
     format: str
     source: Source
@@ -170,7 +183,8 @@ def load_table(path: Path) -> CostTable:
     """The table in a JSON file.
 
     Raises:
-        ConfigError: no such file, not JSON, or a key that is unknown, missing or does not hold what it should; names file and key.
+        ConfigError: no such file, not JSON, or a key that is unknown, missing or does not hold what
+            it should; names file and key.
     """
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)

@@ -1,4 +1,6 @@
-"""Published results beside ours: one file or folder for each paper, one function for each of its tables (`base.Table`)."""
+"""Published results beside ours: one file or folder for each paper, one function for each of its
+tables (`base.PaperTable`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a published result is here: a paper has tables, a table is a function that gives rows, a row is one number beside ours."""
+"""Published results: a paper has tables, a table is a function that gives rows, a row is one number
+beside ours.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,21 @@ from megatron_balance.errors import ConfigError
 
 T = TypeVar("T")
 Kind: TypeAlias = Literal["exact", "simulated", "measured"]
-"""exact: follows from printed numbers and closed forms, or from a plan; simulated: on the simulator's clocks; measured: on a machine."""
+"""exact: follows from printed numbers and closed forms, or from a plan; simulated: on the
+simulator's clocks; measured: on a machine.
+"""
 
 Sign: TypeAlias = Literal["=", "<=", ">="]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number. `published` is what the paper prints, None where it only draws; `sign`: printed as this, at most, or at least this.
+    """One number.
 
-    `note`: what a reader must know to compare the two.
+    `published` is what the paper prints, None where it only draws; `sign`: printed as this, at
+    most, or at least this.
+
+    `note`: context that a reader needs to compare the two.
     """
 
     name: str
@@ -38,7 +45,7 @@ class Row:
 
 
 class Progress(Protocol):
-    """Shows how far a loop is."""
+    """A progress bar around a loop."""
 
     def __call__(self, items: Sequence[T], what: str, /) -> Iterable[T]:
         """`items`, one after another."""
@@ -52,15 +59,19 @@ def silent(items: Sequence[T], what: str, /) -> Iterable[T]:  # noqa: ARG001  th
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to simulate: `batches` drawn for each number."""
+    """Amount of simulation: `batches` drawn for each number."""
 
     batches: int
     progress: Progress = silent
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A table or figure. `rows` computes it; `batches`: how many are drawn for each number unless the user says otherwise."""
+class PaperTable:
+    """A table or figure of a paper.
+
+    `rows` computes it; `batches`: how many are drawn for each number unless the user says
+    otherwise.
+    """
 
     title: str
     rows: Callable[[Effort], list[Row]]
@@ -72,9 +83,9 @@ class Paper:
     """A paper. `tables` by the name that the command line takes, in the order of the paper."""
 
     title: str
-    tables: Mapping[str, Table]
+    tables: Mapping[str, PaperTable]
 
-    def chosen(self, name: str, table: str | None) -> dict[str, Table]:
+    def chosen(self, name: str, table: str | None) -> dict[str, PaperTable]:
         """One table of the paper `name`, or all.
 
         Raises:
@@ -86,10 +97,10 @@ class Paper:
 
 
 def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
-    """What is known by this name.
+    """The entry of a mapping by its name.
 
     Raises:
-        ConfigError: nothing is; names what comes close, or everything.
+        ConfigError: no such name; the message has the closest one, or all.
     """
     if name not in known:
         close = get_close_matches(name, known, n=1)

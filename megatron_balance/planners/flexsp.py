@@ -1,23 +1,28 @@
 """flexsp: sequence-parallel groups of different sizes, chosen by an integer program (FlexSP).
 
-Paper: FlexSP: Accelerating Large Language Model Training via Flexible Sequence Parallelism (Wang et al., arXiv 2412.01523), its
-parallelism planner, sequence bucketing and sequence blaster; the baseline "FlexSP+" of DistCA, section 6.1.
+Paper: FlexSP: Accelerating Large Language Model Training via Flexible Sequence Parallelism (Wang et
+al., arXiv 2412.01523), its parallelism planner, sequence bucketing and sequence blaster; the
+baseline "FlexSP+" of DistCA, section 6.1.
 
-What we implement: disjoint groups of one to all ranks (powers of two, and all), tokens contiguous in a group and heads exchanged around
-attention (Ulysses). A group's time is its attention, linear modules and all-to-all; no group holds more than its ranks' capacity; the
-program chooses groups and sequences so that the longest group is as short as possible. Sequences are told apart by bucket, at most 16,
-cut by the paper's recurrence. HiGHS (in SciPy) solves it within a number of nodes, so that a plan does not depend on a clock. It has to
-beat a greedy answer, which stands where it does not, where SciPy is missing (one warning), and where the program would be too large
-(`most_variables`: some hundred ranks). The first plan of a process also pays for importing SciPy. `plan_batch` is the sequence
-blaster: sequences sorted by length and cut into microbatches of about equal tokens, for the least number that fits and the next ones,
-of which the fastest is taken.
+What we implement: disjoint groups of one to all ranks (powers of two, and all), tokens contiguous
+in a group and heads exchanged around attention (Ulysses). A group's time is its attention, linear
+modules and all-to-all; no group holds more than its ranks' capacity; the program chooses groups and
+sequences so that the longest group is as short as possible. Sequences are told apart by bucket, at
+most 16, cut by the paper's recurrence. HiGHS (in SciPy) solves it within a number of nodes, so that
+a plan does not depend on a clock. It has to beat a greedy answer, which stands where it does not,
+where SciPy is missing (one warning), and where the program would be too large (`most_variables`:
+some hundred ranks). The first plan of a process also pays for importing SciPy. `plan_batch` is the
+sequence blaster: sequences sorted by length and cut into microbatches of about equal tokens, for
+the least number that fits and the next ones, of which the fastest is taken.
 
-What we leave out: model states in the memory constraint (the capacity in tokens is what is left after them), ZeRO's communication,
-and solving ahead on other machines (the training adapter plans ahead for every planner).
+What we leave out: model states in the memory constraint (the capacity in tokens is what is left
+after them), ZeRO's communication, and solving ahead on other machines (the training adapter plans
+ahead for every planner).
 
-Where we differ and why: ranks may stay idle, where the published code, which has no groups of one rank, uses all. Seconds come from our
-cost model instead of its fitted constants; a group of more ranks than heads has ranks without attention, and its time says so. Where
-nothing holds the batch, all sequences go over all ranks.
+Where we differ and why: ranks may stay idle, where the published code, which has no groups of one
+rank, uses all. Seconds come from our cost model instead of its fitted constants; a group of more
+ranks than heads has ranks without attention, and its time says so. Where nothing holds the batch,
+all sequences go over all ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +58,9 @@ class FlexSpOptions:
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
     slack: float = 1.5
-    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
+    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
+    1.
+    """
     solver: Literal["highs", "greedy"] = "highs"
     """`highs` improves the greedy answer by the integer program; `greedy` does without SciPy."""
     node_limit: int = 50
@@ -87,16 +94,20 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     capacity = _capacity(batch, cluster, options)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     pricing = _Pricing(cluster, model, cost)
-    room = capacity * cluster.num_ranks
-    fewest = max(1, -(-batch.num_tokens // room))
+    pool_tokens = capacity * cluster.num_ranks
+    fewest = max(1, -(-batch.num_tokens // pool_tokens))
     tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
-    fitting = [cut for cut in tried if all(sum(batch.lengths[seq] for seq in seqs) <= room for seqs in cut)][:BLASTS]
+    fitting = [
+        microbatches for microbatches in tried if all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
+    ][:BLASTS]
     best_s, best = None, None
-    for cut in fitting:
-        found = [pricing.groups([batch.lengths[seq] for seq in seqs], capacity, options) for seqs in cut]
-        total_s = sum(pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g) for seqs, g in zip(cut, found, strict=True))
+    for microbatches in fitting:
+        grouped = [pricing.groups([batch.lengths[seq] for seq in seqs], capacity, options) for seqs in microbatches]
+        total_s = sum(
+            pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g) for seqs, g in zip(microbatches, grouped, strict=True)
+        )
         if best_s is None or total_s < best_s:
-            best_s, best = total_s, (cut, found)
+            best_s, best = total_s, (microbatches, grouped)
     placement: list[tuple[int, ...]] = [()] * len(batch.lengths)
     microbatch_of = [0] * len(batch.lengths)
     for index, (seqs, groups) in enumerate(zip(*best, strict=True) if best is not None else ()):
@@ -106,15 +117,17 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
 
 
 def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Sequences sorted by length and cut into at most `count` consecutive microbatches of about equal tokens."""
+    """Sequences sorted by length and cut into at most `count` consecutive microbatches of about
+    equal tokens.
+    """
     order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
     total = sum(lengths)
-    cut: list[list[int]] = [[] for _ in range(count)]
+    microbatches: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for seq in order:
-        cut[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)  # where its middle lies
+        microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)  # where its middle lies
         before += lengths[seq]
-    return [seqs for seqs in cut if seqs]
+    return [seqs for seqs in microbatches if seqs]
 
 
 def _frame(cluster: Cluster, model: Model) -> Frame:
@@ -151,18 +164,18 @@ class _Pricing:
         if not lengths:
             return ()
         problem = self.problem(lengths, capacity)
-        found = greedy(problem)
+        chosen = greedy(problem)
         together: Groups = ((self.cluster.num_ranks, tuple(range(len(lengths)))),)
-        if found is None or problem.makespan(together) <= problem.makespan(found):
-            found = together
+        if chosen is None or problem.makespan(together) <= problem.makespan(chosen):
+            chosen = together
         if options.solver == "highs":
             try:
-                return improve(problem, found, Limits(options.num_buckets, options.node_limit, options.most_variables))
+                return improve(problem, chosen, Limits(options.num_buckets, options.node_limit, options.most_variables))
             except NoSolverError as error:
                 _warn_once(str(error))
             except NoAnswerError as error:
                 log.debug("flexsp: the greedy answer stands: %s", error)
-        return found
+        return chosen
 
     def problem(self, lengths: Sequence[int], capacity: int) -> Problem:
         allowed = sizes(self.cluster.num_ranks)
@@ -170,7 +183,9 @@ class _Pricing:
         return Problem(lengths, [seconds[n] for n in lengths], allowed, self.cluster.num_ranks, capacity)
 
     def _seconds(self, length: int, size: int) -> float:
-        """Attention with the most heads that a rank has, linear modules on its tokens, and the exchanges of q, k, v and outputs."""
+        """Attention with the most heads that a rank has, linear modules on its tokens, and the
+        exchanges of q, k, v and outputs.
+        """
         heads = ceil(self.model.num_heads / size) / self.model.num_heads
         busy_s = heads * self.cost.attention_s(length * (length + 1) / 2) + self.cost.linear_s(length / size)
         inside, outside = min(size, self.cluster.node_size) - 1, max(0, size - self.cluster.node_size)

@@ -1,21 +1,27 @@
-"""hybrid_dp: short sequences on one rank each, as in data parallelism, long ones in a ring, FLOPs even (ByteScale-like).
+"""hybrid_dp: short sequences on one rank each, as in data parallelism, long ones in a ring, FLOPs
+even (ByteScale-like).
 
-Paper: ByteScale (Ge et al., arXiv 2502.21231), hybrid data parallelism and its balance scheduler, as Zeppelin (arXiv 2509.21841,
-sections 2.2 and 5, "Hybrid DP") describes it as its baseline: data parallelism for short and ring context parallelism for long
-sequences, FLOPs balanced over ranks, and where the short sequences of a rank exceed its memory, further microbatches.
+Paper: ByteScale (Ge et al., arXiv 2502.21231), hybrid data parallelism and its balance scheduler,
+as Zeppelin (arXiv 2509.21841, sections 2.2 and 5, "Hybrid DP") describes it as its baseline: data
+parallelism for short and ring context parallelism for long sequences, FLOPs balanced over ranks,
+and where the short sequences of a rank exceed its memory, further microbatches.
 
-What we implement: a limit on a rank's FLOPs (attention and linear modules, `ir.model`), the mean and `tolerance` more. Sequences,
-longest first, take the fewest ranks (a power of two, or all) on which neither this limit nor the capacity is passed: of the runs of
-neighbouring ranks, inside a node where it fits, the fullest. If that cannot be, the limit is raised. `plan_batch` is the system's own
-form: tokens go to as many microbatches as memory asks for, and only the sum of FLOPs over them is limited.
+What we implement: a limit on a rank's FLOPs (attention and linear modules, `ir.model`), the mean
+and `tolerance` more. Sequences, longest first, take the fewest ranks (a power of two, or all) on
+which neither this limit nor the capacity is passed: of the runs of neighbouring ranks, inside a
+node where it fits, the fullest. If that cannot be, the limit is raised. `plan_batch` is the
+system's own form: tokens go to as many microbatches as memory asks for, and only the sum of FLOPs
+over them is limited.
 
-What we leave out: offloading of activations, which lets ByteScale use fewer ranks for a long sequence; pipeline stages of equal
-length (its pipeline variant of the scheduler).
+What we leave out: offloading of activations, which lets ByteScale use fewer ranks for a long
+sequence; pipeline stages of equal length (its pipeline variant of the scheduler).
 
-Where we differ and why: `plan` makes one microbatch, which is what one step of the pool runs, so a rank with long sequences may serve
-short ones in the same microbatch and memory bounds the balance; without slack hardly anything fits, and all sequences go over all
-ranks. ByteScale sizes groups by memory alone and lets the number of microbatches even out the rest, which one microbatch cannot; here
-FLOPs widen a group, too. ByteScale's own text, which says more of its scheduler than the description followed here, was not at hand.
+Where we differ and why: `plan` makes one microbatch, which is what one step of the pool runs, so a
+rank with long sequences may serve short ones in the same microbatch and memory bounds the balance;
+without slack hardly anything fits, and all sequences go over all ranks. ByteScale sizes groups by
+memory alone and lets the number of microbatches even out the rest, which one microbatch cannot;
+here FLOPs widen a group, too. ByteScale's own text, which says more of its scheduler than the
+description followed here, was not at hand.
 """
 
 from __future__ import annotations
@@ -46,9 +52,13 @@ class HybridDpOptions:
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, per microbatch; `slack` decides if not given."""
     slack: float = 1.5
-    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
+    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
+    1.
+    """
     tolerance: float = 0.05
-    """What the most loaded rank may have in FLOPs above the mean, relatively; more only if there is no other way."""
+    """FLOPs of the most loaded rank above the mean, relatively, at most; more only if there is no
+    other way.
+    """
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> MicrobatchPlan:
@@ -61,13 +71,14 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     del cost  # FLOPs are what this system balances, whatever they take
     problem = _problem(batch, cluster, model, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
-    found = _search(problem, options.tolerance, most_microbatches=1)
+    placed = _search(problem, options.tolerance, most_microbatches=1)
     everywhere = [tuple(range(cluster.num_ranks))] * len(batch.lengths)
-    return _frame(cluster, model).microbatch(batch.lengths, found.ranks if found is not None else everywhere)
+    return _frame(cluster, model).microbatch(batch.lengths, placed.ranks if placed is not None else everywhere)
 
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> tuple[BatchPlan, Members]:
-    """As many microbatches as memory asks for, FLOPs even over their sum; the batch may be larger than the pool.
+    """As many microbatches as memory asks for, FLOPs even over their sum; the batch may be larger
+    than the pool.
 
     Raises:
         InfeasibleError: a sequence is larger than what the ranks hold.
@@ -76,9 +87,9 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     del cost
     problem = _problem(batch, cluster, model, options)
     check_each(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
-    found = _search(problem, options.tolerance, most_microbatches=max(1, len(batch.lengths)))
-    assert found is not None  # each sequence may have a microbatch of its own
-    return _frame(cluster, model).batch(batch.lengths, found.ranks, found.microbatch)
+    placed = _search(problem, options.tolerance, most_microbatches=max(1, len(batch.lengths)))
+    assert placed is not None  # each sequence may have a microbatch of its own
+    return _frame(cluster, model).batch(batch.lengths, placed.ranks, placed.microbatch)
 
 
 def _frame(cluster: Cluster, model: Model) -> Frame:
@@ -111,7 +122,9 @@ def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOpti
 
 
 def _search(problem: _Problem, tolerance: float, most_microbatches: int) -> _Placing | None:
-    """The placement with the lowest limit on FLOPs that is found, or None if none fits the capacity."""
+    """The placement with the lowest limit on FLOPs that is found, or None if none fits the
+    capacity.
+    """
     for factor in _RAISES:
         placing = _Placing(problem, (1 + tolerance) * factor * problem.mean, most_microbatches)
         if placing.place_all():
@@ -120,7 +133,10 @@ def _search(problem: _Problem, tolerance: float, most_microbatches: int) -> _Pla
 
 
 class _Placing:
-    """A placement in the making. `work`: FLOPs of each rank (`by_work`: in order); `tokens`: of each rank, by microbatch."""
+    """A placement in the making.
+
+    `work`: FLOPs of each rank (`by_work`: in order); `tokens`: of each rank, by microbatch.
+    """
 
     def __init__(self, problem: _Problem, most_work: float, most_microbatches: int) -> None:
         self.problem, self.most_work, self.most_microbatches = problem, most_work, most_microbatches
@@ -131,7 +147,10 @@ class _Placing:
         self.microbatch = [0] * len(problem.lengths)
 
     def place_all(self) -> bool:
-        """Place every sequence on the fewest ranks that can take it. Returns False if one finds none."""
+        """Place every sequence on the fewest ranks that can take it.
+
+        Returns False if one finds none.
+        """
         lengths, cluster = self.problem.lengths, self.problem.cluster
         order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
         allowed = sizes(cluster.num_ranks)
@@ -139,7 +158,10 @@ class _Placing:
         return all(self._place_alone(seq) or any(self._place(seq, size, runs[size]) for size in allowed[1:]) for seq in order)
 
     def _place_alone(self, seq: int) -> bool:
-        """Place a sequence on the fullest rank that can take it (without a limit, the emptiest). Returns False if there is none."""
+        """Place a sequence on the fullest rank that can take it (without a limit, the emptiest).
+
+        Returns False if there is none.
+        """
         most = self.most_work - self.problem.work[seq]
         if most == inf:
             return any(self._put(seq, (rank,)) for _, rank in self.by_work.copy())
@@ -147,7 +169,10 @@ class _Placing:
         return any(self._put(seq, (self.by_work[i][1],)) for i in range(at - 1, -1, -1))
 
     def _place(self, seq: int, size: int, runs: Sequence[tuple[int, ...]]) -> bool:
-        """The same with runs of `size` neighbouring ranks."""
+        """Place a sequence on the fullest run of `size` neighbouring ranks that can take it.
+
+        Returns False if there is none.
+        """
         most = self.most_work - self.problem.work[seq] / size
         if most < 0:
             return False
@@ -157,7 +182,10 @@ class _Placing:
         return any(self._put(seq, run) for _, run in ordered)
 
     def _put(self, seq: int, run: tuple[int, ...]) -> bool:
-        """Put a sequence on these ranks in the first microbatch that has room. Returns False if there is none."""
+        """Put a sequence on these ranks in the first microbatch that has room.
+
+        Returns False if there is none.
+        """
         share = rank_tokens(self.problem.lengths[seq], len(run))
         microbatch = self._with_room(run, share)
         if microbatch is None:
@@ -171,12 +199,13 @@ class _Placing:
         return True
 
     def _with_room(self, run: tuple[int, ...], share: int) -> int | None:
-        room = self.problem.capacity - share
+        most_held = self.problem.capacity - share
         for microbatch, held in enumerate(self.tokens):
-            if max(held[run[0] : run[-1] + 1]) <= room:
+            if max(held[run[0] : run[-1] + 1]) <= most_held:
                 return microbatch
-        # Near-equal chunks over all ranks may pass the capacity by rounding: a microbatch among others takes that.
-        too_large = room < 0 and (len(run) < len(self.work) or self.most_microbatches == 1)
+        # Near-equal chunks over all ranks may pass the capacity by rounding: a microbatch among
+        # others takes that.
+        too_large = most_held < 0 and (len(run) < len(self.work) or self.most_microbatches == 1)
         if too_large or len(self.tokens) == self.most_microbatches:
             return None
         self.tokens.append([0] * len(self.work))

@@ -1,9 +1,11 @@
-"""llama_all_gather: every sequence zigzag over all ranks, all ranks gather all keys and values (Llama 3's context parallelism).
+"""llama_all_gather: every sequence zigzag over all ranks, all ranks gather all keys and values
+(Llama 3's context parallelism).
 
-Paper: The Llama 3 Herd of Models (arXiv 2407.21783), section 3.3.2, "Context parallelism for long sequences".
-What we implement: 2 chunks a rank and sequence, chunk i and chunk 2G-1-i; one all-gather of keys and values, then one launch.
-What we leave out: nothing that concerns placement.
-Where we differ and why: lengths need no padding to multiples of 2G; a sequence that only one rank holds is not gathered.
+Paper: The Llama 3 Herd of Models (arXiv 2407.21783), section 3.3.2, "Context parallelism for long
+sequences". What we implement: 2 chunks a rank and sequence, chunk i and chunk 2G-1-i; one
+all-gather of keys and values, then one launch. What we leave out: nothing that concerns placement.
+Where we differ and why: lengths need no padding to multiples of 2G; a sequence that only one rank
+holds is not gathered.
 """
 
 from __future__ import annotations

@@ -1,20 +1,25 @@
-"""packing: sequences concatenated into packs of one size, one a rank; every rank has the same number of tokens.
+"""packing: sequences concatenated into packs of one size, one a rank; every rank has the same
+number of tokens.
 
-Source: input-balanced packing, figures 2.a and 3.a and sections 2.2 and 2.3 of Zeppelin (arXiv 2509.21841); fixed-length packing,
-section 3.2 of WLB-LLM (arXiv 2503.17924); best-fit packing (Ding et al., "Fewer truncations improve language modeling", 2024).
+Source: input-balanced packing, figures 2.a and 3.a and sections 2.2 and 2.3 of Zeppelin (arXiv
+2509.21841); fixed-length packing, section 3.2 of WLB-LLM (arXiv 2503.17924); best-fit packing (Ding
+et al., "Fewer truncations improve language modeling", 2024).
 
-What we implement: packs of the batch's mean tokens per rank. Sequences go whole into packs, longest first, each into the pack with the
-least room that holds it; what fits no pack whole (a sequence longer than a pack, or the last ones) fills what room is left and is cut
-where a pack ends. Tokens of ranks differ by one at most; attention falls where it falls.
+What we implement: packs of the batch's mean tokens per rank. Sequences go whole into packs, longest
+first, each into the pack with the least room that holds it; what fits no pack whole (a sequence
+longer than a pack, or the last ones) fills what room is left and is cut where a pack ends. Tokens
+of ranks differ by one at most; attention falls where it falls.
 
-What we leave out: padding (packs are filled by cutting), and balancing attention between packs (WLB-LLM's Eq. 1): this is the baseline
-that balances input only.
+What we leave out: padding (packs are filled by cutting), and balancing attention between packs
+(WLB-LLM's Eq. 1): this is the baseline that balances input only.
 
-Where we differ and why: systems without document masks compute a pack as one causal sequence, and what is cut loses its beginning.
-Trained numbers must not depend on a planner, so the program attends within sequences only, and the later part of a cut sequence is
-sent the keys of the earlier ones. The attention across sequences that such systems compute in vain is a figure for the laboratory
-and never executed: `redundant_pairs_per_rank(plan)` beside the plan's own pairs, and `redundant_pairs(lengths)` for one pack in which
-all of a batch lies (Zeppelin's figure 3.a: the packed context on all ranks).
+Where we differ and why: systems without document masks compute a pack as one causal sequence, and
+what is cut loses its beginning. Trained numbers must not depend on a planner, so the program
+attends within sequences only, and the later part of a cut sequence is sent the keys of the earlier
+ones. The attention across sequences that such systems compute in vain is a figure for the
+laboratory and never executed: `redundant_pairs_per_rank(plan)` beside the plan's own pairs, and
+`redundant_pairs(lengths)` for one pack in which all of a batch lies (Zeppelin's figure 3.a: the
+packed context on all ranks).
 """
 
 from __future__ import annotations
@@ -41,11 +46,15 @@ class PackingOptions:
     """Options of packing."""
 
     tokens_per_rank: int | None = None
-    """Capacity of a rank in tokens; unlimited if not given. Packs are as small as the batch lets them be, whatever the capacity."""
+    """Capacity of a rank in tokens; unlimited if not given.
+
+    Packs are as small as the batch lets them be, whatever the capacity.
+    """
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: PackingOptions) -> MicrobatchPlan:
-    """A local zone for each rank that has whole sequences, and before them one task table of all that is cut.
+    """A local zone for each rank that has whole sequences, and before them one task table of all
+    that is cut.
 
     Raises:
         InfeasibleError: the batch has more tokens than the ranks hold.
@@ -60,28 +69,32 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     for seq, pack in zip(order, pack_of, strict=True):
         if pack is not None:
             whole[pack].append(seq)
-    room = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
-    cut = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
-    zones: list[Zone | TaskTable] = [_cut([(seq, lengths[seq]) for seq in sorted(cut)], room)] if cut else []
+    left = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
+    cut_seqs = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
+    zones: list[Zone | TaskTable] = [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left)] if cut_seqs else []
     zones += [Zone(LOCAL, "ring", (rank,), tuple(sorted(seqs))) for rank, seqs in sorted(whole.items()) if seqs]
     return MicrobatchPlan("packing", lengths, num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, tuple(zones))
 
 
-def _cut(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> TaskTable:
-    """Sequences (id, length) one after the other into the room of the ranks; the rank of the queries attends to all keys before them."""
-    fragments = list(_fill(seqs, room))
+def _cut_zone(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> TaskTable:
+    """Task table of sequences (id, length), one after the other into what ranks have left
+    (`capacities`, tokens).
+
+    The rank of the queries attends to all keys before them.
+    """
+    fragments = list(_fill(seqs, capacities))
     return TaskTable(CUT, Rows.of(4, fragments), Rows.of(6, [(*fragment, 0, fragment[3]) for fragment in fragments]))
 
 
-def _fill(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+def _fill(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """Fragments (rank, seq, start, stop)."""
-    rank, left = 0, room[0]
+    rank, left = 0, capacities[0]
     for seq, length in seqs:
         start = 0
         while start < length:
             while not left:
                 rank += 1
-                left = room[rank]
+                left = capacities[rank]
             stop = min(length, start + left)
             yield rank, seq, start, stop
             left -= stop - start
@@ -89,9 +102,11 @@ def _fill(seqs: Sequence[tuple[int, int]], room: Sequence[int]) -> Iterator[tupl
 
 
 def redundant_pairs(pack: Sequence[int]) -> tuple[int, ...]:
-    """For each sequence of a pack, in order of the pack, the pairs of its queries with the tokens of the sequences before it.
+    """For each sequence of a pack, in order of the pack, the pairs of its queries with the tokens
+    of the sequences before it.
 
-    These are what a kernel without document masks computes beside the causal pairs of the sequences themselves.
+    These are what a kernel without document masks computes beside the causal pairs of the sequences
+    themselves.
     """
     before, pairs = 0, list[int]()
     for length in pack:
@@ -101,10 +116,12 @@ def redundant_pairs(pack: Sequence[int]) -> tuple[int, ...]:
 
 
 def redundant_pairs_per_rank(plan: MicrobatchPlan) -> tuple[int, ...]:
-    """The redundant pairs of each rank's pack, all heads: its fragments in the order of its layout, as one causal sequence.
+    """The redundant pairs of each rank's pack, all heads: its fragments in the order of its layout,
+    as one causal sequence.
 
-    What a rank would compute without document masks is this and the causal pairs inside its fragments; the keys that the later part
-    of a cut sequence is sent lie outside the pack and are not counted.
+    What a rank would compute without document masks is this and the causal pairs inside its
+    fragments; the keys that the later part of a cut sequence is sent lie outside the pack and are
+    not counted.
 
     Raises:
         InvalidProgramError: not a plan of `packing`.

@@ -1,10 +1,13 @@
-"""te_ring: every sequence zigzag over all ranks, keys and values around one ring (Transformer Engine's context parallelism).
+"""te_ring: every sequence zigzag over all ranks, keys and values around one ring (Transformer
+Engine's context parallelism).
 
-Source: Transformer Engine, `AttnFuncWithCPAndKVP2P`, "THD" layout with load balancing; Ring Attention (Liu et al., 2023, arXiv 2310.01889).
-What we implement: 2 chunks a rank and sequence, chunk i and chunk 2G-1-i; G - 1 rounds of neighbour exchange.
-What we leave out: nothing that concerns placement; it plans nothing, which is why it is the baseline of all the papers here.
-Where we differ and why: lengths need no padding to multiples of 2G (chunks are near equal); a fragment goes round only as far as a
-rank still needs it; the rank order is the node order, so that only one link a node crosses nodes.
+Source: Transformer Engine, `AttnFuncWithCPAndKVP2P`, "THD" layout with load balancing; Ring
+Attention (Liu et al., 2023, arXiv 2310.01889). What we implement: 2 chunks a rank and sequence,
+chunk i and chunk 2G-1-i; G - 1 rounds of neighbour exchange. What we leave out: nothing that
+concerns placement; it plans nothing, which is why it is the baseline of all the papers here. Where
+we differ and why: lengths need no padding to multiples of 2G (chunks are near equal); a fragment
+goes round only as far as a rank still needs it; the rank order is the node order, so that only one
+link a node crosses nodes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """ulysses: tokens contiguous over all ranks, heads exchanged around attention (DeepSpeed-Ulysses).
 
-Paper: DeepSpeed Ulysses (Jacobs et al., 2023, arXiv 2309.14509), section 3.
-What we implement: the tokens of the batch cut into G near-equal runs; all-to-all of q, k, v to head spans, and of the outputs back.
-What we leave out: ZeRO-3, which is the training framework's business.
-Where we differ and why: heads need not divide by the number of ranks (spans are near equal, and with fewer heads than ranks some
-ranks attend nothing: that is unbalanced and the figures say so); fewer key-value heads than ranks (GQA) are sent to all that need them.
+Paper: DeepSpeed Ulysses (Jacobs et al., 2023, arXiv 2309.14509), section 3. What we implement: the
+tokens of the batch cut into G near-equal runs; all-to-all of q, k, v to head spans, and of the
+outputs back. What we leave out: ZeRO-3, which is the training framework's business. Where we differ
+and why: heads need not divide by the number of ranks (spans are near equal, and with fewer heads
+than ranks some ranks attend nothing: that is unbalanced and the figures say so); fewer key-value
+heads than ranks (GQA) are sent to all that need them.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from megatron_balance.report.tries import recommended
 
 FIRST = 3
 BOUGHT = 2
-"""Suggestions that are put into sentences: what can be changed, and what would have to be bought."""
+"""Number of suggestions that become sentences: changes that cost nothing, and machines to buy."""
 
 
 def answer(rows: list[Figures], names: tuple[str, str], limits: Figures, tried: Figures, memory_bytes: float) -> list[str]:
-    """Sentences for who reads nothing else; `names`: of the baseline and of the best planner."""
+    """Sentences for readers of nothing else; `names`: of the baseline and of the best planner."""
     base, best = (next(row for row in rows if row["planner"] == name) for name in names)
     return [_fastest(base, best), *_room(best, memory_bytes), limits["sentence"], *suggestions(tried)[:1]]
 
@@ -36,7 +36,7 @@ def _room(row: Figures, memory_bytes: float) -> list[str]:
 
 
 def suggestions(tried: Figures) -> list[str]:
-    """What can be changed without buying anything, best first, and what another machine would give; each with what it gains."""
+    """Suggestions, best first, each with its gain: changes that cost nothing, then another machine."""
     own, bought = recommended(tried, ("planner", "step")), recommended(tried, ("machine",))
     sentences = [_suggestion(row, tried) for row in own[:FIRST]]
     if not own and tried["fits"]:

@@ -1,4 +1,4 @@
-"""What a report asks: planners on a machine, their plans and steps, and variants of them."""
+"""The question of a report: planners on a machine, their plans and steps, and variants of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Figures = dict[str, Any]
 """A JSON object."""
 
 MOST_STEPS = 4
-"""What limits a step, and every variant, is simulated on so many of the first steps."""
+"""Number of first steps on which limits and variants are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,16 @@ class Case:
     setup: Setup
 
     def first_steps(self) -> Case:
-        """The same on the first few steps."""
+        """A copy of the case with the first few steps only."""
         return replace(self, batches=self.batches[: MOST_STEPS * self.group])
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A case's steps, planned and simulated. `row`: its figures as `compare` prints them, with phases and utilisation."""
+    """A case's steps, planned and simulated.
+
+    `row`: its figures as `compare` prints them, with phases and utilisation.
+    """
 
     case: Case
     steps: tuple[BatchPlan, ...]
@@ -59,7 +62,7 @@ class Played:
         return self.case.choice.name
 
     def first_steps(self) -> Played:
-        """The same on the first few steps; the row is that of all."""
+        """A copy with the first few steps only; the row stays that of all steps."""
         return replace(self, case=self.case.first_steps(), steps=self.steps[:MOST_STEPS])
 
     @property
@@ -70,10 +73,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The question. `plan`: how a case is planned; `play`: the same, timed and simulated, on machines that differ if it was asked so.
+    """The question.
 
-    `assumed`: what nobody gave, in words; `lengths`: where the lengths are from; `costs`: the file of measured times, empty: data sheets.
-    `explicit`: somebody named the planners, so one that cannot place the batch is a mistake.
+    `plan`: how a case is planned; `play`: the same, timed and simulated, on machines that differ if
+    it was asked so.
+
+    `assumed`: the defaults taken, in words; `lengths`: source of the lengths; `costs`: the file
+    of measured times, empty: data sheets. `explicit`: the user named the planners, so one that
+    cannot place the batch is a mistake.
     """
 
     cases: tuple[Case, ...]

@@ -1,4 +1,6 @@
-"""The plots of a training run, or of two, as Plotly figures: one colour a run, one curve a figure of its steps."""
+"""The plots of a training run, or of two, as Plotly figures: one colour a run, one curve a figure
+of its steps.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from typing import Any
 
 from megatron_balance.report.cases import Figures
 from megatron_balance.report.page import label
-from megatron_balance.report.plots import BLUE, GREY, ORANGE, RED, YELLOW, Figure, Json, axis, layout
+from megatron_balance.report.plots import BLUE, GREY, ORANGE, RED, YELLOW, Figure, Json, axis, bars, layout, stacked
 
 COLOURS = (RED, BLUE)
 
 FEW = 40
-"""Up to so many points they are marked."""
+"""Number of points up to which a curve marks them."""
 
 
 def curve(runs: Sequence[Figures], key: str, title: str, *, log: bool = False) -> Figure:
@@ -49,7 +51,7 @@ def keys_and_values(runs: Sequence[Figures]) -> Figure:
 
 
 def planning(runs: Sequence[Figures]) -> Figure:
-    """How long planning took, and how much of it a step waited for."""
+    """Milliseconds of planning, and those that a step waited for."""
     data = _dashed(runs, ("plan_ms", "dot", "planning"), ("plan_wait_ms", "solid", "waited for"))
     return data, layout(330, xaxis=_step_axis(), yaxis=axis("ms", rangemode="tozero"))
 
@@ -93,27 +95,14 @@ PARTS = {
 }
 
 
-def parts(found: Figures) -> Figure:
+def parts(of_runs: Figures) -> Figure:
     """The parts of a mean step, of each run."""
-    names = [label(name) for name in found]
-    data: list[Json] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": words,
-            "y": names,
-            "x": [each["parts_ms"][part] for each in found.values()],
-            "marker": {"color": colour},
-            "hovertemplate": "%{y}: %{x:.4g} ms<extra>" + words + "</extra>",
-        }
+    names = [label(name) for name in of_runs]
+    data = [
+        bars(words, names, [each["parts_ms"][part] for each in of_runs.values()], colour, "%{y}: %{x:.4g} ms")
         for part, (words, colour) in PARTS.items()
     ]
-    return data, layout(
-        160 + 44 * len(names),
-        barmode="stack",
-        xaxis=axis("milliseconds of a step, mean"),
-        yaxis=axis("", autorange="reversed", type="category"),
-    )
+    return data, stacked(names, 160, xaxis=axis("milliseconds of a step, mean"))
 
 
 def _step_axis() -> Json:

@@ -22,7 +22,8 @@ Span = tuple[float, float]
 
 
 def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
-    """Spans in milliseconds of the ranks that are busiest, least busy, and some in between; forward, then backward.
+    """Spans in milliseconds of the ranks that are busiest, least busy, and some in between;
+    forward, then backward.
 
     Raises:
         ConfigError: more ranks than can be traced.
@@ -45,7 +46,7 @@ def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
             busy[event["pid"]] += end - begin
     ranks = _chosen(busy)
     lanes = [
-        {"rank": rank, "activity": activity, "spans_ms": _joined(spans[rank, activity], total_ms * _FINEST)}
+        {"rank": rank, "activity": activity, "spans_ms": _merged(spans[rank, activity], total_ms * _FINEST)}
         for rank in ranks
         for activity in ACTIVITIES
         if (rank, activity) in spans
@@ -68,7 +69,9 @@ def of_plan(plan: MicrobatchPlan, machine: Machine, policy: Policy) -> Figures:
 
 
 def _activity(event: dict[str, Any], stream: str) -> str:
-    """Transfers by the link they take; the legs of a routed one that stay in the node are inside it."""
+    """Transfers by the link they take; the legs of a routed one that stay in the node are inside
+    it.
+    """
     if stream == "compute":
         kinds = {"linear": ACTIVITIES[0], "attention": ACTIVITIES[1]}
         return kinds.get(str(event["name"]), ACTIVITIES[2])
@@ -83,12 +86,12 @@ def _chosen(busy: list[float]) -> list[int]:
     return sorted({order[round(at * (len(order) - 1) / (SHOWN - 1))] for at in range(SHOWN)})
 
 
-def _joined(spans: list[Span], gap: float) -> list[list[float]]:
+def _merged(spans: list[Span], gap: float) -> list[list[float]]:
     """Spans in order, those that overlap or nearly touch as one."""
-    found: list[list[float]] = []
+    merged: list[list[float]] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1] + gap:
-            found[-1][1] = max(found[-1][1], end)
+        if merged and begin <= merged[-1][1] + gap:
+            merged[-1][1] = max(merged[-1][1], end)
         else:
-            found.append([begin, end])
-    return [[round(begin, 6), round(end, 6)] for begin, end in found]
+            merged.append([begin, end])
+    return [[round(begin, 6), round(end, 6)] for begin, end in merged]

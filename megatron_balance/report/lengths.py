@@ -1,4 +1,4 @@
-"""How long the sequences are, and which lengths the work is in: a histogram over powers of two."""
+"""Histogram of sequence lengths, tokens and attention work over powers of two."""
 
 from __future__ import annotations
 

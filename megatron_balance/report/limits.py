@@ -1,11 +1,14 @@
-"""What limits a step: its seconds, split by what would have to be better for them to go away.
+"""Limits of a step: its seconds, split by what would have to be better for them to go away.
 
-One thing after another is idealised, and each is charged what the step gains: no rank slower than the others; transfers between nodes
-that take no time; then those inside nodes, with the calls and the processors that transfers take. What is left computes. What all ranks
-would take if they computed equally long is computing; the rest of it is imbalance or, in a pipeline, waiting for other stages. The order
-matters where two things hide behind each other: what would still be hidden costs nothing.
+One thing after another is idealised, and each is charged what the step gains: no rank slower than
+the others; transfers between nodes that take no time; then those inside nodes, with the calls and
+the processors that transfers take. What is left computes. What all ranks would take if they
+computed equally long is computing; the rest of it is imbalance or, in a pipeline, waiting for other
+stages. The order matters where two things hide behind each other: what would still be hidden costs
+nothing.
 
-The remap is charged what the layer gains if tokens are where attention needs them, and its transfers are charged that much less.
+The remap is charged what the layer gains if tokens are where attention needs them, and its
+transfers are charged that much less.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ class _FreeTransfers(PerturbedCost):
 
 
 def of(played: Played) -> Figures:
-    """Seconds of a step by part, mean over steps; the largest part, and the largest that is not computing, with a sentence on each."""
+    """Seconds of a step by part, mean over steps; the largest part, and the largest that is not
+    computing, with a sentence on each.
+    """
     case, steps = played.case, played.steps
     seconds = _parts(steps, case.machine, case.setup)
     step_s = sum(seconds.values())
@@ -84,12 +89,13 @@ def of(played: Played) -> Figures:
 def _parts(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> dict[str, float]:
     """Seconds of each of `PARTS`; they add up to a step, mean over steps."""
     even = replace(machine, slowdown=())
-    # In the order of the module's docstring; gradients are synchronised over the same links and have a part of their own.
+    # In the order of the module's docstring; gradients are synchronised over the same links and
+    # have a part of their own.
     machines = [machine, even, _without_transfers(even, inside=False), _without_transfers(even, inside=True)]
-    found = [simulate(steps, each, setup) for each in machines]
-    sync = [each["phases_s"]["gradient_sync"] for each in found]
-    slow, alone, no_nics, free = (mean_step_s(each) - s for each, s in zip(found, sync, strict=True))
-    phases = found[-1]["phases_s"]
+    idealised = [simulate(steps, each, setup) for each in machines]
+    sync = [each["phases_s"]["gradient_sync"] for each in idealised]
+    slow, alone, no_nics, free = (mean_step_s(each) - s for each, s in zip(idealised, sync, strict=True))
+    phases = idealised[-1]["phases_s"]
     nic, links = max(0.0, alone - no_nics), max(0.0, no_nics - free)
     remap = min(nic + links, _remap_s(steps, even, setup))
     shrink = 1 - remap / (nic + links) if nic + links else 1.0
@@ -113,11 +119,15 @@ def _parts(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> dict[s
         "bubble": bubble,
         "gradient_sync": sync[0],
     }
-    return _adding_up(seconds, mean_step_s(found[0]))
+    return _adding_up(seconds, mean_step_s(idealised[0]))
 
 
 def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
-    """The same, adding up to the step: what idealising one thing made worse elsewhere is imbalance, or less of the largest part."""
+    """Parts that add up to the step.
+
+    Seconds by which idealising one thing made another worse count as imbalance, or reduce the
+    largest part.
+    """
     left = seconds["imbalance"] + step_s - sum(seconds.values())
     seconds = {**seconds, "imbalance": max(0.0, left)}
     largest = max(seconds, key=lambda part: seconds[part])
@@ -148,7 +158,9 @@ def _each_microbatch(steps: Sequence[BatchPlan], setup: Setup, machine: Machine)
 
 
 def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> tuple[float, float]:
-    """What a step takes on each rank, outside attention and in it, if all ranks computed equally long."""
+    """Seconds of a step on each rank, outside attention and in it, if all ranks computed equally
+    long.
+    """
     linear = attention = 0.0
     again = 2 if setup.recompute == "full" else 1
     for plan, times in _each_microbatch(steps, setup, machine):
@@ -160,15 +172,19 @@ def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) 
 
 
 def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phases: dict[str, float]) -> float:
-    """What a step's tokens take on their way to experts on other ranks and back; it hides behind nothing."""
+    """Seconds of a step's exchanges of tokens with experts on other ranks; they hide behind
+    nothing.
+    """
     if setup.experts == 1:
         return 0.0
-    owned_rows = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
-    return sum(phases[phase] - owned_rows[phase] for phase in ("forward_linear", "backward_linear"))
+    without_exchange = simulate(steps, machine, replace(setup, experts=1))["phases_s"]
+    return sum(phases[phase] - without_exchange[phase] for phase in ("forward_linear", "backward_linear"))
 
 
 def _remap_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> float:
-    """What a step gains if the tokens that a remap moves were at the owner where they attend, and all else stayed."""
+    """Seconds that a step gains if no token needed a remap: each already at the rank where it
+    attends.
+    """
     gained = 0.0
     for plan, times in _each_microbatch(steps, setup, machine):
         if plan.moves:
@@ -183,7 +199,9 @@ def _remap_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> floa
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of one microbatch, both ways: seconds that each rank computes, bytes over each resource, and seconds of it all."""
+    """One layer of one microbatch, both ways: seconds that each rank computes, bytes over each
+    resource, and seconds of it all.
+    """
 
     compute_s: Floats
     bytes_moved: Floats
@@ -212,7 +230,9 @@ class _Layer:
 
 
 def _busiest_nic(layer: _Layer, machine: Machine) -> Figures | None:
-    """The NIC that the most bytes of a layer go over, in one direction; None: nothing goes between nodes."""
+    """The NIC that the most bytes of a layer go over, in one direction; None: nothing goes between
+    nodes.
+    """
     first = 2 * machine.num_ranks
     loads = layer.bytes_moved[first:]
     if not loads.any():

@@ -1,4 +1,7 @@
-"""The plots of a simulated report, as Plotly figures. Colours are told apart by the colour-blind too (Okabe and Ito)."""
+"""The plots of a simulated report, as Plotly figures.
+
+Colours are told apart by the colour-blind too (Okabe and Ito).
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ _MOST_LINES = 32
 
 
 def layout(height: int, **more: Any) -> Json:
-    """What all plots have in common."""
+    """Layout of a plot, with the parts that all plots share."""
     return {
         "height": height,
         "margin": {"l": 60, "r": 15, "t": 10, "b": 55},
@@ -68,9 +71,28 @@ def axis(title: str, **more: Any) -> Json:
     return {"title": {"text": title}, "automargin": True, **more}
 
 
-def lengths(found: Figures) -> Figure:
+def bars(name: str, y: Sequence[Any], x: Sequence[float], colour: str, hover: str, **more: Any) -> Json:
+    """A trace of horizontal bars; `hover`: the text at the pointer, before the trace's name."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": y,
+        "x": x,
+        "marker": {"color": colour},
+        "hovertemplate": f"{hover}<extra>{name}</extra>",
+        **more,
+    }
+
+
+def stacked(names: Sequence[str], height: int, **more: Any) -> Json:
+    """Layout of stacked bars, one row for each name, the first on top; `more` has the x axis."""
+    return layout(height + 44 * len(names), barmode="stack", yaxis=axis("", autorange="reversed", type="category"), **more)
+
+
+def lengths(histogram: Figures) -> Figure:
     """Shares of sequences, tokens and attention by length."""
-    bins = found["bins"]
+    bins = histogram["bins"]
     names = [length_range(each["from"], each["below"]) for each in bins]
     data: list[Json] = []
     for key, name, colour in (("sequences", "sequences", GREY), ("tokens", "tokens", SKY), ("attention_pairs", "attention work", RED)):
@@ -99,18 +121,10 @@ def _k(tokens: int) -> str:
 
 
 def planners(rows: Sequence[Figures]) -> Figure:
-    """Where each planner's step goes, the fastest on top."""
+    """Phases of each planner's step, the fastest planner on top."""
     names = [label(row["planner"]) for row in rows]
-    data: list[Json] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": names,
-            "x": [sum(row["phases_s"][phase] for phase in phases) for row in rows],
-            "marker": {"color": colour},
-            "hovertemplate": "%{y}: %{x:.3f} s<extra>" + name + "</extra>",
-        }
+    data = [
+        bars(name, names, [sum(row["phases_s"][phase] for phase in phases) for row in rows], colour, "%{y}: %{x:.3f} s")
         for name, (phases, colour) in PHASES.items()
         if any(row["phases_s"][phase] for row in rows for phase in phases)
     ]
@@ -135,28 +149,25 @@ def planners(rows: Sequence[Figures]) -> Figure:
     )
 
 
-def ranks_of_sequences(found: Figures) -> Figure:
+def ranks_of_sequences(placed: Figures) -> Figure:
     """The longest sequences as bars over the ranks that share them."""
-    rows = found["longest"]
+    rows = placed["longest"]
     data: list[Json] = []
     for where, colour in WHERE.items():
-        bars = [(at, a, b) for at, row in enumerate(rows) if row["where"] == where for a, b in row["rank_runs"]]
-        if bars:
-            data.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": where,
-                    "y": [at for at, _, _ in bars],
-                    "base": [a - 0.5 for _, a, _ in bars],
-                    "x": [b - a + 1 for _, a, b in bars],
-                    "width": 0.72,
-                    "customdata": [[f"{rows[at]['length']:,}", f"{a}-{b}"] for at, a, b in bars],
-                    "marker": {"color": colour},
-                    "hovertemplate": "%{customdata[0]} tokens, ranks %{customdata[1]}<extra>" + where + "</extra>",
-                }
+        runs = [(at, a, b) for at, row in enumerate(rows) if row["where"] == where for a, b in row["rank_runs"]]
+        if runs:
+            trace = bars(
+                where,
+                [at for at, _, _ in runs],
+                [b - a + 1 for _, a, b in runs],
+                colour,
+                "%{customdata[0]} tokens, ranks %{customdata[1]}",
+                base=[a - 0.5 for _, a, _ in runs],
+                width=0.72,
+                customdata=[[f"{rows[at]['length']:,}", f"{a}-{b}"] for at, a, b in runs],
             )
-    num_ranks, size = found["num_ranks"], found["ranks_per_node"]
+            data.append(trace)
+    num_ranks, size = placed["num_ranks"], placed["ranks_per_node"]
     return data, layout(
         120 + 17 * max(4, len(rows)),
         barmode="overlay",
@@ -189,13 +200,16 @@ MEASURES = (
 )
 
 
-def loads(found: Figures, shown: Sequence[str], num_ranks: int, size: int) -> Figure:
-    """Attention, tokens and received keys and values of each rank; of planners beside `shown` on demand."""
+def loads(of_planners: Figures, shown: Sequence[str], num_ranks: int, size: int) -> Figure:
+    """Attention, tokens and received keys and values of each rank.
+
+    Planners beside `shown` appear when their names in the legend are clicked.
+    """
     data: list[Json] = []
     ranks = list(range(num_ranks))
     colours = {shown[0]: RED, shown[-1]: BLUE} if len(shown) > 1 else {shown[0]: BLUE}
     others = cycle((GREEN, ORANGE, SKY, PINK, YELLOW, PURPLE, BROWN, LIME, SLATE, GREY))
-    for name, each in found.items():
+    for name, each in of_planners.items():
         colour = colours[name] if name in colours else next(others)
         for at, (key, what) in enumerate(MEASURES):
             trace: Json = {
@@ -219,29 +233,27 @@ def loads(found: Figures, shown: Sequence[str], num_ranks: int, size: int) -> Fi
     return data, layout(560, xaxis=axis("rank", anchor="y3", tickformat=",d"), shapes=_node_lines(num_ranks, size), **axes)
 
 
-def timeline(found: Figures, most_ms: float) -> Figure:
-    """What some ranks do when, one layer; the axis ends at `most_ms`."""
+def timeline(traced: Figures, most_ms: float) -> Figure:
+    """Activities of some ranks over one layer; the axis ends at `most_ms`."""
     colours = dict(zip(ACTIVITIES, (GREY, BLUE, YELLOW, SKY, RED), strict=True))
     lane = dict(zip(ACTIVITIES, (-0.28, -0.28, -0.28, 0.0, 0.28), strict=True))
-    place = {rank: at for at, rank in enumerate(found["ranks"])}
+    place = {rank: at for at, rank in enumerate(traced["ranks"])}
     data: list[Json] = []
     for activity in ACTIVITIES:
-        spans = [(place[each["rank"]], a, b) for each in found["lanes"] if each["activity"] == activity for a, b in each["spans_ms"]]
+        lanes = [each for each in traced["lanes"] if each["activity"] == activity]
+        spans = [(place[each["rank"]], a, b) for each in lanes for a, b in each["spans_ms"]]
         if spans:
-            data.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": activity,
-                    "y": [at + lane[activity] for at, _, _ in spans],
-                    "base": [a for _, a, _ in spans],
-                    "x": [b - a for _, a, b in spans],
-                    "width": 0.26,
-                    "marker": {"color": colours[activity], "line": {"width": 0}},
-                    "hovertemplate": "at %{base:.3f} ms for %{x:.3f} ms<extra>" + activity + "</extra>",
-                }
+            trace = bars(
+                activity,
+                [at + lane[activity] for at, _, _ in spans],
+                [b - a for _, a, b in spans],
+                colours[activity],
+                "at %{base:.3f} ms for %{x:.3f} ms",
+                base=[a for _, a, _ in spans],
+                width=0.26,
             )
-    turn = found["forward_ms"]
+            data.append({**trace, "marker": {**trace["marker"], "line": {"width": 0}}})
+    turn = traced["forward_ms"]
     return data, layout(
         130 + 44 * len(place),
         barmode="overlay",
@@ -258,45 +270,31 @@ def timeline(found: Figures, most_ms: float) -> Figure:
     )
 
 
-def limits(found: Figures) -> Figure:
+def limits(of_planners: Figures) -> Figure:
     """The parts of a step, of each planner."""
-    names = [label(name) for name in found]
-    data: list[Json] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": words,
-            "y": names,
-            "x": [each["parts_s"][part] for each in found.values()],
-            "marker": {"color": _PART_COLOURS[part]},
-            "hovertemplate": "%{y}: %{x:.3f} s<extra>" + words + "</extra>",
-        }
+    names = [label(name) for name in of_planners]
+    data = [
+        bars(words, names, [each["parts_s"][part] for each in of_planners.values()], _PART_COLOURS[part], "%{y}: %{x:.3f} s")
         for part, words in PARTS.items()
-        if any(each["parts_s"][part] > 0 for each in found.values())
+        if any(each["parts_s"][part] > 0 for each in of_planners.values())
     ]
-    return data, layout(
-        190 + 44 * len(names),
-        barmode="stack",
-        xaxis=axis("seconds of a step, mean"),
-        yaxis=axis("", autorange="reversed", type="category"),
-    )
+    return data, stacked(names, 190, xaxis=axis("seconds of a step, mean"))
 
 
 def gains(rows: Sequence[Figures]) -> Figure:
-    """How much less a step takes in each variant."""
+    """Seconds that each variant saves, in % of the step."""
     colours = {"planner": BLUE, "step": GREEN, "machine": GREY}
     whose = {"planner": "the planner and its settings", "step": "the training step", "machine": "another machine"}
     names = [label(row["name"]) + ("" if row["fits"] else " (too much memory)") for row in rows]
-    data: list[Json] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": whose[where],
-            "y": [name for name, row in zip(names, rows, strict=True) if row["where"] == where],
-            "x": [100 * row["saves"] for row in rows if row["where"] == where],
-            "marker": {"color": colour},
-            "hovertemplate": "%{y}: %{x:.1f} % less time<extra></extra>",
-        }
+    data = [
+        bars(
+            whose[where],
+            [name for name, row in zip(names, rows, strict=True) if row["where"] == where],
+            [100 * row["saves"] for row in rows if row["where"] == where],
+            colour,
+            "",
+            hovertemplate="%{y}: %{x:.1f} % less time<extra></extra>",
+        )
         for where, colour in colours.items()
         if any(row["where"] == where for row in rows)
     ]

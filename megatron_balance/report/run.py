@@ -1,4 +1,7 @@
-"""A training run, or two, as one JSON document: everything that its page says. Measured, but for what the plans predicted."""
+"""A training run, or two, as one JSON document: everything that its page says.
+
+Measured, but for what the plans predicted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ CURVES = (
 )
 
 WARM_UP = 2
-"""First steps of a run, which allocate and connect; left out of means if there are enough others."""
+"""First steps of a run, which allocate and connect; left out of means if there are enough others.
+"""
 
 
 def document(paths: Sequence[Path]) -> Figures:
@@ -34,17 +38,17 @@ def document(paths: Sequence[Path]) -> Figures:
         ConfigError: a file that is no run's.
     """
     runs = read_all(paths)
-    found = [described(run) for run in runs]
+    described_runs = [described(run) for run in runs]
     compared = _compared(runs) if len(runs) > 1 else None
-    limits = {run.label: verdict.limits(each) for run, each in zip(runs, found, strict=True)}
+    limits = {run.label: verdict.limits(each) for run, each in zip(runs, described_runs, strict=True)}
     return {
         "report": "trained",
         "kind": "measured",
         "answer": [*([compared["sentence"]] if compared else []), *(limits[run.label]["sentence"] for run in runs)],
-        "runs": found,
+        "runs": described_runs,
         "compared": compared,
         "limits": limits,
-        "try_next": {run.label: verdict.suggestions(each, limits[run.label]) for run, each in zip(runs, found, strict=True)},
+        "try_next": {run.label: verdict.suggestions(each, limits[run.label]) for run, each in zip(runs, described_runs, strict=True)},
     }
 
 
@@ -82,7 +86,7 @@ def _config(run: Run) -> str | None:
 
 
 def _num_ranks(run: Run) -> int | None:
-    """Of the pool, from the counters of each rank."""
+    """Ranks of the pool, from the counters of each rank."""
     counters = run.steps[-1].get("counters")
     if not isinstance(counters, dict):
         return None
@@ -129,15 +133,15 @@ FEWEST = 8
 
 
 def follows(run: Run) -> Figures:
-    """How closely the time of a step goes with other figures of it: Spearman's rank correlation, where both vary."""
-    found: Figures = {}
+    """Spearman's rank correlation of the time of a step with its other figures, where both vary."""
+    correlations: Figures = {}
     step_ms = run.series("step_ms")
     for key in FOLLOWED:
         pairs = [(a, b) for a, b in zip(step_ms, run.series(key), strict=True) if a is not None and b is not None]
         if len(pairs) >= FEWEST and len({b for _, b in pairs}) > 1 and len({a for a, _ in pairs}) > 1:
             a, b = (_ranked(values) for values in zip(*pairs, strict=True))
-            found[key] = float(np.corrcoef(a, b)[0, 1])
-    return found
+            correlations[key] = float(np.corrcoef(a, b)[0, 1])
+    return correlations
 
 
 def _ranked(values: Sequence[float]) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""The page of a simulated comparison, for readers who have never seen the project: words and plots around the figures of `study`."""
+"""The page of a simulated comparison, for readers who have never seen the project: words and plots
+around the figures of `study`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from megatron_balance.report import page as html
 from megatron_balance.report import plots, simulated_answer, simulated_ranks, words
 from megatron_balance.report.cases import Figures
 from megatron_balance.report.limits import PARTS
-from megatron_balance.report.page import Bullets, Card, Cards, Fold, Item, Plot, Section, Table, Text
+from megatron_balance.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Plot, Section, Text
 
 
 def page(study: Figures, library: str) -> str:
@@ -113,9 +115,9 @@ def _question(study: Figures) -> Section:
     ]
     items: list[Item] = [
         Text(f"Nobody said which model or cluster: {asked['assumed']}.") if asked["assumed"] else Text("Model and cluster were given."),
-        Table(f"the cluster {cluster['name']}", ("", "what it has"), tuple(rows), cluster["kind"]),
-        Table(f"the model {model['name']}", ("", "what it has"), tuple(of_model), "published"),
-        Table("the training step", ("", "as asked"), tuple(of_step), "exact"),
+        HtmlTable(f"the cluster {cluster['name']}", ("", "what it has"), tuple(rows), cluster["kind"]),
+        HtmlTable(f"the model {model['name']}", ("", "what it has"), tuple(of_model), "published"),
+        HtmlTable("the training step", ("", "as asked"), tuple(of_step), "exact"),
     ]
     return Section("question", "What was asked", tuple(items))
 
@@ -139,14 +141,15 @@ def _slow(step: Figures) -> str:
 
 
 def _lengths(study: Figures) -> Section:
-    found = study["lengths"]
-    bins = found["bins"]
+    histogram = study["lengths"]
+    bins = histogram["bins"]
     totals = {key: sum(each[key] for each in bins) for key in ("sequences", "tokens", "attention_pairs")}
     heavy = max(bins, key=lambda each: each["attention_pairs"])
     share = {key: heavy[key] / totals[key] for key in totals}
     caption = (
-        f"{words.count(found['num_sequences'], 'sequence')} of {words.tokens(found['shortest'])} to {words.tokens(found['longest'])} "
-        f"tokens, half of them of {words.tokens(found['median'])} or fewer. Sequences of "
+        f"{words.count(histogram['num_sequences'], 'sequence')} of {words.tokens(histogram['shortest'])} to "
+        f"{words.tokens(histogram['longest'])} "
+        f"tokens, half of them of {words.tokens(histogram['median'])} or fewer. Sequences of "
         f"{plots.length_range(heavy['from'], heavy['below'])} tokens are {words.percent(share['sequences'])} of all, hold "
         f"{words.percent(share['tokens'])} of the tokens and are {words.percent(share['attention_pairs'])} of the attention work, which "
         "grows with the square of the length. Equal numbers of tokens are therefore not equal work."
@@ -162,8 +165,8 @@ def _lengths(study: Figures) -> Section:
         )
         for each in bins
     )
-    plot = Plot("plot-lengths", "Sequences, tokens and attention work by length", caption, "exact", *plots.lengths(found))
-    table = Table("by length", ("tokens of a sequence", "sequences", "of all", "tokens", "of all", "attention work"), rows, "exact")
+    plot = Plot("plot-lengths", "Sequences, tokens and attention work by length", caption, "exact", *plots.lengths(histogram))
+    table = HtmlTable("by length", ("tokens of a sequence", "sequences", "of all", "tokens", "of all", "attention work"), rows, "exact")
     return Section("lengths", "How long the sequences are", (plot, Fold("The same as a table", (table,))))
 
 
@@ -175,7 +178,7 @@ def _planners(study: Figures) -> Section:
         f"median step is. The fastest is {rows[0]['planner']} with {words.seconds(rows[0]['step_s'])}, the slowest {rows[-1]['planner']} "
         f"with {words.seconds(rows[-1]['step_s'])}."
     )
-    table = Table(
+    table = HtmlTable(
         f"planners, fastest first; speedup over {base}",
         ("planner", "step", "speedup", "tokens/s", "attention, most/mean", "tokens, most/mean", "planning", "memory at most"),
         tuple(
@@ -241,7 +244,7 @@ WORDS: tuple[Item, ...] = (
     Fold(
         "The words of this page",
         (
-            Table(
+            HtmlTable(
                 "words",
                 ("word", "what it means"),
                 (

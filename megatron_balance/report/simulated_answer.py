@@ -1,11 +1,11 @@
-"""Of the page of a simulated comparison: what limits the step, and what to try next."""
+"""Sections of the simulated page: limits of the step, and variants to try next."""
 
 from __future__ import annotations
 
 from megatron_balance.report import plots, words
 from megatron_balance.report.cases import Figures
 from megatron_balance.report.limits import COMPUTING, PARTS
-from megatron_balance.report.page import Bullets, Fold, Item, Plot, Section, Table, Text
+from megatron_balance.report.page import Bullets, Fold, HtmlTable, Item, Plot, Section, Text
 
 SHOWN_TRIES = 14
 """Variants that are drawn."""
@@ -16,27 +16,27 @@ SAME = 0.0005
 
 def limits(study: Figures) -> Section:
     """The parts of a step."""
-    found = study["limits"]
+    of_planners = study["limits"]
     caption = "Grey, blue and green compute; everything else is what the step loses to something that could be better. " + " ".join(
-        f"{name} loses {words.percent(1 - each['computing_s'] / each['step_s'])}." for name, each in found.items()
+        f"{name} loses {words.percent(1 - each['computing_s'] / each['step_s'])}." for name, each in of_planners.items()
     )
-    steps = next(iter(found.values()))["num_steps"]
-    parts = [part for part in PARTS if any(each["parts_s"][part] > 0 for each in found.values())]
+    steps = next(iter(of_planners.values()))["num_steps"]
+    parts = [part for part in PARTS if any(each["parts_s"][part] > 0 for each in of_planners.values())]
     rows = tuple(
         (
             PARTS[part],
             "computing" if part in COMPUTING else "loss",
             *(
                 f"{words.seconds(each['parts_s'][part])} ({words.percent(each['parts_s'][part] / each['step_s'])})"
-                for each in found.values()
+                for each in of_planners.values()
             ),
         )
         for part in parts
     )
     items: list[Item] = [
-        Bullets(tuple(each["sentence"] for each in found.values())),
-        Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(found)),
-        Table("the same as a table", ("part", "", *found), rows, "simulated"),
+        Bullets(tuple(each["sentence"] for each in of_planners.values())),
+        Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(of_planners)),
+        HtmlTable("the same as a table", ("part", "", *of_planners), rows, "simulated"),
         Text(
             f"Over the first {words.count(steps, 'step')}. One thing after another is made ideal, and charged what the step gains: no rank "
             "slower than the others, then transfers between nodes that take no time, then those inside nodes. What is left computes; what "
@@ -49,7 +49,7 @@ def limits(study: Figures) -> Section:
 
 
 def _kernels(study: Figures) -> list[Item]:
-    """The same attention at different speeds."""
+    """A note where one planner computes the same attention much faster than the baseline."""
     base, best = (study["limits"][study[key]] for key in ("baseline", "best"))
     slow, fast = base["parts_s"]["attention"], best["parts_s"]["attention"]
     if slow < 1.15 * fast:
@@ -65,19 +65,19 @@ def _kernels(study: Figures) -> list[Item]:
 
 def what_next(study: Figures) -> Section:
     """Suggestions, and all that was tried."""
-    found = study["try_next"]
-    rows = [row for row in found["tries"] if abs(row["saves"]) >= SAME]
+    tried = study["try_next"]
+    rows = [row for row in tried["tries"] if abs(row["saves"]) >= SAME]
     best = study["best"]
-    items: list[Item] = [Bullets(tuple(found["suggestions"]))]
+    items: list[Item] = [Bullets(tuple(tried["suggestions"]))]
     if rows:
         top = rows[:SHOWN_TRIES]
         caption = (
-            f"Each bar is one change to {best} as it was asked for, simulated on the first {words.count(found['num_steps'], 'step')} "
-            f"({words.seconds(found['step_s'])} as it is): to the right a step takes less time, to the left more. "
+            f"Each bar is one change to {best} as it was asked for, simulated on the first {words.count(tried['num_steps'], 'step')} "
+            f"({words.seconds(tried['step_s'])} as it is): to the right a step takes less time, to the left more. "
             f"{'The best of all, ' if top[0]['saves'] > 0 else 'The nearest, '}{top[0]['name']}, takes {words.seconds(top[0]['step_s'])}."
         )
         items.append(Plot("plot-next", "What a step would gain", caption, "simulated", *plots.gains(top)))
-        table = Table(
+        table = HtmlTable(
             f"all that was simulated, beside {best} as it is",
             ("change", "options", "step", "times as fast", "memory at most"),
             tuple(
@@ -93,10 +93,10 @@ def what_next(study: Figures) -> Section:
             "simulated",
         )
         items.append(Fold(f"All {words.count(len(rows), 'change')} as a table", (table,)))
-    same = [*found["unchanged"], *(row["name"] for row in found["tries"] if abs(row["saves"]) < SAME)]
+    same = [*tried["unchanged"], *(row["name"] for row in tried["tries"] if abs(row["saves"]) < SAME)]
     if same:
         items.append(Fold(f"{words.count(len(same), 'change')} made no difference", (Bullets(tuple(same)),)))
-    if found["impossible"]:
-        reasons = tuple(f"{name}: {reason}" for name, reason in found["impossible"].items())
+    if tried["impossible"]:
+        reasons = tuple(f"{name}: {reason}" for name, reason in tried["impossible"].items())
         items.append(Fold(f"{words.count(len(reasons), 'change')} cannot be", (Bullets(reasons),)))
     return Section("next", "What to try next", tuple(items))

@@ -1,10 +1,10 @@
-"""Of the page of a simulated comparison: where sequences went, what each rank has to do, and when it does it."""
+"""Sections of the simulated page: placement of sequences, load of each rank, timelines."""
 
 from __future__ import annotations
 
 from megatron_balance.report import plots, words
 from megatron_balance.report.cases import Figures
-from megatron_balance.report.page import Item, Plot, Section, Table, Text
+from megatron_balance.report.page import HtmlTable, Item, Plot, Section, Text
 
 
 def _shown(study: Figures) -> list[str]:
@@ -21,35 +21,35 @@ def places(study: Figures) -> Section:
         )
     ]
     for name in _shown(study):
-        found = study["placement"][name]
-        items.append(_kinds(name, found))
-        drawn = len(found["longest"])
+        placed = study["placement"][name]
+        items.append(_kinds(name, placed))
+        drawn = len(placed["longest"])
         which = (
             "All sequences"
-            if drawn == found["num_sequences"]
-            else f"The {drawn} longest of {words.count(found['num_sequences'], 'sequence')}"
+            if drawn == placed["num_sequences"]
+            else f"The {drawn} longest of {words.count(placed['num_sequences'], 'sequence')}"
         )
-        alone = next(kind for kind in found["kinds"] if kind["where"] == "one rank")
+        alone = next(kind for kind in placed["kinds"] if kind["where"] == "one rank")
         caption = (
             f"{which} from top to bottom, each as a bar over the ranks that share it; dotted lines are between nodes. "
-            f"{_alone(alone, found)}"
+            f"{_alone(alone, placed)}"
         )
         items.append(
-            Plot(f"plot-places-{len(items)}", f"Who gets which sequence: {name}", caption, "exact", *plots.ranks_of_sequences(found))
+            Plot(f"plot-places-{len(items)}", f"Who gets which sequence: {name}", caption, "exact", *plots.ranks_of_sequences(placed))
         )
     return Section("places", "Where each sequence went", tuple(items))
 
 
-def _alone(kind: Figures, found: Figures) -> str:
+def _alone(kind: Figures, placed: Figures) -> str:
     if not kind["sequences"]:
         return "Every sequence is shared by several ranks."
     return (
-        f"{words.count(kind['sequences'], 'sequence')} of {found['num_sequences']:,}, of up to {words.tokens(kind['longest'])} tokens, "
+        f"{words.count(kind['sequences'], 'sequence')} of {placed['num_sequences']:,}, of up to {words.tokens(kind['longest'])} tokens, "
         "stay on one rank."
     )
 
 
-def _kinds(name: str, found: Figures) -> Table:
+def _kinds(name: str, placed: Figures) -> HtmlTable:
     rows = tuple(
         (
             kind["where"],
@@ -58,12 +58,12 @@ def _kinds(name: str, found: Figures) -> Table:
             _span(kind["shortest"], kind["longest"]) if kind["sequences"] else "",
             _span(kind["fewest_ranks"], kind["most_ranks"]) if kind["sequences"] else "",
         )
-        for kind in found["kinds"]
+        for kind in placed["kinds"]
     )
-    moved = found["remapped_tokens"]
+    moved = placed["remapped_tokens"]
     remap = f"; {words.tokens(moved)} tokens have another rank outside attention (the remap)" if moved else ""
-    routed = "; transfers between nodes go over all NICs where that pays (routing)" if found["routed"] else ""
-    return Table(f"{name}{remap}{routed}", ("where", "sequences", "tokens", "lengths", "ranks of a sequence"), rows, "exact")
+    routed = "; transfers between nodes go over all NICs where that pays (routing)" if placed["routed"] else ""
+    return HtmlTable(f"{name}{remap}{routed}", ("where", "sequences", "tokens", "lengths", "ranks of a sequence"), rows, "exact")
 
 
 def _span(low: int, high: int) -> str:
@@ -90,9 +90,9 @@ def loads(study: Figures) -> Section:
 
 
 def _load(study: Figures, name: str) -> str:
-    found = study["load"][name]
-    received = found["kv_tokens_received_per_rank"]
-    balance = found["imbalance"]
+    load = study["load"][name]
+    received = load["kv_tokens_received_per_rank"]
+    balance = load["imbalance"]
     return (
         f"With {name} the most loaded rank has {balance['attention']:.2f} times the mean attention work and {balance['tokens']:.2f} times "
         f"the mean tokens, and a rank receives {words.tokens(sum(received) / len(received))} KV tokens in the mean."
@@ -101,10 +101,10 @@ def _load(study: Figures, name: str) -> str:
 
 def timeline(study: Figures) -> Section:
     """One layer, or why there is none."""
-    found = study["timeline"]
-    if not found:
+    timelines = study["timeline"]
+    if not timelines:
         return Section("timeline", "One layer on the clock", (Text(f"There is no timeline. {study['timeline_left_out']}"),))
-    longest = max(each["total_ms"] for each in found.values())
+    longest = max(each["total_ms"] for each in timelines.values())
     items: list[Item] = [
         Text(
             "One layer of the first batch, forward up to the dashed line and backward after it. Each rank has three lanes: what it "
@@ -112,7 +112,7 @@ def timeline(study: Figures) -> Section:
             "that waits. All timelines have one scale; drag over a part to enlarge it, and double-click to see all of it again."
         )
     ]
-    for at, (name, each) in enumerate(found.items()):
+    for at, (name, each) in enumerate(timelines.items()):
         share = each["computing_share"]
         some = f"{len(each['ranks'])} of {study['asked']['cluster']['num_ranks']} ranks are shown, from the busiest to the least busy. " * (
             len(each["ranks"]) < study["asked"]["cluster"]["num_ranks"]

@@ -1,4 +1,6 @@
-"""The `steps.jsonl` of a training run, read with care: a run may have been killed, restarted, or made by an older version."""
+"""The `steps.jsonl` of a training run, read with care: a run may have been killed, restarted, or
+made by an older version.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ LOADS = ("imbalance_before", "imbalance_after")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its steps in order, each once; `notes`: what was strange about its file, and what was made of it."""
+    """One run: its steps in order, each once; `notes`: oddities of its file, and how they were
+    read.
+    """
 
     label: str
     path: str
@@ -37,15 +41,15 @@ class Run:
 
     def series(self, key: str) -> list[float | None]:
         """A number of every step; `imbalance_after.tokens` reaches into an object."""
-        found: list[float | None] = []
+        values: list[float | None] = []
         outer, _, inner = key.partition(".")
         for step in self.steps:
             value = step.get(outer)
-            found.append(cast(Figures, value).get(inner) if inner and value is not None else value)
-        return found
+            values.append(cast(Figures, value).get(inner) if inner and value is not None else value)
+        return values
 
     def numbers(self, key: str) -> list[float]:
-        """The same without the steps that lack it."""
+        """`series` without the steps that lack the key."""
         return [value for value in self.series(key) if value is not None]
 
 
@@ -135,8 +139,8 @@ def _loads(record: Figures, key: str, where: str) -> Figures | None:
         return None
     if not isinstance(loads, dict):
         raise ConfigError(f"{where}: {key}: expected an object with 'tokens' and 'attention', {_got(record, key)}")
-    found = cast(Figures, loads)
-    return {part: _number(found, part, f"{where}: {key}.{part}") for part in ("tokens", "attention")}
+    of_key = cast(Figures, loads)
+    return {part: _number(of_key, part, f"{where}: {key}.{part}") for part in ("tokens", "attention")}
 
 
 def _number(record: Figures, key: str, where: str) -> float | None:
@@ -157,7 +161,7 @@ def _got(record: Figures, key: str) -> str:
 
 
 def _each_once(records: Sequence[Figures]) -> tuple[list[Figures], int]:
-    """By step; of one that occurs several times the last."""
+    """Records in order of step, the last of each, and the number of earlier ones dropped."""
     by_step = {record["step"]: record for record in records}
     return [by_step[step] for step in sorted(by_step)], len(records) - len(by_step)
 

@@ -11,7 +11,8 @@ from megatron_balance.simulator.timeline import MOST_RANKS
 
 
 def study(asked: Asked, progress: Progress) -> Figures:
-    """Compare all planners; of the baseline and the fastest other one also where everything goes, when, and what limits them.
+    """Compare all planners; of the baseline and the fastest other one also where everything goes,
+    when, and what limits them.
 
     Raises:
         ConfigError: the baseline cannot place the batch.
@@ -25,7 +26,7 @@ def study(asked: Asked, progress: Progress) -> Figures:
         each.row["speedup"] = base.row["step_s"] / each.row["step_s"]
     best = _best(played, base)
     shown = [base] if best is base else [base, best]
-    found, why_not = _timelines(shown, progress)
+    timelines, no_timeline = _timelines(shown, progress)
     case = best.case
     ranks_per_nic = case.machine.cluster.ranks_per_nic
     rows = sorted((each.row for each in played), key=lambda row: row["step_s"])
@@ -44,15 +45,18 @@ def study(asked: Asked, progress: Progress) -> Figures:
         "left_out": left_out,
         "placement": {each.name: placement.of_plan(each.first_plan) for each in shown},
         "load": {each.name: load.of_plan(each.first_plan, case.machine.model, ranks_per_nic) for each in played},
-        "timeline": found,
-        "timeline_left_out": why_not,
+        "timeline": timelines,
+        "timeline_left_out": no_timeline,
         "limits": limiting,
         "try_next": {**tried, "suggestions": advice.suggestions(tried)},
     }
 
 
 def _play(asked: Asked, progress: Progress) -> tuple[list[Played], dict[str, str]]:
-    """Every planner's steps; of planners that nobody named, one that cannot place the batch is left out, with its reason."""
+    """Steps of every planner, and the planners left out, with reasons.
+
+    A planner that the user did not name is left out if it cannot place the batch.
+    """
     played: list[Played] = []
     left_out: dict[str, str] = {}
     for case in progress(asked.cases, "planners"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from megatron_balance.report import curves, verdict, words
 from megatron_balance.report import page as html
 from megatron_balance.report.cases import Figures
-from megatron_balance.report.page import Bullets, Card, Cards, Fold, Item, Kind, Plot, Section, Table, Text
+from megatron_balance.report.page import Bullets, Card, Cards, Fold, HtmlTable, Item, Kind, Plot, Section, Text
 from megatron_balance.report.plots import Figure
 
 
@@ -83,7 +83,7 @@ def _ran(document: Figures) -> Section:
         row("tokens of a step", lambda run: _mean(run, "num_tokens")),
         row("microbatches of a step", lambda run: _mean(run, "num_microbatches")),
     )
-    items: list[Item] = [Table("the run" if len(runs) == 1 else "the runs", ("", *(run["label"] for run in runs)), rows, "measured")]
+    items: list[Item] = [HtmlTable("the run" if len(runs) == 1 else "the runs", ("", *(run["label"] for run in runs)), rows, "measured")]
     steady = _each(document, lambda run: f"Means of {run['label']} are over {words.count(run['steady_steps'], 'step')}{_warm(run)}.")
     notes = [f"{run['label']}: {note}" for run in runs for note in run["notes"]]
     items.append(Text(steady))
@@ -104,11 +104,12 @@ def _mean(run: Figures, key: str) -> str:
 
 def _loss(document: Figures) -> Section:
     def sentence(run: Figures) -> str:
-        found = run["loss"]
+        losses = run["loss"]
         return (
             ""
-            if found is None
-            else f"The loss of {run['label']} goes from {found['first']:.4f} to {found['last']:.4f}; its lowest is {found['lowest']:.4f}."
+            if losses is None
+            else f"The loss of {run['label']} goes from {losses['first']:.4f} to {losses['last']:.4f}; "
+            f"its lowest is {losses['lowest']:.4f}."
         )
 
     compared = document["compared"]
@@ -228,13 +229,13 @@ def _predicted(document: Figures) -> Section:
 
 
 def _limits(document: Figures) -> Section:
-    found = document["limits"]
+    of_runs = document["limits"]
     rows = tuple(
         (
             name,
             *(
                 f"{words.seconds(each['parts_ms'][part] / 1e3)} ({words.percent(each['parts_ms'][part] / each['step_ms'])})"
-                for each in found.values()
+                for each in of_runs.values()
             ),
         )
         for part, (name, _) in curves.PARTS.items()
@@ -249,17 +250,17 @@ def _limits(document: Figures) -> Section:
         "limits",
         "What limits the step, as far as the log tells",
         (
-            Bullets(tuple(each["sentence"] for each in found.values())),
-            _plot("limits", "What a mean step is made of", caption, ("measured", "simulated"), curves.parts(found)),
-            Table("the same as a table", ("part", *found), rows, ("measured", "simulated")),
+            Bullets(tuple(each["sentence"] for each in of_runs.values())),
+            _plot("limits", "What a mean step is made of", caption, ("measured", "simulated"), curves.parts(of_runs)),
+            HtmlTable("the same as a table", ("part", *of_runs), rows, ("measured", "simulated")),
             *closest,
         ),
     )
 
 
-def _correlations(run: Figures) -> Table:
+def _correlations(run: Figures) -> HtmlTable:
     ordered: Sequence[tuple[str, float]] = sorted(run["follows"].items(), key=lambda each: -each[1])
-    return Table(
+    return HtmlTable(
         "rank correlation with the time of a step: 1 goes up and down together, 0 has nothing to do with it; not a cause",
         ("figure of a step", "correlation"),
         tuple((verdict.NAMES[key], f"{value:.2f}") for key, value in ordered),

@@ -1,4 +1,6 @@
-"""What to try next: variants of the planner's settings, of the step and of the machine, each simulated, with what it gains."""
+"""Variants to try next: of the planner's settings, of the step and of the machine, each simulated,
+with its gain.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,24 @@ WORTH = 0.01
 """A variant that saves less than this share of the step is not recommended."""
 
 SCALES = (1.25, 1.5, 2.0)
-"""Capacities of a rank that are tried, over the batch's mean tokens a rank and over the one in use."""
+"""Capacities of a rank that are tried, over the batch's mean tokens a rank and over the one in use.
+"""
 
 FASTER = 2.0
-"""How much faster the machine's parts are made."""
+"""Factor by which parts of the machine are made faster."""
 
 _SCALED_OPTIONS = ("tolerance", "weight_communication")
 """Options that weigh one thing against another: halved and doubled."""
 
 Where = Literal["planner", "step", "machine"]
-"""Whose business a variant is: the planner's settings, the training step's, or whoever buys the machine."""
+"""Kind of a variant: a setting of the planner, of the training step, or another machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A variant: in words, and as the options of the command line that make it; empty: no option does."""
+    """A variant: in words, and as the options of the command line that make it; empty: no option
+    does.
+    """
 
     where: Where
     name: str
@@ -45,7 +50,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What variants are held against."""
+    """The case that variants are compared with."""
 
     case: Case
     steps: tuple[BatchPlan, ...]
@@ -53,11 +58,13 @@ class _Base:
 
 
 def of(asked: Asked, case: Case, progress: Progress) -> Figures:
-    """Every variant's step, fastest first; how much faster than the case as it is; what could not be, or changed nothing."""
+    """Steps of all variants, fastest first, with their gain; and the variants that are impossible
+    or change nothing.
+    """
     steps = asked.plan(case)
     figures = simulate(steps, case.machine, case.setup)
     base = _Base(case, steps, mean_step_s(figures))
-    found: list[Figures] = []
+    rows: list[Figures] = []
     impossible: dict[str, str] = {}
     unchanged: list[str] = []
     for each in progress(list(candidates(case)), "what to try next"):
@@ -69,15 +76,15 @@ def of(asked: Asked, case: Case, progress: Progress) -> Figures:
         if row is None:
             unchanged.append(each.name)
         else:
-            found.append(row)
-    found.sort(key=lambda row: row["step_s"])
+            rows.append(row)
+    rows.sort(key=lambda row: row["step_s"])
     return {
         "kind": "simulated",
         "planner": case.choice.name,
         "num_steps": len(steps),
         "step_s": base.step_s,
         "fits": max(figures["peak_bytes_per_rank"]) <= case.machine.cluster.memory_bytes,
-        "tries": found,
+        "tries": rows,
         "impossible": impossible,
         "unchanged": unchanged,
     }
@@ -106,7 +113,9 @@ def _row(each: Try, base: _Base, asked: Asked) -> Figures | None:
 
 
 def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
-    """Those that fit in memory and are worth while, fastest first; where the case itself does not fit, all that do."""
+    """Variants that fit in memory and are worth while, fastest first; if the case does not fit, all
+    that do.
+    """
     rows = [row for row in tried["tries"] if row["where"] in where and row["fits"]]
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
@@ -129,7 +138,7 @@ def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> Try:
 
 
 def _other_planners(case: Case) -> Iterator[Try]:
-    """Each with its own layers, but for what somebody told this one."""
+    """Variants with another planner: its own layers, with those settings that the user gave."""
     now, own = case.choice.layers, PLANNERS[case.choice.name].layers
     told = {each.name: getattr(now, each.name) for each in dataclasses.fields(now) if getattr(now, each.name) != getattr(own, each.name)}
     for name, planner in PLANNERS.items():
@@ -140,7 +149,9 @@ def _other_planners(case: Case) -> Iterator[Try]:
 
 
 def _whole(case: Case, name: str) -> str:
-    """The options without which `simulate` would run the planner's microbatches, or its stages, as training does: a report does not."""
+    """The options without which `simulate` would run the planner's microbatches, or its stages, as
+    training does: a report does not.
+    """
     nano_batches = " --ping-pong false" if name == PING_PONG_BY_DEFAULT else ""
     stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].plan_owned is not None else ""
     return nano_batches + stages
@@ -183,7 +194,7 @@ _FOLLOW_LAYERS = ("routed", "remapped", "tokens_per_rank")
 
 
 def _told(choice: PlannerChoice) -> Mapping[str, Any]:
-    """Options that somebody set, the capacity among them."""
+    """Options that the user set, the capacity among them."""
     return {**choice.given, "tokens_per_rank": choice.options.tokens_per_rank}
 
 
@@ -252,23 +263,19 @@ def _other_machines(case: Case) -> Iterator[Try]:
         other = Machine(machine.cluster, machine.model, cost, machine.slowdown)
         return Try("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
 
-    nano_batch = 1 / FASTER
+    half = 1 / FASTER
     if cluster.num_nodes > 1:
         nics = cluster.nic_bytes_per_s * FASTER
-        yield faster(
-            "NICs twice as fast", Factors(inter_node=nano_batch), nic_bytes_per_s=nics, inter_alpha_s=cluster.inter_alpha_s * nano_batch
-        )
+        yield faster("NICs twice as fast", Factors(inter_node=half), nic_bytes_per_s=nics, inter_alpha_s=cluster.inter_alpha_s * half)
     if cluster.node_size > 1:
         links = cluster.intra_bytes_per_s * FASTER
         yield faster(
             "links inside nodes twice as fast",
-            Factors(intra_node=nano_batch),
+            Factors(intra_node=half),
             intra_bytes_per_s=links,
-            intra_alpha_s=cluster.intra_alpha_s * nano_batch,
+            intra_alpha_s=cluster.intra_alpha_s * half,
         )
-    yield faster(
-        "ranks that compute twice as fast", Factors(attention=nano_batch, linear=nano_batch), flops_per_s=cluster.flops_per_s * FASTER
-    )
+    yield faster("ranks that compute twice as fast", Factors(attention=half, linear=half), flops_per_s=cluster.flops_per_s * FASTER)
     if any(factor > 1 for factor in machine.slowdown):
         even = Machine(machine.cluster, machine.model, machine.cost)
         yield Try("machine", "no slow rank", "", replace(case, machine=even))

@@ -1,6 +1,8 @@
-"""What limited a training run and what to try next, as far as its log tells: it knows times and plans, not transfers.
+"""Limits of a training run and suggestions, as far as its log tells: it knows times and plans, not
+transfers.
 
-What the log does not hold, no sentence claims: a step is split into waiting for a plan, computing as the plan predicted it, and the rest.
+What the log does not hold, no sentence claims: a step is split into waiting for a plan, computing
+as the plan predicted it, and the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ OFF = 0.5
 FOLLOWS = 0.6
 """Rank correlation from which step time is said to follow something."""
 CROSSING = 0.25
-"""Share of received keys and values that come from other nodes, from which routing is worth a word."""
+"""Share of received keys and values that come from other nodes, from which routing is worth a word.
+"""
 
 NAMES = {
     "kv_tokens_received_inter_node": "keys and values received from other nodes",
@@ -52,8 +55,8 @@ def limits(run: Figures) -> Figures:
 
 
 def _most(means: Figures, key: str) -> float | None:
-    found = [means[f"{key}.{part}"] for part in ("tokens", "attention") if means[f"{key}.{part}"] is not None]
-    return max(found, default=None)
+    largest = [means[f"{key}.{part}"] for part in ("tokens", "attention") if means[f"{key}.{part}"] is not None]
+    return max(largest, default=None)
 
 
 def _sentence(run: Figures, parts: dict[str, float], closest: str | None) -> str:
@@ -92,9 +95,11 @@ def _followed(run: Figures, closest: str | None) -> str:
     )
 
 
-def suggestions(run: Figures, found: Figures) -> list[str]:
-    """What the log gives reason to try, with its figures; none of it was simulated or run."""
-    means, parts, step_ms = run["means"], found["parts_ms"], found["step_ms"]
+def suggestions(run: Figures, split: Figures) -> list[str]:
+    """Suggestions for which the log gives reason, with its figures; none of them was simulated or
+    run.
+    """
+    means, parts, step_ms = run["means"], split["parts_ms"], split["step_ms"]
     sentences: list[str] = []
     wait = parts["plan_wait"] / step_ms
     if wait >= WAITS:

@@ -59,13 +59,13 @@ def ranges(ranks: Iterable[int]) -> str:
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of each run of neighbours."""
-    found: list[tuple[int, int]] = []
+    bounds: list[tuple[int, int]] = []
     for rank in sorted(ranks):
-        if found and found[-1][1] == rank - 1:
-            found[-1] = found[-1][0], rank
+        if bounds and bounds[-1][1] == rank - 1:
+            bounds[-1] = bounds[-1][0], rank
         else:
-            found.append((rank, rank))
-    return found
+            bounds.append((rank, rank))
+    return bounds
 
 
 def listed(parts: Sequence[str]) -> str:

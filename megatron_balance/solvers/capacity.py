@@ -8,28 +8,30 @@ from megatron_balance.errors import InfeasibleError
 
 
 def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
-    """Nothing, if `num_ranks` ranks of `tokens_per_rank` tokens hold each sequence alone (None: ranks without a limit).
+    """Check that `num_ranks` ranks of `tokens_per_rank` tokens (None: no limit) hold each sequence
+    alone.
 
     Raises:
         InfeasibleError: a sequence is larger than the pool; says what would hold it.
     """
     if tokens_per_rank is None or not lengths:
         return
-    room = num_ranks * tokens_per_rank
+    pool_tokens = num_ranks * tokens_per_rank
     seq = max(range(len(lengths)), key=lambda s: (lengths[s], -s))
-    if lengths[seq] > room:
+    if lengths[seq] > pool_tokens:
         raise InfeasibleError(
             f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of {tokens_per_rank} tokens; "
-            f"{num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold {room}). Use more ranks, raise "
+            f"{num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold {pool_tokens}). Use more ranks, raise "
             f"--tokens-per-rank (tokens_per_rank) to at least {-(-lengths[seq] // num_ranks)}, or cut the sequence"
         )
 
 
 def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | None) -> None:
-    """Nothing, if `num_ranks` ranks of `tokens_per_rank` tokens hold the batch (None: ranks without a limit).
+    """Check that `num_ranks` ranks of `tokens_per_rank` tokens (None: no limit) hold the batch.
 
     Raises:
-        InfeasibleError: a sequence or the whole batch is larger than the pool; says what would hold it.
+        InfeasibleError: a sequence or the whole batch is larger than the pool; says what would hold
+            it.
     """
     check_each(lengths, num_ranks, tokens_per_rank)
     total = sum(lengths)

@@ -1,4 +1,6 @@
-"""Groups of ranks: which sizes there are, where they lie, and how much of a sequence a rank of one holds."""
+"""Groups of ranks: which sizes there are, where they lie, and how much of a sequence a rank of one
+holds.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,16 @@ def sizes(num_ranks: int) -> tuple[int, ...]:
 
 
 def needed(length: int, tokens: float, allowed: Sequence[int]) -> int:
-    """The smallest of the `allowed` sizes (ascending) whose ranks hold `tokens` each and the sequence together; else the largest."""
+    """The smallest of the `allowed` sizes (ascending) whose ranks hold `tokens` each and the
+    sequence together; else the largest.
+    """
     return next((size for size in allowed if length <= size * tokens), allowed[-1])
 
 
 def rank_tokens(length: int, size: int) -> int:
-    """Tokens of a sequence that a rank holds at most: two of 2p near-equal chunks on p ranks (`patterns.zigzag`: p <= length / 2)."""
+    """Tokens of a sequence that a rank holds at most: two of 2p near-equal chunks on p ranks
+    (`patterns.zigzag`: p <= length / 2).
+    """
     parts = max(1, min(size, length // 2))
     return length if parts == 1 else min(length, 2 * -(-length // (2 * parts)))
 
@@ -30,9 +36,11 @@ def blocks(size: int, num_ranks: int, node_size: int) -> list[range]:
 
 
 def arrange(wanted: Sequence[int], num_ranks: int, node_size: int) -> list[tuple[int, ...]]:
-    """Disjoint ranks for groups of the `wanted` sizes, whose sum is at most `num_ranks`; inside a node where there is room for it.
+    """Disjoint ranks for groups of the `wanted` sizes, whose sum is at most `num_ranks`; inside a
+    node where there is room for it.
 
-    Larger groups choose first, each the fullest node that has room; a group that no node holds takes the emptiest nodes.
+    Larger groups choose first, each the fullest node that has room; a group that no node holds
+    takes the emptiest nodes.
     """
     free = [list(range(first, min(first + node_size, num_ranks))) for first in range(0, num_ranks, node_size)]
     chosen: list[tuple[int, ...]] = [()] * len(wanted)

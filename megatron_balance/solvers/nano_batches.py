@@ -1,19 +1,22 @@
-"""Two nano-batches of a batch, of as equal sizes as whole items allow."""
+"""Split a batch into two nano-batches of sizes as equal as whole items allow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _EXACT = 1 << 24
-"""Cells (items x size) up to which the best nano-batches are found; beyond, those of the largest-first rule."""
+"""Cells (items x size) up to which the most equal split is searched; beyond, the largest-first rule
+decides.
+"""
 
 
 def nano_batches(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Indices of the items of both nano-batches, ascending; the larger half is the first. Fewer than two items: the second half is empty.
+    """Indices of the items of both nano-batches, ascending, the larger nano-batch first.
 
-    Largest first, each to the smaller half (of two as large, to that with the smaller sum of squares), which also parts the large items
-    evenly; where that leaves more than a hundredth of the whole between the nano-batches and the batch is small enough, the best nano-batches there
-    are instead (subset sums).
+    With fewer than two items the second one is empty. Items go largest first to the smaller
+    nano-batch (of two equal ones, to that with the smaller sum of squares), which also spreads the
+    large items evenly. Where that leaves more than a hundredth of the whole between them and the
+    batch is small enough, the most equal split is taken instead (subset sums).
     """
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     parts: tuple[list[int], list[int]] = ([], [])
@@ -31,7 +34,10 @@ def nano_batches(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _best(sizes: Sequence[int], total: int) -> tuple[list[int], list[int]]:
-    """Halves whose sizes differ least. Bit s of `reached[i]`: some of the first i items are s together."""
+    """The two parts whose sizes differ least.
+
+    Bit s of `reached[i]`: some of the first i items are s together.
+    """
     reached = [1]
     for size in sizes:
         reached.append(reached[-1] | reached[-1] << size)

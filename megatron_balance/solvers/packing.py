@@ -1,4 +1,6 @@
-"""Packing items into bins: least loaded first (LPT when the items come in descending order), and best fit."""
+"""Packing items into bins: least loaded first (LPT when the items come in descending order), and
+best fit.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from collections.abc import Sequence
 
 
 def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> list[int]:
-    """The bin of each item when every item in turn goes to the least loaded bin, up to the first one that does not fit there.
+    """The bin of each item when every item in turn goes to the least loaded bin, up to the first
+    one that does not fit there.
 
     Bins start with `loads`; ties go to the lower bin.
     """
@@ -24,19 +27,20 @@ def least_loaded(sizes: Sequence[int], loads: Sequence[int], capacity: int) -> l
     return chosen
 
 
-def best_fit(sizes: Sequence[int], rooms: Sequence[int]) -> list[int | None]:
-    """The bin of each item when every item in turn goes to the bin with the least room that holds it; None: no bin does.
+def best_fit(sizes: Sequence[int], spaces: Sequence[int]) -> list[int | None]:
+    """The bin of each item when every item in turn goes to the bin with the least room that holds
+    it; None: no bin does.
 
     Ties go to the lower bin.
     """
-    free = sorted((room, index) for index, room in enumerate(rooms))
+    free = sorted((space, index) for index, space in enumerate(spaces))
     chosen: list[int | None] = []
     for size in sizes:
         at = bisect.bisect_left(free, (size, -1))
         if at == len(free):
             chosen.append(None)
             continue
-        room, index = free.pop(at)
-        bisect.insort(free, (room - size, index))
+        space, index = free.pop(at)
+        bisect.insort(free, (space - size, index))
         chosen.append(index)
     return chosen

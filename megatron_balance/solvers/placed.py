@@ -1,4 +1,4 @@
-"""From a placement, the ranks of each sequence, to the plan of a microbatch or of a batch of them."""
+"""Plans of microbatches, made from a placement: the ranks of each sequence."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan, Zone
 
 Placement: TypeAlias = Sequence[tuple[int, ...]]
-"""By sequence, the ranks that share it: ascending, so that a ring crosses each node's border once."""
+"""The ranks that share each sequence: ascending, so that a ring crosses each node's border once."""
 
 INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
 
 Members: TypeAlias = tuple[tuple[int, ...], ...]
-"""By microbatch, the batch's ids of its sequences, ascending: the i-th is sequence i of that microbatch's plan."""
+"""The batch's ids of each microbatch's sequences, ascending: the i-th is sequence i of that
+microbatch's plan.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the plans of one planner have in common. `pattern`: of every zone."""
+    """The common part of one planner's plans. `pattern`: the comm pattern of every zone."""
 
     planner: str
     cluster: Cluster
@@ -56,8 +58,11 @@ def members(placement: Placement, fewest: int = 1) -> dict[tuple[int, ...], list
 
 
 def grouped(placed: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, ...], list[int]]:
-    """The sequences, ascending, that share a set of ranks; `placed`: sequences in ascending order, and the ranks of each."""
-    # By identity first: hashing a thousand ranks for each of a thousand sequences would take longer than all the rest.
+    """The sequences, ascending, that share a set of ranks; `placed`: sequences in ascending order,
+    and the ranks of each.
+    """
+    # By identity first: hashing a thousand ranks for each of a thousand sequences would take longer
+    # than all the rest.
     alike: dict[int, tuple[tuple[int, ...], list[int]]] = {}
     for seq, ranks in placed:
         alike.setdefault(id(ranks), (ranks, []))[1].append(seq)
@@ -68,7 +73,10 @@ def grouped(placed: Iterable[tuple[int, tuple[int, ...]]]) -> dict[tuple[int, ..
 
 
 def zones(placement: Placement, cluster: Cluster, pattern: str = "ring") -> tuple[Zone, ...]:
-    """Zones in issue order: inter-node, intra-node, local; the widest first, then by ranks. Sequences with the same ranks share one."""
+    """Zones in issue order: inter-node, intra-node, local; the widest first, then by ranks.
+
+    Sequences with the same ranks share one.
+    """
     groups = members(placement)
 
     def spread(ranks: tuple[int, ...]) -> int:

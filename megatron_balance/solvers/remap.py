@@ -1,11 +1,15 @@
-"""The remapping solver: from the tokens each rank holds to equal counts, at the least cost (Zeppelin, section 3.4, Eq. 2).
+"""The remapping solver: from the tokens each rank holds to equal counts, at the least cost
+(Zeppelin, section 3.4, Eq. 2).
 
-- What we implement: Eq. (2), the rank that pays most for what it sends pays as little as possible; exactly, in whole tokens.
-- What we add: receivers count too (`sides="both"`), since a receiving link saturates as well; the sum over all ranks
-  (`objective="total"`); targets that are multiples of the tensor-parallel size (`align`).
-- Where we differ: the paper calls a standard solver (Gurobi). Its cost matrix has two values, so the optimum has a closed form
-  (`remap_exact`), which is the default; Gurobi, HiGHS and SCIP solve the same problem as a program (`remap_milp`) and reach the same
-  cost, though perhaps by other moves. The paper's target is the mean, which need not be whole; ours is `remap_problem.balanced`.
+- What we implement: Eq. (2), the rank that pays most for what it sends pays as little as possible;
+  exactly, in whole tokens.
+- What we add: receivers count too (`sides="both"`), since a receiving link saturates as well; the
+  sum over all ranks (`objective="total"`); targets that are multiples of the tensor-parallel size
+  (`align`).
+- Where we differ: the paper calls a standard solver (Gurobi). Its cost matrix has two values, so
+  the optimum has a closed form (`remap_exact`), which is the default; Gurobi, HiGHS and SCIP solve
+  the same problem as a program (`remap_milp`) and reach the same cost, though perhaps by other
+  moves. The paper's target is the mean, which need not be whole; ours is `remap_problem.balanced`.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Remapping:
-    """`target` [d]: the tokens of each rank afterwards. `moves` [n, 3]: rows (src, dst, tokens > 0), sorted, one for each pair."""
+    """`target` [d]: the tokens of each rank afterwards.
+
+    `moves` [n, 3]: rows (src, dst, tokens > 0), sorted, one for each pair.
+    """
 
     target: Ints
     moves: Ints
@@ -47,17 +54,23 @@ def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but t
     sides: Sides = "both",
     solver: Solver = "exact",
 ) -> Remapping:
-    """The balanced target of `held` [d] tokens per rank, and the moves that reach it at the least cost.
+    """The balanced target of `held` [d] tokens per rank, and the moves that reach it at the least
+    cost.
 
     Args:
         held: tokens of each rank now.
         node_size: ranks of a node, numbered node by node; the last node may be smaller.
         intra_s: seconds per token (or any cost) between two ranks of a node.
-        inter_s: the same between nodes. Taken as `intra_s` where it is less: leaving the node is never a gain.
-        align: the counts of the target are multiples of this, but for one rank with the rest (see `balanced`).
-        objective: the largest cost of any rank, or the sum over all tokens moved. The exact answer minimises both at once.
-        sides: whether a rank's cost counts what it sends only, or also, apart, what it receives (links work both ways).
-        solver: where it is missing, unlicensed or finds no proven optimum, one warning says so and the exact solver answers.
+        inter_s: the same between nodes. Taken as `intra_s` where it is less: leaving the node is
+            never a gain.
+        align: the counts of the target are multiples of this, but for one rank with the rest (see
+            `balanced`).
+        objective: the largest cost of any rank, or the sum over all tokens moved. The exact answer
+            minimises both at once.
+        sides: whether a rank's cost counts what it sends only, or also, apart, what it receives
+            (links work both ways).
+        solver: where it is missing, unlicensed or finds no proven optimum, one warning says so and
+            the exact solver answers.
 
     Raises:
         ConfigError: a count, a size or a cost out of its range.

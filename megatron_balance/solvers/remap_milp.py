@@ -1,7 +1,9 @@
-"""The remapping as a mixed-integer program for Gurobi, HiGHS (in SciPy) and SCIP (in OR-Tools): Zeppelin's Eq. (2) as it stands.
+"""The remapping as a mixed-integer program for Gurobi, HiGHS (in SciPy) and SCIP (in OR-Tools):
+Zeppelin's Eq. (2) as it stands.
 
-Every rank of a job solves for itself, so an answer may depend on nothing but the problem: one thread, fixed seeds, limits in
-nodes of the search and never in seconds, and only a proven optimum counts.
+Every rank of a job solves for itself, so an answer may depend on nothing but the problem: one
+thread, fixed seeds, limits in nodes of the search and never in seconds, and only a proven optimum
+counts.
 """
 
 from __future__ import annotations
@@ -21,16 +23,22 @@ Floats: TypeAlias = NDArray[np.float64]
 MilpSolver: TypeAlias = Literal["gurobi", "highs", "ortools"]
 
 MAX_NODES = 10_000
-"""Of the branch-and-bound tree. These problems are proven at the root or close to it; more means that something is wrong."""
+"""Nodes of the branch-and-bound tree.
+
+These problems are proven at the root or close to it; more means that something is wrong.
+"""
 
 
 class NoAnswerError(Exception):
-    """This solver gives no proven optimum here; the message is the reason, in words that do not depend on the problem."""
+    """This solver gives no proven optimum here; the message is the reason, in words that do not
+    depend on the problem.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Milp:
-    """Minimise `cost` x with low <= A x <= high, 0 <= x, and x whole where `whole`; A is given by its nonzero entries, row by row.
+    """Minimise `cost` x with low <= A x <= high, 0 <= x, and x whole where `whole`; A is given by
+    its nonzero entries, row by row.
 
     The first variables are the tokens of the pairs (src, dst) [n, 2].
     """
@@ -47,7 +55,8 @@ def solve(problem: Problem, solver: MilpSolver) -> Ints:
     """Rows (src, dst, tokens) [n, 3] of an optimum.
 
     Raises:
-        NoAnswerError: the solver is not installed, has no licence or too small a licence, or ended without an optimum.
+        NoAnswerError: the solver is not installed, has no licence or too small a licence, or ended
+            without an optimum.
     """
     milp = formulate(problem)
     values = SOLVERS[solver](milp)
@@ -60,10 +69,12 @@ def solve(problem: Problem, solver: MilpSolver) -> Ints:
 
 
 def formulate(problem: Problem) -> Milp:
-    """Variables: tokens of each pair of a surplus and a deficit; for the bottleneck also each rank's tokens inside, and the largest cost.
+    """Variables: tokens of each pair of a surplus and a deficit; for the bottleneck also each
+    rank's tokens inside, and the largest cost.
 
-    A rank with need tokens of which x stay inside its node costs need - (1 - intra) x. Writing x as a whole variable of its own
-    lets a solver conclude from a bound on the largest cost how much each rank must keep inside, which proves the optimum at once.
+    A rank with need tokens of which x stay inside its node costs need - (1 - intra) x. Writing x as
+    a whole variable of its own lets a solver conclude from a bound on the largest cost how much
+    each rank must keep inside, which proves the optimum at once.
     """
     senders, receivers = np.flatnonzero(problem.surplus), np.flatnonzero(problem.deficit)
     src, dst = (grid.ravel() for grid in np.meshgrid(np.arange(len(senders)), np.arange(len(receivers)), indexing="ij"))
@@ -98,7 +109,9 @@ class _Rows:
         self._count = 0
 
     def add(self, low: NDArray[Any], high: NDArray[Any], *terms: tuple[Ints, Ints, float]) -> None:
-        """`low` <= A x <= `high` with A[row, column] = value of each of `terms`; rows count from 0 within the block."""
+        """`low` <= A x <= `high` with A[row, column] = value of each of `terms`; rows count from 0
+        within the block.
+        """
         self._entries += [(row + self._count, column, np.full(len(row), value)) for row, column, value in terms]
         self._bounds.append(np.stack([low, high]).astype(np.float64))
         self._count += len(low)
@@ -136,7 +149,8 @@ def _highs(milp: Milp) -> Floats:
     optimize, sparse = _library("scipy.optimize"), _library("scipy.sparse")
     row, column, value = milp.entries
     matrix = sparse.csr_array((value, (row, column)), shape=(len(milp.low), len(milp.cost)))
-    # SciPy gives HiGHS its default seed 0, and HiGHS searches the tree of an integer program in one thread.
+    # SciPy gives HiGHS its default seed 0, and HiGHS searches the tree of an integer program in one
+    # thread.
     result = optimize.milp(
         milp.cost,
         integrality=milp.whole.astype(np.int64),

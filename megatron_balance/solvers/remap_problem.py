@@ -1,4 +1,6 @@
-"""What a remapping has to move: the target of every rank, and with it the surplus and the deficit of every rank."""
+"""The problem that a remap solves: target tokens of every rank, and with them its surplus or
+deficit.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ Sides: TypeAlias = Literal["send", "both"]
 class Problem:
     """Zeppelin's Eq. (2) for a given target.
 
-    `surplus` and `deficit` [d] are tokens a rank has to send and to receive (never both above 0; their sums are equal). A
-    token costs 1 between two nodes and `intra`, 0 to 1, within one. Node n has the ranks [n x node_size, (n + 1) x node_size).
+    `surplus` and `deficit` [d] are tokens a rank has to send and to receive (never both above 0;
+    their sums are equal). A token costs 1 between two nodes and `intra`, 0 to 1, within one. Node n
+    has the ranks [n x node_size, (n + 1) x node_size).
     """
 
     surplus: Ints
@@ -30,12 +33,13 @@ class Problem:
 
 
 def balanced(held: Ints, align: int) -> Ints:
-    """The tokens [d] that each rank ends with: as equal as possible, and such that as few tokens as possible move.
+    """The tokens [d] that each rank ends with: as equal as possible, and such that as few tokens as
+    possible move.
 
-    The rule for the remainder: with T tokens in all, every rank gets floor(T / d), and the T mod d extra tokens go one each
-    to the ranks that hold most, ties to the lower rank. With `align` a > 1 the same holds in units of a tokens, and the T mod
-    a tokens that make no unit go to the next rank in that order. So counts differ by at most a, and all but one are
-    multiples of a.
+    The rule for the remainder: with T tokens in all, every rank gets floor(T / d), and the T mod d
+    extra tokens go one each to the ranks that hold most, ties to the lower rank. With `align` a > 1
+    the same holds in units of a tokens, and the T mod a tokens that make no unit go to the next
+    rank in that order. So counts differ by at most a, and all but one are multiples of a.
     """
     units, rest = divmod(int(held.sum()), align)
     each, extra = divmod(units, len(held))

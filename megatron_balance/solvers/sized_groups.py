@@ -1,9 +1,11 @@
-"""Items into groups of chosen sizes: how many groups of which size, and which items in each, so that the longest is as short as possible.
+"""Items into groups of chosen sizes: how many groups of which size, and which items in each, so
+that the longest is as short as possible.
 
-A group of `size` ranks takes `seconds` for an item, which depends on the size, and holds `size * capacity` tokens; the groups' sizes
-add up to `num_ranks` at most. Heterogeneous makespan with the machines to be chosen, too: hard, so there is a greedy answer (`greedy`)
-and a mixed-integer program that improves on it within a number of nodes of its search (`improve`). Every rank of a job solves for
-itself, so limits are in nodes and never in seconds.
+A group of `size` ranks takes `seconds` for an item, which depends on the size, and holds `size *
+capacity` tokens; the groups' sizes add up to `num_ranks` at most. Heterogeneous makespan with the
+machines to be chosen, too: hard, so there is a greedy answer (`greedy`) and a mixed-integer program
+that improves on it within a number of nodes of its search (`improve`). Every rank of a job solves
+for itself, so limits are in nodes and never in seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`tokens`: of each item; `seconds[item][i]`: its time in a group of `sizes[i]`; `sizes` ascend up to `num_ranks`."""
+    """`tokens`: of each item; `seconds[item][i]`: its time in a group of `sizes[i]`; `sizes` ascend
+    up to `num_ranks`.
+    """
 
     tokens: Sequence[int]
     seconds: Sequence[Sequence[float]]
@@ -51,7 +55,9 @@ class Problem:
         return max((sum(self.seconds[k][self.sizes.index(size)] for k in items) for size, items in groups), default=0.0)
 
     def least_makespan(self) -> float:
-        """Seconds that no groups fall below: the fastest group of the slowest item, and all items' seconds spread over all ranks."""
+        """Seconds that no groups fall below: the fastest group of the slowest item, and all items'
+        seconds spread over all ranks.
+        """
         fastest = [min((row[i] for i in self.allowed(item)), default=inf) for item, row in enumerate(self.seconds)]
         busy = sum(min(s * size for s, size in zip(row, self.sizes, strict=True)) for row in self.seconds)
         return max(*fastest, busy / self.num_ranks)
@@ -63,13 +69,15 @@ class Problem:
 
 
 def greedy(problem: Problem) -> Groups | None:
-    """The best groups that a bisection over the makespan finds, or None if it finds none that hold everything.
+    """The best groups that a bisection over the makespan finds, or None if it finds none that hold
+    everything.
 
-    For a makespan, items in descending order, each into the group it fills most of those that have room and time for it, else into a
-    new one of the smallest size that is fast enough. There is at least one item.
+    For a makespan, items in descending order, each into the group it fills most of those that have
+    room and time for it, else into a new one of the smallest size that is fast enough. There is at
+    least one item.
     """
     low = problem.least_makespan()
-    best = next((found for factor in _FACTORS if (found := _within(problem, low * factor)) is not None), None)
+    best = next((groups for factor in _FACTORS if (groups := _within(problem, low * factor)) is not None), None)
     if best is None:
         return None
     high = problem.makespan(best)
@@ -77,11 +85,11 @@ def greedy(problem: Problem) -> Groups | None:
         if high <= low * (1 + TOLERANCE):
             break
         middle = (low + high) / 2
-        found = _within(problem, middle)
-        if found is None:
+        groups = _within(problem, middle)
+        if groups is None:
             low = middle
         else:
-            best, high = found, min(middle, problem.makespan(found))
+            best, high = groups, min(middle, problem.makespan(groups))
     return best
 
 
@@ -90,11 +98,11 @@ def _within(problem: Problem, most_s: float) -> Groups | None:
     free = problem.num_ranks
     sizes: list[int] = []  # of each group: the index of its size
     items: list[list[int]] = []
-    room: list[int] = []
+    free_tokens: list[int] = []
     time_s: list[float] = []
     for item in sorted(range(len(problem.tokens)), key=lambda k: (-problem.tokens[k], k)):
         tokens, seconds = problem.tokens[item], problem.seconds[item]
-        fits = [g for g, i in enumerate(sizes) if tokens <= room[g] and time_s[g] + seconds[i] <= most_s]
+        fits = [g for g, i in enumerate(sizes) if tokens <= free_tokens[g] and time_s[g] + seconds[i] <= most_s]
         if fits:
             group = max(fits, key=lambda g: (time_s[g] + seconds[sizes[g]], -g)) if most_s < inf else min(fits, key=time_s.__getitem__)
         else:
@@ -104,18 +112,20 @@ def _within(problem: Problem, most_s: float) -> Groups | None:
             group = len(sizes)
             sizes.append(size)
             items.append([])
-            room.append(problem.sizes[size] * problem.capacity)
+            free_tokens.append(problem.sizes[size] * problem.capacity)
             time_s.append(0.0)
             free -= problem.sizes[size]
         items[group].append(item)
-        room[group] -= tokens
+        free_tokens[group] -= tokens
         time_s[group] += seconds[sizes[group]]
     return tuple((problem.sizes[i], tuple(sorted(group))) for i, group in zip(sizes, items, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`num_buckets`: kinds of items told apart, at most; `nodes`: of the search; `variables`: of a program that is tried at all."""
+    """`num_buckets`: kinds of items told apart, at most; `nodes`: of the search; `variables`: of a
+    program that is tried at all.
+    """
 
     num_buckets: int = 16
     nodes: int = 50
@@ -123,14 +133,16 @@ class Limits:
 
 
 def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
-    """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's) that HiGHS solves (in SciPy).
+    """Groups of a lower makespan than `start`, by a mixed-integer program (FlexSP's) that HiGHS
+    solves (in SciPy).
 
-    Items of about the same tokens form a bucket and count as its largest. Variables: for each possible group whether it is there, and
-    of each bucket how many items it takes.
+    Items of about the same tokens form a bucket and count as its largest. Variables: for each
+    possible group whether it is there, and of each bucket how many items it takes.
 
     Raises:
         NoSolverError: SciPy is not installed.
-        NoAnswerError: `start` is best, the program is too large, or no better groups were found within the nodes.
+        NoAnswerError: `start` is best, the program is too large, or no better groups were found
+            within the nodes.
     """
     best_s = problem.makespan(start)
     if best_s * (1 - TOLERANCE) <= problem.least_makespan():
@@ -154,7 +166,8 @@ def improve(problem: Problem, start: Groups, limits: Limits) -> Groups:
 
 
 def bucket(tokens: Sequence[int], num_buckets: int) -> list[list[int]]:
-    """Items in descending order of tokens, cut into at most `num_buckets` runs with the least sum of (largest of its run - own) tokens.
+    """Items in descending order of tokens, cut into at most `num_buckets` runs with the least sum
+    of (largest of its run - own) tokens.
 
     The recurrence over the last run (FlexSP's), on distinct numbers of tokens.
     """
@@ -191,7 +204,9 @@ def bucket(tokens: Sequence[int], num_buckets: int) -> list[list[int]]:
 def _best_begins(
     before: Sequence[int], excess: Callable[[int, int], int], begins: list[int], sums: list[int], span: tuple[int, int, int, int]
 ) -> None:
-    """For each end in [low, high] the begin of its last run in [first, last] with the least sum: begins ascend with ends, so halve."""
+    """For each end in [low, high] the begin of its last run in [first, last] with the least sum:
+    begins ascend with ends, so halve.
+    """
     low, high, first, last = span
     if low > high:
         return
@@ -238,31 +253,34 @@ class _Program:
             shape=(len(rows), self.num_variables),
         )
         most = [1.0] * (1 + len(self.group_sizes)) + [float(len(self.buckets[q])) for q, _ in self.takes]
-        found: Any = optimize.milp(
+        result: Any = optimize.milp(
             c=[1.0] + [0.0] * (self.num_variables - 1),
             integrality=[0] + [1] * (self.num_variables - 1),
             bounds=optimize.Bounds(0.0, most),
             constraints=optimize.LinearConstraint(matrix.tocsr(), [low for low, _, _ in rows], [high for _, high, _ in rows]),
             options={"node_limit": nodes, "mip_rel_gap": TOLERANCE},
         )
-        if found.x is None:
+        if result.x is None:
             raise NoAnswerError("nothing better was found within the nodes")
-        return self._read([round(value) for value in found.x])
+        return self._read([round(value) for value in result.x])
 
     def _rows(self) -> list[tuple[float, float, list[tuple[int, float]]]]:
-        """Constraints (low, high, entries). Variable 0: makespan over `most_s`; then the groups; then `takes`."""
+        """Constraints (low, high, entries).
+
+        Variable 0: makespan over `most_s`; then the groups; then `takes`.
+        """
         problem, first = self.problem, 1 + len(self.group_sizes)
         by_bucket: list[list[tuple[int, float]]] = [[] for _ in self.buckets]
         time: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
-        room: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
+        free_tokens: list[list[tuple[int, float]]] = [[] for _ in self.group_sizes]
         for column, (q, p) in enumerate(self.takes, start=first):
             size = problem.sizes[self.group_sizes[p]]
             by_bucket[q].append((column, 1.0))
             time[p].append((column, self.seconds[q][self.group_sizes[p]] / self.most_s))
-            room[p].append((column, self.tokens[q] / (size * problem.capacity)))
+            free_tokens[p].append((column, self.tokens[q] / (size * problem.capacity)))
         rows = [(float(len(items)), float(len(items)), row) for items, row in zip(self.buckets, by_bucket, strict=True)]
         rows += [(-inf, 0.0, [*row, (0, -1.0)]) for row in time]
-        rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(room)]
+        rows += [(-inf, 0.0, [*row, (1 + p, -1.0)]) for p, row in enumerate(free_tokens)]
         # Groups of one size are alike: those with lower numbers are there first.
         alike = (p for p in range(1, len(self.group_sizes)) if self.group_sizes[p - 1] == self.group_sizes[p])
         rows += [(0.0, inf, [(p, 1.0), (1 + p, -1.0)]) for p in alike]

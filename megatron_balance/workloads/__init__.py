@@ -1,1 +1,3 @@
-"""Where lengths and documents come from: Megatron corpora, files, length distributions (standard library and NumPy)."""
+"""Sources of lengths and documents: Megatron corpora, files, length distributions (standard library
+and NumPy).
+"""

@@ -1,4 +1,6 @@
-"""Files to a Megatron corpus: one document per file, one token per byte, an end-of-document token behind each."""
+"""Files to a Megatron corpus: one document per file, one token per byte, an end-of-document token
+behind each.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What became of the files of `build`."""
+    """Counts of `build`: documents and tokens written, files left out."""
 
     num_documents: int
     num_tokens: int
@@ -32,23 +34,25 @@ class BuildReport:
 
 
 def find_files(paths: Iterable[Path], suffix: str = "", leave_out: tuple[str, ...] = ()) -> list[Path]:
-    """Files named, and files below the folders named whose name ends with `suffix`, each once, in a fixed order.
+    """Files named, and files below the folders named whose name ends with `suffix`, each once, in a
+    fixed order.
 
-    In folders, hidden files and folders and those named in `leave_out` are passed over, and links to folders are not followed.
+    In folders, hidden files and folders and those named in `leave_out` are passed over, and links
+    to folders are not followed.
 
     Raises:
         DataError: a path that does not exist, or a folder that cannot be read.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            found.update(dict.fromkeys(_below(path, suffix, leave_out)))
+            files.update(dict.fromkeys(_below(path, suffix, leave_out)))
         elif path.exists():
-            found[path] = None
+            files[path] = None
         else:
             raise DataError(f"{path}: no such file or folder")
     first_of: dict[Path, Path] = {}
-    for path in found:
+    for path in files:
         first_of.setdefault(path.resolve(), path)
     return list(first_of.values())
 

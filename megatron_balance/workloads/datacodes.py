@@ -1,11 +1,13 @@
-"""KnapFormer's data codes (section 4.1): what each GPU of a text-to-image or text-to-video job loads.
+"""KnapFormer's data codes (section 4.1): what each GPU of a text-to-image or text-to-video job
+loads.
 
-A code g{G}b{B}i{R}f{F}s{S}: G GPUs, B samples on each, images of R x R pixels, F frames, S = 1 for a video clip and 0 for images or
-keyframes; several codes joined by commas are one sharding group, GPUs in order. A sample is its text and its picture as one sequence:
+A code g{G}b{B}i{R}f{F}s{S}: G GPUs, B samples on each, images of R x R pixels, F frames, S = 1 for
+a video clip and 0 for images or keyframes; several codes joined by commas are one sharding group,
+GPUs in order. A sample is its text and its picture as one sequence:
 
 * text: 0 to 392 tokens, even, 196 on average;
-* picture: (R / 16)^2 tokens a frame; of a clip 17 frames become 5; times a factor of 0.96 to 1.04, even, for all samples of a GPU's batch
-  (buckets of aspect ratio).
+* picture: (R / 16)^2 tokens a frame; of a clip 17 frames become 5; times a factor of 0.96 to 1.04,
+  even, for all samples of a GPU's batch (buckets of aspect ratio).
 """
 
 from __future__ import annotations

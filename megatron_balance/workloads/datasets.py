@@ -1,7 +1,9 @@
-"""Lengths of documents on disk: a Megatron corpus, JSONL, and Hugging Face data sets (Parquet, Arrow).
+"""Lengths of documents on disk: a Megatron corpus, JSONL, and Hugging Face data sets (Parquet,
+Arrow).
 
-A path may end in `#COLUMN`. Without it the first of these columns that is there counts: a number of tokens, a list of token ids, or text.
-Text is not tokenised here: its tokens are estimated from its bytes.
+A path may end in `#COLUMN`. Without it the first of these columns that is there counts: a number of
+tokens, a list of token ids, or text. Text is not tokenised here: its tokens are estimated from its
+bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ COLUMNS = ("length", "num_tokens", "token_count", "n_tokens", "input_ids", "toke
 """Columns looked for, in this order."""
 
 BYTES_PER_TOKEN = 4.0
-"""Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is about four characters)."""
+"""Of text: the usual figure for byte-pair encodings on English (OpenAI's documentation: a token is
+about four characters).
+"""
 
 ARROW = (".arrow", ".parquet")
 
@@ -66,7 +70,7 @@ def document_lengths(name: str) -> Lengths:
 
 def _of_jsonl(path: Path, column: str) -> Lengths:
     """One object, number or list of numbers a line."""
-    found: list[int] = []
+    lengths: list[int] = []
     count: Callable[[Any], int] | None = None
     for number, line in enumerate(_lines(path), 1):
         try:
@@ -74,7 +78,9 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
         except ValueError as error:
             raise DataError(f"{path}:{number}: not JSON ({error})") from error
         if isinstance(value, list):  # a JSON file of lengths, as --lengths-file takes them
-            found += [_checked(int, length, f"{path}:{number}: length {place}") for place, length in enumerate(cast("list[object]", value))]
+            lengths += [
+                _checked(int, length, f"{path}:{number}: length {place}") for place, length in enumerate(cast("list[object]", value))
+            ]
             continue
         row = cast("dict[str, Any]", value if isinstance(value, dict) else {"length": value})
         if count is None:
@@ -82,8 +88,8 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
             count = _counter(row.get(column), column, str(path))
         if column not in row:
             raise DataError(f"{path}:{number}: no key {column!r}, which the first line has")
-        found.append(_checked(count, row[column], f"{path}:{number}: {column}"))
-    return np.array(found, dtype=np.int64)
+        lengths.append(_checked(count, row[column], f"{path}:{number}: {column}"))
+    return np.array(lengths, dtype=np.int64)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -108,7 +114,7 @@ def _choose(columns: list[str], wanted: str, where: str) -> str:
 
 
 def _counter(example: object, column: str, where: str) -> Callable[[Any], int]:
-    """How many tokens a value of the column is."""
+    """Number of tokens that a value of the column stands for."""
     match example:
         case str():
             _warn_of_text(where, column)

@@ -1,28 +1,36 @@
 """Distributions of document lengths, each with its source. k = 1024 tokens.
 
-`arxiv`, `github`, `prolong64k`: Zeppelin (arXiv 2509.21841), Table 2: the share of documents in each bin of length. Only shares are
-printed: we draw uniformly inside a bin, begin the first ("< 1k") at 129 tokens, and divide each row by its sum, which is 1 but for
-GitHub's 0.945. (ProLong64k's 67 % of 32k to 64k is what that mix has of *tokens*; the table is taken as printed.)
+`arxiv`, `github`, `prolong64k`: Zeppelin (arXiv 2509.21841), Table 2: the share of documents in
+each bin of length. Only shares are printed: we draw uniformly inside a bin, begin the first ("<
+1k") at 129 tokens, and divide each row by its sum, which is 1 but for GitHub's 0.945. (ProLong64k's
+67 % of 32k to 64k is what that mix has of *tokens*; the table is taken as printed.)
 
-`wlb`: WLB-LLM (OSDI 2025, section 2.2, Figure 3) shows a 128k job's documents without printing numbers: most are short, the longest fill
-the window, and those below half of it hold over 75 % of the tokens. The bins are our count of the 99,519 lengths that DistCA publishes
-for it (its repository, distca/simulator/data/dist_wlbllm.json): even up to 6k, then a thin tail; 87 % of the tokens are below 64k.
+`wlb`: WLB-LLM (OSDI 2025, section 2.2, Figure 3) shows a 128k job's documents without printing
+numbers: most are short, the longest fill the window, and those below half of it hold over 75 % of
+the tokens. The bins are our count of the 99,519 lengths that DistCA publishes for it (its
+repository, distca/simulator/data/dist_wlbllm.json): even up to 6k, then a thin tail; 87 % of the
+tokens are below 64k.
 
-`pretrain`: DistCA (section 6.1): "upsample long documents in a pretrain data distribution by randomly filtering out documents shorter
-than a threshold". With its script's settings (pretrain_llama.sh): of `wlb`, every second document below 64k, and those above four times.
+`pretrain`: DistCA (section 6.1): "upsample long documents in a pretrain data distribution by
+randomly filtering out documents shorter than a threshold". With its script's settings
+(pretrain_llama.sh): of `wlb`, every second document below 64k, and those above four times.
 
-`prolong`: ProLong (Gao et al., arXiv 2410.02660), which DistCA evaluates on, in its 512K stage: tokens by the proportions of its script
-(train_512K.sh). Code and books are cut to one document a sample: 40 % of the tokens in documents of 65,536 and 20 % of 524,288. The rest is
-web text and the like, whose lengths the paper does not give: `commoncrawl` is assumed.
+`prolong`: ProLong (Gao et al., arXiv 2410.02660), which DistCA evaluates on, in its 512K stage:
+tokens by the proportions of its script (train_512K.sh). Code and books are cut to one document a
+sample: 40 % of the tokens in documents of 65,536 and 20 % of 524,288. The rest is web text and the
+like, whose lengths the paper does not give: `commoncrawl` is assumed.
 
-`commoncrawl`: Hydraulis (arXiv 2412.07894, section 8.1) trains on falcon-refinedweb; its Figure 1 is a picture. A lognormal from
-printed facts: 600 billion tokens (arXiv 2306.01116, abstract) in 968 million pages (the data set's viewer), 620 a page; and among 1.6
-million tokens the longest page has 15K to 32K (Hydraulis, Appendix A.1), 22K taken in the middle, so sigma = 1.32.
+`commoncrawl`: Hydraulis (arXiv 2412.07894, section 8.1) trains on falcon-refinedweb; its Figure 1
+is a picture. A lognormal from printed facts: 600 billion tokens (arXiv 2306.01116, abstract) in 968
+million pages (the data set's viewer), 620 a page; and among 1.6 million tokens the longest page has
+15K to 32K (Hydraulis, Appendix A.1), 22K taken in the middle, so sigma = 1.32.
 
-`github-code`: Hydraulis' other data set, codeparrot/github-code: 115 million files, 1 TB (its card), at the 3.1 bytes a token of
-StarCoder's code (783 GB, 250 billion tokens; arXiv 2305.06161), 2,800 a file. The spread is not printed; `commoncrawl`'s is assumed.
+`github-code`: Hydraulis' other data set, codeparrot/github-code: 115 million files, 1 TB (its
+card), at the 3.1 bytes a token of StarCoder's code (783 GB, 250 billion tokens; arXiv 2305.06161),
+2,800 a file. The spread is not printed; `commoncrawl`'s is assumed.
 
-`lognormal`: a median of 1,500 tokens and sigma 1.3: many short documents and a few that fill the context. Ours, no source.
+`lognormal`: a median of 1,500 tokens and sigma 1.3: many short documents and a few that fill the
+context. Ours, no source.
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ K = 1024
 
 
 class Distribution(Protocol):
-    """Where lengths come from, one document at a time."""
+    """A source of document lengths, one at a time."""
 
     def document(self, generator: np.random.Generator) -> int:
         """Length of one document in tokens, at least 1."""
@@ -46,7 +54,9 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Bin i holds lengths edges[i] + 1 to edges[i + 1], evenly; `shares` of documents, divided by their sum."""
+    """Bin i holds lengths edges[i] + 1 to edges[i + 1], evenly; `shares` of documents, divided by
+    their sum.
+    """
 
     edges: tuple[int, ...]
     shares: tuple[float, ...]

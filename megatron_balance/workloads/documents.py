@@ -1,12 +1,15 @@
-"""From documents to samples: which tokens Megatron's sample number i holds, computed from (seed, i) alone.
+"""Samples made of documents: the tokens of Megatron's sample number i, computed from (seed, i)
+alone.
 
-A *piece* is what is left of a document after cutting at the context length: a row (document, start, stop). Each piece
-is one sequence of its own: attention never joins the pieces of a cut document. A *sample* is a run of whole pieces of at most
-`seq_length` tokens; Megatron asks for samples by number, in order, and never sees an epoch.
+A *piece* is what is left of a document after cutting at the context length: a row (document, start,
+stop). Each piece is one sequence of its own: attention never joins the pieces of a cut document. A
+*sample* is a run of whole pieces of at most `seq_length` tokens; Megatron asks for samples by
+number, in order, and never sees an epoch.
 
-Epochs and global batches: epoch e takes all pieces in an order drawn from (seed, e), packs them and numbers its samples on from
-where epoch e - 1 stopped. A global batch is `global_batch_size` consecutive numbers, so one that begins in epoch e's last samples
-takes its rest from epoch e + 1: nothing is dropped, padded or repeated. Since there is no state beside the number, a run that
+Epochs and global batches: epoch e takes all pieces in an order drawn from (seed, e), packs them and
+numbers its samples on from where epoch e - 1 stopped. A global batch is `global_batch_size`
+consecutive numbers, so one that begins in epoch e's last samples takes its rest from epoch e + 1:
+nothing is dropped, padded or repeated. Since there is no state beside the number, a run that
 resumes at `consumed_samples` continues exactly, on any number of ranks.
 """
 
@@ -25,7 +28,9 @@ from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.idx import read_index
 
 CutPolicy = Literal["split", "truncate"]
-"""`split`: what is left of a document longer than the context is a document of its own; `truncate`: it is dropped."""
+"""`split`: what is left of a document longer than the context is a document of its own; `truncate`:
+it is dropped.
+"""
 
 # A global batch spans two epochs at most, unless an epoch is smaller than a batch.
 KEPT_EPOCHS = 2
@@ -72,7 +77,8 @@ def cut(document_lengths: NDArray[np.int64], context_length: int, policy: CutPol
 
 
 def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
-    """Bounds [samples + 1] of samples filled in the given order: a piece that no longer fits opens the next sample (next-fit).
+    """Bounds [samples + 1] of samples filled in the given order: a piece that no longer fits opens
+    the next sample (next-fit).
 
     Args:
         piece_lengths: [pieces] in tokens, each at most `seq_length`.
@@ -81,7 +87,8 @@ def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]
     assert len(piece_lengths), "an epoch has at least one piece"
     assert piece_lengths.max() <= seq_length, "pieces are cut before they are packed"
     ends = np.cumsum(piece_lengths)
-    # For every piece: if it opened a sample, which piece would open the next one. Then only the openers are walked.
+    # For every piece: if it opened a sample, which piece would open the next one. Then only the
+    # openers are walked.
     following = np.searchsorted(ends, ends - piece_lengths + seq_length, side="right")
     bounds = [0]
     while bounds[-1] < len(ends):
@@ -92,17 +99,19 @@ def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of range(count) drawn from (seed, epoch).
 
-    Sorts the raw output of the bit generator, which NumPy keeps the same in all versions; what `Generator.permutation`
-    returns may change with an upgrade between two resumes.
+    Sorts the raw output of the bit generator, which NumPy keeps the same in all versions; what
+    `Generator.permutation` returns may change with an upgrade between two resumes.
     """
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
 class DocumentStream:
-    """The endless sequence of samples over part of a corpus; sample(i) depends on the arguments below and i, nothing else.
+    """The endless sequence of samples over part of a corpus; sample(i) depends on the arguments
+    below and i, nothing else.
 
-    Mutable only as a cache: numbers of samples of the epochs asked for so far, and the last epochs packed.
+    Mutable only as a cache: numbers of samples of the epochs asked for so far, and the last epochs
+    packed.
     """
 
     def __init__(
@@ -120,7 +129,8 @@ class DocumentStream:
             seq_length: context length and most tokens of a sample.
             seed: of the shuffles, at least 0.
             policy: `split` or `truncate`.
-            documents: the part of the corpus to draw from, one of a train/valid/test split; None: all of it.
+            documents: the part of the corpus to draw from, one of a train/valid/test split; None:
+                all of it.
 
         Raises:
             ConfigError: seq_length or seed that cannot be.
@@ -184,11 +194,15 @@ class DocumentStream:
         return tuple(self._lengths[self._members(index)].tolist())
 
     def lengths_between(self, start: int, stop: int) -> tuple[int, ...]:
-        """Lengths of all sequences of samples [start, stop), in order: what a pool reads in one microbatch or global batch."""
+        """Lengths of all sequences of samples [start, stop), in order: what a pool reads in one
+        microbatch or global batch.
+        """
         return tuple(length for index in range(start, stop) for length in self.lengths_of(index))
 
     def fingerprint(self) -> str:
-        """16 hex digits of everything sample(i) depends on; a resumed run that shows another one would lose or repeat tokens."""
+        """16 hex digits of everything sample(i) depends on; a resumed run that shows another one
+        would lose or repeat tokens.
+        """
         digest = hashlib.sha256(f"{self.seq_length} {self.seed} {self.policy} ".encode())
         digest.update(self._pieces.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
@@ -215,12 +229,16 @@ class DocumentStream:
 
 
 def open_stream(prefix: str, seq_length: int, seed: int, policy: CutPolicy = "split", documents: range | None = None) -> DocumentStream:
-    """The stream over a Megatron corpus, from its index alone: any process plans ahead with it, without torch and without the tokens."""
+    """The stream over a Megatron corpus, from its index alone: any process plans ahead with it,
+    without torch and without the tokens.
+    """
     return DocumentStream(read_index(prefix).document_lengths, seq_length, seed, policy, documents)
 
 
 def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:
-    """Runs of documents in proportion to `weights` (train, valid, test), rounded as Megatron rounds its splits."""
+    """Runs of documents in proportion to `weights` (train, valid, test), rounded as Megatron rounds
+    its splits.
+    """
     total = sum(weights)
     if total <= 0 or min(weights) < 0:
         raise ConfigError(f"--split {','.join(f'{weight:g}' for weight in weights)}: weights must not be negative and not all zero")

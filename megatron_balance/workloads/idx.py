@@ -41,14 +41,17 @@ SCAN_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorpusIndex:
-    """What a `.idx` says, checked against the `.bin` beside it."""
+    """Contents of a `.idx`, checked against the `.bin` beside it."""
 
     prefix: str
     dtype: np.dtype[np.integer]
     first_token: NDArray[np.int64]
-    """[documents + 1]: document i holds tokens first_token[i] to first_token[i + 1] of the `.bin`."""
+    """[documents + 1]: document i holds tokens first_token[i] to first_token[i + 1] of the `.bin`.
+    """
     first_sequence: NDArray[np.int64]
-    """[documents + 1]: the same in Megatron's sequences, which is how its IndexedDataset is asked for tokens."""
+    """[documents + 1]: the same in Megatron's sequences, which is how its IndexedDataset is asked
+    for tokens.
+    """
 
     @property
     def num_documents(self) -> int:
@@ -87,7 +90,8 @@ def read_index(prefix: str | os.PathLike[str]) -> CorpusIndex:
     """Open the corpus at `prefix` and check that its two files belong together.
 
     Raises:
-        DataError: a file is missing, truncated, too long, not Megatron's, or the corpus holds no tokens.
+        DataError: a file is missing, truncated, too long, not Megatron's, or the corpus holds no
+            tokens.
     """
     prefix = prefix_of(prefix)
     path = idx_path(prefix)
@@ -119,7 +123,9 @@ def _size(path: Path, prefix: str) -> int:
 
 
 def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int, np.dtype[np.integer]]:
-    """Number of sequences, number of document boundaries and token type; checks the file's size against them."""
+    """Number of sequences, number of document boundaries and token type; checks the file's size
+    against them.
+    """
     head = stream.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise DataError(f"{path}: not a Megatron index, it begins with {head[: len(MAGIC)]!r}, expected {MAGIC!r}")
@@ -132,16 +138,18 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
         known = ", ".join(f"{key} ({name})" for key, name in TOKEN_TYPES.items())
         raise DataError(f"{path}: token type code {code} is not a type of token ids; known are {known}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    found = f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take {expected}"
+    sizes = f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take {expected}"
     if idx_bytes == expected + num_sequences and num_sequences:
-        raise DataError(f"{found}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported")
+        raise DataError(f"{sizes}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported")
     if idx_bytes != expected:
-        raise DataError(f"{found}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again")
+        raise DataError(f"{sizes}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again")
     return num_sequences, num_boundaries, np.dtype(TOKEN_TYPES[code])
 
 
 def _split_body(body: bytes, num_sequences: int, num_boundaries: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1] behind the header."""
+    """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1] behind
+    the header.
+    """
     lengths = np.frombuffer(body, dtype="<i4", count=num_sequences)
     pointers = np.frombuffer(body, dtype="<i8", count=num_sequences, offset=4 * num_sequences)
     boundaries = np.frombuffer(body, dtype="<i8", count=num_boundaries, offset=12 * num_sequences)
@@ -151,7 +159,9 @@ def _split_body(body: bytes, num_sequences: int, num_boundaries: int) -> tuple[N
 def _check_documents(
     path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], boundaries: NDArray[np.int64], token_bytes: int
 ) -> None:
-    """Lengths, offsets and boundaries must describe documents that follow one another without gap or overlap."""
+    """Lengths, offsets and boundaries must describe documents that follow one another without gap
+    or overlap.
+    """
     if len(lengths) == 0 or len(boundaries) < 2:
         raise DataError(f"{path}: the corpus is empty, it has {len(lengths)} sequences in {max(len(boundaries) - 1, 0)} documents")
     if (lengths < 0).any():
@@ -186,10 +196,12 @@ def _check_bin(prefix: str, bin_bytes: int, num_tokens: int, dtype: np.dtype[np.
 
 
 class CorpusWriter:
-    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron's IndexedDatasetBuilder would.
+    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron's IndexedDatasetBuilder
+    would.
 
-    A context manager: the two files appear under their names when the block ends without an error, and not before.
-    A corpus that is there already with the same bytes is left alone, so building twice is harmless to a run that reads it.
+    A context manager: the two files appear under their names when the block ends without an error,
+    and not before. A corpus that is there already with the same bytes is left alone, so building
+    twice is harmless to a run that reads it.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: str = "uint16") -> None:
@@ -263,11 +275,13 @@ class CorpusWriter:
         targets = ((self._new_bin, bin_path(self._prefix)), (self._new_idx, idx_path(self._prefix)))
         if all(old.is_file() and filecmp.cmp(new, old, shallow=False) for new, old in targets):
             return
-        # The index goes first and comes back last: whoever opens the corpus in between finds it missing, not mixed.
+        # The index goes first and comes back last: whoever opens the corpus in between finds it
+        # missing, not mixed.
         with contextlib.suppress(FileNotFoundError):
             idx_path(self._prefix).unlink()
         for new, old in targets:
-            # mkstemp makes files that only their owner may read; a corpus is shared like any other file.
+            # mkstemp makes files that only their owner may read; a corpus is shared like any other
+            # file.
             new.chmod(0o666 & ~_umask())
             new.replace(old)
 

@@ -1,4 +1,6 @@
-"""Lengths to plan for: the distributions of the papers, data codes, corpora and other files; and histograms of them."""
+"""Lengths to plan for: the distributions of the papers, data codes, corpora and other files; and
+histograms of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Lengths = tuple[int, ...]
 """Lengths in tokens of the sequences of one batch."""
 
 DATASETS = tuple(DISTRIBUTIONS)
-"""Names of the distributions (`workloads.distributions` has their sources); data codes and paths are taken too."""
+"""Names of the distributions (`workloads.distributions` has their sources); data codes and paths
+are taken too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,15 @@ class Bar:
 
 
 def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int]) -> list[Lengths]:
-    """Batches of document lengths, each drawn until it holds `tokens` tokens; the last document of a batch is cut to fit.
+    """Batches of document lengths, each drawn until it holds `tokens` tokens; the last document of
+    a batch is cut to fit.
 
     Args:
-        name: one of `DATASETS`; KnapFormer's data codes, such as g8b4i256f1s0; or a path to a corpus (.idx), JSONL, Parquet or Arrow,
-            whose documents come in an order drawn from the seed, again and again.
-        tokens: tokens of a batch, at least 1; None: data codes say themselves how much a batch holds.
+        name: one of `DATASETS`; KnapFormer's data codes, such as g8b4i256f1s0; or a path to a
+            corpus (.idx), JSONL, Parquet or Arrow, whose documents come in an order drawn from the
+            seed, again and again.
+        tokens: tokens of a batch, at least 1; None: data codes say themselves how much a batch
+            holds.
         batches: how many batches.
         seed: of the generator; the batches of one call are drawn one after another from it.
 
@@ -75,7 +82,8 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
 def _endless(lengths: NDArray[np.int64], seeds: list[int]) -> Iterator[int]:
     """The lengths in an order drawn from the seed, then in another one, without end."""
     for epoch in count():
-        # The raw output of the bit generator is the same in all versions of NumPy; what `Generator.permutation` returns may change.
+        # The raw output of the bit generator is the same in all versions of NumPy; what
+        # `Generator.permutation` returns may change.
         keys = np.random.PCG64(np.random.SeedSequence((*seeds, epoch))).random_raw(len(lengths))
         yield from lengths[np.argsort(keys, kind="stable")].tolist()
 
@@ -90,10 +98,12 @@ def _fill(documents: Iterator[int], tokens: int) -> Lengths:
 
 
 def read_lengths(path: Path) -> list[Lengths]:
-    """Batches of lengths from a JSON file: `[lengths...]` is one batch, `[[lengths...], ...]` several.
+    """Batches of lengths from a JSON file: `[lengths...]` is one batch, `[[lengths...], ...]`
+    several.
 
     Raises:
-        ConfigError: no such file, not JSON, or something in it that is not a length; names the batch and the place.
+        ConfigError: no such file, not JSON, or something in it that is not a length; names the
+            batch and the place.
     """
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
@@ -128,7 +138,8 @@ def _describe(value: object) -> str:
 
 
 def corpus_lengths(prefix: str, seq_length: int, samples: int, batches: int, seed: int, policy: CutPolicy = "split") -> list[Lengths]:
-    """Batches as training on a Megatron corpus meets them: the first `batches` batches of `samples` samples each.
+    """Batches as training on a Megatron corpus meets them: the first `batches` batches of `samples`
+    samples each.
 
     Raises:
         DataError: the corpus is damaged or empty.
@@ -138,7 +149,9 @@ def corpus_lengths(prefix: str, seq_length: int, samples: int, batches: int, see
 
 
 def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
-    """Bars that double in width, from the shortest document to the longest; bars between them that hold nothing are kept."""
+    """Bars that double in width, from the shortest document to the longest; bars between them that
+    hold nothing are kept.
+    """
     lengths = lengths[lengths > 0]
     if not len(lengths):
         return []
@@ -153,7 +166,9 @@ def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
 
 
 def quantiles(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Minimum, deciles of interest, maximum and mean of the lengths, in tokens (rounded down to a length that occurs; the mean rounded)."""
+    """Minimum, deciles of interest, maximum and mean of the lengths, in tokens (rounded down to a
+    length that occurs; the mean rounded).
+    """
     at = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     values = np.quantile(lengths, list(at.values()), method="lower")
     return {**{name: int(value) for name, value in zip(at, values, strict=True)}, "mean": round(float(lengths.mean()))}

@@ -1,9 +1,11 @@
-"""Appendix A: into how many shards a document may be cut before its keys no longer hide behind the layers outside attention."""
+"""Appendix A: into how many shards a document may be cut before its keys no longer hide behind the
+layers outside attention.
+"""
 
 from __future__ import annotations
 
 from megatron_balance.ir.model import Model
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.cases import Case
 from megatron_balance.workloads.distributions import K
 
@@ -13,14 +15,19 @@ FLOPS_PER_S = 990e12
 
 
 def bound(token_s: float, model: Model, kv_tensors: int) -> float:
-    """The largest s for which l h_q + l h_kv (s + 1) / 2 travels within the time of l tokens; h_kv of so many tensors."""
+    """The largest s for which l h_q + l h_kv (s + 1) / 2 travels within the time of l tokens.
+
+    h_kv counts `kv_tensors` tensors.
+    """
     size_q = model.num_heads * model.head_dim * model.bytes_per_element
     size_kv = kv_tensors * model.num_kv_heads * model.head_dim * model.bytes_per_element
     return 2 * (token_s * BYTES_PER_S - size_q) / size_kv - 1
 
 
 def rows(_: Effort) -> list[Row]:
-    """The printed bound, its formula with the printed numbers, and with keys and values both counted."""
+    """The printed bound, its formula with the printed numbers, and with keys and values both
+    counted.
+    """
     case = Case("34B", 8, 512 * K, 128 * K)
     hidden, kv_hidden, inner = case.model.hidden_size, case.model.num_kv_heads * case.model.head_dim, case.model.ffn_size
     flops = 2.0 * hidden * (2 * hidden + kv_hidden + 3 * inner)
@@ -35,4 +42,4 @@ def rows(_: Effort) -> list[Row]:
     ]
 
 
-TABLE = Table("upper bound on the shards of a document (34B)", rows)
+TABLE = PaperTable("upper bound on the shards of a document (34B)", rows)

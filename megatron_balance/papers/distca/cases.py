@@ -1,9 +1,11 @@
-"""What DistCA is evaluated on (section 6.1): nodes of H200 with tensor parallelism 8, two models, two data sets.
+"""The cases that DistCA is evaluated on (section 6.1): nodes of H200 with tensor parallelism 8, two
+models, two data sets.
 
-Not printed and assumed: `pretrain` has documents of up to 128K; for a longer MaxDocLen its lengths are scaled. Longer ones of `prolong` are
-cut. A batch is as many samples of MaxDocLen tokens as the batch size says (Table 4's first row of 8B is then the 1M tokens, and that of
-34B the 512K tokens, that section 6.3 names), filled with documents as they come; one that passes the end of a sample is cut there, and
-its parts do not see one another, under all systems alike.
+Not printed and assumed: `pretrain` has documents of up to 128K; for a longer MaxDocLen its lengths
+are scaled. Longer ones of `prolong` are cut. A batch is as many samples of MaxDocLen tokens as the
+batch size says (Table 4's first row of 8B is then the 1M tokens, and that of 34B the 512K tokens,
+that section 6.3 names), filled with documents as they come; one that passes the end of a sample is
+cut there, and its parts do not see one another, under all systems alike.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def _loaded(model_name: str, num_nodes: int) -> tuple[Model, Cluster]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on nodes of eight GPUs. A rank is a node, whose GPUs are tensor-parallel. `stages`: pipelines that are tried."""
+    """A model on nodes of eight GPUs.
+
+    A rank is a node, whose GPUs are tensor-parallel. `stages`: pipelines that are tried.
+    """
 
     model_name: str
     num_nodes: int
@@ -73,33 +78,35 @@ class Case:
 
     def ping_pong(self, lengths: Sequence[int], tolerance: float = TOLERANCE) -> tuple[MicrobatchPlan, ...]:
         """DistCA's plans of both nano-batches of a batch."""
-        found: list[MicrobatchPlan] = []
+        plans: list[MicrobatchPlan] = []
         for nano_batch in nano_batches(lengths):
             batch = Batch(tuple(lengths[i] for i in nano_batch))
             if batch.lengths:
-                found.append(plan(batch, self.cluster, self.model, self.cost, DistcaOptions(tolerance=tolerance)))
-        return tuple(found)
+                plans.append(plan(batch, self.cluster, self.model, self.cost, DistcaOptions(tolerance=tolerance)))
+        return tuple(plans)
 
     def passes_s(self, lengths: Sequence[int], tolerance: float = TOLERANCE, way: PingPongMode = ROUNDS) -> tuple[float, float]:
         """Seconds of all layers under DistCA, forward and backward, of the slowest rank."""
         forward, backward = layers(self.ping_pong(lengths, tolerance), self.machine, self.model.num_layers, way)
         return float(forward.end_s.max()), float(backward.end_s.max())
 
-    def held_bytes(self, held: Held) -> float:
+    def held_bytes(self, held: HeldTokens) -> float:
         """Peak bytes of a GPU of the first pipeline stage."""
         ranks = self.num_nodes // held.stages
         sharding = Sharding(TENSOR, held.stages, optimizer=ranks)
         holding = Holding(held.policy, held.recompute, held.num_microbatches)
         return rank_memory(self.model, held.tokens, held.received, sharding, holding).total
 
-    def fits(self, held: Held) -> bool:
+    def fits(self, held: HeldTokens) -> bool:
         """Whether a GPU holds it."""
         return self.held_bytes(held) <= self.cluster.memory_bytes / TENSOR
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank of the first stage has of each microbatch: tokens, and tokens whose keys and values it receives."""
+class HeldTokens:
+    """Tokens of a rank of the first stage in each microbatch: its own, and those whose keys and
+    values it receives.
+    """
 
     tokens: float
     received: float
@@ -110,16 +117,18 @@ class Held:
 
 
 def chunks(documents: Sequence[int], size: int) -> list[list[int]]:
-    """Chunks of `size` tokens, documents as they come, each cut where a chunk ends; a cut document attends within its pieces only."""
-    found: list[list[int]] = [[]]
-    room = size
+    """Chunks of `size` tokens, documents as they come, each cut where a chunk ends; a cut document
+    attends within its pieces only.
+    """
+    packed: list[list[int]] = [[]]
+    left_in_chunk = size
     for document in documents:
         left = document
         while left:
-            if not room:
-                found.append([])
-                room = size
-            piece = min(left, room)
-            found[-1].append(piece)
-            left, room = left - piece, room - piece
-    return found
+            if not left_in_chunk:
+                packed.append([])
+                left_in_chunk = size
+            piece = min(left, left_in_chunk)
+            packed[-1].append(piece)
+            left, left_in_chunk = left - piece, left_in_chunk - piece
+    return packed

@@ -1,4 +1,6 @@
-"""A step under DistCA: nano-batches interleaved, and with a pipeline all stages attending together, tick by tick."""
+"""A step under DistCA: nano-batches interleaved, and with a pipeline all stages attending together,
+tick by tick.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import Tick, TickPlan
-from megatron_balance.papers.distca.cases import ROUNDS, TENSOR, Case, Held, chunks
+from megatron_balance.papers.distca.cases import ROUNDS, TENSOR, Case, HeldTokens, chunks
 from megatron_balance.planners.distca import DistcaOptions, plan, plan_owned
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.planning.ticks import plan_ticks
@@ -26,7 +28,7 @@ OPTIONS = DistcaOptions()
 
 
 def distca_s(case: Case, documents: Sequence[int]) -> float:
-    """Seconds of a step in the best way; infinite if none fits the memory.
+    """Seconds of a step in the best configuration; infinite if none fits the memory.
 
     Microbatches are whole samples, documents as they come.
     """
@@ -39,7 +41,8 @@ def _stages_s(case: Case, documents: Sequence[int], stages: int, size: int) -> f
 
 
 def _sizes(case: Case, stages: int) -> list[int]:
-    """Samples of a microbatch that are tried: the most that fit without recomputation, one for a rank at most.
+    """Samples of a microbatch that are tried: the most that fit without recomputation, one for a
+    rank at most.
 
     Without a pipeline half as many, too.
     """
@@ -53,14 +56,16 @@ def _sizes(case: Case, stages: int) -> list[int]:
     return fitting[: 2 if stages == 1 else 1] or sizes[:1]
 
 
-def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> Held:
-    """What the first stage has; in ticks up to 2 S - 1 microbatches are in flight instead of S (`planning.tick_order`)."""
+def _held(stages: int, tokens: float, received: float, num_microbatches: int, recompute: Recompute) -> HeldTokens:
+    """Tokens that the first stage holds; in ticks up to 2 S - 1 microbatches are in flight instead
+    of S (`planning.tick_order`).
+    """
     usual, in_ticks = min(stages, num_microbatches), min(2 * stages - 1, num_microbatches)
-    return Held(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
+    return HeldTokens(tokens * in_ticks / usual, received, stages, recompute, usual, "replay")
 
 
 def _received(ping_pong: Sequence[MicrobatchPlan], case: Case) -> list[int]:
-    """Most tokens whose keys and values a rank receives, of each nano-batch."""
+    """Tokens whose keys and values a rank receives at most, by nano-batch."""
     return [max(figures(nano_batch, case.model)["kv_tokens_received_per_rank"]) for nano_batch in ping_pong]
 
 
@@ -70,11 +75,11 @@ def _in_a_row_s(case: Case, microbatches: Sequence[Sequence[int]]) -> float:
         tokens = sum(documents) / case.num_nodes
         received = _received(case.ping_pong(documents), case)
         seconds += case.cost.head_s(tokens) + case.cost.head_s(tokens, backward=True)
-        if case.fits(Held(tokens, sum(received))):
+        if case.fits(HeldTokens(tokens, sum(received))):
             seconds += sum(case.passes_s(documents))
-        elif case.fits(Held(tokens, max(received), policy="replay")):
+        elif case.fits(HeldTokens(tokens, max(received), policy="replay")):
             seconds += sum(case.passes_s(documents, way=replace(ROUNDS, policy="replay")))
-        elif case.fits(Held(tokens, sum(received), recompute="full")):
+        elif case.fits(HeldTokens(tokens, sum(received), recompute="full")):
             forward_s, backward_s = case.passes_s(documents)
             seconds += 2 * forward_s + backward_s
         else:

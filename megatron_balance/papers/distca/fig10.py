@@ -1,4 +1,6 @@
-"""Figure 10 and section 6.2: speedup over Megatron and WLB-LLM with pipelines, on the grid of Table 5."""
+"""Figure 10 and section 6.2: speedup over Megatron and WLB-LLM with pipelines, on the grid of Table
+5.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from itertools import product
 from math import inf
 from statistics import fmean
 
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.baselines import megatron_s, wlb_s
 from megatron_balance.papers.distca.cases import DATASETS, Case
 from megatron_balance.papers.distca.distca import distca_s
@@ -38,25 +40,25 @@ def grid() -> list[Cell]:
 
 
 def rows(effort: Effort) -> list[Row]:
-    """What the text prints, then each cell of the grid."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    """The numbers that the text prints, then each cell of the grid."""
+    by_cell: dict[tuple[str, str], dict[str, float]] = {}
     for cell in effort.progress(grid(), "fig10"):
         case, batches = cell.case, cell.case.batches(cell.dataset, effort.batches)
         ours = fmean(distca_s(case, batch) for batch in batches)
         others = {"Megatron": megatron_s, "WLB-ideal": wlb_s}
-        found[case.model_name, cell.name] = {name: fmean(of(case, batch) for batch in batches) / ours for name, of in others.items()}
+        by_cell[case.model_name, cell.name] = {name: fmean(of(case, batch) for batch in batches) / ours for name, of in others.items()}
     summary: list[Row] = []
     for (model, system), published in PUBLISHED.items():
-        finite = [each[system] for (of, _), each in found.items() if of == model and each[system] < inf]
+        finite = [each[system] for (of, _), each in by_cell.items() if of == model and each[system] < inf]
         summary.append(Row(f"{model}: over {system}, largest", published, max(finite), "x", "simulated"))
         summary.append(Row(f"{model}: over {system}, mean", None, fmean(finite), "x", "simulated", note=DRAWN))
     cells = [
         Row(f"{name}: over {system}", None, ratio, "x", "simulated", note=DRAWN)
-        for (_, name), each in found.items()
+        for (_, name), each in by_cell.items()
         for system, ratio in each.items()
         if ratio < inf
     ]
     return [*summary, *cells]
 
 
-TABLE = Table("speedup with pipelines of 1, 2 or 4 stages, tensor parallelism 8, on the grid of Table 5", rows)
+TABLE = PaperTable("speedup with pipelines of 1, 2 or 4 stages, tensor parallelism 8, on the grid of Table 5", rows)

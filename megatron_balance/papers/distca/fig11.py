@@ -1,10 +1,12 @@
-"""Figure 11: latency with hidden exchanges, with exchanges of one byte ("Signal"), and on a single stream (Pretrain)."""
+"""Figure 11: latency with hidden exchanges, with exchanges of one byte ("Signal"), and on a single
+stream (Pretrain).
+"""
 
 from __future__ import annotations
 
 from statistics import fmean
 
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.cases import ROUNDS, TOLERANCE
 from megatron_balance.papers.distca.fig12 import cases
 from megatron_balance.simulator.ping_pong import PingPongMode
@@ -17,19 +19,19 @@ SINGLE_NOTE = "printed: 10 to 17 % longer"
 
 def rows(effort: Effort) -> list[Row]:
     """Both ablations over DistCA as it is, for each panel."""
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for case in effort.progress(cases(), "fig11"):
         batches = case.batches("pretrain", effort.batches)
         whole, signal, single = (fmean(sum(case.passes_s(batch, TOLERANCE, way)) for batch in batches) for way in (ROUNDS, SIGNAL, SINGLE))
         name = f"{case.model_name}, {case.num_nodes} nodes"
-        found.append(Row(f"{name}: DistCA over Signal", 1.0, whole / signal, "x", "simulated", note=SIGNAL_NOTE))
-        found.append(
+        table_rows.append(Row(f"{name}: DistCA over Signal", 1.0, whole / signal, "x", "simulated", note=SIGNAL_NOTE))
+        table_rows.append(
             Row(f"{name}: lost on a single stream, at least", 0.10, single / whole - 1, "of the time", "simulated", ">=", SINGLE_NOTE)
         )
-        found.append(
+        table_rows.append(
             Row(f"{name}: lost on a single stream, at most", 0.17, single / whole - 1, "of the time", "simulated", "<=", SINGLE_NOTE)
         )
-    return found
+    return table_rows
 
 
-TABLE = Table("what overlap hides", rows, batches=5)
+TABLE = PaperTable("what overlap hides", rows, batches=5)

@@ -1,11 +1,13 @@
-"""Figure 12: what the tolerance costs in time and saves in bytes (8B and 34B on 8 and 16 nodes, Pretrain, documents of up to 128K)."""
+"""Figure 12: what the tolerance costs in time and saves in bytes (8B and 34B on 8 and 16 nodes,
+Pretrain, documents of up to 128K).
+"""
 
 from __future__ import annotations
 
 from statistics import fmean
 
 from megatron_balance.analysis.statistics import figures
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.cases import Case
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
@@ -34,7 +36,7 @@ def measure(case: Case, batches: list[Lengths], tolerance: float) -> tuple[float
 
 def rows(effort: Effort) -> list[Row]:
     """Bytes and time relative to tolerance 0, for every panel."""
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for case in effort.progress(cases(), "fig12"):
         batches = case.batches("pretrain", effort.batches)
         base_s, base_bytes = measure(case, batches, 0.0)
@@ -45,9 +47,9 @@ def rows(effort: Effort) -> list[Row]:
             label = f"{name}, tolerance {tolerance:g}"
             at_least = 0.20 if tolerance == 0.15 else None
             note = "printed: 20 to 25 % in most cases" if tolerance == 0.15 else DRAWN
-            found.append(Row(f"{label}: bytes saved", at_least, saved, "of those at 0", "simulated", ">=", note))
-            found.append(Row(f"{label}: time", None, seconds / base_s, "of that at 0", "simulated", note=TIME_NOTE))
-    return found
+            table_rows.append(Row(f"{label}: bytes saved", at_least, saved, "of those at 0", "simulated", ">=", note))
+            table_rows.append(Row(f"{label}: time", None, seconds / base_s, "of that at 0", "simulated", note=TIME_NOTE))
+    return table_rows
 
 
-TABLE = Table("bytes and time by tolerance", rows, batches=5)
+TABLE = PaperTable("bytes and time by tolerance", rows, batches=5)

@@ -1,4 +1,6 @@
-"""Figure 9 and section 6.2: speedup over Megatron, FlexSP and WLB-LLM without pipelines, on the grid of Table 4."""
+"""Figure 9 and section 6.2: speedup over Megatron, FlexSP and WLB-LLM without pipelines, on the
+grid of Table 4.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from itertools import product
 from math import inf
 from statistics import fmean
 
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.baselines import flexsp_s, megatron_s, wlb_s
 from megatron_balance.papers.distca.cases import DATASETS, Case
 from megatron_balance.papers.distca.distca import distca_s
@@ -51,7 +53,10 @@ def grid() -> list[Cell]:
 
 
 def speedups(cell: Cell, num_batches: int) -> dict[str, float]:
-    """DistCA's speedup over each of the others: mean time over mean time. Infinite: one that does not fit the memory."""
+    """DistCA's speedup over each of the others: mean time over mean time.
+
+    Infinite: one that does not fit the memory.
+    """
     batches, case = cell.case.batches(cell.dataset, num_batches), cell.case
     ours = fmean(distca_s(case, batch) for batch in batches)
     return {
@@ -62,17 +67,17 @@ def speedups(cell: Cell, num_batches: int) -> dict[str, float]:
 
 
 def rows(effort: Effort) -> list[Row]:
-    """What the text prints, then each cell of the grid."""
-    found = {cell.name: speedups(cell, effort.batches) for cell in effort.progress(grid(), "fig9")}
+    """The numbers that the text prints, then each cell of the grid."""
+    by_cell = {cell.name: speedups(cell, effort.batches) for cell in effort.progress(grid(), "fig9")}
     summary: list[Row] = []
     for system, published in PUBLISHED.items():
-        finite = [each[system] for each in found.values() if each[system] < inf]
-        note = f"without {len(found) - len(finite)} configurations that do not fit the memory" if len(finite) < len(found) else ""
+        finite = [each[system] for each in by_cell.values() if each[system] < inf]
+        note = f"without {len(by_cell) - len(finite)} configurations that do not fit the memory" if len(finite) < len(by_cell) else ""
         summary.append(Row(f"over {system}, largest", published, max(finite), "x", "simulated", note=_joined(note, system)))
         summary.append(Row(f"over {system}, mean", None, fmean(finite), "x", "simulated", note=DRAWN))
     cells = [
         Row(f"{name}: over {system}", None, each[system], "x", "simulated", note=DRAWN)
-        for name, each in found.items()
+        for name, each in by_cell.items()
         for system in PUBLISHED
         if each[system] < inf
     ]
@@ -83,4 +88,4 @@ def _joined(note: str, system: str) -> str:
     return "; ".join(part for part in (note, WLB_NOTE if system == "WLB-ideal" else "") if part)
 
 
-TABLE = Table("speedup without pipelines, tensor parallelism 8, on the grid of Table 4", rows, batches=2)
+TABLE = PaperTable("speedup without pipelines, tensor parallelism 8, on the grid of Table 4", rows, batches=2)

@@ -1,4 +1,6 @@
-"""Figures 3 to 6: what gathering keys costs, what balance by tokens costs in memory, and how short shards run."""
+"""Figures 3 to 6: what gathering keys costs, what balance by tokens costs in memory, and how short
+shards run.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import numpy as np
 
 from megatron_balance.cost.collectives import all_gather_s
 from megatron_balance.cost.memory import Holding, Sharding, rank_memory
-from megatron_balance.papers.base import Effort, Row, Table
-from megatron_balance.papers.distca.baselines import deal, degrees, document_s, group_on, layer_s, per_document, wlb_by_way
+from megatron_balance.papers.base import Effort, PaperTable, Row
+from megatron_balance.papers.distca.baselines import deal, degrees, document_s, group_on, layer_s, per_document, wlb_by_config
 from megatron_balance.papers.distca.cases import TENSOR, Case
 from megatron_balance.workloads.distributions import K
 
@@ -20,9 +22,11 @@ TOKENS_NOTE = "tokens of a node are not printed; 128K, as in Table 4, the same a
 
 
 def fig3(_: Effort) -> list[Row]:
-    """The gathering of keys and values: share of a layer's time and of a rank's memory, by degree (8B, documents of 32K)."""
+    """The gathering of keys and values: share of a layer's time and of a rank's memory, by degree
+    (8B, documents of 32K).
+    """
     published = {2: (0.03, 0.03), 16: (None, 0.30), 32: (0.40, None)}
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for degree in (2, 4, 8, 16, 32):
         case = Case("8B", degree, degree * TOKENS_PER_NODE, 32 * K)
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
@@ -30,17 +34,19 @@ def fig3(_: Effort) -> list[Row]:
         time_share = gather_s / layer_s(case, share)[0]
         held = rank_memory(case.model, TOKENS_PER_NODE, case.num_tokens - TOKENS_PER_NODE, Sharding(TENSOR, optimizer=degree), Holding())
         of_time, of_memory = published.get(degree, (None, None))
-        found.append(Row(f"{degree} nodes: all-gather", of_time, time_share, "of a layer forward", "simulated", note=TOKENS_NOTE))
-        found.append(
+        table_rows.append(Row(f"{degree} nodes: all-gather", of_time, time_share, "of a layer forward", "simulated", note=TOKENS_NOTE))
+        table_rows.append(
             Row(f"{degree} nodes: gathered keys", of_memory, held.received / held.total, "of memory", "simulated", note=TOKENS_NOTE)
         )
-    return found
+    return table_rows
 
 
 def fig4(effort: Effort) -> list[Row]:
-    """Documents dealt to replicas by work, without limit and within memory (8B, chunks of 512K tokens, no context parallelism)."""
+    """Documents dealt to replicas by work, without limit and within memory (8B, chunks of 512K
+    tokens, no context parallelism).
+    """
     published = {4: 0.19, 8: 0.55}
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for replicas in effort.progress([2, 4, 8], "fig4"):
         case = Case("8B", replicas, replicas * 512 * K, 512 * K)
         tokens: list[float] = []
@@ -56,14 +62,16 @@ def fig4(effort: Effort) -> list[Row]:
                         tokens.append(max(sum(batch[i] for i in each) for each in bins) / case.tokens_per_rank)
             idle.append(1 - fmean(loads[-1]) / max(loads[-1]))
         name = f"data parallelism {replicas}"
-        found.append(Row(f"{name}: most tokens over the mean", None, fmean(tokens), "x", "simulated", note="printed: 1.08 to 1.17"))
+        table_rows.append(Row(f"{name}: most tokens over the mean", None, fmean(tokens), "x", "simulated", note="printed: 1.08 to 1.17"))
         note = "largest work against mean, tokens within 1.17 times the mean, the most that is printed"
-        found.append(Row(f"{name}: idle", published.get(replicas), fmean(idle), "of the time", "simulated", note=note))
-    return found
+        table_rows.append(Row(f"{name}: idle", published.get(replicas), fmean(idle), "of the time", "simulated", note=note))
+    return table_rows
 
 
 def fig5(effort: Effort) -> list[Row]:
-    """Rate of the attention kernel on a 32K-token chunk of shards of one length, whose contexts are drawn, over that at 4K."""
+    """Rate of the attention kernel on a 32K-token chunk of shards of one length, whose contexts are
+    drawn, over that at 4K.
+    """
     case, generator = Case("8B", 8, 1024 * K, 128 * K), np.random.default_rng(0)
     rates: dict[int, float] = {}
     for length in (32, 64, 128, 256, 512, 1024, 4096):
@@ -82,23 +90,25 @@ def fig5(effort: Effort) -> list[Row]:
 
 
 def fig6(effort: Effort) -> list[Row]:
-    """Documents dealt to replicas and cut in their groups, by degree of context parallelism (8B, 64 GPUs, chunks of 512K)."""
+    """Documents dealt to replicas and cut in their groups, by degree of context parallelism (8B, 64
+    GPUs, chunks of 512K).
+    """
     case = Case("8B", 8, 1024 * K, 512 * K)
-    found: dict[int, list[float]] = {degree: [] for degree in degrees(8)}
+    samples: dict[int, list[float]] = {degree: [] for degree in degrees(8)}
     for batch in case.batches("pretrain", effort.batches):
         by_degree: dict[int, float] = {}
-        for way, seconds in wlb_by_way(case, batch).items():
-            by_degree[way.degree] = min(seconds, by_degree.get(way.degree, inf))
+        for config, seconds in wlb_by_config(case, batch).items():
+            by_degree[config.degree] = min(seconds, by_degree.get(config.degree, inf))
         for degree, seconds in by_degree.items():
-            found[degree].append(case.num_tokens / seconds / 8 / TENSOR)
-    rates = {degree: fmean(each) if each else 0.0 for degree, each in found.items()}
+            samples[degree].append(case.num_tokens / seconds / 8 / TENSOR)
+    rates = {degree: fmean(each) if each else 0.0 for degree, each in samples.items()}
     return [
-        Row(f"DP {8 // degree}, CP {degree}", None, rate, "tokens/s/GPU", "simulated", note=f"{DRAWN}; {len(found[degree])} batches fit")
+        Row(f"DP {8 // degree}, CP {degree}", None, rate, "tokens/s/GPU", "simulated", note=f"{DRAWN}; {len(samples[degree])} batches fit")
         for degree, rate in rates.items()
     ]
 
 
-FIG3 = Table("gathering keys and values, by degree of context parallelism", fig3)
-FIG4 = Table("variable-length chunks: memory and idle time", fig4, batches=10)
-FIG5 = Table("rate of the attention kernel, by length of a shard", fig5, batches=10)
-FIG6 = Table("variable-length chunks with per-document context parallelism", fig6, batches=10)
+FIG3 = PaperTable("gathering keys and values, by degree of context parallelism", fig3)
+FIG4 = PaperTable("variable-length chunks: memory and idle time", fig4, batches=10)
+FIG5 = PaperTable("rate of the attention kernel, by length of a shard", fig5, batches=10)
+FIG6 = PaperTable("variable-length chunks with per-document context parallelism", fig6, batches=10)

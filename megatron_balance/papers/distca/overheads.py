@@ -9,7 +9,7 @@ import numpy as np
 from megatron_balance.analysis.statistics import figures
 from megatron_balance.cost.base import Ints
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.cases import TENSOR, Case
 from megatron_balance.papers.distca.fig9 import TABLE_4
 from megatron_balance.simulator.ping_pong import linear_s
@@ -42,7 +42,7 @@ def received(plan: MicrobatchPlan, case: Case) -> tuple[Ints, Ints]:
 
 def table6(effort: Effort) -> list[Row]:
     """Share of the time that packing and unpacking take, tokens as in Table 4."""
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for (model, nodes), (qkv, out) in effort.progress(list(TABLE_6.items()), "table6"):
         per_node = TABLE_4[model, 128][0] * 128 * K // 8
         case = Case(model, nodes, nodes * per_node, 128 * K)
@@ -50,18 +50,19 @@ def table6(effort: Effort) -> list[Row]:
         for batch in case.batches("pretrain", effort.batches):
             seconds = sum(case.passes_s(batch))
             parts = [received(nano_batch, case) for nano_batch in case.ping_pong(batch)]
-            # Out of the sender's tensors and into the receiver's; backward the gradients of all of it travel the other way.
+            # Out of the sender's tensors and into the receiver's; backward the gradients of all of
+            # it travel the other way.
             each = [4 * case.model.num_layers * case.cost.pack_s(sum(part[i].sum() for part in parts) / nodes) for i in (0, 1)]
             shares.append((100 * each[0] / seconds, 100 * each[1] / seconds))
         name = f"{model}, {nodes} nodes"
-        found.append(Row(f"{name}: QKV", qkv, fmean(a for a, _ in shares), "%", "simulated", note=PACK_NOTE))
-        found.append(Row(f"{name}: O", out, fmean(b for _, b in shares), "%", "simulated", note=PACK_NOTE))
-    return found
+        table_rows.append(Row(f"{name}: QKV", qkv, fmean(a for a, _ in shares), "%", "simulated", note=PACK_NOTE))
+        table_rows.append(Row(f"{name}: O", out, fmean(b for _, b in shares), "%", "simulated", note=PACK_NOTE))
+    return table_rows
 
 
 def table7(effort: Effort) -> list[Row]:
     """Bytes per second and GPU that hide all exchanges, documents of up to 512K."""
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for (model, size, nodes), (tolerance, published) in effort.progress(list(TABLE_7.items()), "table7"):
         case = Case(model, nodes, size * 512 * K, 512 * K)
         rates: list[float] = []
@@ -70,8 +71,8 @@ def table7(effort: Effort) -> list[Row]:
             if len(nano_batches) == 2:
                 rates.append(max(_rate(case, nano_batches[i], nano_batches[1 - i]) for i in (0, 1)))
         name = f"{model}, {nodes} nodes, tolerance {tolerance:g}"
-        found.append(Row(name, published, fmean(rates) / 1e9, "GB/s", "simulated", note=BANDWIDTH_NOTE))
-    return found
+        table_rows.append(Row(name, published, fmean(rates) / 1e9, "GB/s", "simulated", note=BANDWIDTH_NOTE))
+    return table_rows
 
 
 def _rate(case: Case, moving: MicrobatchPlan, computing: MicrobatchPlan) -> float:
@@ -82,5 +83,5 @@ def _rate(case: Case, moving: MicrobatchPlan, computing: MicrobatchPlan) -> floa
     return float((inputs + outputs).max() / meanwhile.min() / TENSOR)
 
 
-TABLE6 = Table("packing and unpacking, share of the time", table6, batches=3)
-TABLE7 = Table("bandwidth that hides all exchanges", table7, batches=5)
+TABLE6 = PaperTable("packing and unpacking, share of the time", table6, batches=3)
+TABLE7 = PaperTable("bandwidth that hides all exchanges", table7, batches=5)

@@ -1,7 +1,8 @@
-"""Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training (arXiv 2509.21841, EuroSys 2026).
+"""Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training (arXiv
+2509.21841, EuroSys 2026).
 
-Published values are those that its text, tables and captions print; what is only drawn has none. Where ours differ by more than 20 %,
-docs/reproduce-zeppelin.md says why.
+Published values are those that its text, tables and captions print; what is only drawn has none.
+Where ours differ by more than 20 %, docs/reproduce-zeppelin.md says why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Figure 11 and section 5.3: what routing, the attention engine and remapping add to Transformer Engine's ring. 3B, 32 GPUs, cluster A."""
+"""Figure 11 and section 5.3: what routing, the attention engine and remapping add to Transformer
+Engine's ring. 3B, 32 GPUs, cluster A.
+"""
 
 from __future__ import annotations
 
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig12 import SERIAL_NOTE, serial_routing_s
 from megatron_balance.papers.zeppelin.systems import (
     DATASETS,
@@ -37,23 +39,23 @@ REMAP_NOTE = 'the paper says "minimal" for GitHub and prints 3.64 / 3.51 for ArX
 def rows(effort: Effort) -> list[Row]:
     """Each variant's speedup over TE's ring, by data set."""
     case = Case("llama-3b", "a800", 32)
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for dataset, label in effort.progress(list(DATASETS.items()), "fig11"):
         batches = case.batches(dataset, effort.batches)
         base = tokens_per_s(TE, case, batches)
         speedup = {system.name: tokens_per_s(system, case, batches) / base for system in VARIANTS}
         for name, each in speedup.items():
-            found.append(Row(f"{label}: {LABELS[name]}", PRINTED.get((dataset, name)), each, "x", "simulated"))
+            table_rows.append(Row(f"{label}: {LABELS[name]}", PRINTED.get((dataset, name)), each, "x", "simulated"))
         serial_s = sum(serial_routing_s(case, lengths) for lengths in batches)
         serial = sum(map(sum, batches)) / serial_s / base
-        found.insert(
-            len(found) - len(VARIANTS) + 1,
+        table_rows.insert(
+            len(table_rows) - len(VARIANTS) + 1,
             Row(f"{label}: routing alone, rounds in series", 1.6, serial, "x", "simulated", note=SERIAL_NOTE),
         )
         gain = {"arxiv": 3.64 / 3.51, "github": 1.0}.get(dataset)
         remap = speedup[ZEPPELIN.name] / speedup[ENGINE_ROUTED.name]
-        found.append(Row(f"{label}: what remapping adds", gain, remap, "x", "simulated", note=REMAP_NOTE))
-    return found
+        table_rows.append(Row(f"{label}: what remapping adds", gain, remap, "x", "simulated", note=REMAP_NOTE))
+    return table_rows
 
 
-TABLE = Table("ablation: speedup over TE CP; 3B, 32 GPUs, cluster A", rows, batches=5)
+TABLE = PaperTable("ablation: speedup over TE CP; 3B, 32 GPUs, cluster A", rows, batches=5)

@@ -1,7 +1,8 @@
-"""Figure 12 and section 5.4.1: one attention call of the 3B model on 16 GPUs of cluster A, 64k tokens, as traced by its authors.
+"""Figure 12 and section 5.4.1: one attention call of the 3B model on 16 GPUs of cluster A, 64k
+tokens, as traced by its authors.
 
-The lengths of "multiple small sequences" are not printed. Assumed: one that fills a node, since a ring of eight rounds is traced on rank 0,
-and four on the other node.
+The lengths of "multiple small sequences" are not printed. Assumed: one that fills a node, since a
+ring of eight rounds is traced on rank 0, and four on the other node.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from megatron_balance.compile.order import LEGS
 from megatron_balance.cost import kernel
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.systems import TE, TE_ROUTED, ZEPPELIN, Case, System
 from megatron_balance.simulator.attention import Call, attention_call, events
 from megatron_balance.simulator.engine import Outcome
@@ -49,9 +50,11 @@ def leg_ms(outcome: Outcome, rank: int, leg: str, stream: str) -> float:
 
 
 def serial_round_s(case: Case, num_tokens: float, longest: float, *, backward: bool = False) -> float:
-    """Seconds of a routed round whose legs follow one another (Eq. 1), each after a thread block of attention.
+    """Seconds of a routed round whose legs follow one another (Eq. 1), each after a thread block of
+    attention.
 
-    `num_tokens`: whose keys and values go round; `longest`: keys that a thread block goes through at most.
+    `num_tokens`: whose keys and values go round; `longest`: keys that a thread block goes through
+    at most.
     """
     cluster, cost = case.cluster, case.cost
     nics = -(-cluster.node_size // cluster.ranks_per_nic)
@@ -63,7 +66,9 @@ def serial_round_s(case: Case, num_tokens: float, longest: float, *, backward: b
 
 
 def serial_routing_s(case: Case, lengths: Sequence[int]) -> float:
-    """The step of TE's ring, routed, if a round's legs followed one another and the next round waited for them; in closed form."""
+    """The step of TE's ring, routed, if a round's legs followed one another and the next round
+    waited for them; in closed form.
+    """
     plan, size = TE.plans(case, lengths)[0], case.cluster.num_ranks
     step = simulate_step((plan,), case.machine, case.setup)
     attention_s = 0.0
@@ -124,4 +129,4 @@ def _total_ms(call: Call, rank: int) -> float:
     return 1e3 * float(call.forward.end_s[rank] + call.backward.end_s[rank])
 
 
-TABLE = Table("timeline of section 5.4.1: 3B, 16 GPUs of cluster A, 64k tokens, one attention call", rows)
+TABLE = PaperTable("timeline of section 5.4.1: 3B, 16 GPUs of cluster A, 64k tokens, one attention call", rows)

@@ -1,6 +1,8 @@
-"""Figure 5: where attention on one GPU takes as long as moving the keys and values, which bounds the three zones.
+"""Figure 5: where attention on one GPU takes as long as moving the keys and values, which bounds
+the three zones.
 
-The figure draws three curves and prints no boundary, nor which model it is. Ours are closed forms of the cost model.
+The figure draws three curves and prints no boundary, nor which model it is. Ours are closed forms
+of the cost model.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import cast
 
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.kernel import TILE_TOKENS
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DRAWN
 from megatron_balance.papers.zeppelin.systems import DATASETS, Case
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins
@@ -22,7 +24,9 @@ BOTH_WAYS_NOTE = "the caption's 400 GB/s is both directions of the A800's NVLink
 
 
 def boundary(case: Case, link: Link) -> int:
-    """The shortest sequence, in whole kernel tiles, whose causal attention takes at least as long as its keys and values on `link`."""
+    """The shortest sequence, in whole kernel tiles, whose causal attention takes at least as long
+    as its keys and values on `link`.
+    """
     length = TILE_TOKENS
     while case.cost.attention_s(length * (length + 1) / 2, length) < link.time_s(case.cost.kv_bytes(length)):
         length += TILE_TOKENS
@@ -31,12 +35,12 @@ def boundary(case: Case, link: Link) -> int:
 
 def rows(_: Effort) -> list[Row]:
     """The boundaries, and how the tokens of each data set fall into the zones."""
-    found: list[Row] = []
+    table_rows: list[Row] = []
     cases = {label: Case(model, "a800", 16) for label, model in MODELS.items()}
     for label, case in cases.items():
         intra, inter = (case.cost.link(inter_node=inter) for inter in (False, True))
         doubled = Link(intra.alpha_s, 2 * intra.bytes_per_s)
-        found += [
+        table_rows += [
             Row(f"{label}: local / intra-node, NVLink at 400 GB/s", None, boundary(case, doubled), "tokens", "exact", note=DRAWN),
             Row(f"{label}: local / intra-node, at 200 GB/s", None, boundary(case, intra), "tokens", "exact", note=BOTH_WAYS_NOTE),
             Row(f"{label}: intra-node / inter-node, a NIC at 200 Gb/s", None, boundary(case, inter), "tokens", "exact", note=DRAWN),
@@ -45,21 +49,25 @@ def rows(_: Effort) -> list[Row]:
     limits = [boundary(case, case.cost.link(inter_node=inter)) for inter in (False, True)]
     for dataset, label in DATASETS.items():
         shares = token_shares(cast("Bins", DISTRIBUTIONS[dataset]), limits)
-        found += [
+        table_rows += [
             Row(f"{label}: in the {zone} zone of 7B", None, each, "of tokens", "exact") for zone, each in zip(ZONES, shares, strict=True)
         ]
-    return found
+    return table_rows
 
 
 def token_shares(bins: Bins, limits: Sequence[int]) -> list[float]:
-    """The expected share of a distribution's tokens in sequences up to each limit, and above the last one."""
+    """The expected share of a distribution's tokens in sequences up to each limit, and above the
+    last one.
+    """
     edges = [float(bins.edges[0]), *(float(limit) for limit in limits), float(bins.edges[-1])]
     tokens = [_tokens(low, high, bins) for low, high in pairwise(edges)]
     return [each / sum(tokens) for each in tokens]
 
 
 def _tokens(low: float, high: float, bins: Bins) -> float:
-    """Tokens a document, in documents of `low` to `high` tokens, in proportion; lengths are even inside a bin."""
+    """Tokens a document, in documents of `low` to `high` tokens, in proportion; lengths are even
+    inside a bin.
+    """
     total = 0.0
     for (start, stop), share in zip(pairwise(bins.edges), bins.shares, strict=True):
         first, last = max(low, start), min(high, stop)
@@ -68,4 +76,4 @@ def _tokens(low: float, high: float, bins: Bins) -> float:
     return total
 
 
-TABLE = Table("zones: where causal attention on an A800 takes as long as sending its keys and values", rows)
+TABLE = PaperTable("zones: where causal attention on an A800 takes as long as sending its keys and values", rows)

@@ -1,7 +1,9 @@
-"""Figure 8 and section 5.1: speedup over Transformer Engine's ring for four models, three data sets and three context lengths.
+"""Figure 8 and section 5.1: speedup over Transformer Engine's ring for four models, three data sets
+and three context lengths.
 
-What is not printed and assumed: the MoE model runs on cluster A, eight ranks share a layer's experts; a context of 64k with tensor
-parallelism 2 is on 16 GPUs all the same ("4k per GPU"), so a tensor-parallel group holds 8k tokens.
+What is not printed and assumed: the MoE model runs on cluster A, eight ranks share a layer's
+experts; a context of 64k with tensor parallelism 2 is on 16 GPUs all the same ("4k per GPU"), so a
+tensor-parallel group holds 8k tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.systems import DATASETS, HYBRID, LLAMA, OURS, TE, TOKENS_PER_GPU, ZEPPELIN, Case
 from megatron_balance.workloads.distributions import K
 from megatron_balance.workloads.lengths import Lengths
@@ -56,45 +58,45 @@ def speedups(case: Case, batches: list[Lengths]) -> dict[str, float]:
 
 def rows(effort: Effort) -> list[Row]:
     """A row for each cell of the grid, then what the text says of all."""
-    found: dict[Cell, dict[str, float]] = {}
+    by_cell: dict[Cell, dict[str, float]] = {}
     for model, context in effort.progress(list(product(MODELS, CONTEXTS)), "fig8"):
         case = model.case(context)
         for dataset in DATASETS:
-            found[model.label, context, dataset] = speedups(case, case.batches(dataset, effort.batches))
+            by_cell[model.label, context, dataset] = speedups(case, case.batches(dataset, effort.batches))
     cells = [
         Row(f"{model}, {context // K}k, {DATASETS[dataset]}", None, each[ZEPPELIN.name], "x", "simulated", note=DRAWN)
-        for (model, context, dataset), each in found.items()
+        for (model, context, dataset), each in by_cell.items()
     ]
-    return [*cells, *_summary(found), *_claims(found)]
+    return [*cells, *_summary(by_cell), *_claims(by_cell)]
 
 
-def _summary(found: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
-    ours, rule = ([each[system.name] for each in found.values()] for system in (ZEPPELIN, OURS))
+def _summary(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
+    ours, rule = ([each[system.name] for each in by_cell.values()] for system in (ZEPPELIN, OURS))
     return [
         Row("Zeppelin over TE CP, mean", 2.80, fmean(ours), "x", "simulated", note=PRINTED_NOTE),
         Row("Zeppelin over TE CP, largest", 6.60, max(ours), "x", "simulated", note=PRINTED_NOTE),
         Row("zeppelin with rule cost over TE CP, mean", 2.80, fmean(rule), "x", "simulated", note=OURS_NOTE),
         Row("zeppelin with rule cost over TE CP, largest", 6.60, max(rule), "x", "simulated", note=OURS_NOTE),
-        Row("Hybrid DP over TE CP, mean", None, fmean(each[HYBRID.name] for each in found.values()), "x", "simulated", note=DRAWN),
-        Row("LLaMA CP over TE CP, mean", None, fmean(each[LLAMA.name] for each in found.values()), "x", "simulated", note=DRAWN),
+        Row("Hybrid DP over TE CP, mean", None, fmean(each[HYBRID.name] for each in by_cell.values()), "x", "simulated", note=DRAWN),
+        Row("LLaMA CP over TE CP, mean", None, fmean(each[LLAMA.name] for each in by_cell.values()), "x", "simulated", note=DRAWN),
     ]
 
 
-def _claims(found: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
-    """What the text says without a number, as a ratio that should be above or below 1."""
+def _claims(by_cell: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
+    """Claims of the text without a number, each as a ratio that should be above or below 1."""
 
     def mean(model: str, dataset: str | None = None) -> float:
-        return fmean(each[ZEPPELIN.name] for (m, _, d), each in found.items() if m == model and dataset in (None, d))
+        return fmean(each[ZEPPELIN.name] for (m, _, d), each in by_cell.items() if m == model and dataset in (None, d))
 
     def ahead(system: str, over: str, context: int) -> float:
-        cells = [each for (model, at, _), each in found.items() if (model, at) == (MOE.label, context)]
+        cells = [each for (model, at, _), each in by_cell.items() if (model, at) == (MOE.label, context)]
         return fmean(each[system] for each in cells) / fmean(each[over] for each in cells)
 
     longest, shortest = CONTEXTS[-1], CONTEXTS[0]
     others = (TE.name, LLAMA.name, HYBRID.name)
     best = min(
         each[ZEPPELIN.name] / max(each[name] for name in others)
-        for (model, context, _), each in found.items()
+        for (model, context, _), each in by_cell.items()
         if (model, context) != (MOE.label, shortest)
     )
     return [
@@ -106,4 +108,4 @@ def _claims(found: Mapping[Cell, Mapping[str, float]]) -> list[Row]:
     ]
 
 
-TABLE = Table("speedup over TE CP: 7B and 8x550M on cluster A, 13B with TP 2 on A, 30B with TP 2 on C", rows, batches=5)
+TABLE = PaperTable("speedup over TE CP: 7B and 8x550M on cluster A, 13B with TP 2 on A, 30B with TP 2 on C", rows, batches=5)

@@ -1,7 +1,8 @@
 """The systems that Zeppelin compares (section 5), as planners on the simulator's clocks.
 
-`keep` is the policy of all: Transformer Engine's backward ring brings keys and values again and carries their gradients, both in bf16
-(section 5.4.1: 4.41 ms a round, twice the forward's). Our gradients travel in fp32, so holding the keys and values moves the same bytes.
+`keep` is the policy of all: Transformer Engine's backward ring brings keys and values again and
+carries their gradients, both in bf16 (section 5.4.1: 4.41 ms a round, twice the forward's). Our
+gradients travel in fp32, so holding the keys and values moves the same bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Case:
         return Setup(policy="keep", experts=self.experts)
 
     def batches(self, dataset: str, count: int) -> list[Lengths]:
-        """Batches "sampled proportionally to dataset distributions": documents until the context is full, the last one cut."""
+        """Batches "sampled proportionally to dataset distributions": documents until the context is
+        full, the last one cut.
+        """
         return draw(dataset, self.num_tokens, count, SEED)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import cast
 
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, K
 
 TITLE = "shares of documents by length"
@@ -15,16 +15,16 @@ SUM_NOTE = "shares are divided by the sum of their row, which is 1 but for GitHu
 
 def rows(_: Effort) -> list[Row]:
     """The sum of each row, and every share that is not 0 as we draw from it."""
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for dataset, name in NAMES.items():
         bins = cast("Bins", DISTRIBUTIONS[dataset])
         total = sum(bins.shares)
-        found.append(Row(f"{name}: sum of the row", round(total, 6), 1.0, "", "exact", note="" if abs(total - 1) < 1e-9 else SUM_NOTE))
+        table_rows.append(Row(f"{name}: sum of the row", round(total, 6), 1.0, "", "exact", note="" if abs(total - 1) < 1e-9 else SUM_NOTE))
         for (low, high), share in zip(pairwise(bins.edges), bins.shares, strict=True):
             if share:
                 span = "< 1k" if high == K else f"{low // K}k - {high // K}k"
-                found.append(Row(f"{name}: {span}", share, share / total, "of documents", "exact"))
-    return found
+                table_rows.append(Row(f"{name}: {span}", share, share / total, "of documents", "exact"))
+    return table_rows
 
 
-TABLE = Table(TITLE, rows)
+TABLE = PaperTable(TITLE, rows)

@@ -1,9 +1,11 @@
-"""Table 3 and section 5.4.2: the range over ranks of what a step's forward and backward take. 7B, four nodes of cluster C, 128k tokens.
+"""Table 3 and section 5.4.2: the range over ranks of what a step's forward and backward take. 7B,
+four nodes of cluster C, 128k tokens.
 
-The lengths are not printed. "The Balanced distribution samples sequences from each bucket in Table 2": here the upper end of each bucket up
-to 64k, which add up to 127k, and 1k more. "One very long sequence and several short ones": here 112k, which needs four nodes (all ranks of
-the table take as long), and four of 4k. Of a rank's parts each is its own time, without waiting for slower ranks of other zones; parts of
-a layer are counted as often as there are layers.
+The lengths are not printed. "The Balanced distribution samples sequences from each bucket in Table
+2": here the upper end of each bucket up to 64k, which add up to 127k, and 1k more. "One very long
+sequence and several short ones": here 112k, which needs four nodes (all ranks of the table take as
+long), and four of 4k. Of a rank's parts each is its own time, without waiting for slower ranks of
+other zones; parts of a layer are counted as often as there are layers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from megatron_balance.cost.collectives import all_to_all_s, group_of
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
-from megatron_balance.papers.base import Effort, Row, Table
+from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig12 import SERIAL_NOTE, serial_round_s
 from megatron_balance.papers.zeppelin.systems import ZEPPELIN, Case
 from megatron_balance.simulator.attention import attention_call, linear_tokens
@@ -44,10 +46,10 @@ REPEATS = 5
 def rows(_: Effort) -> list[Row]:
     """The smallest and the largest rank of every row of the table, for both distributions."""
     case = Case("llama-7b", "h200", 32)
-    found = {"balanced": _parts(case, BALANCED), "skewed": _parts(case, SKEWED)}
+    of_batch = {"balanced": _parts(case, BALANCED), "skewed": _parts(case, SKEWED)}
     table: list[Row] = []
     for part, printed in PUBLISHED.items():
-        for (name, parts), bounds in zip(found.items(), printed, strict=True):
+        for (name, parts), bounds in zip(of_batch.items(), printed, strict=True):
             ours = parts[part]
             partition = part == "forward, sequence partition"
             note = PLAN_NOTE if partition else LENGTHS_NOTE
@@ -59,7 +61,7 @@ def rows(_: Effort) -> list[Row]:
 
 
 def _closed_forms(case: Case) -> list[Row]:
-    """What the paper's own way of moving things takes, where ours does it otherwise."""
+    """Closed forms for the paper's own way of communicating, where ours differs."""
     layers, group = case.model.num_layers, group_of(case.cluster, case.cluster.num_ranks, case.cluster.node_size, busy_nics=True)
     everywhere_s = 2 * layers * (case.cost.call_s + all_to_all_s(0.0, group))
     size, longest = case.cluster.num_ranks, max(SKEWED)
@@ -95,9 +97,11 @@ def _parts(case: Case, lengths: Sequence[int]) -> dict[str, Floats]:
 
 
 def remap_s(case: Case, plan: MicrobatchPlan) -> Floats:
-    """Seconds by rank of a layer's remap in one phase: queries, keys and values one way, outputs back.
+    """Seconds by rank of a layer's remap in one phase: queries, keys and values one way, outputs
+    back.
 
-    Links and NICs carry a rank's tokens side by side, both directions at once, so the longest of the four counts.
+    Links and NICs carry a rank's tokens side by side, both directions at once, so the longest of
+    the four counts.
     """
     size, cost = case.cluster.num_ranks, case.cost
     token_bytes = cost.kv_bytes(1) + 2 * cost.query_bytes(1)
@@ -113,4 +117,4 @@ def remap_s(case: Case, plan: MicrobatchPlan) -> Floats:
     return seconds
 
 
-TABLE = Table("range over ranks: 7B, 32 GPUs of cluster C, 128k tokens", rows)
+TABLE = PaperTable("range over ranks: 7B, 32 GPUs of cluster C, 128k tokens", rows)

@@ -1,4 +1,8 @@
-"""Communication-aware greedy scheduling (DistCA, section 4.2): surplus servers give shards to those with room."""
+"""Communication-aware greedy scheduling (DistCA, section 4.2): surplus servers give shards to those
+with headroom.
+
+Headroom: seconds of attention that a server may still take before it reaches the limit.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,30 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.planners.distca.parts import Parts, at_hand, at_least, at_most, num_bytes
-from megatron_balance.planners.distca.room import make_room
 from megatron_balance.planners.distca.servers import Servers
 from megatron_balance.planners.distca.shards import Items, Piece, Sizes
+from megatron_balance.planners.distca.shedding import shed_light_work
 
 _ROUNDING = 1e-9
-"""Of the mean load: no difference."""
+"""Differences below this share of the mean load are none."""
 
 _RAISE, _MOST_RAISE = 0.001, 0.005
-"""Of the limit: how much it gives where no cut at whole blocks fits under it; twice as much each time, up to the most."""
+"""Share by which the limit gives way where no cut at whole blocks fits under it; doubled each time,
+up to the most.
+"""
 
 _SPARE = 0.25
-"""Of the tolerance: how much of a server's room a cut may leave unused, or a source be relieved of in vain, for the sake of bytes."""
+"""Share of the tolerance that a cut may leave unused of a server's headroom, or take off a source
+in vain, for fewer bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`least_score`: seconds a byte that are worth it."""
+    """The rule of the greedy search.
+
+    `least_score`: seconds of attention per byte from which a migration is worth it.
+    """
 
     limit: float
     tolerance: float
@@ -39,9 +50,10 @@ class Rule:
 class _Columns:
     """Arrays with a row for each piece of the servers above the limit, and some rows to spare.
 
-    `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the lightest block that can be cut from it;
-    infinite once its server is not above the limit. `least_keys`: where there are caps, the fewest keys that any part of it needs. `seq`:
-    the number of its sequence, of those in `seqs`. What a row without a piece says has no effect.
+    `wanted`: seconds of the piece, or its server's surplus if that is less. `block`: seconds of the
+    lightest block that can be cut from it; infinite once its server is not above the limit.
+    `least_keys`: where there are caps, the fewest keys that any part of it needs. `seq`: the number
+    of its sequence, of those in `seqs`. What a row without a piece says has no effect.
     """
 
     def __init__(self, items: Items, size: int) -> None:
@@ -56,20 +68,23 @@ class _Columns:
         self.fits = np.empty(size, dtype=bool)
 
     def only(self, rows: Ints, size: int) -> _Columns:
-        """Some of the rows, in this order."""
+        """A copy of some rows, in this order."""
         columns = _Columns(self.items.only(rows, size), size)
         columns.values[:, : len(rows)] = self.values[:, rows]
         columns.seqs, columns.seq[: len(rows)] = self.seqs, self.seq[rows]
         return columns
 
-    def fitting(self, room: float) -> int:
-        """A row whose block fits the room; if there is none, the one with the lightest block."""
-        if self.block[self._fitting] > room:
+    def fitting(self, headroom: float) -> int:
+        """A row whose block fits the headroom; if there is none, the one with the lightest block."""
+        if self.block[self._fitting] > headroom:
             self._fitting = int(self.block.argmin())
         return self._fitting
 
     def at_hand(self, reach: Mapping[int, int]) -> Floats:
-        """For each row how many of the first keys of its sequence are there. The result holds until the next call and may be written to."""
+        """Number of first keys of each row's sequence that are there.
+
+        The result holds until the next call and may be written to.
+        """
         keys = np.zeros(len(self.seqs))
         for seq, count in reach.items():
             keys[self.seqs[seq]] = count
@@ -77,7 +92,10 @@ class _Columns:
 
 
 class Drain:
-    """Migration from the servers above the limit. `capped`: servers that a cap keeps from taking what would be best."""
+    """Migration from the servers above the limit.
+
+    `capped`: servers that a cap keeps from taking what would be best.
+    """
 
     def __init__(self, servers: Servers, rule: Rule) -> None:
         self.servers, self.rule, self.limit = servers, rule, rule.limit
@@ -126,7 +144,7 @@ class Drain:
         columns.seq[row] = columns.seqs.setdefault(servers.seq(piece), len(columns.seqs))
 
     def _update(self, server: int) -> None:
-        """Let the rows of a server know how far it is above the limit now."""
+        """Update the rows of a server to how far it is above the limit now."""
         surplus = float(self.servers.load[server]) - self.limit
         if surplus <= _ROUNDING * self.mean:
             self.columns.block[self.rows_of.pop(server, [])] = inf
@@ -139,29 +157,29 @@ class Drain:
     def run(self) -> None:
         """Migrate until no server is above the limit.
 
-        Where whole blocks do not fit under it room is made, for an eighth of the servers or so, and again if that was of any use; then the
-        limit gives way.
+        Where no whole block fits under it, a server sheds light work; for about an eighth of the
+        servers, and again if that was of any use. Then the limit gives way.
         """
         load = self.servers.load
-        closed: set[int] = set()  # they have room, but for nothing that is worth it
-        rooms_made, most_rooms, useless = 0, len(load) // 8 + 8, True
+        closed: set[int] = set()  # they have headroom, but for nothing that is worth it
+        times_shed, most_times_shed, useless = 0, len(load) // 8 + 8, True
         raised_by = _RAISE
         while self.rows_of:
             target = _lightest(load, closed)
-            room = 0.0 if target in closed else self.limit - float(load[target])
-            row = self.columns.fitting(room)
+            headroom = 0.0 if target in closed else self.limit - float(load[target])
+            row = self.columns.fitting(headroom)
             block = float(self.columns.block[row])
-            if room >= max(block, _ROUNDING * self.mean):
-                filled = self._fill(target, room)
+            if headroom >= max(block, _ROUNDING * self.mean):
+                filled = self._fill(target, headroom)
                 if not filled:
                     closed.add(target)
-                useless = useless and not (filled and rooms_made)
+                useless = useless and not (filled and times_shed)
                 continue
             if self.rule.least_score > 0 and closed:
                 return
             source = self.rows[row][0]
-            if rooms_made < most_rooms and make_room(self.servers, self.limit, block, source, self.rule.sizes):
-                rooms_made += 1
+            if times_shed < most_times_shed and shed_light_work(self.servers, self.limit, block, source, self.rule.sizes):
+                times_shed += 1
                 self._update(source)
             else:
                 closed = set(self.capped)
@@ -169,15 +187,18 @@ class Drain:
                 raised_by = min(2 * raised_by, _MOST_RAISE)
                 for server in list(self.rows_of):
                     self._update(server)
-                rooms_made, useless = (rooms_made if useless else 0), True
+                times_shed, useless = (times_shed if useless else 0), True
 
-    def _fill(self, target: int, room: float) -> bool:
-        """Migrate the best part of the best item to a server with room. Returns False if none is worth it."""
-        scores = self._scores(target, room)
+    def _fill(self, target: int, headroom: float) -> bool:
+        """Migrate the best part of the best item to a server with headroom.
+
+        Returns False if none is worth it.
+        """
+        scores = self._scores(target, headroom)
         while scores[best := int(scores.argmax())] > self._least_score:
             server, piece = self.rows[best]
             surplus = float(self.servers.load[server]) - self.limit
-            low, high = self._cut(piece, target, surplus, room + _ROUNDING / 2 * self.mean)
+            low, high = self._cut(piece, target, surplus, headroom + _ROUNDING / 2 * self.mean)
             if self.servers.allows(target, (piece[0], low, high)):
                 self._migrate(best, low, high, target)
                 return True
@@ -185,10 +206,12 @@ class Drain:
             self.capped.add(target)
         return False
 
-    def _scores(self, target: int, room: float) -> Floats:
-        """Of each row: seconds that it would be relieved of for as many bytes as a key has, at best; 0 where no block fits the room."""
+    def _scores(self, target: int, headroom: float) -> Floats:
+        """Score of each row: seconds that migrate for each key's worth of bytes, at best; 0 where
+        no block fits the headroom.
+        """
         columns, reach = self.columns, self.servers.reach[target]
-        seconds = np.minimum(columns.wanted, room, out=columns.taken)
+        seconds = np.minimum(columns.wanted, headroom, out=columns.taken)
         known = columns.seqs.keys() & reach.keys()
         if known:
             resident = columns.at_hand({seq: reach[seq] for seq in known})
@@ -204,17 +227,19 @@ class Drain:
         queries *= self._query_size
         queries += keys
         seconds /= queries
-        seconds *= np.less_equal(columns.block, room, out=columns.fits)
+        seconds *= np.less_equal(columns.block, headroom, out=columns.fits)
         if self.servers.counted:
-            beyond = columns.least_keys > self.servers.room_for_keys(target)
+            beyond = columns.least_keys > self.servers.keys_allowed(target)
             seconds[beyond & ~np.isin(columns.seq, [columns.seqs[seq] for seq in known])] = 0.0
         return seconds
 
-    def _cut(self, piece: Piece, target: int, surplus: float, room: float) -> tuple[int, int]:
-        """Bounds of the part of a piece at whole blocks that fills the room, or takes the surplus, most tightly for few bytes."""
-        if min(surplus, room) >= self.servers.seconds(piece) * (1 - _ROUNDING):
+    def _cut(self, piece: Piece, target: int, surplus: float, headroom: float) -> tuple[int, int]:
+        """Bounds of the part of a piece at whole blocks that fills the headroom, or takes the
+        surplus, most tightly for few bytes.
+        """
+        if min(surplus, headroom) >= self.servers.seconds(piece) * (1 - _ROUNDING):
             return piece[1], piece[2]
-        parts, wasted, allowed = self._parts(piece, surplus, room)
+        parts, wasted, allowed = self._parts(piece, surplus, headroom)
         low, stop, _ = parts
         if len(low) == 1:
             return int(low[0]), stop
@@ -223,19 +248,21 @@ class Drain:
         best = int(costs.argmin())
         return int(low[best]), stop + best
 
-    def _parts(self, piece: Piece, surplus: float, room: float) -> tuple[Parts, Floats, float]:
-        """The parts to choose from, what each of them takes too much or leaves unused, and how much of that is allowed."""
+    def _parts(self, piece: Piece, surplus: float, headroom: float) -> tuple[Parts, Floats, float]:
+        """The parts to choose from, the seconds that each takes too much or leaves unused, and how
+        many are allowed.
+        """
         shards, spare = self.servers.shards, _SPARE * self.rule.tolerance * self.mean
-        if surplus <= room:
+        if surplus <= headroom:
             parts = at_least(shards, piece, surplus)
             wasted = parts[2] - surplus
             tightest = float(wasted[wasted.argmin()])
-            if tightest <= room - surplus:
-                return parts, wasted, min(max(spare, tightest), room - surplus)
-        parts = at_most(shards, piece, room)
-        wasted = room - parts[2]
+            if tightest <= headroom - surplus:
+                return parts, wasted, min(max(spare, tightest), headroom - surplus)
+        parts = at_most(shards, piece, headroom)
+        wasted = headroom - parts[2]
         allowed = max(spare, float(wasted[wasted.argmin()]))
-        if allowed >= room:
+        if allowed >= headroom:
             wasted[parts[2] <= 0] = inf
         return parts, wasted, allowed
 
@@ -260,5 +287,7 @@ def _lightest(load: Floats, closed: Collection[int]) -> int:
 
 
 def _rows(pieces: int) -> int:
-    """How many rows are made for so many pieces: some more, as what is cut from the middle of a piece leaves two."""
+    """Rows to make for a number of pieces: some more, as a cut from the middle of a piece leaves
+    two.
+    """
     return pieces + pieces // 4 + 8

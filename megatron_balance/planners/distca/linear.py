@@ -1,4 +1,6 @@
-"""Where tokens live outside attention: sequences one after the other, every rank as many tokens as any other."""
+"""The linear layout, outside attention: sequences one after the other, equally many tokens on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from megatron_balance.ir.arrays import Ints
 
 
 def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
-    """Rows (rank, seq, start, stop) [n, 4] by rank; tokens of `ranks` differ by one at most (DistCA, section 6.1)."""
+    """Rows (rank, seq, start, stop) [n, 4] by rank; tokens of `ranks` differ by one at most
+    (DistCA, section 6.1).
+    """
     tokens = np.array(lengths, dtype=np.int64)
     ends = np.cumsum(tokens)
     total = int(tokens.sum())
@@ -25,5 +29,7 @@ def linear_owned(lengths: Sequence[int], ranks: Sequence[int]) -> Ints:
 
 
 def spread(num_chosen: int, num_ranks: int) -> list[int]:
-    """So many of the ranks, evenly over them and so over the nodes, none of them the first unless all are chosen."""
+    """Choose `num_chosen` ranks, evenly over all and so over the nodes; rank 0 only if all are
+    chosen.
+    """
     return [num_ranks * (i + 1) // num_chosen - 1 for i in range(num_chosen)]

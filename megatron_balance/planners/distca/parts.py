@@ -13,11 +13,15 @@ from megatron_balance.planners.distca.servers import Servers
 from megatron_balance.planners.distca.shards import Piece, Shards, Sizes
 
 Parts: TypeAlias = tuple[Ints, int, Floats]
-"""Parts of a piece: where each begins, where the first one stops (the next one a block later), the seconds of each."""
+"""Parts of a piece: where each begins, where the first one stops (the next one a block later), the
+seconds of each.
+"""
 
 
 def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
-    """For each place where a part may stop, the smallest of `least` seconds (more than 0, no more than the piece has) or more."""
+    """For each place where a part may stop, the smallest of `least` seconds (more than 0, no more
+    than the piece has) or more.
+    """
     mass, begin, after = shards.mass, piece[1], piece[2] + 1
     enough = bisect_left(shards.seconds, shards.seconds[begin] + least, begin, after)  # behind the piece, if rounding says so
     stop = min(max(shards.first_stop(piece), enough), piece[2])
@@ -28,7 +32,9 @@ def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
 
 
 def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
-    """The same with the largest of `most` seconds or less; no seconds where there is none."""
+    """For each place where a part may stop, the largest of `most` seconds or less; 0 seconds where
+    there is none.
+    """
     mass, after = shards.mass, piece[2] + 1
     stop = shards.first_stop(piece)
     ends = mass[stop:after]
@@ -38,7 +44,7 @@ def at_most(shards: Shards, piece: Piece, most: float) -> Parts:
 
 
 def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: Sizes) -> Floats:
-    """What it costs a server to take each of the parts of a piece."""
+    """Bytes that a server receives for each of the parts of a piece."""
     low, stop, _ = parts
     costs, seq = servers.shards.num_bytes(piece, low, stop), servers.seq(piece)
     if seq in servers.reach[target]:
@@ -47,7 +53,7 @@ def num_bytes(servers: Servers, piece: Piece, parts: Parts, target: int, sizes: 
 
 
 def at_hand(servers: Servers, server: int, seq: int, key_stop: Ints | Floats) -> Ints | Floats:
-    """How many of the keys below each `key_stop` of a sequence, of which a server has some, it has."""
+    """Number of keys below each `key_stop` that a server has of a sequence (it has some)."""
     reach = servers.reach[server][seq]
     keys = np.minimum(key_stop, reach)
     for start, stop in servers.held(server, seq):

@@ -1,4 +1,4 @@
-"""`schedule`: from what ranks hold to what they attend."""
+"""From the tokens that ranks hold to the attention tasks that they run: `schedule`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ import numpy as np
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, run_bounds
-from megatron_balance.planners.distca.consolidate import consolidate
+from megatron_balance.planners.distca.caps import enforce_caps
 from megatron_balance.planners.distca.greedy import Drain, Rule
-from megatron_balance.planners.distca.relief import relieve
+from megatron_balance.planners.distca.light_servers import empty_light_servers
 from megatron_balance.planners.distca.servers import Caps, Servers
 from megatron_balance.planners.distca.shards import HeadTail, Plain, Sizes
 from megatron_balance.planners.distca.work import RANK, SEQ, START, STOP, Edges, Seconds
 
 _AIM = 0.95
-"""Of the tolerance: what the limit starts with. Where no block fits it gives way by small steps, the first of which are within the rest."""
+"""Share of the tolerance with which the limit starts.
+
+Where no block fits it gives way by small steps, the first of which are within the rest.
+"""
 
 _LEAST, _MOST_PADDING = 0.25, 2.0
-"""Of the tolerance: what the limit leaves above the mean at least; and the mean padding up to which pairs have a limit of their own."""
+"""Shares of the tolerance: the least that the limit leaves above the mean; and the mean padding up
+to which pairs have a limit of their own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How tasks are made; `DistcaOptions` documents the fields."""
+    """Options of the scheduler; `DistcaOptions` documents the fields."""
 
     tolerance: float = 0.02
     block: int = 128
@@ -47,23 +52,26 @@ class Scheduling:
 
 
 def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostModel, scheduling: Scheduling) -> Ints:
-    """Attention of what ranks hold, as tasks on ranks, none of which takes longer than the tolerance allows.
+    """Attention tasks of the given tokens; none makes a rank take longer than the tolerance allows.
 
-    A pure function of its arguments, for any layout: some ranks may hold nothing, and several fragments of a sequence may lie on one.
+    A pure function of its arguments, for any layout: some ranks may hold nothing, and several
+    fragments of a sequence may lie on one.
 
     Args:
-        owners: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
-        lengths: tokens of each sequence; `seq` indexes it. Parts of a sequence that nobody holds are not attended.
+        owned: rows (rank, seq, start, stop) [n, 4] of the linear layout; every query is attended.
+        lengths: tokens of each sequence; `seq` indexes it. Parts of a sequence that nobody holds
+            are not attended.
         num_ranks: all of them are attention servers.
         cost: predicts seconds of attention, and bytes.
         scheduling: see `DistcaOptions`.
 
     Returns:
-        Rows (rank, seq, q_start, q_stop, k_start, k_stop) [m, 6] by rank, sequence and query. Keys are all those before: k_start is 0 and
-        k_stop is q_stop.
+        Rows (rank, seq, q_start, q_stop, k_start, k_stop) [m, 6] by rank, sequence and query. Keys
+        are all those before: k_start is 0 and k_stop is q_stop.
 
     Raises:
-        InfeasibleError: what a rank must hold or receive for its own tokens passes a cap, and no other rank can take these over.
+        InfeasibleError: what a rank must hold or receive for its own tokens passes a cap, and no
+            other rank can take these over.
     """
     owned = owned[owned[:, STOP] > owned[:, START]]
     if not len(owned):
@@ -75,12 +83,12 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     shards = Plain(edges, sizes) if scheduling.shards == "plain" else HeadTail(edges, sizes)
     caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
     servers = Servers(edges, shards, num_ranks, caps)
-    relieve(servers)
+    enforce_caps(servers)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
     limit, limit_of_pairs = _limits(servers, owned, seconds, scheduling.tolerance)
     rule = Rule(limit, scheduling.tolerance, sizes, least_score)
     if scheduling.consolidate:
-        consolidate(servers, rule)
+        empty_light_servers(servers, rule)
     if limit_of_pairs < limit:
         servers.load += np.maximum(limit - limit_of_pairs - _padding(servers, seconds, limit_of_pairs), 0.0)
     Drain(servers, rule).run()
@@ -88,12 +96,14 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
 
 
 def _limits(servers: Servers, owned: Ints, seconds: Seconds, tolerance: float) -> tuple[float, float]:
-    """The load that no server may exceed, and what it may have of that in pairs, so that both are within the tolerance.
+    """The load that no server may exceed, and what it may have of that in pairs, so that both are
+    within the tolerance.
 
-    Runs that are short or end inside a tile take more time a pair, so a server with long ones only may be within the tolerance in seconds
-    and beyond it in pairs. A limit of the mean's pairs at the best rate rules that out. Where it would leave too little above the mean
-    seconds, there are two limits, unless padding is so much that even pairs are no aim. Neither is below what somebody has to take: the
-    heaviest block.
+    Runs that are short or end inside a tile take more time a pair, so a server with long ones only
+    may be within the tolerance in seconds and beyond it in pairs. A limit of the mean's pairs at
+    the best rate rules that out. Where it would leave too little above the mean seconds, there are
+    two limits, unless padding is so much that even pairs are no aim. Neither is below what somebody
+    has to take: the heaviest block.
     """
     start, stop = owned[:, START].astype(np.float64), owned[:, STOP].astype(np.float64)
     mean = float(servers.load.mean())
@@ -104,14 +114,16 @@ def _limits(servers: Servers, owned: Ints, seconds: Seconds, tolerance: float) -
 
 
 def _padding(servers: Servers, seconds: Seconds, most: float) -> Floats:
-    """Seconds of each server beyond those of its pairs; 0 where it has to give away some of its work, which may be those."""
+    """Seconds of each server beyond those of its pairs; 0 where it has to give away some of its
+    work, which may be those.
+    """
     rank, _, start, stop = _spans(servers)
     of_pairs = np.bincount(rank, _pairs(start, stop) * seconds.pair_s, len(servers.load))
     return np.where(servers.load > most, 0.0, servers.load - of_pairs)
 
 
 def _pairs(start: Ints | Floats, stop: Ints | Floats) -> Floats:
-    """How many (query, key) pairs the queries [start, stop) have."""
+    """Number of (query, key) pairs of the queries [start, stop)."""
     return (stop * (stop + 1.0) - start * (start + 1.0)) / 2
 
 

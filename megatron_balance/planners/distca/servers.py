@@ -1,4 +1,6 @@
-"""Who attends what, in the making: loads, pieces, and which keys and values each server has."""
+"""State of the scheduling: the load of each server, its pieces, and the keys and values that it
+has.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megatron_balance.planners.distca.work import RANK, START, STOP, Edges
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Most tokens whose keys and values a server may hold at once, and most tokens (queries; keys and values) that it may receive."""
+    """Limits on the tokens whose keys and values a server may hold at once, and on those (queries;
+    keys and values) that it may receive.
+    """
 
     held: float = inf
     received: float = inf
@@ -26,11 +30,12 @@ _NO_CAPS = Caps()
 
 
 class Servers:
-    """State of the scheduling. The owners of `edges` are in the order of their ranks.
+    """Loads and pieces of all servers. The fragments of `edges` are in the order of their ranks.
 
-    `load` [R]: seconds, and those that it keeps free (`schedule`). `pieces`: of each server. `reach`: of each server, by sequence, how many
-    of its first keys it has at hand as its tasks need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it
-    receives, kept up where there are caps.
+    `load` [R]: seconds, and those that it keeps free (`schedule`). `pieces`: of each server.
+    `reach`: of each server, by sequence, how many of its first keys it has at hand as its tasks
+    need them, beside those that it holds (`held`). `keys`, `queries` [R]: tokens that it receives,
+    kept up where there are caps.
     """
 
     def __init__(self, edges: Edges, shards: Shards, num_ranks: int, caps: Caps) -> None:
@@ -71,7 +76,7 @@ class Servers:
         return self.owned[piece[0]][1]
 
     def held(self, server: int, seq: int) -> Sequence[tuple[int, int]]:
-        """What a server holds of a sequence by owner."""
+        """The runs of tokens [start, stop) of a sequence that a server owns."""
         return self._held[server].get(seq, ())
 
     def missing(self, server: int, seq: int, key_stop: int) -> int:
@@ -86,7 +91,7 @@ class Servers:
         return self._not_held(server, seq, self._needed(server, seq, piece), self.reach[server][seq])
 
     def _not_held(self, server: int, seq: int, start: int, stop: int) -> int:
-        """Of the keys [start, stop) those that the server does not hold by owner."""
+        """Number of keys in [start, stop) that the server does not own."""
         if stop <= start:
             return 0
         count = stop - start
@@ -96,7 +101,7 @@ class Servers:
         return count
 
     def _needed(self, server: int, seq: int, but: Piece | None = None) -> int:
-        """Up to where the pieces of a server need keys of a sequence."""
+        """End of the keys of a sequence that the pieces of a server need."""
         owned, key_stop = self.owned, self.shards.key_stop
         most = 0
         for piece in self.pieces[server]:
@@ -117,8 +122,8 @@ class Servers:
         held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
         return held > self.caps.held or received > self.caps.received
 
-    def room_for_keys(self, server: int) -> float:
-        """How many more keys the caps allow a server to receive."""
+    def keys_allowed(self, server: int) -> float:
+        """Number of further keys that the caps allow a server to receive."""
         held, received = self.own[server] + self.keys[server], self.keys[server] + self.queries[server]
         return min(self.caps.held - held, self.caps.received - received)
 

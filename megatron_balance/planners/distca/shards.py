@@ -1,19 +1,22 @@
-"""Which part of an item to migrate: the closed forms of DistCA, Appendix B, derived again.
+"""Choice of the part of an item to migrate: the closed forms of DistCA, Appendix B, derived again.
 
-An item is the attention of queries [start, stop) to all keys before them. It has (stop^2 - start^2) / 2 pairs, as areas go; `share` of
-them shall go to another server, by moving n queries that see the keys up to y. Their bytes are n size_q + max(0, y - resident) size_kv,
-where the server has the first `resident` keys already (the paper counts all of them).
+An item is the attention of queries [start, stop) to all keys before them. It has (stop^2 - start^2)
+/ 2 pairs, as areas go; `share` of them shall go to another server, by moving n queries that see the
+keys up to y. Their bytes are n size_q + max(0, y - resident) size_kv, where the server has the
+first `resident` keys already (the paper counts all of them).
 
-Plain shards are [y - n, y), so that with c = share (stop^2 - start^2) the area says n (2 y - n) = c, or y = (c / n + n) / 2 and
-n = y - sqrt(y^2 - c). The bytes are convex in n, least at n = sqrt(c r) with r = size_kv / (2 size_q + size_kv), which is
-y = sqrt(c) (1 / sqrt(r) + sqrt(r)) / 2. The item's ends bound it: y is stop at most, and y - n = start gives sqrt(start^2 + c), the
-least. (The paper bounds n instead, and prints the latter without its last term, - start, and so more queries than the item has: with
-share 1 it exceeds stop - start unless start is 0.) Keys that are resident are free, and then more keys mean fewer queries: y is at
-least as many.
+Plain shards are [y - n, y), so that with c = share (stop^2 - start^2) the area says n (2 y - n) =
+c, or y = (c / n + n) / 2 and n = y - sqrt(y^2 - c). The bytes are convex in n, least at n = sqrt(c
+r) with r = size_kv / (2 size_q + size_kv), which is y = sqrt(c) (1 / sqrt(r) + sqrt(r)) / 2. The
+item's ends bound it: y is stop at most, and y - n = start gives sqrt(start^2 + c), the least. (The
+paper bounds n instead, and prints the latter without its last term, - start, and so more queries
+than the item has: with share 1 it exceeds stop - start unless start is 0.) Keys that are resident
+are free, and then more keys mean fewer queries: y is at least as many.
 
-Head-tail pairs are a head [start + i, start + j) and the tail [stop - j, stop - i) that mirrors it; a row of the head and its mirror see as
-many keys as any other two, so that a share of the pairs is the same share of the queries. The tail needs all keys up to its end,
-wherever the pair is cut (of a whole document: length - i), fewest for the innermost part. (The paper takes the head's area alone.)
+Head-tail pairs are a head [start + i, start + j) and the tail [stop - j, stop - i) that mirrors it;
+a row of the head and its mirror see as many keys as any other two, so that a share of the pairs is
+the same share of the queries. The tail needs all keys up to its end, wherever the pair is cut (of a
+whole document: length - i), fewest for the innermost part. (The paper takes the head's area alone.)
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Sizes:
 
 
 Piece: TypeAlias = tuple[int, int, int]
-"""A fragment, and the first and the last of its edges (of its pairs of blocks) that bound a part of it."""
+"""A fragment, and the first and the last of its edges (of its pairs of blocks) that bound a part of
+it.
+"""
 
 Part: TypeAlias = tuple[Floats, Floats]
 """Queries that move, and up to where they need keys."""
@@ -48,24 +53,25 @@ class Items(Protocol):
     """Items by row, with memory for what is worked out about all of them at once."""
 
     def set(self, row: int, bounds: tuple[float, float], seconds: float) -> None:
-        """Let a row be an item with these `Shards.bounds`, which takes that long."""
+        """Fill a row with an item of these `Shards.bounds` that takes `seconds`."""
         ...
 
     def only(self, rows: Ints, size: int) -> Items:
-        """Some of the rows, in this order, and others up to `size`."""
+        """A copy of some rows, in this order, with spare rows up to `size`."""
         ...
 
     def cheapest(self, seconds: Floats, resident: Floats | None = None) -> Part:
-        """For each row the part that takes so many of its seconds (more than 0) for the fewest bytes, were there no blocks.
+        """For each row the part that takes `seconds` of it (more than 0) for the fewest bytes, were
+        there no blocks.
 
-        `resident`: so many of the first keys are there already; none if not given. The result holds until the next call and may be
-        written to.
+        `resident`: number of first keys that the target has already; none if not given. The result
+        holds until the next call and may be written to.
         """
         ...
 
 
 _ALL = 1 - 1e-14
-"""What is taken for all of an item, so that no rounding makes it more."""
+"""Share that counts as all of an item, so that no rounding makes it more."""
 
 
 class PlainItems:
@@ -128,20 +134,24 @@ class PairItems:
 
 
 class Shards(Protocol):
-    """How fragments are cut. Indices are into `mass`, seconds of attention summed up along each fragment, from its begin to its end."""
+    """The way in which fragments are cut.
+
+    Indices are into `mass`, seconds of attention summed up along each fragment, from its begin to
+    its end.
+    """
 
     mass: Floats
     seconds: list[float]
-    """The same as `mass`, for one look at a time."""
+    """`mass` as a list, for look-ups of one value."""
     begins: Ints
     ends: Ints
 
     def items(self, size: int) -> Items:
-        """So many rows for items."""
+        """Make room for `size` items."""
         ...
 
     def bounds(self, piece: Piece) -> tuple[float, float]:
-        """What `Items` are told of a piece."""
+        """The two positions that `Items.set` takes for a piece."""
         ...
 
     def lightest(self, piece: Piece) -> float:
@@ -149,35 +159,41 @@ class Shards(Protocol):
         ...
 
     def first_stop(self, piece: Piece) -> int:
-        """The least index at which a part of the piece may stop; from there on it may stop anywhere."""
+        """The least index at which a part of the piece may stop; from there on it may stop
+        anywhere.
+        """
         ...
 
     def num_bytes(self, piece: Piece, low: Ints, stop: int) -> Floats:
-        """What parts of a piece take, all their keys counted: from each `low` to `stop`, to the index after it, ..."""
+        """Bytes to migrate parts of a piece, all their keys counted: from each `low` to `stop`, to
+        the index after it, ...
+        """
         ...
 
     def key_stops(self, piece: Piece, low: Ints, stop: int) -> Ints:
-        """Up to where these parts need keys."""
+        """End of the keys that these parts need."""
         ...
 
     def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
-        """What any part of a piece with so many seconds (no more than the piece) takes at least. `keys`: all of them count, or none."""
+        """A lower bound on the bytes of a part of a piece that takes `seconds` (at most the
+        piece's). `keys`: count all, or none.
+        """
         ...
 
     def key_stop(self, piece: Piece) -> int:
-        """Up to where a piece as it is needs keys."""
+        """End of the keys that a whole piece needs."""
         ...
 
     def least_keys(self, piece: Piece) -> int:
-        """The least of where parts of a piece need keys up to."""
+        """The smallest `key_stop` of any part of a piece."""
         ...
 
     def num_queries(self, piece: Piece) -> int:
-        """How many queries it has."""
+        """Number of queries of a piece."""
         ...
 
     def spans(self, pieces: Ints) -> tuple[Ints, Ints, Ints]:
-        """Where the queries of pieces [n, 3] lie: row of the piece, start, stop."""
+        """Runs of queries of pieces [n, 3]: row of the piece, start, stop."""
         ...
 
 
@@ -234,7 +250,9 @@ class Plain:
 
 
 class HeadTail:
-    """Pairs [low, high) of mirrored blocks, counted from the ends of a fragment; the middle block of an odd number is its own mirror."""
+    """Pairs [low, high) of mirrored blocks, counted from the ends of a fragment; the middle block
+    of an odd number is its own mirror.
+    """
 
     def __init__(self, edges: Edges, sizes: Sizes) -> None:
         self.edges, self.sizes = edges, sizes
@@ -251,7 +269,9 @@ class HeadTail:
         self.seconds: list[float] = self.mass.tolist()
 
     def _edges(self, fragment: int | Ints, index: Ints) -> tuple[Ints, Ints]:
-        """Edges at which the head of the pairs from `index` inwards begins and their tail ends; they meet in the middle."""
+        """Edges at which the head of the pairs from `index` inwards begins and their tail ends;
+        they meet in the middle.
+        """
         pair = index - self.begins[fragment]
         head = self.edges.first[fragment] + pair
         return head, np.maximum(self.edges.last[fragment] - pair, head)

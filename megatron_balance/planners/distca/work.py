@@ -1,9 +1,10 @@
 """Seconds of attention at every place where a shard may be cut.
 
-Each query sees all keys up to its own, so what a shard [a, b) of any sequence takes is S(b) - S(a), with S(p) the time of the first p
-queries of a sequence. S is asked of the cost model (the profiler's grid, DistCA, section 4.2) at whole tiles and its square root, nearly
-a straight line, is interpolated. A kernel pads its last tile of queries, so the last block of a fragment counts as if it were whole tiles
-(of the block's size if blocks are smaller).
+Each query sees all keys up to its own, so what a shard [a, b) of any sequence takes is S(b) - S(a),
+with S(p) the time of the first p queries of a sequence. S is asked of the cost model (the
+profiler's grid, DistCA, section 4.2) at whole tiles and its square root, nearly a straight line, is
+interpolated. A kernel pads its last tile of queries, so the last block of a fragment counts as if
+it were whole tiles (of the block's size if blocks are smaller).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from megatron_balance.cost.kernel import TILE_TOKENS
 from megatron_balance.ir.arrays import Ints
 
 RANK, SEQ, START, STOP = range(4)
-"""Columns of owners: rows of what each rank holds outside attention."""
+"""Columns of `owned`: rows of the tokens that each rank holds outside attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """S as knots. `pair_s`: the lowest time of another (query, key) pair, reached by the longest runs."""
+    """S as knots.
+
+    `pair_s`: the lowest time of another (query, key) pair, reached by the longest runs.
+    """
 
     knots: Floats
     roots: Floats
@@ -47,10 +51,11 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Where the fragments of `owned` may be cut: at multiples of the block from their start, and where they end.
+    """Places where the fragments of `owned` may be cut: at multiples of the block from their start,
+    and where they end.
 
-    Fragment f has the edges first[f] .. last[f]; between two neighbours lies a block. `positions` in the sequence; `seconds`: S there, at
-    the last edge where its tile would end.
+    Fragment f has the edges first[f] .. last[f]; between two neighbours lies a block. `positions`
+    in the sequence; `seconds`: S there, at the last edge where its tile would end.
     """
 
     owned: Ints

@@ -1,22 +1,28 @@
-"""megatron_dynamic: Megatron's own answer to unequal lengths, a context-parallel group of its own size for each sequence.
+"""megatron_dynamic: Megatron's own answer to unequal lengths, a context-parallel group of its own
+size for each sequence.
 
-Source: Megatron-LM, "dynamic context parallelism" (dev branch, `default_dynamic_cp`) and "hybrid context parallelism" (megatron-core
-0.16 to 0.19 and main, `BalancedCPScheduler`).
+Source: Megatron-LM, "dynamic context parallelism" (dev branch, `default_dynamic_cp`) and "hybrid
+context parallelism" (megatron-core 0.16 to 0.19 and main, `BalancedCPScheduler`).
 
-What we implement: both schedulers' rules, `rules: dynamic` (the default) and `rules: hybrid`, written from what they do. They are
-deterministic functions of lengths, the tokens that a rank may hold and the number of ranks. Sizes are powers of two or all ranks,
-groups are neighbouring ranks from the first one on, work is length^2 / size, and what does not come out even waits for a further
-microbatch. `plan_batch` gives those microbatches. `plan_with` takes any scheduler of the same signature: training with `rules: hybrid`
-hands it Megatron's own (`megatron.own_scheduler`, where the installed megatron-core has one that works), so that Megatron's code itself
-decides. Outside training a plan does not depend on what is installed; tests hold `hybrid` against the installed one, group by group.
+What we implement: both schedulers' rules, `rules: dynamic` (the default) and `rules: hybrid`,
+written from what they do. They are deterministic functions of lengths, the tokens that a rank may
+hold and the number of ranks. Sizes are powers of two or all ranks, groups are neighbouring ranks
+from the first one on, work is length^2 / size, and what does not come out even waits for a further
+microbatch. `plan_batch` gives those microbatches. `plan_with` takes any scheduler of the same
+signature: training with `rules: hybrid` hands it Megatron's own (`megatron.own_scheduler`, where
+the installed megatron-core has one that works), so that Megatron's code itself decides. Outside
+training a plan does not depend on what is installed; tests hold `hybrid` against the installed one,
+group by group.
 
-What we leave out: padding of each sequence to a multiple of twice its group (lengths need none here), the splitting of microbatches for
-virtual pipeline stages, and a least group size.
+What we leave out: padding of each sequence to a multiple of twice its group (lengths need none
+here), the splitting of microbatches for virtual pipeline stages, and a least group size.
 
-Where we differ and why: `plan` makes one microbatch, so the microbatches of a schedule run one after the other in it, on tokens that
-are there all at once: Megatron's limit is set to the capacity over 1, 2, 3, ... until all of them together fit a rank; if they never
-do, all sequences go over all ranks. Megatron fails where a number of ranks is no power of two and groups do not come out; there
-all ranks together take the microbatch. Sequences that share a group share one ring, as in `dynamic`; `hybrid` runs each by itself.
+Where we differ and why: `plan` makes one microbatch, so the microbatches of a schedule run one
+after the other in it, on tokens that are there all at once: Megatron's limit is set to the capacity
+over 1, 2, 3, ... until all of them together fit a rank; if they never do, all sequences go over all
+ranks. Megatron fails where a number of ranks is no power of two and groups do not come out; there
+all ranks together take the microbatch. Sequences that share a group share one ring, as in
+`dynamic`; `hybrid` runs each by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +47,9 @@ from megatron_balance.solvers.placed import Frame, Members
 RULES: dict[str, Scheduler] = {"dynamic": dynamic.schedule, "hybrid": hybrid.schedule}
 
 MOST_PARTS = 4
-"""Megatron's limit is lowered to the capacity over this at most; groups that small spread nearly everything over all ranks."""
+"""Megatron's limit is lowered to the capacity over this at most; groups that small spread nearly
+everything over all ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +57,17 @@ class MegatronDynamicOptions:
     """Options of megatron_dynamic."""
 
     tokens_per_rank: int | None = None
-    """Capacity of a rank in tokens, Megatron's `--max-seqlen-per-dp-cp-rank`; `slack` decides if not given."""
+    """Capacity of a rank in tokens, Megatron's `--max-seqlen-per-dp-cp-rank`; `slack` decides if
+    not given.
+    """
     rules: Literal["dynamic", "hybrid"] = "dynamic"
-    """Which of Megatron's schedulers: `default_dynamic_cp` of its dev branch, or the releases' `BalancedCPScheduler`."""
+    """Megatron's scheduler: `default_dynamic_cp` of its dev branch, or the releases'
+    `BalancedCPScheduler`.
+    """
     slack: float = 1.5
-    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
+    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
+    1.
+    """
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MegatronDynamicOptions) -> MicrobatchPlan:
@@ -68,7 +82,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 
 def plan_with(scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: MegatronDynamicOptions) -> MicrobatchPlan:
-    """As `plan`, by any scheduler."""
+    """`plan` with any scheduler."""
     capacity = _capacity(batch, cluster, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     placement = [tuple(range(cluster.num_ranks))] * len(batch.lengths)
@@ -115,7 +129,7 @@ def _most_tokens(microbatches: Sequence[Microbatch], lengths: Sequence[int], num
 
 
 def _placement(microbatches: Sequence[Microbatch], num_seqs: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """By sequence, its ranks and its microbatch."""
+    """The ranks and the microbatch of each sequence."""
     placement: list[tuple[int, ...]] = [()] * num_seqs
     microbatch_of = [0] * num_seqs
     for index, groups in enumerate(microbatches):

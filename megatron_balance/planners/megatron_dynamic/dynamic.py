@@ -1,10 +1,13 @@
-"""Rules `dynamic`: Megatron's `default_dynamic_cp` scheduler (`--dynamic-context-parallel`), which packs sequences into groups.
+"""Rules `dynamic`: Megatron's `default_dynamic_cp` scheduler (`--dynamic-context-parallel`), which
+packs sequences into groups.
 
-Per microbatch: the longest sequence left takes the fewest ranks that hold it. No rank may get more work than as many tokens as a rank
-holds would make in sequences of that length, and 5 % more. Every other sequence, longest first, goes where the largest work of a rank
-stays lowest: into a group of any size that can hold it and has room, or a new one on free ranks. What fits nowhere waits for the next
-microbatch. Ranks left over make the smallest groups larger; where that does not come out (sizes are powers of two, and all ranks), the
-microbatch is as many of the longest sequences as fit, over all ranks.
+Per microbatch: the longest sequence left takes the fewest ranks that hold it. No rank may get more
+work than as many tokens as a rank holds would make in sequences of that length, and 5 % more. Every
+other sequence, longest first, goes where the largest work of a rank stays lowest: into a group of
+any size that can hold it and has room, or a new one on free ranks. What fits nowhere waits for the
+next microbatch. Ranks left over make the smallest groups larger; where that does not come out
+(sizes are powers of two, and all ranks), the microbatch is as many of the longest sequences as fit,
+over all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from megatron_balance.planners.megatron_dynamic.group import Group, Microbatch, 
 from megatron_balance.solvers.groups import needed, sizes
 
 SLACK = 0.05
-"""What a rank may exceed the bound on its work by, relatively."""
+"""Share by which a rank may exceed the bound on its work."""
 
 
 def schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
@@ -48,7 +51,10 @@ def _next(lengths: Sequence[int], order: list[int], tokens: int, num_ranks: int)
 
 
 class _Making:
-    """One microbatch in the making. `free`: ranks without a group; `highest`: the largest work of a rank."""
+    """One microbatch in the making.
+
+    `free`: ranks without a group; `highest`: the largest work of a rank.
+    """
 
     def __init__(self, lengths: Sequence[int], tokens: int, allowed: Sequence[int], most_work: float) -> None:
         self.lengths, self.tokens, self.most_work = lengths, tokens, most_work
@@ -66,13 +72,15 @@ class _Making:
         self.highest = max(self.highest, group.load)
 
     def choose(self, length: int) -> Group | None:
-        """The group, or a new one, with which the largest work of any rank is lowest; ties go to the smaller and the older."""
+        """The group, or a new one, with which the largest work of any rank is lowest; ties go to
+        the smaller and the older.
+        """
         best, best_work = None, self.most_work
         for size, groups in self.of_size.items():
             if length > size * self.tokens:
                 continue
-            work, room = length * length / size, self.tokens - length / size
-            candidates = [group for group in groups if group.tokens <= room]
+            work, most_held = length * length / size, self.tokens - length / size
+            candidates = [group for group in groups if group.tokens <= most_held]
             if size <= self.free:
                 candidates.append(Group(size, [], 0.0, 0.0))
             for group in candidates:

@@ -1,4 +1,4 @@
-"""What both rules share: groups of neighbouring ranks that fill a microbatch from the first rank on."""
+"""Common to both rules: groups of neighbouring ranks that fill a microbatch from the first rank on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ Microbatch: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Groups in the order of their ranks: how many ranks, and the ids of their sequences."""
 
 Scheduler: TypeAlias = Callable[[Sequence[int], int, int], list[Microbatch]]
-"""`(lengths, tokens, num_ranks)` to microbatches; `tokens` is Megatron's `max_seqlen_per_dp_cp_rank`."""
+"""`(lengths, tokens, num_ranks)` to microbatches; `tokens` is Megatron's
+`max_seqlen_per_dp_cp_rank`.
+"""
 
 
 @dataclass(slots=True)
 class Group:
-    """A group in the making. `tokens`: of each of its ranks; `load`: Megatron's workload of each, the sum of length^2 / size."""
+    """A group in the making.
+
+    `tokens`: of each of its ranks; `load`: Megatron's workload of each, the sum of length^2 / size.
+    """
 
     size: int
     seqs: list[int]
@@ -41,9 +46,10 @@ class Group:
 
 
 def fill(groups: list[Group], allowed: Sequence[int], num_ranks: int) -> bool:
-    """Give the ranks that are left to the first of the smallest groups, which takes the next size, and again until none is left.
+    """Give the ranks that are left to the first of the smallest groups, which takes the next size,
+    and again until none is left.
 
-    Returns False if some ranks are left that nobody can take.
+    Returns False if ranks are left over that no group can take.
     """
     free = num_ranks - sum(group.size for group in groups)
     while free:

@@ -1,10 +1,13 @@
-"""Rules `hybrid`: the `BalancedCPScheduler` of megatron-core's releases (`--hybrid-context-parallel`, 0.16 to 0.19 and main).
+"""Rules `hybrid`: the `BalancedCPScheduler` of megatron-core's releases
+(`--hybrid-context-parallel`, 0.16 to 0.19 and main).
 
-A sequence always takes the fewest ranks, a power of two, that hold it; each runs it as a forward pass of its own, so groups have no
-limit on tokens. Sequences, longest first, are cut into as many buckets of about equal work as there are sizes. Per microbatch: the
-first bucket whose longest sequence finds ranks gives it away, to a new group if there are free ranks, else to the group of its size
-with the least work; once sizes have come down from the first one, it ends as soon as work is even within 5 %. Then the last sequences
-of the most loaded group are put back while that makes work more even, and ranks left over make the smallest groups larger.
+A sequence always takes the fewest ranks, a power of two, that hold it; each runs it as a forward
+pass of its own, so groups have no limit on tokens. Sequences, longest first, are cut into as many
+buckets of about equal work as there are sizes. Per microbatch: the first bucket whose longest
+sequence finds ranks gives it away, to a new group if there are free ranks, else to the group of its
+size with the least work; once sizes have come down from the first one, it ends as soon as work is
+even within 5 %. Then the last sequences of the most loaded group are put back while that makes work
+more even, and ranks left over make the smallest groups larger.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from megatron_balance.planners.megatron_dynamic.group import Group, Microbatch, 
 from megatron_balance.solvers.groups import needed, sizes
 
 EVEN = 0.05
-"""Work is even if the least loaded rank has so much less than the most loaded one, relatively."""
+"""Share by which the least loaded rank may have less than the most loaded one where work counts as
+even.
+"""
 
 BUCKET_SLACK = 1.1
-"""What a bucket's work may exceed the mean by, relatively."""
+"""Share by which a bucket's work may exceed the mean."""
 
 
 def schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
@@ -72,7 +77,10 @@ class _Making:
         return [seq for bucket in buckets for seq in bucket]
 
     def put_back(self) -> list[int]:
-        """Take the last sequence of the most loaded group away while that makes work more even. Returns them."""
+        """Take the last sequence of the most loaded group away while that makes work more even.
+
+        Returns them.
+        """
         back: list[int] = []
         while not self.free and not self._is_even():
             loads = [group.load for group in self.groups]
@@ -113,7 +121,8 @@ def _buckets(making: _Making, seqs: Sequence[int]) -> list[deque[int]]:
     work = 0.0
     for i, seq in enumerate(seqs):
         closed = len(buckets) - 1
-        # Both terms count closed buckets, as in Megatron: the last ones are given one sequence each only if enough are to come.
+        # Both terms count closed buckets, as in Megatron: the last ones are given one sequence each
+        # only if enough are to come.
         scarce = len(seqs) - i <= num_buckets - closed - closed
         if buckets[-1] and (work + making.work(seq) > target * BUCKET_SLACK or scarce):
             buckets.append(deque())

@@ -1,39 +1,48 @@
-"""zeppelin: short sequences local, medium ones in a ring inside a node, long ones in a ring across nodes.
+"""zeppelin: short sequences local, medium ones in a ring inside a node, long ones in a ring across
+nodes.
 
-Paper: Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training (arXiv 2509.21841), section 3.1,
-Algorithm 1 (inter-node partitioning) and Algorithm 2 (intra-node partitioning).
+Paper: Zeppelin: Balancing Variable-length Workloads in Data Parallel Large Model Training (arXiv
+2509.21841), section 3.1, Algorithm 1 (inter-node partitioning) and Algorithm 2 (intra-node
+partitioning).
 
-What we implement: the hierarchical sequence partitioner. Zones `inter_node`, `intra_node` and `local`, in that issue order (the three
-queues of section 3.2); sequences on the same ranks share one ring; zigzag inside a ring. `rule: paper` is the printed algorithm:
-thresholds s1 and s0 start at a node's and a rank's capacity and fall until everything shorter fits. `rule: cost`, the default, asks
-for each sequence what the paper asks for a threshold: does a wider zone pay.
+What we implement: the hierarchical sequence partitioner. Zones `inter_node`, `intra_node` and
+`local`, in that issue order (the three queues of section 3.2); sequences on the same ranks share
+one ring; zigzag inside a ring. `rule: paper` is the printed algorithm: thresholds s1 and s0 start
+at a node's and a rank's capacity and fall until everything shorter fits. `rule: cost`, the default,
+asks for each sequence what the paper asks for a threshold: does a wider zone pay.
 
-What we leave out: the routing layer (section 3.3) and the remapping layer (section 3.4), which work on any plan and are not this
-planner's business; it only prices what they do (`price`).
+What we leave out: the routing layer (section 3.3) and the remapping layer (section 3.4), which work
+on any plan and are not this planner's business; it only prices what they do (`price`).
 
-Trouble with the printed algorithm, measured on 180 batches (tools/bench/planners.py): with a capacity equal to the average (no slack)
-hardly anything fits below a threshold, and every sequence ends up inter-node, as with te_ring. With slack, nodes are balanced by
-tokens only and quadratic work is split inside a node only, so that attention max/mean came to 1.2 (capacity 1.1 times the average)
-to 1.9 (2 times; 2.7 in the worst of nine data sets), and worse the more slack there is.
+Trouble with the printed algorithm, measured on 180 batches (tools/bench/planners.py): with a
+capacity equal to the average (no slack) hardly anything fits below a threshold, and every sequence
+ends up inter-node, as with te_ring. With slack, nodes are balanced by tokens only and quadratic
+work is split inside a node only, so that attention max/mean came to 1.2 (capacity 1.1 times the
+average) to 1.9 (2 times; 2.7 in the worst of nine data sets), and worse the more slack there is.
 
-What it leaves open, and what `rule: paper` does: s_avg (the scan does not show over what it sums) is the batch's tokens over the
-nodes; where fewer empty nodes are left than ceil(|s| / s_avg), the least loaded ones follow; a split sequence that does not fit there
-goes over all nodes (of Algorithm 2: over all ranks of the node), and if that does not fit, all split sequences do. Sequences of
+What it leaves open, and what `rule: paper` does: s_avg (the scan does not show over what it sums)
+is the batch's tokens over the nodes; where fewer empty nodes are left than ceil(|s| / s_avg), the
+least loaded ones follow; a split sequence that does not fit there goes over all nodes (of Algorithm
+2: over all ranks of the node), and if that does not fit, all split sequences do. Sequences of
 exactly the threshold count as above it, or the loop would not end.
 
-Where we differ and why (`rule: cost`): a target time, found by bisection, replaces the two thresholds, because a threshold on length
-cannot see that a rank with little to hold may have much to compute. The price of a placement is the longest time of a rank in its
-zones, each the longer of its attention and its transfers. With `remapped`, attention's balance needs no balance of tokens, and the
-price counts what the remap moves instead: little is better, but even is not required. Without, it counts the longest linear time
-(`weight_tokens`). Where moving takes more than half of what even tokens save, the best placement without a remap is looked for as
-well, and the one of the lower time is taken; whether there is a remap at all is then up to the layer, by the same estimate. What
-moves adds a little even where it is hidden (`weight_communication`). With `routed` a ring between nodes takes what the routing layer
-needs for it (Eq. 1): all NICs of a node, but the way to the proxies and back too; without, one NIC.
+Where we differ and why (`rule: cost`): a target time, found by bisection, replaces the two
+thresholds, because a threshold on length cannot see that a rank with little to hold may have much
+to compute. The price of a placement is the longest time of a rank in its zones, each the longer of
+its attention and its transfers. With `remapped`, attention's balance needs no balance of tokens,
+and the price counts what the remap moves instead: little is better, but even is not required.
+Without, it counts the longest linear time (`weight_tokens`). Where moving takes more than half of
+what even tokens save, the best placement without a remap is looked for as well, and the one of the
+lower time is taken; whether there is a remap at all is then up to the layer, by the same estimate.
+What moves adds a little even where it is hidden (`weight_communication`). With `routed` a ring
+between nodes takes what the routing layer needs for it (Eq. 1): all NICs of a node, but the way to
+the proxies and back too; without, one NIC.
 
-Capacity: a rank of a ring over G ranks is counted as holding 2 ceil(|s| / 2G) tokens of a sequence, the most that zigzag gives it, and
-`rule: cost` keeps the sum within the capacity. Where nothing else fits, all sequences go over all ranks: that is legal whenever the
-batch fits the pool, but near-equal chunks are not equal, and a rank may then hold up to two tokens a sequence more than the average.
-`rule: paper` counts ceil(|s| / G) and may pass the capacity by as much.
+Capacity: a rank of a ring over G ranks is counted as holding 2 ceil(|s| / 2G) tokens of a sequence,
+the most that zigzag gives it, and `rule: cost` keeps the sum within the capacity. Where nothing
+else fits, all sequences go over all ranks: that is legal whenever the batch fits the pool, but
+near-equal chunks are not equal, and a rank may then hold up to two tokens a sequence more than the
+average. `rule: paper` counts ceil(|s| / G) and may pass the capacity by as much.
 """
 
 from __future__ import annotations
@@ -55,7 +64,8 @@ from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.placed import Placement, zones
 
 _WORTH_IT = 0.5
-"""Share of what even tokens save that a remap may take before the search without one is made too."""
+"""Share of what even tokens save that a remap may take before the search without one is made too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +77,25 @@ class ZeppelinOptions:
     rule: Literal["cost", "paper"] = "cost"
     """`cost` balances predicted time; `paper` is Algorithms 1 and 2 as printed."""
     slack: float = 1.5
-    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least 1."""
+    """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
+    1.
+    """
     remapped: bool = True
-    """Rule `cost`: a remap makes tokens even outside attention, and what it moves is priced; false: tokens stay where they attend."""
+    """Rule `cost`: a remap makes tokens even outside attention, and what it moves is priced; false:
+    tokens stay where they attend.
+    """
     weight_tokens: float | None = None
-    """Rule `cost`: weight of the longest linear time beside the longest attention time; not given: 0 if `remapped`, else 1."""
+    """Rule `cost`: weight of the longest linear time beside the longest attention time; not given:
+    0 if `remapped`, else 1.
+    """
     weight_communication: float = 0.05
-    """Rule `cost`: what share of the time it counts to move as much as all sequences over all ranks would, even if it is hidden."""
+    """Rule `cost`: what share of the time it counts to move as much as all sequences over all ranks
+    would, even if it is hidden.
+    """
     routed: bool = True
-    """Rule `cost`: price a ring between nodes as using all NICs of a node, as routed transfers do; false: one NIC."""
+    """Rule `cost`: price a ring between nodes as using all NICs of a node, as routed transfers do;
+    false: one NIC.
+    """
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: ZeppelinOptions) -> MicrobatchPlan:
@@ -103,25 +123,25 @@ def _cheapest(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacit
     own = pricing(options)
     prices = Prices(lengths, cluster, cost, own)
     search = costed.Search(prices)
-    found = costed.place(search, capacity, own)
+    chosen = costed.place(search, capacity, own)
     if not options.remapped or options.weight_tokens is not None:
-        return found.placement
+        return chosen.placement
     even_s = cost.linear_s(sum(lengths) / cluster.num_ranks)
-    expected = found.prediction
+    expected = chosen.prediction
     if expected.remap_s <= _WORTH_IT * (cost.linear_s(max(expected.tokens)) - even_s):
-        return found.placement
+        return chosen.placement
 
     def time_s(placed: costed.Placed) -> float:
-        """Of a layer, forward: tokens are evened out where that pays."""
+        """Seconds of a layer, forward: tokens are evened out where that pays."""
         predicted = placed.prediction
         return predicted.attention_s + min(predicted.remap_s + even_s, cost.linear_s(max(predicted.tokens)))
 
     plain = costed.place(search, capacity, pricing(replace(options, remapped=False)))
-    return min((found, plain), key=time_s).placement
+    return min((chosen, plain), key=time_s).placement
 
 
 def pricing(options: ZeppelinOptions) -> Pricing:
-    """What the options say about prices."""
+    """The options that weigh prices."""
     weight_tokens = options.weight_tokens if options.weight_tokens is not None else float(not options.remapped)
     return Pricing(weight_tokens, options.weight_communication, options.routed, options.remapped)
 

@@ -1,4 +1,6 @@
-"""Rule `cost`: sequences placed one after the other, under a limit on a rank's time and tokens (`costed` says how the limit is found)."""
+"""Rule `cost`: sequences placed one after the other, under a limit on a rank's time and tokens
+(`costed` says how the limit is found).
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,23 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Literal, TypeAlias
 
-from megatron_balance.planners.zeppelin.price import Prediction, Prices, Share
+from megatron_balance.planners.zeppelin.price import Prediction, Prices, RankShare
 from megatron_balance.solvers.placed import Placement, grouped
 
 Fill: TypeAlias = Literal["most", "least", "whole"]
-"""Which room is taken: where there is most of it, where the least is left, or whole nodes."""
+"""Choice among ranks that have room: where there is most of it, where the least is left, or whole
+nodes.
+"""
 
 _SMALL = 8
-"""A sequence of less than 1 / _SMALL of a rank's mean time and tokens is placed last and counts as a fluid until then."""
+"""A sequence of less than 1 / _SMALL of a rank's mean time and tokens is placed last and counts as
+a fluid until then.
+"""
 
 _MANY = 64
-"""With more sequences than this above that size, only those above half a rank's mean are placed one by one."""
+"""With more sequences than this above that size, only those above half a rank's mean are placed one
+by one.
+"""
 
 _NODES = 32
 """Least loaded nodes that are looked at for room."""
@@ -28,7 +36,9 @@ _NODES = 32
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What no rank may pass, and how to get there: `fill`, and the `wide` longest sequences over all ranks."""
+    """Limits on a rank's time and tokens, and how to meet them: `fill`, and the `wide` longest
+    sequences over all ranks.
+    """
 
     time_s: float
     tokens: int
@@ -37,7 +47,9 @@ class Target:
 
 
 class Sizes:
-    """The sequences of a batch as the larger ones and the rest, in descending order, with what they sum to; holds no decisions."""
+    """The sequences of a batch as the larger ones and the rest, in descending order, with what they
+    sum to; holds no decisions.
+    """
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.cluster = prices, prices.cluster
@@ -59,7 +71,7 @@ class Sizes:
         time_s, tokens = part * self.mean_s, part * self.mean_tokens
         return [seq for seq in order if self.work_s[seq] > time_s or self.lengths[seq] > tokens]
 
-    def share(self, seq: int, num_ranks: int, inter_node: bool = False) -> Share:
+    def share(self, seq: int, num_ranks: int, inter_node: bool = False) -> RankShare:
         """The share of each rank in a ring that is the sequence's own."""
         return self.prices.share(self.lengths[seq], num_ranks, inter_node)
 
@@ -67,8 +79,9 @@ class Sizes:
 class Filling:
     """A placement in the making, under one target. Lists are by rank, those of nodes by node.
 
-    `load` is what decides where there is most room: time and tokens, each over its limit, added. `rank_of`: by sequence, its rank, or
-    -1 where it is not placed or in `wide`, which has the ranks of those with several.
+    `load` is what decides where there is most room: time and tokens, each over its limit, added.
+    `rank_of`: by sequence, its rank, or -1 where it is not placed or in `wide`, which has the ranks
+    of those with several.
     """
 
     def __init__(self, sizes: Sizes, target: Target) -> None:
@@ -97,12 +110,14 @@ class Filling:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What the complete placement takes."""
+        """Predicted times of the complete placement."""
         assert self.complete
         return self.sizes.prices.predict_rings(self.rank_of, grouped(sorted(self.wide.items())))
 
     def place_large(self) -> bool:
-        """Place the larger sequences; False if one finds no place, or all that is left, as a fluid, no room."""
+        """Place the larger sequences; False if one finds no place, or all that is left, as a fluid,
+        no room.
+        """
         sizes, target = self.sizes, self.target
         left_s, left_tokens = sizes.all_s, sizes.all_tokens
         if target.wide:
@@ -120,7 +135,7 @@ class Filling:
         return self._has_room(sizes.small_s, sizes.small_tokens)
 
     def _has_room(self, time_s: float, tokens: int) -> bool:
-        """Whether all ranks together have room for so much more."""
+        """Whether all ranks together have room for these seconds and tokens."""
         num_ranks = self.cluster.num_ranks
         return num_ranks * self.target.time_s - self.held_s >= time_s and num_ranks * self.target.tokens - self.held_tokens >= tokens
 
@@ -137,7 +152,9 @@ class Filling:
         return self._on_one_node(seq, fewest, nodes) or across(seq, fewest, nodes)
 
     def _on_idlest_rank(self, seq: int) -> bool:
-        """Place a sequence whole on the least loaded rank, if it fits there: the common case, without looking at all ranks."""
+        """Place a sequence whole on the least loaded rank, if it fits there: the common case,
+        without looking at all ranks.
+        """
         while self.idlest[0][0] < self.load[self.idlest[0][1]]:  # loads only grow; entries are brought up to date when they come up
             rank = self.idlest[0][1]
             heapreplace(self.idlest, (self.load[rank], rank))
@@ -158,8 +175,10 @@ class Filling:
                 return True
         return False
 
-    def _room_on_a_node(self, num_ranks: int, share: Share, nodes: Sequence[int]) -> list[int]:
-        """The ranks with room on the least loaded node that has `num_ranks` of them, or on the most loaded one; none if no node has."""
+    def _room_on_a_node(self, num_ranks: int, share: RankShare, nodes: Sequence[int]) -> list[int]:
+        """The ranks with room on the least loaded node that has `num_ranks` of them, or on the most
+        loaded one; none if no node has.
+        """
         size, ranks_of, node_s, node_tokens = self.size, self.sizes.ranks_of, self.node_s, self.node_tokens
         full_s, full_tokens = size * self.target.time_s - num_ranks * share[0], size * self.target.tokens - num_ranks * share[1]
         for node in reversed(nodes) if self.target.fill == "least" else nodes[:_NODES]:
@@ -184,25 +203,27 @@ class Filling:
         return False
 
     def _across_leftovers(self, seq: int, fewest: int, nodes: Sequence[int]) -> bool:
-        """Place a sequence on ranks of several nodes, those first of which the fewest ranks have room."""
+        """Place a sequence on ranks of several nodes, those first of which the fewest ranks have
+        room.
+        """
         size = self.size
         pool = [rank for node in sorted(nodes[:_NODES]) for rank in range(node * size, (node + 1) * size)]
         for num_ranks in range(max(2, fewest), min(len(pool), 2 * max(size, fewest)) + 1):
             share = self.sizes.share(seq, num_ranks, inter_node=True)
             ranks = self._fitting(pool, share) if self._within(share) else []
             if len(ranks) >= num_ranks:
-                room = Counter(rank // size for rank in ranks)
-                ranks.sort(key=lambda rank: (room[rank // size], rank // size, self.load[rank]))
+                fitting_ranks = Counter(rank // size for rank in ranks)
+                ranks.sort(key=lambda rank: (fitting_ranks[rank // size], rank // size, self.load[rank]))
                 self._put(seq, tuple(sorted(ranks[:num_ranks])), share)
                 return True
         return False
 
-    def _within(self, share: Share) -> bool:
+    def _within(self, share: RankShare) -> bool:
         """Whether an empty rank could take it."""
         return share[0] <= self.target.time_s and share[1] <= self.target.tokens
 
-    def _fitting(self, ranks: Sequence[int], share: Share) -> list[int]:
-        """Those of `ranks` that can take this much more."""
+    def _fitting(self, ranks: Sequence[int], share: RankShare) -> list[int]:
+        """The ranks of `ranks` that can take this share, too."""
         time_s, tokens = self.target.time_s - share[0], self.target.tokens - share[1]
         held_s, held_tokens = self.time_s, self.tokens
         return [rank for rank in ranks if held_s[rank] <= time_s and held_tokens[rank] <= tokens]
@@ -210,7 +231,7 @@ class Filling:
     def _least_loaded(self, ranks: list[int], count: int) -> tuple[int, ...]:
         return tuple(sorted(sorted(ranks, key=self.load.__getitem__)[:count] if count < len(ranks) else ranks))
 
-    def _put(self, seq: int, ranks: tuple[int, ...], share: Share) -> None:
+    def _put(self, seq: int, ranks: tuple[int, ...], share: RankShare) -> None:
         time_s, tokens = share
         load = time_s / self.unit_s + tokens / self.target.tokens
         self._set(seq, ranks)
@@ -242,10 +263,13 @@ class Filling:
         self._put(seqs[0], everywhere, (sum(s[0] for s in shares), sum(s[1] for s in shares)))
 
     def _place_small(self) -> bool:
-        """Place the rest, each whole on the least loaded rank that has room for it; else as a large one, whatever the time."""
+        """Place the rest, each whole on the least loaded rank that has room for it; else as a large
+        one, whatever the time.
+        """
         sizes, capacity = self.sizes, self.target.tokens
         lengths, work_s, tokens, rank_of = sizes.lengths, sizes.work_s, self.tokens, self.rank_of
-        # Time weighs as much as the small sequences need of it: if all of them take none, only tokens count.
+        # Time weighs as much as the small sequences need of it: if all of them take none, only
+        # tokens count.
         weight_s = sizes.small_s / self.unit_s**2
         weight_tokens = sizes.small_tokens / capacity**2
         heap = [
@@ -269,8 +293,8 @@ class Filling:
                 heappush(full, (tokens[rank], load, rank))
             else:
                 left.append(seq)
-        # What ranks hold of time, and nodes of either, was not kept up to date above: time is no limit below, and the rest only decides
-        # where room is looked for first.
+        # What ranks hold of time, and nodes of either, was not kept up to date above: time is no
+        # limit below, and the rest only decides where room is looked for first.
         reached, self.target = self.target, Target(inf, capacity)
         placed = all(self._place(seq) for seq in left)
         self.target = reached

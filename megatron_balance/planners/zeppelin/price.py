@@ -1,17 +1,21 @@
-"""The price of a placement: what the costed rule compares placements by, in predicted seconds of one layer's forward pass.
+"""The price of a placement: what the costed rule compares placements by, in predicted seconds of
+one layer's forward pass.
 
-A rank works through its zones in issue order. While it attends to the keys of one round those of the next one travel, and nothing
-is attended out of turn, so a zone takes the longer of its attention and of its transfers with the attention of the round that comes
-last; a rank takes the sum of its zones. A ring's rounds all wait for its slowest link: the one between nodes, if there is one.
+A rank works through its zones in issue order. While it attends to the keys of one round those of
+the next one travel, and nothing is attended out of turn, so a zone takes the longer of its
+attention and of its transfers with the attention of the round that comes last; a rank takes the sum
+of its zones. A ring's rounds all wait for its slowest link: the one between nodes, if there is one.
 
-Between nodes a message goes by one NIC, or where transfers are routed by all NICs of both nodes if that is faster (Eq. 1). Routed rings
-that cross the same node share its NICs.
+Between nodes a message goes by one NIC, or where transfers are routed by all NICs of both nodes if
+that is faster (Eq. 1). Routed rings that cross the same node share its NICs.
 
-Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what `weight_tokens` weighs. With a
-remap these are even whatever the placement, and what counts is what the remap moves (section 3.4): a rank's tokens above or below
-the mean travel as queries, keys and values before attention and as outputs after it, inside a node over the rank's link, and where a
-node as a whole is above or below its share, over the node's NICs. Filling these in the best way (Eq. 2, `solvers.remap`) is the
-remap's business; the price takes an estimate of it (`layers.remap_s`).
+Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what
+`weight_tokens` weighs. With a remap these are even whatever the placement, and what counts is what
+the remap moves (section 3.4): a rank's tokens above or below the mean travel as queries, keys and
+values before attention and as outputs after it, inside a node over the rank's link, and where a
+node as a whole is above or below its share, over the node's NICs. Filling these in the best way
+(Eq. 2, `solvers.remap`) is the remap's business; the price takes an estimate of it
+(`layers.remap_s`).
 """
 
 from __future__ import annotations
@@ -31,17 +35,18 @@ from megatron_balance.planning.layers import remap_s
 from megatron_balance.solvers.groups import rank_tokens
 from megatron_balance.solvers.placed import Placement, members
 
-Share: TypeAlias = tuple[float, int]
-"""What a sequence costs each rank of its ring: seconds, tokens."""
+RankShare: TypeAlias = tuple[float, int]
+"""Seconds and tokens that a sequence costs each rank of its ring."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """How a placement is judged, beside the cost model.
+    """Weights by which a placement is judged, beside the cost model.
 
-    `weight_tokens`: of the longest linear time, beside the longest attention time. `weight_communication`: what share of the time it
-    counts, hidden or not, to move as much as the trivial plan, all sequences over all ranks, does. `routed`: rings between nodes may
-    use all NICs. `remapped`: what the remap moves is paid for.
+    `weight_tokens`: of the longest linear time, beside the longest attention time.
+    `weight_communication`: what share of the time it counts, hidden or not, to move as much as the
+    trivial plan, all sequences over all ranks, does. `routed`: rings between nodes may use all
+    NICs. `remapped`: what the remap moves is paid for.
     """
 
     weight_tokens: float
@@ -52,7 +57,10 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a placement is predicted to take. `attention_s`: of the slowest rank; `hops_s`: sum over ranks of the time on their links."""
+    """Predicted times of a placement.
+
+    `attention_s`: of the slowest rank; `hops_s`: sum over ranks of the time on their links.
+    """
 
     attention_s: float
     remap_s: float
@@ -67,7 +75,10 @@ class Prediction:
 
 
 class Prices:
-    """What the sequences of a batch cost on any number of ranks; holds no decisions. `pricing`: how it judges unless told otherwise."""
+    """Costs of a batch's sequences on any number of ranks; holds no decisions.
+
+    `pricing`: how it judges unless told otherwise.
+    """
 
     def __init__(self, lengths: Sequence[int], cluster: Cluster, cost: CostModel, pricing: Pricing) -> None:
         self.lengths, self.cluster, self.cost, self.pricing = lengths, cluster, cost, pricing
@@ -75,12 +86,12 @@ class Prices:
         self.token_s = cost.linear_s(1.0)
         self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
         self._times = {1: _Times(cost, 1)}
-        self._shares: dict[tuple[int, int, bool], Share] = {}
+        self._shares: dict[tuple[int, int, bool], RankShare] = {}
         self.work_s = list(map(self._times[1].__getitem__, lengths))
         self._work, self._tokens = np.array(self.work_s, dtype=np.float64), np.array(lengths, dtype=np.float64)
 
     def hops_s(self, num_tokens: float, num_ranks: int, inter_node: bool, rings: int = 1) -> float:
-        """Seconds that a ring's links are busy, where so many `rings` use the NICs of a node at once."""
+        """Seconds that a ring's links are busy while `rings` rings use the NICs of a node."""
         if num_ranks == 1:
             return 0.0
         num_bytes, rounds = self.cost.kv_bytes(num_tokens * (num_ranks - 1) / num_ranks), num_ranks - 1
@@ -101,7 +112,7 @@ class Prices:
             self._times[num_ranks] = _Times(self.cost, num_ranks)
         return self._times[num_ranks]
 
-    def share(self, length: int, num_ranks: int, inter_node: bool = False) -> Share:
+    def share(self, length: int, num_ranks: int, inter_node: bool = False) -> RankShare:
         """The share of each rank in a ring that is the sequence's own."""
         key = (length, num_ranks, inter_node)
         if key not in self._shares:
@@ -110,7 +121,9 @@ class Prices:
         return self._shares[key]
 
     def _zone_s(self, attention_s: float, hops_s: float, num_ranks: int) -> float:
-        """Seconds of a zone: its transfers hide behind its attention, but for that of the last round."""
+        """Seconds of a zone: its transfers hide behind its attention, but for that of the last
+        round.
+        """
         busy_s = attention_s + self.cost.launch_s(num_ranks)
         return max(busy_s, hops_s + busy_s / num_ranks)
 
@@ -119,8 +132,8 @@ class Prices:
         return self.predict_rings([ranks[0] if len(ranks) == 1 else -1 for ranks in placement], members(placement, 2))
 
     def predict_rings(self, rank_of: Sequence[int], rings: Mapping[tuple[int, ...], Sequence[int]]) -> Prediction:
-        """The same of a placement given as the rank of each sequence that has one alone, -1 for others, and the others' `rings`, in the
-        order of `solvers.placed.members`.
+        """`predict` for a placement given as the rank of each sequence that has one alone, -1 for
+        others, and the others' `rings`, in the order of `solvers.placed.members`.
         """
         num_ranks = self.cluster.num_ranks
         ranks = np.array(rank_of, dtype=np.int64)
@@ -138,7 +151,9 @@ class Prices:
         return Prediction(max(times), remap_s(tokens, self.cluster, self.cost) if self.pricing.remapped else 0.0, sum(hops), tokens)
 
     def _rings(self, rings: Mapping[tuple[int, ...], Sequence[int]]) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
-        """Of each ring: its ranks, and what each of them has of it: seconds in all, seconds of its links, tokens."""
+        """Ranks of each ring, and the part of each rank: seconds in all, seconds of its links,
+        tokens.
+        """
         size = self.cluster.node_size
         crossed = {ranks: {rank // size for rank in ranks} for ranks in rings if ranks[0] // size != ranks[-1] // size}
         inter_node_traffic = Counter(chain.from_iterable(crossed.values()))
@@ -154,15 +169,23 @@ class Prices:
         """Predicted time with the weighted longest linear time, and a share for what moves."""
         return self.judge_s(self.predict(placement), self.pricing)
 
-    def judge_s(self, found: Prediction, pricing: Pricing) -> float:
-        """The price of what is predicted, judged by another `pricing`: of as many NICs, and with a remap only if ours is."""
-        time_s = found.attention_s + (found.remap_s if pricing.remapped else 0.0) + pricing.weight_tokens * self.token_s * max(found.tokens)
-        moved = found.hops_s / self.trivial_hops_s if self.trivial_hops_s else 0.0
+    def judge_s(self, prediction: Prediction, pricing: Pricing) -> float:
+        """The price of what is predicted, judged by another `pricing`: of as many NICs, and with a
+        remap only if ours is.
+        """
+        time_s = (
+            prediction.attention_s
+            + (prediction.remap_s if pricing.remapped else 0.0)
+            + pricing.weight_tokens * self.token_s * max(prediction.tokens)
+        )
+        moved = prediction.hops_s / self.trivial_hops_s if self.trivial_hops_s else 0.0
         return time_s * (1 + pricing.weight_communication * moved)
 
 
 class _Times(dict[int, float]):
-    """By length, the seconds of attention of each rank of a ring over so many ranks; worked out when asked for."""
+    """Seconds of attention of each rank of a ring over `num_ranks` ranks, by length; worked out
+    when asked for.
+    """
 
     def __init__(self, cost: CostModel, num_ranks: int) -> None:
         super().__init__()

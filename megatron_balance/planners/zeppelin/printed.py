@@ -1,4 +1,6 @@
-"""Rule `paper`: Algorithms 1 and 2 of Zeppelin as printed; what they leave open is said where it is decided."""
+"""Rule `paper`: Algorithms 1 and 2 of Zeppelin as printed; what they leave open is said where it is
+decided.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,19 @@ from megatron_balance.solvers.placed import Placement
 
 
 def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
-    """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node. `capacity`: tokens a rank holds."""
+    """The ranks of each sequence: Algorithm 1 over nodes, then Algorithm 2 on each node.
+
+    `capacity`: tokens a rank holds.
+    """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties go to the lower sequence
     node_of, across = _inter_node(lengths, order, cluster, capacity)
     placement: list[tuple[int, ...]] = [()] * len(lengths)
     held = np.zeros(cluster.num_nodes)
-    found: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}  # by nodes: their ranks, and the nodes as an index
+    by_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], Ints]] = {}  # their ranks, and the nodes as an index
     for seq, nodes in across.items():
-        if nodes not in found:
-            found[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes)), np.array(nodes)
-        placement[seq], index = found[nodes]
+        if nodes not in by_nodes:
+            by_nodes[nodes] = tuple(chain.from_iterable(cluster.ranks_of(node) for node in nodes)), np.array(nodes)
+        placement[seq], index = by_nodes[nodes]
         held[index] += lengths[seq] / len(nodes)
     own: list[list[int]] = [[] for _ in range(cluster.num_nodes)]
     for seq, node in node_of.items():
@@ -39,24 +44,26 @@ def place(lengths: Sequence[int], cluster: Cluster, capacity: int) -> Placement:
 def _inter_node(
     lengths: Sequence[int], order: Sequence[int], cluster: Cluster, capacity: int
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-    """Algorithm 1: the node of each shorter sequence, and the nodes of each sequence of the inter-node zone.
+    """Algorithm 1: the node of each shorter sequence, and the nodes of each sequence of the
+    inter-node zone.
 
-    The threshold s1 starts at a node's capacity and falls to the longest sequence below it until the shorter ones fit.
+    The threshold s1 starts at a node's capacity and falls to the longest sequence below it until
+    the shorter ones fit.
     """
-    num_nodes, room = cluster.num_nodes, cluster.node_size * capacity
-    threshold = room if num_nodes > 1 else room + 1  # on one node nothing is between nodes
-    zone = _InterNodeZone(lengths, num_nodes, room)
+    num_nodes, node_capacity = cluster.num_nodes, cluster.node_size * capacity
+    threshold = node_capacity if num_nodes > 1 else node_capacity + 1  # on one node nothing is between nodes
+    zone = _InterNodeZone(lengths, num_nodes, node_capacity)
     count, left = 0, sum(lengths)
-    stuck = -1  # the sequence, in order, that finds no room as long as all before it go to the least loaded node each
+    stuck = -1  # the sequence, in order, that finds no node as long as all before it go to the least loaded node each
     while True:
         while count < len(order) and lengths[order[count]] >= threshold:
             if not zone.put(order[count]):
                 stuck = -1
             left -= lengths[order[count]]
             count += 1
-        if count > stuck and sum(zone.loads) + left <= num_nodes * room:
+        if count > stuck and sum(zone.loads) + left <= num_nodes * node_capacity:
             short = order[count:]
-            chosen = least_loaded([lengths[seq] for seq in short], zone.loads, room)
+            chosen = least_loaded([lengths[seq] for seq in short], zone.loads, node_capacity)
             if len(chosen) == len(short):
                 return dict(zip(short, chosen, strict=True)), zone.nodes
             stuck = count + len(chosen)
@@ -68,19 +75,22 @@ def _inter_node(
 class _InterNodeZone:
     """Lines 6-10: each sequence evenly over ceil(|s| / s_avg) empty nodes, s_avg = total / N.
 
-    Open in the paper: what if there are not so many empty nodes. Then the least loaded ones follow; if these have no room for it,
-    the sequence is spread over all nodes; and if that does not fit either, all sequences of the zone are.
+    Open in the paper: what if there are not so many empty nodes. Then the least loaded ones follow;
+    if these have no room for it, the sequence is spread over all nodes; and if that does not fit
+    either, all sequences of the zone are.
     """
 
-    def __init__(self, lengths: Sequence[int], num_nodes: int, room: int) -> None:
-        self.lengths, self.room, self.total = lengths, room, sum(lengths)
+    def __init__(self, lengths: Sequence[int], num_nodes: int, node_capacity: int) -> None:
+        self.lengths, self.node_capacity, self.total = lengths, node_capacity, sum(lengths)
         self.nodes: dict[int, tuple[int, ...]] = {}
         self.loads = [0] * num_nodes
         self.held = 0
         self.everywhere = False
 
     def put(self, seq: int) -> bool:
-        """Place a sequence; whether it went to the least loaded node alone, the lower one if there are several."""
+        """Place a sequence; whether it went to the least loaded node alone, the lower one if there
+        are several.
+        """
         num_nodes, loads = len(self.loads), self.loads
         self.held += self.lengths[seq]
         wanted = -(-self.lengths[seq] * num_nodes // self.total)
@@ -93,12 +103,12 @@ class _InterNodeZone:
             self.everywhere = True
             self.nodes = dict.fromkeys(self.nodes, tuple(range(num_nodes)))
         self.nodes[seq] = tuple(range(num_nodes))
-        self.loads = [min(self.room, -(-self.held // num_nodes))] * num_nodes
+        self.loads = [min(self.node_capacity, -(-self.held // num_nodes))] * num_nodes
         return False
 
     def _fits(self, seq: int, nodes: Sequence[int]) -> bool:
         part = -(-self.lengths[seq] // len(nodes))
-        if any(self.loads[node] + part > self.room for node in nodes):
+        if any(self.loads[node] + part > self.node_capacity for node in nodes):
             return False
         self.nodes[seq] = tuple(sorted(nodes))
         for node in nodes:
@@ -107,9 +117,12 @@ class _InterNodeZone:
 
 
 def _intra_node(lengths: Sequence[int], order: Sequence[int], num_devices: int, capacity: int, base: int) -> dict[int, list[int]]:
-    """Algorithm 2: the devices of each sequence of a node. `base`: tokens that inter-node sequences put on every device.
+    """Algorithm 2: the devices of each sequence of a node.
 
-    The threshold s0 starts at a device's capacity and falls to the longest local sequence until the local ones fit.
+    `base`: tokens that inter-node sequences put on every device.
+
+    The threshold s0 starts at a device's capacity and falls to the longest local sequence until the
+    local ones fit.
     """
     threshold = capacity
     while True:
@@ -127,10 +140,12 @@ def _intra_node(lengths: Sequence[int], order: Sequence[int], num_devices: int, 
 def _fragments(
     seqs: Sequence[int], lengths: Sequence[int], num_devices: int, capacity: int, base: int
 ) -> tuple[dict[int, list[int]], list[int]]:
-    """Lines 7-12: each sequence into ceil(|s|^2 / c_avg) fragments, dealt round-robin. Returns also the devices' loads.
+    """Lines 7-12: each sequence into ceil(|s|^2 / c_avg) fragments, dealt round-robin.
 
-    The printed algorithm does not check these fragments against the capacity. Where they do not fit, the sequence is split over all
-    devices; and if that does not fit either, all of them are.
+    Returns also the devices' loads.
+
+    The printed algorithm does not check these fragments against the capacity. Where they do not
+    fit, the sequence is split over all devices; and if that does not fit either, all of them are.
     """
     squares = sum(lengths[seq] ** 2 for seq in seqs)
     everywhere = list(range(num_devices))

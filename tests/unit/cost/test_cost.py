@@ -35,7 +35,9 @@ TILE_S = 4 * 128 * 128 * 128 / 500e12
 
 
 def causal(length: int, start: int = 0) -> list[int]:
-    """One pair of regions: queries [start, start + length) of a sequence over all keys up to them, all heads."""
+    """One pair of regions: queries [start, start + length) of a sequence over all keys up to them,
+    all heads.
+    """
     return [0, start, start + length, 0, 32, 0, start + length, 0, 8]
 
 
@@ -155,7 +157,8 @@ def test_a_tensor_parallel_group_is_one_wide_rank_that_pays_for_its_own_communic
     assert (wide.num_ranks, wide.node_size, wide.flops_per_s, wide.nic_bytes_per_s) == (8, 4, 2000e12, 100e9)
     two = AnalyticCost(wide, MODEL, 2)
     assert two.attention_s(1e9) == pytest.approx(COST.attention_s(1e9) / 2)
-    # Two all-gathers and two reduce-scatters, each of half the tokens' hidden states from the one other GPU.
+    # Two all-gathers and two reduce-scatters, each of half the tokens' hidden states from the one
+    # other GPU.
     shared = 4 * (CALL_S + 3e-6 + 8192 * 4096 * 2 / 2 / 400e9)
     assert two.layer_s(8192) == pytest.approx(COST.layer_s(8192) / 2 + shared)
     assert two.contention == COST.contention

@@ -69,7 +69,8 @@ def test_flux_has_knapformers_flops() -> None:
 
 
 def test_distcas_34b_has_the_flops_that_its_appendix_counts() -> None:
-    # Appendix A counts one key-value projection of its width 2048, not two: 2 h (2 h + h_kv + 3 i) = 1320 x 2^20.
+    # Appendix A counts one key-value projection of its width 2048, not two: 2 h (2 h + h_kv + 3 i)
+    # = 1320 x 2^20.
     model = load_model("llama-34b")
     assert model.linear_flops_per_token - 2 * 8192 * 2048 == pytest.approx(1320 * 2**20, rel=1e-3)
 

@@ -1,4 +1,6 @@
-"""Reproduction of DistCA: the baselines' groups, what all systems are given, and what the closed forms say."""
+"""Reproduction of DistCA: the baselines' groups, what all systems are given, and what the closed
+forms say.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ import pytest
 from megatron_balance.papers.base import Effort
 from megatron_balance.papers.distca import PAPER, appendix_a, fig9, fig10, motivation
 from megatron_balance.papers.distca.baselines import (
-    Share,
-    Way,
+    GroupQueries,
+    ReplicaConfig,
     deal,
     layer_s,
-    megatron_by_way,
+    megatron_by_config,
     per_document,
     per_sequence,
     replica_s,
-    wlb_by_way,
+    wlb_by_config,
 )
-from megatron_balance.papers.distca.cases import Case, Held, chunks
+from megatron_balance.papers.distca.cases import Case, HeldTokens, chunks
 from megatron_balance.papers.distca.distca import distca_s
 from megatron_balance.workloads.distributions import K
 
@@ -30,8 +32,8 @@ DOCUMENTS = [700, 31, 1, 256, 1000]
 
 @pytest.mark.parametrize("share", [per_sequence, per_document])
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_a_group_attends_every_query_once(share: Callable[[list[int], int], Share], num_ranks: int) -> None:
-    rows = share(DOCUMENTS, num_ranks).queries
+def test_a_group_attends_every_query_once(share: Callable[[list[int], int], GroupQueries], num_ranks: int) -> None:
+    rows = share(DOCUMENTS, num_ranks).rows
     attended = sorted((int(seq), token) for seq, start, stop, _ in rows for token in range(start, stop))
     assert attended == [(seq, token) for seq, length in enumerate(DOCUMENTS) for token in range(length)]
 
@@ -40,8 +42,8 @@ def test_cutting_documents_evens_attention_out_and_cutting_the_sequence_does_not
     documents = [6000, 1000, 1000]
     pairs = {}
     for name, share in (("document", per_document(documents, 4)), ("sequence", per_sequence(documents, 4))):
-        start, stop = share.queries[:, 1], share.queries[:, 2]
-        loads = np.bincount(share.queries[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
+        start, stop = share.rows[:, 1], share.rows[:, 2]
+        loads = np.bincount(share.rows[:, 3], (stop * (stop + 1) - start * (start + 1)) / 2, 4)
         pairs[name] = loads.max() / loads.mean()
     assert pairs["document"] < 1.01
     assert pairs["sequence"] > 1.3
@@ -71,19 +73,20 @@ def test_items_go_to_the_bin_with_least_work_that_has_room() -> None:
 def test_a_pipeline_of_alike_microbatches_takes_what_1f1b_takes() -> None:
     case = Case("8B", 8, 1024 * K, 128 * K)
     share = per_document([128 * K], 4)
-    one, two = (Way(stages, 4, "none") for stages in (1, 2))
+    one, two = (ReplicaConfig(stages, 4, "none") for stages in (1, 2))
     head_s = case.cost.head_s(32 * K) + case.cost.head_s(32 * K, backward=True)
     whole_s = replica_s(case, [share], one) - head_s
-    # Two stages, four microbatches: five times half the layers and the head on the last stage, and what results take to the next stage.
+    # Two stages, four microbatches: five times half the layers and the head on the last stage, and
+    # what results take to the next stage.
     assert replica_s(case, [share] * 4, two) == pytest.approx(5 * whole_s / 2 + 4 * head_s, rel=0.02)
 
 
 def test_what_does_not_fit_the_memory_is_left_out() -> None:
     case = Case("34B", 8, 1024 * K, 512 * K)
-    assert not case.fits(Held(512 * K, 0))
-    assert case.fits(Held(64 * K, 0))
+    assert not case.fits(HeldTokens(512 * K, 0))
+    assert case.fits(HeldTokens(64 * K, 0))
     [batch] = case.batches("pretrain", 1)
-    found = {(way.degree, way.recompute) for way in megatron_by_way(case, batch)}
+    found = {(config.degree, config.recompute) for config in megatron_by_config(case, batch)}
     assert (4, "none") not in found
     assert (8, "full") in found
 
@@ -92,8 +95,8 @@ def test_distca_is_ahead_of_megatron_and_not_behind_wlb_where_documents_differ()
     case = Case("8B", 8, 1024 * K, 128 * K)
     [batch] = case.batches("pretrain", 1)
     ours = distca_s(case, batch)
-    assert min(megatron_by_way(case, batch).values()) > 1.1 * ours
-    assert min(wlb_by_way(case, batch).values()) > 0.97 * ours
+    assert min(megatron_by_config(case, batch).values()) > 1.1 * ours
+    assert min(wlb_by_config(case, batch).values()) > 0.97 * ours
     pipelines = Case("8B", 8, 1024 * K, 128 * K, (2,))
     assert ours < distca_s(pipelines, batch) < inf
 

@@ -1,4 +1,6 @@
-"""`papers zeppelin`: closed forms, and small simulations that must come out in the order that the paper describes."""
+"""`reproduce zeppelin`: closed forms, and small simulations that must come out in the order that
+the paper describes.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,16 @@ def test_a_boundary_is_where_flops_over_the_rate_are_bytes_over_the_rate():
     pair_s = 4 * model.num_heads * model.head_dim / (cluster.flops_per_s * cluster.attention_efficiency)
     plain = 2 * model.kv_bytes_per_token / cluster.nic_bytes_per_s / pair_s
     found = fig5.boundary(case, Link(0.0, cluster.nic_bytes_per_s))
-    # Tiles and thread blocks cost some percent more than the FLOPs, so attention overtakes the link a little earlier.
+    # Tiles and thread blocks cost some percent more than the FLOPs, so attention overtakes the link
+    # a little earlier.
     assert 0.93 * plain < found <= plain + 128
     assert fig5.boundary(case, Link(0.0, 2 * cluster.nic_bytes_per_s)) == pytest.approx(found / 2, rel=0.05)
     assert fig5.boundary(case, Link(0.0, inf)) == 128
 
 
 def test_tokens_of_a_zone_are_those_of_its_lengths():
-    # Lengths 1 to 100, all as likely: a quarter of the tokens lies in sequences up to half of the longest.
+    # Lengths 1 to 100, all as likely: a quarter of the tokens lies in sequences up to half of the
+    # longest.
     assert fig5.token_shares(Bins((0, 100), (1.0,)), [50]) == pytest.approx([0.25, 0.75])
     assert fig5.token_shares(Bins((0, 10, 30), (0.5, 0.5)), [10, 20]) == pytest.approx([5 / 25, 7.5 / 25, 12.5 / 25])
     shares = [row.ours for row in fig5.rows(ONE) if row.unit == "of tokens"]
@@ -131,7 +135,9 @@ def test_a_round_between_nodes_takes_its_bytes_over_the_nic(small, timeline):
 
 
 def test_all_systems_move_in_backward_what_transformer_engine_moves(small):
-    """Keys and values again and their gradients, both in bf16: twice the forward's bytes, over every NIC."""
+    """Keys and values again and their gradients, both in bf16: twice the forward's bytes, over
+    every NIC.
+    """
     call = attention_call(TE.plans(small, (64 * K,))[0], small.machine, small.setup.policy)
     nics = slice(2 * small.cluster.num_ranks, None)
     forward, backward = (outcome.bytes_moved[nics].sum() for outcome in call)
@@ -180,7 +186,9 @@ def test_rounds_in_series_are_slower_than_overlapped_ones_and_faster_than_one_ni
 
 
 def test_gathering_is_ahead_of_a_ring_over_one_nic(small):
-    """Figure 9: LLaMA CP gathers over all NICs of a node, and reduce-scatters gradients over all of them."""
+    """Figure 9: LLaMA CP gathers over all NICs of a node, and reduce-scatters gradients over all of
+    them.
+    """
     lengths = small.batches("prolong64k", 1)[0]
     assert LLAMA.step_s(small, lengths) < TE.step_s(small, lengths)
 
@@ -199,7 +207,8 @@ def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
     assert case.cluster.ranks_per_nic == 1
     plan = TE.plans(case, (64 * K,))[0]
     assert plan.num_ranks == 8
-    # Twice the GPUs a rank: a layer's products take half as long, and the groups' own transfers come on top.
+    # Twice the GPUs a rank: a layer's products take half as long, and the groups' own transfers
+    # come on top.
     single = Case("llama-13b", "a800", 16)
     assert case.cost.layer_s(8192) > single.cost.layer_s(8192) / 2
     assert case.cost.layer_s(8192) == pytest.approx(single.cost.layer_s(8192) / 2 + case.cost.tensor_parallel_s(8192), rel=1e-6)

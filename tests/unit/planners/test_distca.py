@@ -1,4 +1,6 @@
-"""distca: the closed forms against all block cuts, the linear layout, the scheduler for layouts that are given, balance and caps."""
+"""distca: the closed forms against all block cuts, the linear layout, the scheduler for layouts
+that are given, balance and caps.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def test_no_pair_of_blocks_costs_fewer_bytes_than_the_closed_form_for_head_tail_
         for inner in range(outer + 1, nano_batch + 1):
             share = (inner - outer) / nano_batch
             queries, key_stop = pair(stop - nano_batch, stop, share)
-            # Each row of the head and its mirror see start + stop + 1 keys together, wherever the pair lies.
+            # Each row of the head and its mirror see start + stop + 1 keys together, wherever the
+            # pair lies.
             rows = [start + 1 + i + stop - i for i in range(outer, inner)]
             assert sum(rows) == pytest.approx(queries / 2 * (start + stop + 1))
             cut = size_q * 2 * (inner - outer) + size_kv * max(0, stop - outer - resident)  # the tail's keys, not the head's
@@ -165,7 +168,7 @@ def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are
 
 
 def _kernel_s(made: MicrobatchPlan) -> list[float]:
-    """What the cost model's kernel takes for each rank's tasks, tiles computed whole."""
+    """Seconds of the cost model's kernel for each rank's tasks, tiles computed whole."""
     (zone,) = made.zones
     assert isinstance(zone, TaskTable)
     tasks = as_array(zone.tasks)
@@ -175,7 +178,8 @@ def _kernel_s(made: MicrobatchPlan) -> list[float]:
 
 
 def test_work_is_as_even_in_the_kernels_seconds_tiles_computed_whole() -> None:
-    # Half of the tokens are in documents that end just inside their second tile: a fifth of the pairs and half of the time.
+    # Half of the tokens are in documents that end just inside their second tile: a fifth of the
+    # pairs and half of the time.
     lengths = [137] * (8 * 4096 // 137) + [640] * (8 * 4096 // 640)
     seconds = _kernel_s(make_planner("distca", CLUSTER, MODEL, tolerance=0.02)(lengths))
     assert max(seconds) <= 1.15 * sum(seconds) / len(seconds)
@@ -201,15 +205,16 @@ def _sent_away(zone: object) -> list[int]:
 
 
 def test_light_work_is_shed_by_any_server_before_the_limit_gives_way() -> None:
-    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the two servers with most room have only
-    # blocks that no other one has room for.
+    # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the
+    # two servers with most room have only blocks that no other one has room for.
     lengths = [1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352]
     made = make_planner("distca", Cluster(64, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(lengths)
     assert figures(made, MODEL)["imbalance"]["attention"] <= 1.02
 
 
 def test_room_is_not_made_back_and_forth() -> None:
-    # 2,048 short sequences and blocks of the longest ones that take half of a server's time: room for one is made in several moves.
+    # 2,048 short sequences and blocks of the longest ones that take half of a server's time: room
+    # for one is made in several moves.
     weights = [random.Random(seq).lognormvariate(0, 1.3) for seq in range(2048)]
     lengths = [max(1, int(2**21 * weight / sum(weights))) for weight in weights]
     made = make_planner("distca", Cluster(512, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(lengths)
@@ -231,7 +236,8 @@ def test_less_is_received_the_more_the_tolerance_allows_and_the_more_is_known_to
 
 
 def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
-    # Ranks 1 and 2 have equally much too much; rank 0 has the first keys of rank 2's sequence and rank 3 those of rank 1's.
+    # Ranks 1 and 2 have equally much too much; rank 0 has the first keys of rank 2's sequence and
+    # rank 3 those of rank 1's.
     owned = np.array([(0, 1, 0, 1024), (1, 0, 1024, 4096), (2, 1, 1024, 4096), (3, 0, 0, 1024)], dtype=np.int64)
     tasks = schedule(owned, [4096, 4096], 4, COST, Scheduling(tolerance=0.1, consolidate=False)).tolist()
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 0 and q0 >= 1024} == {1, 3}
@@ -279,20 +285,22 @@ def test_a_cap_that_a_ranks_own_queries_pass_is_an_error_that_says_what_would_do
 
 @pytest.mark.parametrize("shards", ["plain", "head_tail"])
 def test_a_rank_that_a_cap_leaves_no_room_for_its_own_queries_gives_them_away(shards: str) -> None:
-    # Rank 0 has the first 2,000 tokens of sequence 0, rank 1 the other 1,000 and all of sequence 1: 4,000 keys.
+    # Rank 0 has the first 2,000 tokens of sequence 0, rank 1 the other 1,000 and all of sequence 1:
+    # 4,000 keys.
     made = make_planner("distca", Cluster(2, 2), MODEL, tolerance=1.0, max_kv_tokens=3500, shards=shards)([3000, 1000])
     report = figures(made, MODEL)
     assert report["kv_tokens_received_per_rank"] == [1000, 0]
     verify(make_planner("distca", Cluster(2, 2), Model(2, 2, 8), max_kv_tokens=35, block=4, shards=shards)([30, 10]))
-    # An empty rank takes what needs all 8,706 keys of sequence 0: rank 2, where it ends, holds 6,760 tokens and nobody else needs so many.
+    # An empty rank takes what needs all 8,706 keys of sequence 0: rank 2, where it ends, holds
+    # 6,760 tokens and nobody else needs so many.
     made = make_planner("distca", Cluster(4, 4), MODEL, servers="pool", pool_ranks=2, max_kv_tokens=13047, shards=shards)([8706, 89, 4726])
     own, received = figures(made, MODEL)["tokens_per_rank"], figures(made, MODEL)["kv_tokens_received_per_rank"]
     assert all(tokens + keys <= 13047 for tokens, keys in zip(own, received, strict=True))
 
 
 def test_what_a_rank_gives_away_for_a_cap_is_shared_where_nobody_has_room_for_all() -> None:
-    # Rank 1 has no room for 3,000 keys, and rank 0 none for those of rank 1. Ranks 2 and 3, which hold nothing, have room for all keys, and
-    # for half of rank 1's 1,000 queries of sequence 0.
+    # Rank 1 has no room for 3,000 keys, and rank 0 none for those of rank 1. Ranks 2 and 3, which
+    # hold nothing, have room for all keys, and for half of rank 1's 1,000 queries of sequence 0.
     owned = np.array([(0, 0, 0, 3000), (0, 2, 0, 500), (1, 0, 3000, 4000), (1, 1, 0, 900)], dtype=np.int64)
     scheduling = Scheduling(tolerance=100.0, max_kv_tokens=4000, max_received_tokens=4500)
     tasks = schedule(owned, [4000, 900, 500], 4, COST, scheduling)

@@ -1,4 +1,7 @@
-"""distca moves few bytes: what a shard costs, which keys are free, who is joined. Layouts by hand, brute force over blocks and tokens."""
+"""distca moves few bytes: what a shard costs, which keys are free, who is joined.
+
+Layouts by hand, brute force over blocks and tokens.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ def cheapest_cut(item: Span, num_pairs: float, query_bytes: float, at_hand: int 
 
 
 def cut_bytes(cut: Span, query_bytes: float, at_hand: int = 0) -> float:
-    """What a server receives for a run of queries, their outputs' way back included in `query_bytes`."""
+    """Bytes that a server receives for a run of queries, their outputs' way back included in
+    `query_bytes`.
+    """
     return (cut[1] - cut[0]) * query_bytes + max(0, cut[1] - at_hand) * KEY_BYTES
 
 
@@ -126,7 +131,9 @@ def needed(servers: Servers, server: int, seq: int, but: Piece | None = None) ->
 
 
 def assert_books_are_right(servers: Servers, num_seqs: int) -> None:
-    """What is missing, freed, at hand and received of every server and piece, against sets of keys."""
+    """Compare the keys missing, freed, at hand and received of every server and piece with sets of
+    keys.
+    """
     pieces = [(source, piece) for source, own in enumerate(servers.pieces) for piece in own]
     for server in range(len(servers.pieces)):
         arrives = [needed(servers, server, seq) - held(servers, server, seq) for seq in range(num_seqs)]
@@ -175,7 +182,9 @@ def test_keys_at_home_and_of_earlier_tasks_are_free_whatever_moves_where(shards:
 
 
 def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
-    """Rank 1 needs all keys of rank 0 for its own queries: then the queries with most keys are the cheapest part, not those further in."""
+    """Rank 1 needs all keys of rank 0 for its own queries: then the queries with most keys are the
+    cheapest part, not those further in.
+    """
     owned, own = (0, 8192), (8192, 9216)
     plan = planned([(0, 0, *owned), (1, 0, *own)], 2)
     report = figures(plan, MODEL)
@@ -188,7 +197,9 @@ def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
 
 
 def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> None:
-    """Rank 0 is emptied into rank 1, and then takes of the sequence whose first keys it still holds; of the other one it has none."""
+    """Rank 0 is emptied into rank 1, and then takes of the sequence whose first keys it still
+    holds; of the other one it has none.
+    """
     first = LONG * 5 // 16
     plan = planned([(0, 1, 0, first), (1, 2, 0, first // 2), (2, 0, 0, LONG), (2, 1, first, LONG)], 16, tolerance=0.03)
     start, stop = attended(plan, 1, 1)[0]
@@ -199,7 +210,9 @@ def test_keys_at_home_count_for_a_server_that_has_given_their_queries_away() -> 
 
 
 def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -> None:
-    """Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank 1 would need all of them."""
+    """Rank 2 holds half of the keys that its queries see, and would save the other nano-batch; rank
+    1 would need all of them.
+    """
     owned: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
     joined, apart = (planned(owned, 16, consolidate=consolidate) for consolidate in (True, False))
     assert attended(joined, 2, 1)[-1][1] == 1024
@@ -211,7 +224,10 @@ def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -
 
 
 def test_a_query_costs_the_bytes_of_its_output_too() -> None:
-    """Eight query heads to a key head: a part of few queries lies far out. Were outputs free, the cheapest one would lie further in."""
+    """Eight query heads to a key head: a part of few queries lies far out.
+
+    Were outputs free, the cheapest one would lie further in.
+    """
     model = Model(num_heads=16, num_kv_heads=2, head_dim=16)  # keys of `KEY_BYTES`
     query_bytes, item = 2 * 512, (0, LONG)
     plan = planned([(0, 0, *item), (1, 1, 0, 102 * BLOCK)], 2, model, tolerance=0.02)
@@ -222,7 +238,10 @@ def test_a_query_costs_the_bytes_of_its_output_too() -> None:
 
 
 def _one_long_and_28(short: int, *, consolidate: bool = True) -> tuple[MicrobatchPlan, int]:
-    """A sequence on 4 servers and a short one on each of 28. The plan, and how many short ones the busiest of these servers attends."""
+    """A sequence on 4 servers and a short one on each of 28.
+
+    The plan, and how many short ones the busiest of these servers attends.
+    """
     num_long, num_ranks = 4, 32
     owned: list[Owner] = [(rank, 0, rank * LONG // num_long, (rank + 1) * LONG // num_long) for rank in range(num_long)]
     owned += [(num_long + seq, 1 + seq, 0, short) for seq in range(num_ranks - num_long)]
@@ -232,12 +251,16 @@ def _one_long_and_28(short: int, *, consolidate: bool = True) -> tuple[Microbatc
 
 
 def test_light_servers_that_together_fill_none_stay_apart() -> None:
-    """Joined, two would have four fifths of the mean, and need the long sequence's keys for what is left."""
+    """Joined, two would have four fifths of the mean, and need the long sequence's keys for what is
+    left.
+    """
     assert _one_long_and_28(18 * BLOCK)[1] == 1
 
 
 def test_light_servers_are_joined_where_that_saves_keys() -> None:
-    """Half full ones: two of these joined are full, and take nothing of the long one, whose keys one fills."""
+    """Half full ones: two of these joined are full, and take nothing of the long one, whose keys
+    one fills.
+    """
     (joined, most), (apart, _) = (_one_long_and_28(22 * BLOCK, consolidate=consolidate) for consolidate in (True, False))
     assert most == 2
     reports = [figures(plan, MODEL) for plan in (joined, apart)]
@@ -251,7 +274,9 @@ def test_light_servers_are_joined_where_that_saves_keys() -> None:
 
 
 def test_short_sequences_count_as_long_as_they_take() -> None:
-    """As many pairs on either rank, but one of a run of a single tile takes 1.7 times as long as one of a long run."""
+    """As many pairs on either rank, but one of a run of a single tile takes 1.7 times as long as
+    one of a long run.
+    """
     model, cluster = Model(num_heads=32, num_kv_heads=32, head_dim=128), Cluster(2, 2)
     cost = AnalyticCost(cluster, model)
     num_short, length = 512, 22 * BLOCK
@@ -266,7 +291,9 @@ def test_short_sequences_count_as_long_as_they_take() -> None:
 
 
 def seconds(spans: Sequence[tuple[int, ...]], cost: AnalyticCost) -> Floats:
-    """Of two ranks: of the queries (rank, seq, start, stop), those up to `stop` less those up to `start`."""
+    """Of two ranks: of the queries (rank, seq, start, stop), those up to `stop` less those up to
+    `start`.
+    """
     upto = {at: cost.attention_s(pairs(0, at), at) if at else 0.0 for _, _, *span in spans for at in span}
     rank = [rank for rank, *_ in spans]
     return np.bincount(rank, [upto[stop] - upto[start] for _, _, start, stop in spans], 2)

@@ -1,4 +1,6 @@
-"""flexsp: groups of different sizes, the integer program against brute force, and life without SciPy."""
+"""flexsp: groups of different sizes, the integer program against brute force, and life without
+SciPy.
+"""
 
 from __future__ import annotations
 

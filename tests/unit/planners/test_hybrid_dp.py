@@ -1,4 +1,6 @@
-"""hybrid_dp: short sequences alone, long ones in rings, FLOPs within the tolerance, memory by microbatches."""
+"""hybrid_dp: short sequences alone, long ones in rings, FLOPs within the tolerance, memory by
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,15 @@ def flops(plan: MicrobatchPlan) -> list[float]:
 
 
 def test_short_sequences_stay_on_one_rank_and_a_long_one_takes_a_ring_inside_its_node() -> None:
-    # The long one has about half of all FLOPs, so half of the ranks take it; the others take the short ones.
+    # The long one has about half of all FLOPs, so half of the ranks take it; the others take the
+    # short ones.
     plan = plan_of([8000, *[4000] * 4], Cluster(8, 4), slack=2.5)
     assert rings(plan) == [((0, 1, 2, 3), [8000]), *(((rank,), [4000]) for rank in range(4, 8))]
 
 
 def test_the_fewest_ranks_are_taken_that_memory_and_flops_allow() -> None:
-    # 16 is four times a rank's capacity of 4; linear work outweighs these few pairs, so FLOPs ask for no more.
+    # 16 is four times a rank's capacity of 4; linear work outweighs these few pairs, so FLOPs ask
+    # for no more.
     assert rings(plan_of([16, 4, 4, 4, 4], Cluster(8, 8), tokens_per_rank=4)) == [
         ((0, 1, 2, 3), [16]),
         *(((rank,), [4]) for rank in range(4, 8)),
@@ -91,7 +95,8 @@ def test_microbatches_hold_every_sequence_once_within_the_capacity(lengths: list
 
 
 def test_microbatches_even_out_flops_over_their_sum() -> None:
-    # More short sequences than memory holds: those ranks run more microbatches while the ring's ranks have done their part.
+    # More short sequences than memory holds: those ranks run more microbatches while the ring's
+    # ranks have done their part.
     cluster, lengths = Cluster(8, 4), (32000, *[1000] * 256)
     made, _ = plan_batch(Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=8000))
     assert len(made.microbatches) > 1

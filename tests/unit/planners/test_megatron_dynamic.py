@@ -1,4 +1,6 @@
-"""megatron_dynamic: both of Megatron's rules on cases worked by hand, and what one microbatch makes of them."""
+"""megatron_dynamic: both of Megatron's rules on cases worked by hand, and what one microbatch makes
+of them.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ def zones_of(plan: MicrobatchPlan) -> list[tuple[tuple[int, ...], tuple[int, ...
 
 
 def test_dynamic_packs_sequences_into_groups_where_the_largest_work_stays_lowest() -> None:
-    # 100 takes a rank, work 10000 of at most 10500, and fills it. 60 on one rank or two leaves the largest work as it is: one wins. 40
-    # has room beside 60 and leaves it, too: the older group wins. The two ranks left over double one group, then the other.
+    # 100 takes a rank, work 10000 of at most 10500, and fills it. 60 on one rank or two leaves the
+    # largest work as it is: one wins. 40 has room beside 60 and leaves it, too: the older group
+    # wins. The two ranks left over double one group, then the other.
     assert dynamic.schedule([100, 60, 40], 100, 4) == [((2, (0,)), (2, (1, 2)))]
 
 
@@ -46,13 +49,15 @@ def test_dynamic_gives_a_microbatch_to_all_ranks_where_powers_of_two_do_not_come
 
 
 def test_hybrid_takes_the_fewest_ranks_and_ends_when_work_is_even() -> None:
-    # A rank of a 200 has work 20000, of a 100 work 10000. The first four 100 make all six ranks even, so the fifth is left.
+    # A rank of a 200 has work 20000, of a 100 work 10000. The first four 100 make all six ranks
+    # even, so the fifth is left.
     first = ((2, (0,)), (2, (1,)), (1, (2, 4)), (1, (3, 5)))
     assert hybrid.schedule([200, 200, 100, 100, 100, 100, 100], 100, 6) == [first, ((6, (6,)),)]
 
 
 def test_hybrid_puts_back_the_last_sequence_of_the_most_loaded_group() -> None:
-    # No size comes down, so all are taken, also 60 beside 100: 10000, 10000 + 3600. Without it work is even.
+    # No size comes down, so all are taken, also 60 beside 100: 10000, 10000 + 3600. Without it work
+    # is even.
     assert hybrid.schedule([100, 100, 60], 100, 2) == [((1, (0,)), (1, (1,))), ((2, (2,)),)]
 
 

@@ -1,4 +1,6 @@
-"""packing: packs of one size, what is cut attends to its own beginning only, redundant attention counted apart."""
+"""packing: packs of one size, what is cut attends to its own beginning only, redundant attention
+counted apart.
+"""
 
 from __future__ import annotations
 

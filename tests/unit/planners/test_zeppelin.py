@@ -1,4 +1,6 @@
-"""Zeppelin's partitioner: the printed rule on hand-worked batches, the costed rule on what it promises, and the edges of both."""
+"""Zeppelin's partitioner: the printed rule on hand-worked batches, the costed rule on what it
+promises, and the edges of both.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def zones_of(plan: MicrobatchPlan) -> list[tuple[str, tuple[int, ...], list[int]
 
 
 def fast(num_ranks: int) -> Cluster:
-    """Nodes of 8 ranks with links that hide behind attention, so that what is seen is balance alone."""
+    """Nodes of 8 ranks with links that hide behind attention, so that what is seen is balance
+    alone.
+    """
     return Cluster(num_ranks, 8, intra_bytes_per_s=4e14, nic_bytes_per_s=5e13)
 
 
@@ -48,35 +52,39 @@ def held_of(plan: MicrobatchPlan) -> list[int]:
 
 
 def test_paper_rule_puts_a_sequence_longer_than_a_node_on_all_nodes_it_asks_for() -> None:
-    # Node capacity 2 x 10; s_avg = 40 / 3, so ceil(30 / s_avg) = 3 nodes of 10 tokens; 10 is the threshold s0: split on one node.
+    # Node capacity 2 x 10; s_avg = 40 / 3, so ceil(30 / s_avg) = 3 nodes of 10 tokens; 10 is the
+    # threshold s0: split on one node.
     plan = plan_of([30, 10], Cluster(6, 2), rule="paper", tokens_per_rank=10)
     assert zones_of(plan) == [("inter_node", (0, 1, 2, 3, 4, 5), [30]), ("intra_node", (0, 1), [10])]
 
 
 def test_paper_rule_gives_the_least_loaded_node_the_next_sequence_and_the_least_loaded_rank() -> None:
-    # No sequence reaches a node's 24 tokens. 11 -> node 0, 9 -> node 1, 8 -> node 1 (9 < 11), 5 -> node 0; then each to the emptier rank.
+    # No sequence reaches a node's 24 tokens. 11 -> node 0, 9 -> node 1, 8 -> node 1 (9 < 11), 5 ->
+    # node 0; then each to the emptier rank.
     plan = plan_of([11, 9, 8, 5], Cluster(4, 2), rule="paper", tokens_per_rank=12)
     assert zones_of(plan) == [("local", (0,), [11]), ("local", (1,), [5]), ("local", (2,), [9]), ("local", (3,), [8])]
 
 
 def test_paper_rule_lowers_the_node_threshold_until_the_rest_fits() -> None:
-    # 9 + 8 fill node 0 and 1 of 10 tokens; 3 fits nowhere: s1 falls to 9, and 9 goes over ceil(9 / 10) = 1 empty node as a split sequence;
-    # 3 still fits nowhere (9, 8): s1 falls to 8, then to 3: all are above the threshold, and 3 only fits over both nodes.
+    # 9 + 8 fill node 0 and 1 of 10 tokens; 3 fits nowhere: s1 falls to 9, and 9 goes over ceil(9 /
+    # 10) = 1 empty node as a split sequence; 3 still fits nowhere (9, 8): s1 falls to 8, then to 3:
+    # all are above the threshold, and 3 only fits over both nodes.
     plan = plan_of([9, 8, 3], Cluster(4, 2), rule="paper", tokens_per_rank=5)
     assert {name for name, _, _ in zones_of(plan)} == {"inter_node"}
     assert zones_of(plan) == [("inter_node", (0, 1, 2, 3), [9, 8, 3])]
 
 
 def test_paper_rule_lowers_the_rank_threshold_until_the_local_ones_fit() -> None:
-    # One node, ranks of 10. 7, 6, 5: 5 fits on neither rank, so s0 falls to 7. 7 alone has the budget c_avg = 49 / 2: 2 fragments of 4.
-    # Then 6 -> rank 0 (10), 5 -> rank 1 (9).
+    # One node, ranks of 10. 7, 6, 5: 5 fits on neither rank, so s0 falls to 7. 7 alone has the
+    # budget c_avg = 49 / 2: 2 fragments of 4. Then 6 -> rank 0 (10), 5 -> rank 1 (9).
     plan = plan_of([7, 6, 5], Cluster(2, 2), rule="paper", tokens_per_rank=10)
     assert zones_of(plan) == [("intra_node", (0, 1), [7]), ("local", (0,), [6]), ("local", (1,), [5])]
 
 
 def test_paper_rule_deals_fragments_round_robin_by_squared_length() -> None:
-    # s0 = 12: 40 and 20 are split. c_avg = (1600 + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1 fragments, but 20 whole passes the
-    # capacity of its rank (10 + 20 > 16), so it is split over all four.
+    # s0 = 12: 40 and 20 are split. c_avg = (1600 + 400) / 4 = 500: ceil(3.2) = 4 and ceil(0.8) = 1
+    # fragments, but 20 whole passes the capacity of its rank (10 + 20 > 16), so it is split over
+    # all four.
     plan = plan_of([40, 20], Cluster(4, 4), rule="paper", tokens_per_rank=16)
     assert zones_of(plan) == [("intra_node", (0, 1, 2, 3), [40, 20])]
 
@@ -87,7 +95,8 @@ def test_paper_rule_without_slack_sends_everything_across_nodes() -> None:
 
 
 def test_paper_rule_balances_tokens_only() -> None:
-    # The trouble that the costed rule is for: with room enough, a long sequence stays on a node however much it computes there.
+    # The trouble that the costed rule is for: with room enough, a long sequence stays on a node
+    # however much it computes there.
     lengths = [60000, *[2000] * 40]
     cluster = fast(16)
     assert attention_of(plan_of(lengths, cluster, rule="paper", tokens_per_rank=17500)) > 1.7
@@ -129,7 +138,8 @@ def test_tokens_stay_within_the_capacity() -> None:
 
 
 def test_sequences_that_take_part_of_a_node_share_it() -> None:
-    # Pairs as 13 : 12 : 7 of 32 ranks; on whole nodes the second would have one or two of them, and max/mean be 1.5.
+    # Pairs as 13 : 12 : 7 of 32 ranks; on whole nodes the second would have one or two of them, and
+    # max/mean be 1.5.
     plan = plan_of([36056, 34641, 26458], fast(32), slack=2.0)
     ranks = [set(ranks) for _, ranks, _ in zones_of(plan)]
     assert sum(map(len, ranks)) == len(set.union(*ranks))
@@ -180,7 +190,8 @@ def test_a_ring_inside_a_node_takes_its_rounds_and_what_a_rank_receives() -> Non
 def test_a_ring_between_nodes_takes_one_nic_unless_it_is_routed() -> None:
     num_bytes = 32000 * 15 / 16 * KV_BYTES
     direct_s = 15 * 9e-6 + num_bytes / 50e9
-    # Eq. 1 with 4 NICs a node: 3/4 to the send proxies, a quarter over each NIC, 3/4 from the receive proxies, each with its alpha.
+    # Eq. 1 with 4 NICs a node: 3/4 to the send proxies, a quarter over each NIC, 3/4 from the
+    # receive proxies, each with its alpha.
     routed_s = 15 * (2e-6 + 9e-6 + 2e-6) + num_bytes * (3 / 4 / 400e9 + 1 / 4 / 50e9 + 3 / 4 / 400e9)
     assert prices([], routed=False).hops_s(32000, 16, inter_node=True) == pytest.approx(direct_s)
     assert prices([], routed=True).hops_s(32000, 16, inter_node=True) == pytest.approx(routed_s)
@@ -273,7 +284,9 @@ def test_over_slow_links_fewer_tokens_are_remapped_and_attention_is_less_even() 
 
 
 def drawn(seed: int, num_seqs: int = 60) -> list[int]:
-    """Long-tailed lengths of 64 tokens a rank of 16 ranks, to the token, and more than one sequence of a length."""
+    """Long-tailed lengths of 64 tokens a rank of 16 ranks, to the token, and more than one sequence
+    of a length.
+    """
     rng = random.Random(seed)
     weights = [rng.lognormvariate(0, 1.2) for _ in range(num_seqs)]
     lengths = [max(1, int(1024 * weight / sum(weights))) for weight in weights]
@@ -297,7 +310,9 @@ def test_a_batch_judged_twice_is_placed_as_if_each_were_the_first_time(seed: int
 
 @pytest.mark.parametrize("seed", range(20))
 def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Whether nothing is known of what found no room before; without slack, hardly any threshold works out."""
+    """Whether nothing is known of what found no room before; without slack, hardly any threshold
+    works out.
+    """
     lengths, cluster, zone = drawn(seed), Cluster(16, 4), printed._InterNodeZone  # pyright: ignore[reportPrivateUsage]
     slack = 64 + seed // 5
     found, tries = printed.place(lengths, cluster, slack), list[int]()

@@ -1,4 +1,6 @@
-"""Reports in a real browser: plots are drawn, nothing is complained about, nothing is fetched, and no name becomes a script."""
+"""Reports in a real browser: plots are drawn, nothing is complained about, nothing is fetched, and
+no name becomes a script.
+"""
 
 from __future__ import annotations
 

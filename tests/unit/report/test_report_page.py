@@ -128,8 +128,11 @@ def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"megatron-balance\[report\]"):
         page.plot_library()
     assert main(["report", "--lengths", "100", "--out", str(tmp_path / "r.html")]) == 2
-    assert capsys.readouterr().err.startswith("error: the plots of a report need plotly")
+    assert capsys.readouterr().err.startswith("error: a report needs plotly")
     assert not (tmp_path / "r.html").exists()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"needs jinja2.*megatron-balance\[report\]"):
+        page.plot_library()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The figures of a simulated report: parts add up, what limits a step is what was made to, and suggestions do what they say."""
+"""The figures of a simulated report: parts add up, what limits a step is what was made to, and
+suggestions do what they say.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
 def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, capsys):
     slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=6")["zeppelin"]
     with_it, without = (simulated(capsys, f"{INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
-    # Gradients are synchronised beside the backward, which is longer then: they have a part of their own.
+    # Gradients are synchronised beside the backward, which is longer then: they have a part of
+    # their own.
     gained = [found["step_s"]["median"] - found["phases_s"]["gradient_sync"] for found in (with_it, without)]
     assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
     assert slow["limit"] == "straggler"
@@ -100,7 +103,8 @@ def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tm
     (tmp_path / "slow.yaml").write_text("base: h200\nnic_bytes_per_s: 1.0e+8\n", encoding="utf-8")
     found = limits_of(f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {tmp_path / 'slow.yaml'}")["te_ring"]
     assert found["limit"] == "nic"
-    # A ring over two nodes of four leaves each of them at one rank of four, the other way round in the backward, which takes longer.
+    # A ring over two nodes of four leaves each of them at one rank of four, the other way round in
+    # the backward, which takes longer.
     assert found["busiest_nic"]["bytes"] > 2 * found["busiest_nic"]["mean_bytes"]
     assert found["busiest_nic"]["full_share"] > 0.5
     assert f"number {found['busiest_nic']['nic']} of node {found['busiest_nic']['node']}" in found["sentence"]

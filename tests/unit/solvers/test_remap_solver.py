@@ -39,12 +39,14 @@ def test_aligned_targets_are_multiples_but_for_one_rank_with_the_rest(align, tar
 
 
 def test_tokens_inside_the_node_go_to_the_rank_that_would_cost_most():
-    # Both surpluses are on node 0, which has room for 4 of 24 tokens: 18 - x and 6 - y are evened out, so rank 0 gets all room.
+    # Both surpluses are on node 0, which has room for 4 of 24 tokens: 18 - x and 6 - y are evened
+    # out, so rank 0 gets all room.
     assert moves([24, 12, 2, 6, 0, 0, 0, 4], 4) == [[0, 2, 4], [0, 4, 6], [0, 5, 6], [0, 6, 2], [1, 6, 4], [1, 7, 2]]
 
 
 def test_receivers_share_the_room_only_if_they_count():
-    # The mean is 10. Node 0 lacks 8 and 4 and has 6 to give: costs 64 - 7 x 5 = 29 and 32 - 7 = 25, or 22 and 32.
+    # The mean is 10. Node 0 lacks 8 and 4 and has 6 to give: costs 64 - 7 x 5 = 29 and 32 - 7 = 25,
+    # or 22 and 32.
     held = [2, 6, 16, 16, 10, 10]
     assert moves(held, 3) == [[2, 0, 5], [2, 1, 1], [3, 0, 3], [3, 1, 3]]
     assert moves(held, 3, sides="send") == [[2, 0, 6], [3, 0, 2], [3, 1, 4]]

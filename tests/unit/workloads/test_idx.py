@@ -60,7 +60,8 @@ def patch_bytes(path: Path, at: int, new: bytes) -> None:
     path.write_bytes(bytes(data))
 
 
-# .idx of DOCUMENTS: header 34, lengths at 34 (4 x 4), pointers at 50 (4 x 8), boundaries at 82 (5 x 8), 122 bytes in all.
+# .idx of DOCUMENTS: header 34, lengths at 34 (4 x 4), pointers at 50 (4 x 8), boundaries at 82 (5 x
+# 8), 122 bytes in all.
 DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no bin": (lambda _, data: data.unlink(), r"corpus\.bin: No such file.*a corpus is the two files"),
     "no idx": (lambda index, _: index.unlink(), r"corpus\.idx: No such file"),

@@ -28,7 +28,8 @@ def test_fewer_batches_are_the_first_of_more() -> None:
 
 
 def test_the_draws_are_those_that_published_planners_were_measured_on() -> None:
-    # First batches of arxiv at 64k tokens in the comparison of published planners, seed [20261120, data set, context].
+    # First batches of arxiv at 64k tokens in the comparison of published planners, seed [20261120,
+    # data set, context].
     assert draw("arxiv", 65536, 3, seed=(20261120, 0, 0)) == [
         (23962, 18839, 14322, 8413),
         (49872, 1433, 14231),
@@ -37,7 +38,9 @@ def test_the_draws_are_those_that_published_planners_were_measured_on() -> None:
 
 
 def documents_of(name: str, tokens: int = 1 << 24, batches: int = 4) -> np.ndarray:
-    """Documents that were cut to fill a batch are left out: a batch far larger than any document has one."""
+    """Documents that were cut to fill a batch are left out: a batch far larger than any document
+    has one.
+    """
     return np.array([length for batch in draw(name, tokens, batches, seed=5) for length in batch[:-1]])
 
 
@@ -76,7 +79,8 @@ def test_commoncrawls_longest_page_in_1_6_million_tokens_is_hydraulis() -> None:
 
 
 def test_wlbs_skew_is_the_papers() -> None:
-    # Section 2.2: documents below half the context window hold over 75 % of the tokens; the longest fill it.
+    # Section 2.2: documents below half the context window hold over 75 % of the tokens; the longest
+    # fill it.
     documents = documents_of("wlb")
     assert documents[documents < 65536].sum() / documents.sum() > 0.75
     assert 120_000 < documents.max() <= 131072

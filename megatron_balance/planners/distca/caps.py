@@ -1,7 +1,8 @@
-"""Servers whose own tasks need more keys than a cap allows give some away, before anything is balanced.
+"""Bring servers whose own tasks exceed a cap under it, before anything is balanced.
 
-A query needs all keys before it, so a server is relieved of the keys of a sequence only by giving away all of its queries of that sequence
-(paper: caps bound what migrates; what a server needs for its own queries it has to hold).
+A query needs all keys before it, so a server gets rid of the keys of a sequence only by giving away
+all of its queries of that sequence (paper: caps bound what migrates; what a server needs for its
+own queries it has to hold).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from megatron_balance.planners.distca.servers import Servers
 from megatron_balance.planners.distca.shards import Piece
 
 
-def relieve(servers: Servers) -> None:
-    """Bring all servers under the caps.
+def enforce_caps(servers: Servers) -> None:
+    """Give tasks of servers above a cap to servers with room below it.
 
     Raises:
         InfeasibleError: what a server would have to give away, no other one has room for.
@@ -29,40 +30,46 @@ def relieve(servers: Servers) -> None:
 
 
 def _by_keys(servers: Servers, server: int) -> list[int]:
-    """The sequences of a server for which it receives keys, that with most of them first."""
+    """The sequences for which a server receives keys, the one with most keys first."""
     missing = {seq: servers.received_keys(server, seq) for seq in {servers.seq(piece) for piece in servers.pieces[server]}}
     return sorted((seq for seq in missing if missing[seq]), key=lambda seq: (-missing[seq], seq))
 
 
 def _give_away(servers: Servers, giver: int, seq: int) -> bool:
-    """Move all tasks of a sequence elsewhere, as they were if that does not work. Returns whether it did."""
+    """Move all tasks of a sequence elsewhere, or none if that is impossible.
+
+    Returns whether they moved.
+    """
     moves: list[tuple[Piece, int]] = []
     for piece in [piece for piece in servers.pieces[giver] if servers.seq(piece) == seq]:
-        left: Piece | None = piece
-        while left is not None:
-            found = _taker(servers, left, giver)
-            if found is None:
+        rest: Piece | None = piece
+        while rest is not None:
+            chosen = _taker(servers, rest, giver)
+            if chosen is None:
                 for moved, taker in reversed(moves):
                     servers.move(moved, moved[1], moved[2], taker, giver)
                 return False
-            taker, low = found
-            servers.move(left, low, left[2], giver, taker)
-            moves.append(((left[0], low, left[2]), taker))
-            left = (left[0], left[1], low) if left[1] < low else None
+            taker, low = chosen
+            servers.move(rest, low, rest[2], giver, taker)
+            moves.append(((rest[0], low, rest[2]), taker))
+            rest = (rest[0], rest[1], low) if rest[1] < low else None
     return bool(moves)
 
 
 def _taker(servers: Servers, piece: Piece, giver: int) -> tuple[int, int] | None:
-    """Who takes most of the end of a piece within its caps, and from where on: with equal queries the one that lacks fewest keys, then the
-    lightest. None if nobody takes any.
+    """The server that can take most of the end of a piece within its caps, and where its part
+    begins.
+
+    Among servers that can take equally many queries the one that lacks fewest keys, then the
+    lightest. None if no server can take any.
     """
     key_stop, seq = servers.shards.key_stop(piece), servers.seq(piece)
     best: tuple[int, int, float, int] | None = None
     for server in range(len(servers.pieces)):
         if server != giver and servers.allows(server, (piece[0], piece[2] - 1, piece[2])):
             low = _lowest(servers, piece, server)
-            found = (low, servers.missing(server, seq, key_stop), float(servers.load[server]), server)
-            best = found if best is None else min(best, found)
+            candidate = (low, servers.missing(server, seq, key_stop), float(servers.load[server]), server)
+            best = candidate if best is None else min(best, candidate)
     return None if best is None else (best[3], best[0])
 
 

@@ -1,9 +1,11 @@
-"""Light servers joined before anything heavy moves, so that fewer servers need the keys of long sequences.
+"""Empty light servers before anything heavy moves, so that fewer servers need the keys of long
+sequences (option `consolidate`).
 
-Whatever a server takes of a long sequence's end, it needs nearly all of its keys. A server that is half full of short work takes half as
-much for the same keys as an empty one. Where moving a light server's items to another one costs fewer bytes than the keys that are
-saved, and the two of them fill one server, it gives them away whole (paper: no such step; its greedy rule looks at one migration at a
-time).
+Whatever a server takes of a long sequence's end, it needs nearly all of its keys. A server that is
+half full of short work takes half as much for the same keys as an empty one. Where moving a light
+server's items to another one costs fewer bytes than the keys that are saved, and the two of them
+fill one server, it gives them away whole (paper: no such step; its greedy rule looks at one
+migration at a time).
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ from megatron_balance.planners.distca.greedy import Rule
 from megatron_balance.planners.distca.servers import Servers
 
 _FULL = 0.9
-"""Of the limit: what two servers that are joined have together at least. Keys are saved only where the joined one takes hardly any more."""
+"""Least load of giver and taker together, as a share of the limit.
+
+Keys are saved only where the taker is full afterwards, so that it takes hardly anything else.
+"""
 
 
-def consolidate(servers: Servers, rule: Rule) -> None:
-    """Empty light servers into the fullest ones that have the room, lightest first, where it pays."""
+def empty_light_servers(servers: Servers, rule: Rule) -> None:
+    """Move all tasks of light servers to the fullest ones that can take them, lightest first, where
+    it pays.
+    """
     load, mean = servers.load, float(servers.load.mean())
     surplus = np.maximum(load - rule.limit, 0.0)
     if not surplus.any():
@@ -52,7 +59,9 @@ def _keys_of_surplus(servers: Servers, surplus: Floats) -> float:
 
 
 def _pays(servers: Servers, giver: int, taker: int, saved_bytes: float, rule: Rule) -> bool:
-    """Whether moving all that a server has costs less than what it saves and is worth its bytes; the caps allow it."""
+    """Whether moving all tasks of a server saves more bytes than it costs, within the caps and
+    `least_score`.
+    """
     num_bytes = 0.0
     most_bytes = min(saved_bytes, float(servers.load[giver]) / rule.least_score) if rule.least_score else saved_bytes
     for piece in servers.pieces[giver]:

@@ -1,4 +1,8 @@
-"""Room for a block where all servers have too little of it."""
+"""Shed light work from a server so that a block fits it, where no server has the headroom for that
+block.
+
+Headroom: seconds of attention that a server may still take before it reaches the limit.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +16,35 @@ from megatron_balance.planners.distca.servers import Servers
 from megatron_balance.planners.distca.shards import Piece, Sizes
 
 _GIVERS, _MOST_GIVERS = 2, 32
-"""How many of the servers with most room are looked at as those that shed light work; and how many if none of the first ones can."""
+"""Servers with most headroom that are tried as givers; and how many if none of the first ones can.
+"""
 
 _ROUNDING = 1e-9
-"""Of the room: no difference."""
+"""Relative differences of headroom below this are none."""
 
 
-def make_room(servers: Servers, limit: float, block: float, source: int, sizes: Sizes) -> bool:
-    """Let a server shed light work so that it has room for a block of that many seconds, which is the source's.
+def shed_light_work(servers: Servers, limit: float, block: float, source: int, sizes: Sizes) -> bool:
+    """Move light work off a server so that a block of `block` seconds, which is on `source`, fits
+    it.
 
-    Another one with room takes it, or the source itself, in exchange for the block. Where nobody can shed enough at once, one sheds as
-    much as another one takes.
+    Another server with headroom takes the light work, or the source itself, in exchange for the
+    block. Where no server can shed enough at once, one sheds as much as another can take.
 
     Returns:
-        False if that does not help.
+        Whether any work moved.
     """
     load = servers.load
-    by_room = _lightest(servers, _MOST_GIVERS)
-    room_for = {source: block - float(load[source]) + limit}  # of the source, once it has given the block away
+    by_headroom = _lightest(servers, _MOST_GIVERS)
+    headroom_of = {source: block - float(load[source]) + limit}  # of the source, once it has given the block away
     best: tuple[float, Piece, int, int, int, int] | None = None
-    for looked_at, (giver, taker) in enumerate(_pairs(by_room)):
+    for looked_at, (giver, taker) in enumerate(_givers_and_takers(by_headroom)):
         if best is not None and looked_at >= _GIVERS:
             break
-        room_for[taker] = limit - float(load[taker])
+        headroom_of[taker] = limit - float(load[taker])
         need = block - (limit - float(load[giver]))
-        takers = [(to, room_for[to]) for to in (taker, source) if to != giver and need <= room_for[to]]
+        takers = [(to, headroom_of[to]) for to in (taker, source) if to != giver and need <= headroom_of[to]]
         if not takers and looked_at:
-            break  # the next ones have less room, and the same takers
+            break  # the next ones have less headroom, and the same takers
         if not 0 < need < block:
             continue
         for bound, piece in _cheapest_first(servers, giver, need, takers) if takers else ():
@@ -48,15 +54,15 @@ def make_room(servers: Servers, limit: float, block: float, source: int, sizes: 
                 if best is None or costs < best[0]:
                     best = (costs, piece, low, high, giver, to)
     if best is None:
-        return _shed(servers, limit, by_room)
+        return _shed_most(servers, limit, by_headroom)
     servers.move(*best[1:])
     return True
 
 
-def _pairs(by_room: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Who may shed work, and the one with most room among the others."""
-    for giver in by_room[: len(by_room) if len(by_room) > 1 else 0]:
-        yield giver, by_room[giver == by_room[0]]
+def _givers_and_takers(by_headroom: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Servers that may shed work, each with the server of most headroom among the others."""
+    for giver in by_headroom[: len(by_headroom) if len(by_headroom) > 1 else 0]:
+        yield giver, by_headroom[giver == by_headroom[0]]
 
 
 def _lightest(servers: Servers, count: int) -> list[int]:
@@ -69,48 +75,55 @@ def _lightest(servers: Servers, count: int) -> list[int]:
 
 
 def _cheapest_first(servers: Servers, giver: int, need: float, takers: Sequence[tuple[int, float]]) -> list[tuple[float, Piece]]:
-    """The giver's pieces of at least so many seconds, by a bound on what such a part of them costs any taker."""
-    found: list[tuple[float, Piece]] = []
+    """The giver's pieces of at least `need` seconds, each with a lower bound on the bytes of such a
+    part, cheapest first.
+    """
+    pieces: list[tuple[float, Piece]] = []
     for piece in servers.pieces[giver]:
         if servers.seconds(piece) >= need:
             unknown = not any(servers.seq(piece) in servers.reach[taker] for taker, _ in takers)
-            found.append((servers.shards.least_bytes(piece, need, keys=unknown), piece))
-    return sorted(found)
+            pieces.append((servers.shards.least_bytes(piece, need, keys=unknown), piece))
+    return sorted(pieces)
 
 
 def _light_parts(
     servers: Servers, piece: Piece, need: float, takers: Sequence[tuple[int, float]], sizes: Sizes
 ) -> Iterator[tuple[float, int, int, int]]:
-    """For each of the takers the cheapest part of a piece that takes at least `need` and at most the taker's room."""
+    """For each of the takers the cheapest part of a piece that takes at least `need` and at most
+    the taker's headroom.
+    """
     parts = low, stop, moved = at_least(servers.shards, piece, need)
     least = float(moved[moved.argmin()])
-    for taker, room in takers:
-        if least <= room:
+    for taker, headroom in takers:
+        if least <= headroom:
             costs = num_bytes(servers, piece, parts, taker, sizes)
-            costs[moved > room] = inf
+            costs[moved > headroom] = inf
             best = int(costs.argmin())
             bounds = int(low[best]), stop + best
             if servers.allows(taker, (piece[0], *bounds)):
                 yield float(costs[best]), *bounds, taker
 
 
-def _shed(servers: Servers, limit: float, by_room: Sequence[int]) -> bool:
-    """Move as much as another one takes, where that makes more room than anybody has. Returns False if it does nowhere."""
+def _shed_most(servers: Servers, limit: float, by_headroom: Sequence[int]) -> bool:
+    """Move as much as another server can take, where that leaves more headroom than any server has.
+
+    Returns False if it does nowhere.
+    """
     best: tuple[float, Piece, int, int, int, int] | None = None
-    least_load = float(servers.load[by_room[0]])
-    for looked_at, (giver, taker) in enumerate(_pairs(by_room)):
+    least_load = float(servers.load[by_headroom[0]])
+    for looked_at, (giver, taker) in enumerate(_givers_and_takers(by_headroom)):
         if best is not None and looked_at >= _GIVERS:
             break
-        room = (limit - float(servers.load[taker])) * (1 + _ROUNDING)
+        headroom = (limit - float(servers.load[taker])) * (1 + _ROUNDING)
         for piece in servers.pieces[giver]:
             seconds, low, high = servers.seconds(piece), piece[1], piece[2]
-            if seconds > room:
-                if servers.shards.lightest(piece) > room:
+            if seconds > headroom:
+                if servers.shards.lightest(piece) > headroom:
                     continue
-                starts, stop, moved = at_most(servers.shards, piece, room)
+                starts, stop, moved = at_most(servers.shards, piece, headroom)
                 most = int(moved.argmax())
                 seconds, low, high = float(moved[most]), int(starts[most]), stop + most
-            more = float(servers.load[giver]) - seconds < least_load - _ROUNDING * room
+            more = float(servers.load[giver]) - seconds < least_load - _ROUNDING * headroom
             if more and (best is None or seconds > best[0]) and servers.allows(taker, (piece[0], low, high)):
                 best = (seconds, piece, low, high, giver, taker)
     if best is None:
