@@ -11,6 +11,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import dispatch
+from tests.support import by_hand
 
 MOVEMENTS = ("ring", "all_gather", "head_exchange")
 
@@ -43,7 +44,8 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
 
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:
-    return MicrobatchPlan(name, batch.lengths, cluster.num_ranks, cluster.ranks_per_node, model.num_heads, model.num_kv_heads, zones)
+    heads = (model.num_heads, model.num_kv_heads)
+    return by_hand.plan(batch.lengths, cluster.num_ranks, *zones, ranks_per_node=cluster.ranks_per_node, heads=heads, name=name)
 
 
 def _rank(rng: np.random.Generator, cluster: Cluster) -> int:

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import Cell, TickPlan
 from megatron_balance.reference import Floats
 from megatron_balance.runtime.attention import BackwardSlot
@@ -20,6 +19,7 @@ from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.joint import Server
 from megatron_balance.runtime.lowered import PhaseName
+from tests.support import by_hand
 from tests.support.nano_batches import AttentionOf, Done, interleaved, leaves, one_call_a_layer, recorded
 from tests.support.pool import World
 from tests.support.stream_threads import with_streams
@@ -135,11 +135,10 @@ class _Run:
 def alone(plan: MicrobatchPlan, head_dim: int, seed: int) -> list[list[Floats]]:
     """What `Values` are made of, by sequence, of a rank that holds and attends to everything itself."""
     lengths = plan.lengths
-    owned = Rows.of(4, [(0, seq, 0, n) for seq, n in enumerate(lengths)])
-    tasks = Rows.of(6, [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)])
-    whole = MicrobatchPlan(
-        "alone", lengths, 1, 1, plan.num_heads, plan.num_kv_heads, (TaskTable("alone", owned, tasks),) if lengths else ()
-    )
+    owned = [(0, seq, 0, n) for seq, n in enumerate(lengths)]
+    tasks = [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)]
+    zones = (by_hand.task_table(owned, tasks),) if lengths else ()
+    whole = by_hand.plan(lengths, 1, *zones, heads=(plan.num_heads, plan.num_kv_heads))
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     bound = bind(whole, 0, shape, groups=single(), dtype=torch.float64)
     qkv, dout = leaves(whole, 0, shape, seed)

@@ -10,12 +10,11 @@ from megatron_balance.cli import main
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.report import lanes, lengths, limits, placement, words
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import timeline
+from tests.support import by_hand
 
 INPUTS = "--lengths 6000,1200,700,64,64,17,1 --ranks 4 --ranks-per-node 2 --tokens-per-rank 4000"
 
@@ -209,12 +208,12 @@ def test_lengths_are_counted_once_each_by_powers_of_two():
 
 def test_a_plan_says_which_ranks_share_each_sequence():
     zones = (
-        Zone("inter_node", "ring", (0, 1, 2, 3, 4, 5, 6, 7), (0, 1)),
-        Zone("intra_node", "head_exchange", (4, 6), (2,)),
-        Zone("local", "ring", (7,), (3,)),
-        TaskTable("cut", Rows.of(4, [(5, 4, 0, 50), (6, 4, 50, 90)]), Rows.of(6, [(5, 4, 0, 90, 0, 90)])),
+        by_hand.ring(range(8), 0, 1),
+        by_hand.head_exchange((4, 6), 2),
+        by_hand.local(7, 3),
+        by_hand.task_table([(5, 4, 0, 50), (6, 4, 50, 90)], [(5, 4, 0, 90, 0, 90)]),
     )
-    plan = MicrobatchPlan("by hand", (9000, 3, 400, 200, 90), 8, 4, 8, 8, zones)
+    plan = by_hand.plan((9000, 3, 400, 200, 90), 8, *zones, ranks_per_node=4, heads=(8, 8))
     found = placement.of_plan(plan)
     where = {row["seq"]: (row["where"], row["rank_runs"]) for row in found["longest"]}
     assert where[0] == ("across nodes", [(0, 7)])

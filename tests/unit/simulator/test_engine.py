@@ -22,7 +22,7 @@ from megatron_balance.cost.contention import Contention
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planning.layers import Layers, with_layers
@@ -31,6 +31,7 @@ from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.machine import Machine, fair_ends, fair_rates
 from megatron_balance.simulator.phase import Flow, Phase, phase_of
 from megatron_balance.simulator.timeline import timeline
+from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -54,8 +55,7 @@ def forward_s(program: Program, machine: Machine) -> np.ndarray:
 
 
 def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
-    seqs = tuple(range(len(lengths)))
-    return MicrobatchPlan("ring", lengths, num_ranks, ranks_per_node, 2, 2, (Zone("pool", "ring", tuple(range(num_ranks)), seqs),))
+    return by_hand.pool("ring", lengths, num_ranks, ranks_per_node=ranks_per_node, heads=(2, 2))
 
 
 def test_one_transfer_takes_its_call_its_alpha_and_its_bytes():
@@ -162,7 +162,7 @@ def test_thread_blocks_are_a_kernels_time_on_its_processors_and_a_kernel_that_le
 
 
 def test_transfers_that_wait_make_a_routed_ring_slower_and_are_for_the_event_engine():
-    whole = MicrobatchPlan("ring", (65536,), 16, 8, 32, 8, (Zone("pool", "ring", tuple(range(16)), (0,)),))
+    whole = by_hand.pool("ring", (65536,), 16, ranks_per_node=8, heads=(32, 8))
     planned = with_layers(whole, Cluster(16, 8), flat_machine(16, 8).cost, Layers(routing="always"))
     clusters = [Cluster(16, 8, transfers_wait=waits) for waits in (False, True)]
     model = Model(num_heads=32, num_kv_heads=8, head_dim=128)

@@ -9,14 +9,14 @@ import pytest
 
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.simulator.attention import EngineName
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import PingPongMode, layers
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.solvers.nano_batches import nano_batches
+from tests.support import by_hand
 from tests.support.flat_cost import INTER, MODEL, flat_machine
 
 TOKENS, RANKS = 64, 4
@@ -29,8 +29,8 @@ def nano_batch(tokens: int = TOKENS) -> MicrobatchPlan:
     fragments = [(rank, rank, 0, tokens) for rank in range(RANKS)]
     near = [(rank, rank, 0, tokens // 2, 0, tokens // 2) for rank in range(RANKS)]
     far = [((rank + 1) % RANKS, rank, tokens // 2, tokens, 0, tokens) for rank in range(RANKS)]
-    zone = TaskTable("pool", Rows.of(4, fragments), Rows.of(6, near + far))
-    return MicrobatchPlan("by_hand", (tokens,) * RANKS, RANKS, 1, MODEL.num_heads, MODEL.num_kv_heads, (zone,))
+    heads = (MODEL.num_heads, MODEL.num_kv_heads)
+    return by_hand.plan((tokens,) * RANKS, RANKS, by_hand.task_table(fragments, near + far), ranks_per_node=1, heads=heads)
 
 
 def machine(**cost: object) -> Machine:

@@ -21,6 +21,7 @@ from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.simulator.ticks import simulate_ticks
+from tests.support import by_hand
 
 MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096)
 
@@ -32,8 +33,8 @@ def machine(num_ranks: int) -> Machine:
 
 def owned_rows(lengths: tuple[int, ...], owned: Rows, num_ranks: int) -> MicrobatchPlan:
     """Every rank attends to its own queries."""
-    tasks = Rows.of(6, [(rank, seq, start, stop, 0, stop) for rank, seq, start, stop in owned])
-    return MicrobatchPlan("home", lengths, num_ranks, num_ranks, 8, 8, (TaskTable("home", owned, tasks),))
+    tasks = [(rank, seq, start, stop, 0, stop) for rank, seq, start, stop in owned]
+    return by_hand.plan(lengths, num_ranks, by_hand.task_table(owned, tasks), heads=(8, 8))
 
 
 def whole(*lengths: int) -> MicrobatchPlan:

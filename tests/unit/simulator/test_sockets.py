@@ -15,7 +15,6 @@ from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Collective, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.simulator import engine, sockets, tcp
@@ -23,6 +22,7 @@ from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import phase_of
+from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -128,7 +128,7 @@ def test_pieces_overtake_one_another() -> None:
 def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(transport: engine.Transport, meanwhile: bool) -> None:
     fair = flat_machine(4, 4, launch=0.001)
     slow = Machine(fair.cluster, fair.model, fair.cost, (1.0, 10_000.0, 1.0, 1.0))
-    ring = MicrobatchPlan("ring", (8000,), 4, 4, 2, 2, (Zone("pool", "ring", (0, 1, 2, 3), (0,)),))
+    ring = by_hand.pool("ring", (8000,), 4, heads=(2, 2))
     forward = events(ring, slow, "keep", (np.zeros(4), np.zeros(4)), transport, trace=True).forward
     assert forward.end_s[1] == pytest.approx(4 * 10.0, rel=0.05)
     came_s = min(each.stop_s for each in forward.occupied if (each.rank, each.exchange, each.name) == (1, 1, "direct"))
