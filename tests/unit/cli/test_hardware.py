@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import hardware, main
+from megatron_balance.cli import hardware
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
 
@@ -182,22 +181,18 @@ def test_unlike_gpus_are_refused(tmp_path):
         hardware.cluster_yaml(read(tmp_path, listed, None), "ours", TODAY)
 
 
-def test_the_verb_writes_a_file_that_plans(dgx_h100, tmp_path, monkeypatch, capsys):
+def test_the_verb_writes_a_file_that_plans(dgx_h100, tmp_path, monkeypatch, run):
     monkeypatch.setattr(hardware, "read_node", lambda: dgx_h100)
     path = tmp_path / "cluster.yaml"
-    assert main(["doctor", "--write-cluster", str(path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = run.json("doctor --json --write-cluster", path)
     assert document["cluster"]["nic_bytes_per_s"] == 50e9
     assert len(document["node"]["gpus"]) == 8
-    assert main(["plan", "--planner", "zeppelin", "--cluster", str(path), "--lengths", "4000,100", "--tokens-per-rank", "1024"]) == 0
-    assert capsys.readouterr().out.startswith("8 ranks (1 node x 8), llama-7b on cluster")
-    assert main(["doctor", "--write-cluster", str(path)]) == 2
-    assert "the file is there already" in capsys.readouterr().err
+    table = run.printed("plan --planner zeppelin --lengths 4000,100 --tokens-per-rank 1024 --cluster", path)
+    assert table.startswith("8 ranks (1 node x 8), llama-7b on cluster")
+    assert "the file is there already" in run.error("doctor --write-cluster", path)
 
 
-def test_users_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
-    assert main(["doctor", "--write-cluster", str(tmp_path / "cluster.json")]) == 2
-    assert "ends in .yaml" in capsys.readouterr().err
+def test_users_mistakes_are_one_line(tmp_path, run, monkeypatch):
+    assert "ends in .yaml" in run.error("doctor --write-cluster", tmp_path / "cluster.json")
     monkeypatch.setattr(hardware, "_run", lambda _command: None)
-    assert main(["doctor", "--write-cluster", str(tmp_path / "cluster.yaml")]) == 2
-    assert "nvidia-smi lists no GPU here" in capsys.readouterr().err
+    assert "nvidia-smi lists no GPU here" in run.error("doctor --write-cluster", tmp_path / "cluster.yaml")

@@ -8,7 +8,6 @@ from types import MappingProxyType
 import pytest
 
 import megatron_balance.papers as package
-from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
 from megatron_balance.papers import PAPERS, paper_of
 from megatron_balance.papers.base import Effort, Paper, Row, Table
@@ -32,16 +31,6 @@ def sketch(monkeypatch) -> Paper:
     return paper
 
 
-@pytest.fixture
-def run(capsys):
-    def run(command: str) -> tuple[int, str, str]:
-        code = main(command.split())
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
     code, out, err = run("papers sketch --json")
     rows = json.loads(out)["rows"]
@@ -63,7 +52,7 @@ def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
 
 
 def test_one_table_and_a_number_of_batches_are_taken(run, sketch):
-    rows = json.loads(run("papers sketch fig2 --batches 5 --json")[1])["rows"]
+    rows = run.json("papers sketch fig2 --batches 5 --json")["rows"]
     assert {row["table"] for row in rows} == {"fig2"}
     assert rows[0]["ours"] == 10.0
 

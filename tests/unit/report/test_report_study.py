@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from megatron_balance.cli import main
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
@@ -20,12 +17,8 @@ INPUTS = "--lengths 6000,1200,700,64,64,17,1 --ranks 4 --ranks-per-node 2 --toke
 
 
 @pytest.fixture
-def study(capsys, tmp_path):
-    def study(command: str) -> dict:
-        assert main(["report", "--out", str(tmp_path / "report.html"), "--json", *command.split()]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return study
+def study(run, tmp_path):
+    return lambda command: run.json(f"report --json {command} --out", tmp_path / "report.html")
 
 
 @pytest.fixture
@@ -35,15 +28,10 @@ def limits_of(study, monkeypatch):
     return lambda command: study(command)["limits"]
 
 
-def simulated(capsys, command: str) -> dict:
-    assert main(["simulate", "--json", *command.split()]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_without_planners_all_are_compared_as_compare_does(study, capsys):
+def test_without_planners_all_are_compared_as_compare_does(study, run):
     found = study(INPUTS)
-    assert main(["compare", "--json", "--ping-pong", "false", *INPUTS.split()]) == 0  # a report's microbatches are whole
-    compared = {row["planner"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    whole = run.json(f"compare --json --ping-pong false {INPUTS}")  # as a report's microbatches are
+    compared = {row["planner"]: row for row in whole["rows"]}
     rows = {row["planner"]: row for row in found["rows"]}
     assert rows.keys() == compared.keys()
     for name, row in rows.items():
@@ -85,9 +73,9 @@ def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
     assert "a rank is 2 GPUs (tensor parallelism)" in page
 
 
-def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, capsys):
+def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
     slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=6")["zeppelin"]
-    with_it, without = (simulated(capsys, f"{INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
+    with_it, without = (run.json(f"simulate --json {INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
     # Gradients are synchronised beside the backward, which is longer then: they have a part of their own.
     gained = [found["step_s"]["median"] - found["phases_s"]["gradient_sync"] for found in (with_it, without)]
     assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
@@ -132,14 +120,14 @@ def test_uneven_work_is_imbalance_and_the_remap_is_what_it_costs(limits_of):
 
 
 @pytest.mark.parametrize("told", ["", "--routing always --no-remap"])
-def test_every_suggestion_takes_as_long_as_its_options_simulated(study, capsys, told):
+def test_every_suggestion_takes_as_long_as_its_options_simulated(study, run, told):
     found = study(f"{INPUTS} --planner zeppelin {told}")
     tried = [row for row in found["try_next"]["tries"] if row["options"]]
     assert {row["where"] for row in tried} == {"planner", "step"}
     for row in tried:
         planner = "" if "--planner" in row["options"] else "--planner zeppelin"
         inputs = INPUTS.replace("--tokens-per-rank 4000", "") if "--tokens-per-rank" in row["options"] else INPUTS
-        again = simulated(capsys, f"{inputs} {planner} {told} {row['options']}")  # the last of two counts
+        again = run.json(f"simulate --json {inputs} {planner} {told} {row['options']}")  # the last of two counts
         assert again["step_s"]["median"] == pytest.approx(row["step_s"], rel=1e-9), row["options"]
         assert row["saves"] == pytest.approx(1 - row["step_s"] / found["try_next"]["step_s"])
 
@@ -182,12 +170,8 @@ def test_where_there_is_no_timeline_the_page_says_why(study, limits_of, monkeypa
         ("--steps X --steps Y --steps Z", "--steps is given 3 times"),
     ],
 )
-def test_mistakes_are_one_sentence(capsys, tmp_path, command, message):
-    assert main(["report", "--out", str(tmp_path / "r.html"), *command.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert message in captured.err
-    assert captured.out == ""
+def test_mistakes_are_one_sentence(run, tmp_path, command, message):
+    assert message in run.error(f"report {command} --out", tmp_path / "r.html")
 
 
 # Parts
