@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
-from tests.megatron.conftest import MODEL, RUN, command_line, write_corpus
+from tests.megatron.conftest import MODEL, RUN, write_corpus
+from tools.megatron_flags import command_line
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("permitted")]
 

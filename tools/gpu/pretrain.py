@@ -27,39 +27,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 
 from tools.gpu.rows import Device
+from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 
 FLAGS: dict[str, Any] = {
-    "position-embedding-type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "attention-dropout": 0,
-    "hidden-dropout": 0,
+    **GPT,
+    **LOOP,
     "bf16": True,
-    "micro-batch-size": 1,
     "global-batch-size": 1,
     "lr": 1e-4,
     "lr-decay-iters": 100,
     "weight-decay": 0.01,
-    "tokenizer-type": "NullTokenizer",
-    "make-vocab-size-divisible-by": 16,
-    "eval-iters": 0,
-    "eval-interval": 100000,
-    "log-interval": 1,
-    "num-workers": 0,
     "seed": 1234,
-    "calculate-per-token-loss": True,
     "mock-data": True,  # Megatron asks for data or for none; ours come from our own provider
 }
-LOCAL: dict[str, Any] = {
-    "transformer-impl": "local",
-    "no-gradient-accumulation-fusion": True,
-    "no-masked-softmax-fusion": True,
-    "no-rope-fusion": True,
-    "no-persist-layer-norm": True,
-}
-"""Without Transformer Engine and apex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +82,7 @@ def train(job: Job) -> None:
     from megatron_balance.megatron import entry
 
     engine = entry.te_available()
-    impl = {} if engine else LOCAL
+    impl = {} if engine else LOCAL_LAYERS
     kernel = "auto" if engine or job.device == "cpu" else "torch_varlen"  # the kernel of the other side
     balance = Path(job.out).with_suffix(".yaml")
     balance.write_text(f"planner: {{name: zeppelin}}\nplan_ahead: false\nkernel: {kernel}\n", encoding="utf-8")
@@ -113,7 +93,7 @@ def train(job: Job) -> None:
         **({"balance-config": balance, "balance-device": job.device} if job.balance else {}),
         **({"distributed-backend": "gloo"} if job.device == "cpu" else {}),
     }  # fmt: skip
-    sys.argv = ["pretrain", *(word for name, value in flags.items() for word in _words(name, value))]
+    sys.argv = ["pretrain", *command_line(flags)]
     meter = _Meter(job)
     meter.install()
     batches = Batches(job.documents, job.vocabulary)
@@ -122,10 +102,6 @@ def train(job: Job) -> None:
     layers = "Transformer Engine's layers, and its attention with balance off" if engine else local
     Path(job.out).write_text(json.dumps({**meter.figures, "layers": layers}), encoding="utf-8")
     sys.exit(code)
-
-
-def _words(name: str, value: object) -> list[str]:
-    return [f"--{name}"] if value is True else [f"--{name}", str(value)]
 
 
 def _sole_rank() -> None:

@@ -41,37 +41,25 @@ from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, TOKENS
 from tools.bench.emulated.steps import Planned
 from tools.bench.emulated.variants import VARIANTS, Variant
 from tools.emulated_cluster import Controller, NicBytes, Topology
+from tools.megatron_flags import GPT, LOOP, command_line
 
 VOCABULARY = 256
 
 FLAGS: dict[str, Any] = {
+    **GPT,
+    **LOOP,
     "hidden-size": HEADS * HEAD_DIM,
     "kv-channels": HEAD_DIM,
     "num-attention-heads": HEADS,
     "ffn-hidden-size": FFN_SIZE,
     "seq-length": TOKENS,
     "max-position-embeddings": TOKENS,
-    "position-embedding-type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "attention-dropout": 0,
-    "hidden-dropout": 0,
-    "micro-batch-size": 1,
     "global-batch-size": 1,
     "lr": 0,  # the same weights in every step, so that a batch's loss must be the same under every variant
     "min-lr": 0,
     "weight-decay": 0,
-    "tokenizer-type": "NullTokenizer",
     "vocab-size": VOCABULARY,
-    "make-vocab-size-divisible-by": 16,
-    "eval-iters": 0,
-    "eval-interval": 100000,
-    "log-interval": 1,
-    "num-workers": 0,
     "seed": 1234,
-    "calculate-per-token-loss": True,
     "balance-device": "cpu",
     "distributed-backend": "gloo",
     "mock-data": True,  # Megatron asks for data or for none; ours come from our own provider
@@ -116,10 +104,7 @@ def pretrain_steps(rank: int, run: Run, config: Mapping[str, Any], samples: Sequ
         "train-iters": len(run.steps),
         "balance-config": file,
     }
-    sys.argv = [
-        "bench",
-        *(word for name, value in flags.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])),
-    ]
+    sys.argv = ["bench", *command_line(flags)]
     code = entry.run(lambda: _pretrain(Batches(samples, flags["seq-length"])))
     if code:
         sys.exit(code)
