@@ -1,4 +1,6 @@
-"""Megatron's flags that every small training of the tests and tools shares, and flags as words of a command line."""
+"""Megatron's flags that every small training of the tests and tools shares, and flags as words of a
+command line.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ def command_line(*tables: Mapping[str, Any]) -> list[str]:
     """Words of a command line.
 
     Args:
-        tables: values of flags, later tables winning. True: a flag without a value; a list or tuple: one with several; False and None
-            leave it out.
+        tables: values of flags, later tables winning. True: a flag without a value; a list or
+            tuple: one with several; False and None leave it out.
     """
     flags = {name: value for table in tables for name, value in table.items()}
     return list(chain.from_iterable(_words(name, value) for name, value in flags.items()))

@@ -38,6 +38,7 @@ def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(tmp_pat
     assert all(step["kv_tokens_received_inter_node"] > 0 for step in steps)
     nics = json.loads((tmp_path / "figures.json").read_text())["nics"]
     assert [(nic["node"], nic["nic"]) for nic in nics] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    # A lower bound: the keys and values of one layer's forward pass, which two layers, their gradients and the optimizer add to.
+    # A lower bound: the keys and values of one layer's forward pass, which two layers, their
+    # gradients and the optimizer add to.
     forward = sum(step["kv_tokens_received_inter_node"] for step in steps) * BYTES_PER_TOKEN
     assert sum(nic["received"] for nic in nics) > forward

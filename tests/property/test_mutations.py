@@ -34,7 +34,9 @@ def random_tiles(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], 
 
 
 def random_plan(pattern: str, seed: int) -> MicrobatchPlan:
-    """Two zones on different ranks, the first with this comm pattern; sequences of one token and more ranks than tokens occur."""
+    """Two zones on different ranks, the first with this comm pattern; sequences of one token and
+    more ranks than tokens occur.
+    """
     rng = random.Random(f"{pattern} {seed}")
     num_ranks = rng.randint(1, 6)
     lengths = tuple(rng.choice([1, 2, 3, rng.randint(1, 40), rng.randint(1, 300)]) for _ in range(rng.randint(1, 4)))

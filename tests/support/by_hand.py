@@ -8,7 +8,9 @@ from megatron_balance.ir.plan import MOVE_WIDTH, MicrobatchPlan, Routing, TaskTa
 from megatron_balance.ir.rows import Rows
 
 FRAGMENT_ROW, TASK_ROW = 4, 6
-"""Columns of a task table: (rank, seq, start, stop) and (rank, seq, q_start, q_stop, k_start, k_stop)."""
+"""Columns of a task table: (rank, seq, start, stop) and (rank, seq, q_start, q_stop, k_start,
+k_stop).
+"""
 
 
 def plan(

@@ -1,4 +1,6 @@
-"""`megatron-balance` run in this process, as a test calls it: the fixture `run` (tests/unit/conftest.py)."""
+"""`megatron-balance` run in this process, as a test calls it: the fixture `run`
+(tests/unit/conftest.py).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class CommandLine:
         return json.loads(self.printed(command, *words))
 
     def error(self, command: str, *words: str | Path) -> str:
-        """The sentence of a command that must refuse: one line "error: ...", exit code 2, nothing on standard output."""
+        """The sentence of a command that must refuse: one line "error: ...", exit code 2, nothing
+        on standard output.
+        """
         code, out, err = self(command, *words)
         assert (code, out) == (2, "")
         assert err.startswith("error: ")

@@ -1,6 +1,7 @@
 """Small programs in text, forward only, that verify: what unit tests start from."""
 
-# Two ranks; rank 1 needs the keys of rank 0 and attends once over both parts (GQA: two query heads share a key-value head).
+# Two ranks; rank 1 needs the keys of rank 0 and attends once over both parts (GQA: two query heads
+# share a key-value head).
 PREFIX = """\
 program lengths 8 heads 2 kv_heads 1 policy none
 owner r0 s0[0:4)
@@ -15,7 +16,8 @@ attend r1
 backward
 """
 
-# Rank 0 holds everything; rank 1 attends one rectangle of it and returns a partial output, which is merged at the owner.
+# Rank 0 holds everything; rank 1 attends one rectangle of it and returns a partial output, which is
+# merged at the owner.
 DISPATCH = """\
 program lengths 4 heads 1 kv_heads 1 policy none
 owner r0 s0[0:4)
@@ -72,7 +74,7 @@ exchange 1 all_to_all r0 r1
 backward
 """
 
-# Three ranks in a chain: rank 1 compile on keys that it has used itself.
+# Three ranks in a chain: rank 1 passes on keys that it has used itself.
 CHAIN = """\
 program lengths 6 heads 1 kv_heads 1 policy none
 owner r0 s0[0:2)

@@ -1,4 +1,6 @@
-"""What ranks do when pipeline stages attend together: layers of attention on each stage, forward and backward in ticks."""
+"""Jobs of ranks whose pipeline stages attend together: layers of attention on each stage, forward
+and backward in ticks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Values = tuple[Floats, Floats, Floats, Floats]
 
 @dataclass(frozen=True)
 class NanoBatchStep:
-    """One half of every microbatch: where its tokens are owned (`plans`, over one stage's ranks), and the ticks over all ranks."""
+    """One nano-batch of every microbatch: where its tokens are owned (`plans`, over one stage's
+    ranks), and the ticks over all ranks.
+    """
 
     plans: tuple[MicrobatchPlan, ...]
     ticks: tuple[TickPlan, ...]
@@ -39,7 +43,9 @@ class NanoBatchStep:
 
 @dataclass(frozen=True)
 class Way:
-    """`again`: the forward is computed once more in the backward. `streams`: what NCCL will carry, messages matching by order alone."""
+    """`again`: the forward is computed once more in the backward. `streams`: what NCCL will carry,
+    messages matching by order alone.
+    """
 
     again: bool = False
     streams: bool = False
@@ -47,7 +53,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Attended:
-    """By cell and half, what this rank has of its stage's attention, in fp64; and every part of a call that it ran, in order."""
+    """By cell and nano-batch, this rank's rows of its stage's attention, in fp64; and every segment
+    that it ran, in order.
+    """
 
     values: dict[tuple[Cell, int], Values]
     order: list[Done]
@@ -133,7 +141,7 @@ class _Run:
 
 
 def alone(plan: MicrobatchPlan, head_dim: int, seed: int) -> list[list[Floats]]:
-    """What `Values` are made of, by sequence, of a rank that holds and attends to everything itself."""
+    """Parts of `Values`, by sequence, of a rank that holds and attends to everything itself."""
     lengths = plan.lengths
     owned = [(0, seq, 0, n) for seq, n in enumerate(lengths)]
     tasks = [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)]

@@ -3,8 +3,9 @@
 python tools/bench/planners.py BATCHES.json --slack 1.5 --json > ours.json
 python tools/bench/peers.py ours.json > docs/measurements/planners.md
 
-A cell is attention max/mean over ranks, KV tokens a rank receives (of these from other nodes), milliseconds of planning. The peers'
-figures are those of `peers.json`, on the same batches, and were not taken in the same run.
+A cell is attention max/mean over ranks, KV tokens a rank receives (of these from other nodes),
+milliseconds of planning. The peers' figures are those of `peers.json`, on the same batches, and
+were not taken in the same run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def lines(ours: Row, peers: Row) -> Iterator[str]:
     yield "# Planners beside the peers'"
     yield ""
     yield "Attention max/mean over ranks / KV tokens a rank receives in a layer, forward (of these from other nodes) / ms of planning."
-    yield f"{ours['model']} on {ours['cluster']}, {len(keys)} sets of batches. Ours, measured here: CPU time of one ir, median over all"
+    yield f"{ours['model']} on {ours['cluster']}, {len(keys)} sets of batches. Ours, measured here: CPU time of one core, median over all"
     yield "batches, layers included."
     yield ""
     yield from _table(keys, ((_label(row), cells) for row, cells in _ours(ours["rows"])))

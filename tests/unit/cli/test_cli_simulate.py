@@ -1,4 +1,6 @@
-"""`megatron-balance simulate` and `compare`: the keys of their JSON, their trace, and a sentence for every mistake."""
+"""`megatron-balance simulate` and `compare`: the keys of their JSON, their trace, and a sentence
+for every mistake.
+"""
 
 from __future__ import annotations
 

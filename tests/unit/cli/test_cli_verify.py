@@ -46,10 +46,12 @@ def test_json_says_what_was_proved(plan_file, run):
 def test_dropping_any_line_of_the_program_is_found(plan_file, run):
     lines = body_of(plan_file)["program"]
     found = 0
-    for dropped in (number for number, line in enumerate(lines) if line != "forward"):  # a heading that reading does without
+    # a heading that reading does without
+    for dropped in (number for number, line in enumerate(lines) if line != "forward"):
         change(plan_file, program=lines[:dropped] + lines[dropped + 1 :])
         code, out, err = run("verify", plan_file)
-        # A missing op, transfer or route is a program that is not the planned one (1); a missing header cannot be read (2).
+        # A missing op, transfer or route is a program that is not the planned one (1); a missing
+        # header cannot be read (2).
         assert code in (1, 2), lines[dropped]
         assert err
         assert out == ""

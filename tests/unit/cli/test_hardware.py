@@ -1,4 +1,6 @@
-"""`doctor --write-cluster`: what nvidia-smi and /sys say of a node, as a cluster file that loads; on made-up nodes of known kinds."""
+"""`doctor --write-cluster`: what nvidia-smi and /sys say of a node, as a cluster file that loads;
+on made-up nodes of known kinds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 
 def topology(num_gpus: int, link: str, nics: dict[str, dict[int, str]], *, legend: bool = True) -> str:
-    """What `nvidia-smi topo -m` prints: tabs, an underlined header, a legend. `nics`: by name, how near to which GPU."""
+    """Text of `nvidia-smi topo -m`: tabs, an underlined header, a legend. `nics`: by name, how near
+    to which GPU.
+    """
     gpus = [f"GPU{i}" for i in range(num_gpus)]
     shown = [f"NIC{i}" for i in range(len(nics))] if legend else list(nics)
     lines = ["\x1b[4m\t" + "\t".join([*gpus, *shown, *AFFINITY]) + "\x1b[0m"]
@@ -77,7 +81,9 @@ def loaded(node: hardware.Node, tmp_path: Path):
 
 @pytest.fixture
 def dgx_h100(tmp_path):
-    """8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one more port is down."""
+    """8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one
+    more port is down.
+    """
     compute = {f"mlx5_{n}": {gpu: "PXB"} for gpu, n in enumerate((0, 3, 4, 5, 6, 9, 10, 11))}
     storage: dict[str, dict[int, str]] = {"mlx5_1": {}, "mlx5_7": {}}
     for name in compute:

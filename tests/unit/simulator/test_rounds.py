@@ -1,4 +1,6 @@
-"""The round engine against the event engine: equal where only one ring or collective is at work, near where zones meet."""
+"""The round engine against the event engine: equal where only one ring or collective is at work,
+near where zones meet.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
     exact = attention_call(planned, machine, "keep", enter, "events")
     rounds = attention_call(planned, machine, "keep", enter, "rounds")
     for a, b in zip(exact, rounds, strict=True):
-        # Collectives carry every tensor padded to 16 bytes, which the round engine leaves out: two tensors, and as many again going back.
+        # Collectives carry every tensor padded to 16 bytes, which the round engine leaves out: two
+        # tensors, and as many again going back.
         padding_s = 0.0 if pattern == "ring" else 4 * 16 * ranks / machine.inter.bytes_per_s
         assert b.end_s == pytest.approx(a.end_s, rel=1e-9, abs=padding_s)
         assert b.compute_s == pytest.approx(a.compute_s, rel=1e-9)
@@ -63,7 +66,8 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
     planned = plan(name, case)
     if planned.routing is not None and any(zone.pattern in ("all_gather", "head_exchange") for zone in planned.zones):
-        planned = replace(planned, routing=None)  # collectives are routed by `always` only, and the round engine leaves them whole
+        # collectives are routed by `always` only, and the round engine leaves them whole
+        planned = replace(planned, routing=None)
     cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
     machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
     exact, rounds = (attention_call(planned, machine, "keep", name=engine).forward.bytes_moved for engine in ("events", "rounds"))
@@ -105,7 +109,7 @@ def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size):
         assert back[:, hop].tolist() == (tokens * (blocks.reach_backward() >= hop)).sum(axis=(1, 2)).tolist()
 
 
-def test_a_first_hop_that_a_home_makes_is_not_made_by_the_holder():
+def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
     lengths = (4000, 100, 90)
     planned = by_hand.plan(lengths, 8, by_hand.ring(range(4), 0), by_hand.local(4, 1, 2), ranks_per_node=4, heads=(2, 2))
     machine = flat_machine(8, 4)

@@ -1,4 +1,6 @@
-"""Ticks on the clocks: closed forms where microbatches are alike, and what attending together saves where they are not."""
+"""Ticks on the clocks: closed forms where microbatches are alike, and what attending together saves
+where they are not.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def test_microbatches_that_are_alike_take_as_long_as_their_ticks(stages: int, ch
     layer = sum(float(outcome.end_s[0]) for outcome in attention_call(one, alone, "replay", linear_s(one, alone)))
     head = sum(alone.cost.head_s(tokens, backward=backward) for backward in (False, True))
     count = microbatches * chunks + stages - 1
-    # Only the last rank computes losses, one after the other with nothing to overlap them; results wait for no one else.
+    # Only the last rank computes losses, one after the other with nothing to overlap them; results
+    # wait for no one else.
     transfer = parallel.stage_transfer_s(MODEL, tokens, work.intra)
     least = count * MODEL.num_layers / (stages * chunks) * layer
     most = least + microbatches * head + 2 * count * transfer
@@ -96,7 +99,7 @@ def test_stages_that_attend_together_are_sooner_done_with_uneven_microbatches() 
 UNEVEN = ((32768,), (1024,) * 32, (24576, 8192), (2048,) * 16)
 
 
-def test_two_halves_hide_what_they_exchange() -> None:
+def test_two_nano_batches_hide_what_they_exchange() -> None:
     order, work = ticks(2, 2), machine(4)
 
     def of_nano_batch(lengths: tuple[int, ...]) -> tuple[TickPlan, ...]:

@@ -1,7 +1,9 @@
-"""In a rank: Megatron's `pretrain` over given batches, each step under the planner and layers of its variant, timed from outside.
+"""In a rank: Megatron's `pretrain` over given batches, each step under the planner and layers of
+its variant, timed from outside.
 
-What is wrapped lives in this process only, which ends with its job: Megatron's `train_step` and its reduction of gradients, the session's
-choice of a planner, `bind`, and the two nano-batches of the attention call.
+What is wrapped lives in this process only, which ends with its job: Megatron's `train_step` and its
+reduction of gradients, the session's choice of a planner, `bind`, and the two nano-batches of the
+attention call.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ FLAGS: dict[str, Any] = {
     "seq-length": TOKENS,
     "max-position-embeddings": TOKENS,
     "global-batch-size": 1,
-    "lr": 0,  # the same weights in every step, so that a batch's loss must be the same under every variant
+    # the same weights in every step, so that a batch's loss must be the same under every variant
+    "lr": 0,
     "min-lr": 0,
     "weight-decay": 0,
     "vocab-size": VOCABULARY,
@@ -78,7 +81,7 @@ class Run:
     backward: str
     folder: Path
     share: float | None
-    """Of a ir, for each compute thread; None: ranks share the cores."""
+    """Of a core, for each compute thread; None: ranks share the cores."""
     record: Callable[[dict[str, Any]], None]
     """Called on rank 0 with what each step measured."""
     variants: tuple[Variant, ...] = VARIANTS
@@ -93,7 +96,9 @@ def train(rank: int, controller: Controller, run: Run) -> None:
 
 
 def pretrain_steps(rank: int, run: Run, config: Mapping[str, Any], samples: Sequence[Lengths]) -> None:
-    """Megatron's `pretrain` over `samples`, the documents of each. `config`: keys of the configuration beside those that `run` sets."""
+    """Megatron's `pretrain` over `samples`, the documents of each. `config`: keys of the
+    configuration beside those that `run` sets.
+    """
     file = run.folder / f"balance-rank{rank}.yaml"
     file.write_text(yaml.safe_dump({**config, "cluster": run.cluster, "backward": run.backward, "plan_ahead": False}))
     flags = {
@@ -164,7 +169,7 @@ class Batches(Dataset[dict[str, Tensor]]):
 
 @dataclass(slots=True)
 class MeasuredStep:
-    """What this rank measured of any step, in seconds."""
+    """This rank's measurements of a step, in seconds."""
 
     model_s: float = 0.0
     """Forward and backward of the model, attention and all."""
@@ -177,10 +182,12 @@ class MeasuredStep:
 
 
 class Meter:
-    """Measures a step from where its model begins to where its gradients are reduced. `step`: what is measured now."""
+    """Measures a step from where its model begins to where its gradients are reduced. `step`: what
+    is measured now.
+    """
 
     def __init__(self, rank: int, controller: Controller, run: Run) -> None:
-        """Nothing is wrapped yet."""
+        """Make a meter that wraps nothing yet."""
         self.rank, self.controller, self.run = rank, controller, run
         self.step = MeasuredStep()
         self._model_start_s = 0.0
@@ -199,7 +206,8 @@ class Meter:
             self.step.model_s = time.perf_counter() - self._model_start_s
             if self.run.share is not None:
                 device.release()
-            self.step.after = self._counted()  # with it a barrier: else the first rank's reduction would be waiting for the last
+            # with it a barrier: else the first rank's reduction would be waiting for the last
+            self.step.after = self._counted()
             start = time.perf_counter()
             reduce(*args, **kwargs)
             self.step.all_reduce_s += time.perf_counter() - start
@@ -225,7 +233,9 @@ class _Step(MeasuredStep):
 
 
 class _Meter(Meter):
-    """Gives each step its planner, and measures it. Counters of the NICs are read where only attention's transfers lie between."""
+    """Gives each step its planner, and measures it. Counters of the NICs are read where only
+    attention's transfers lie between.
+    """
 
     step: _Step
 
@@ -335,7 +345,9 @@ def differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: str
 
 
 def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
-    """What the plans of a microbatch are, and the bytes that they put on each NIC, all layers, forward and backward."""
+    """The plans of a microbatch, and the bytes that they put on each NIC, all layers, forward and
+    backward.
+    """
     plans, payload = [bound.plan for bound in bounds], Payload.of(session.current().model())
     moved = [
         traffic(
