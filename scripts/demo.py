@@ -46,7 +46,8 @@ TRAINING = """
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if every run finished and their losses agree."""
     options = _options(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` below ends the ranks
+    # so that `finally` below ends the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(width=max(120, Console().width))
     corpus = _corpus(options.out)
     options.emulated = _emulated(options)

@@ -1,4 +1,6 @@
-"""Lists files over 500 lines and functions over 50, to be argued with, not failed: `python tools/size_report.py`."""
+"""Lists files over 500 lines and functions over 50, to be argued with, not failed: `python
+tools/size_report.py`.
+"""
 
 from __future__ import annotations
 

@@ -18,9 +18,15 @@ def simulate(
     cost: MachineCost | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Steps of these plans, one each, on the clocks of `cluster`: step_s, tokens_per_s, phases_s, peak_bytes_per_rank, utilisation.
+    """Simulate a step for each plan: step_s, tokens_per_s, phases_s, peak_bytes_per_rank,
+    utilisation.
 
-    `cost`: what things take; not given: `cost.analytic.AnalyticCost`. `options`: those of `simulator.setup.Setup`.
+    Args:
+        plan: of a microbatch or a step; several: a step each.
+        cluster: that runs it.
+        model: that is trained.
+        cost: prices of kernels and links; not given: `cost.analytic.AnalyticCost`.
+        options: those of `simulator.setup.Setup`.
 
     Raises:
         ConfigError: no such option; a plan for other ranks than the cluster's.

@@ -1,4 +1,4 @@
-"""What a step takes around the layers: gradient synchronisation and the optimizer; and how the model is spread over ranks."""
+"""A step around its layers: gradient synchronisation, the optimizer, the spread of the model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from megatron_balance.simulator.setup import Setup
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """Of the ranks of one pipeline stage, which are those of `machine`."""
+    """The parts of a step around the layers of one pipeline stage, whose ranks are those of
+    `machine`.
+    """
 
     machine: Machine
     setup: Setup
 
     def sharding(self, stage: int) -> Sharding:
-        """How the state of a stage's layers is spread."""
+        """Spread of the state of a stage's layers over ranks."""
         return Sharding(pipeline=self.setup.pipeline, stage=stage, optimizer=self.machine.num_ranks, experts=self.setup.experts)
 
     def sync_s(self, num_layers: int, backward_s: float) -> float:
-        """Seconds of gradient synchronisation that nothing hides; `backward_s`: of each of a stage's layers in the last backward."""
+        """Seconds of gradient synchronisation that nothing hides.
+
+        `backward_s`: of each of a stage's layers in the last backward.
+        """
         if self.machine.cluster.num_ranks == 1:
             return 0.0
         seconds = parallel.gradient_sync_s(self._num_parameters(), self._group())
@@ -46,7 +51,7 @@ class Around:
         return self.machine.cost.optimizer_s(self._num_parameters() / self.machine.num_ranks) * float(self.machine.slow().max())
 
     def _num_parameters(self) -> float:
-        """Of the stage with the most."""
+        """Parameters of the stage with the most."""
         ends = (0, self.setup.pipeline - 1)
         return max(memory.rank_memory(self.machine.model, 0, 0, self.sharding(s)).weights for s in ends) / memory.WEIGHT_BYTES
 

@@ -13,6 +13,7 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.patterns import dispatch
 from megatron_balance.simulator import engine, rounds
@@ -25,7 +26,7 @@ EngineName: TypeAlias = Literal["auto", "events", "rounds"]
 ENGINES: tuple[EngineName, ...] = ("auto", "events", "rounds")
 
 SMALL = 16
-"""Up to so many ranks "auto" takes the event engine: it builds every rank's ops, which for thousands of rounds takes seconds a rank."""
+"""Ranks up to which "auto" takes the event engine (docs/adr/0017)."""
 
 
 class Call(NamedTuple):
@@ -43,10 +44,14 @@ def attention_call(
     name: EngineName = "auto",
     transport: Transport = "streams",
 ) -> Call:
-    """Run a plan; `enter_s`: when each rank [num_ranks] enters the forward and the backward, not given: all at once.
+    """Run one attention call of a plan.
+
+    `enter_s`: when each rank [num_ranks] enters the forward and the backward; not given: all at
+    once.
 
     Raises:
-        ConfigError: the round engine is asked for sockets, or for transfers that wait for SMs, which it does not know.
+        ConfigError: the round engine is asked for sockets, or for transfers that wait for SMs,
+            which it does not know.
     """
     check_engine(name, machine)
     if name == "rounds" and transport == "sockets":
@@ -59,10 +64,10 @@ def attention_call(
 
 
 def check_engine(name: EngineName, machine: Machine) -> None:
-    """See that an engine knows what the machine does.
+    """Reject an engine that does not know what the machine does.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: transfers wait for SMs, and the engine is `rounds`.
     """
     if name == "rounds" and machine.cost.contention.waits:
         raise ConfigError(f"the engine 'rounds' has no transfers that wait for SMs, and those of {machine.cluster.name} do; use 'events'")
@@ -77,7 +82,7 @@ def events(
     *,
     trace: bool = False,
 ) -> Call:
-    """The same on the event engine; `trace`: with what every stream did."""
+    """Run one attention call on the event engine. `trace`: note what every stream did."""
     programs = [transpose(project(plan, rank), policy, merges=False) for rank in range(plan.num_ranks)]
     return Call(
         *(
@@ -101,7 +106,10 @@ def linear_tokens(plan: MicrobatchPlan) -> Ints:
 
 
 def coupled(plan: MicrobatchPlan) -> Ints:
-    """For each rank the first of those that it exchanges anything with, directly or through others: these enter a layer together."""
+    """Groups of ranks that enter a layer together [num_ranks]: each rank's group by its first rank.
+
+    Ranks are in one group if they exchange anything, directly or through others.
+    """
     first = list(range(plan.num_ranks))
 
     def find(rank: int) -> int:
@@ -117,7 +125,7 @@ def coupled(plan: MicrobatchPlan) -> Ints:
     for zone in plan.zones:
         if isinstance(zone, TaskTable):
             there, _ = dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads)
-            for src, dst in np.unique(as_array(there)[:, 6:8], axis=0).tolist():
+            for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist():
                 join(src, dst)
         elif zone.seqs:
             for rank in zone.ranks[1:]:

@@ -1,6 +1,8 @@
-"""Collectives among uneven ranks: the closed forms of `cost.collectives`, each rank and NIC with what it really carries.
+"""Collectives among uneven ranks: the closed forms of `cost.collectives`, each rank and NIC with
+what it really carries.
 
-Only groups with a communicator of their own have them (`analysis.wire.is_collective`); the exchanges of other groups are transfers.
+Only groups with a communicator of their own have them (`analysis.wire.is_collective`); the
+exchanges of other groups are transfers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Taken:
 
 
 def ring(group: Ints, block_bytes: float, machine: Machine) -> Taken:
-    """A ring all-gather or reduce-scatter in which every block is as wide as the widest, `block_bytes`; a node's NICs work together."""
+    """A ring all-gather or reduce-scatter of blocks padded to the widest, `block_bytes`, over all
+    NICs of a node.
+    """
     after = np.roll(group, -1)
     load = _load(group, after, np.full(len(group), (len(group) - 1) * block_bytes), machine)
     counts = np.unique(machine.nics.node(group), return_counts=True)[1]
@@ -35,15 +39,18 @@ def ring(group: Ints, block_bytes: float, machine: Machine) -> Taken:
 
 
 def exchange(group: Ints, num_bytes: Floats, machine: Machine) -> Taken:
-    """A pairwise all-to-all; `num_bytes` [G, G] from the rank of a row to that of a column. What stays in a node moves beside the rest."""
+    """A pairwise all-to-all; transfers inside a node go beside those between nodes.
+
+    `num_bytes` [G, G]: from the rank of a row to that of a column.
+    """
     node = machine.nics.node(group)
     src, dst = np.nonzero(~np.eye(len(group), dtype=bool))
     load = _load(group[src], group[dst], num_bytes[src, dst], machine)
     here = np.bincount(node)[node]
     links, nics = np.split(load / machine.capacity(), [2 * machine.num_ranks])
     inside = (here.max() - 1) * machine.intra.alpha_s + links.max()
-    away = (len(group) - here.min()) * machine.inter.alpha_s + nics.max()
-    return Taken(float(max(inside, away)), load)
+    between = (len(group) - here.min()) * machine.inter.alpha_s + nics.max()
+    return Taken(float(max(inside, between)), load)
 
 
 def _load(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) -> Floats:

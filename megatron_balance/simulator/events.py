@@ -1,7 +1,8 @@
 """The clocks of the event engine: every rank's compute stream.
 
-A rank's compute stream takes its steps in order. What a step waits for, and how bytes travel, is the transport's (`simulator.streams`,
-`simulator.sockets`). Transfers under way slow their ranks' kernels by the SMs that they hold.
+A rank's compute stream takes its steps in order. What a step waits for, and how bytes travel, is
+the transport's (`simulator.streams`, `simulator.emulated.sockets`). Transfers under way slow their
+ranks' kernels by the SMs that they hold.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _SAME_TIME = 1e-12
 
 
 class Occupied(NamedTuple):
-    """What a stream of a rank did when. `name`: "run", "pack", "place", or the leg of an exchange; `exchange`: -1 for a launch."""
+    """One entry of the trace: a stream of a rank was busy from `start_s` to `stop_s`.
+
+    `name`: "run", "pack", "place", or the leg of an exchange. `exchange`: -1 for a launch.
+    """
 
     rank: int
     stream: str
@@ -35,7 +39,9 @@ class Occupied(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """When each rank is done, and what was busy for how long: by rank `compute_s`; by resource `bytes_moved` (`Machine.resources`)."""
+    """One phase as it went, by rank: when it is done and how long it computed; by resource
+    (`Machine.resources`): bytes.
+    """
 
     end_s: Floats
     compute_s: Floats
@@ -45,9 +51,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Computing:
-    """The compute stream of a rank: at which step it is and, where it is at work, how many seconds of it are left at full speed.
+    """The compute stream of a rank.
 
-    `held`: transfers under way inside the node, and between nodes.
+    `at`: its step; `left_s`: seconds of that step that are left at full speed, while it is
+    `working`. `held`: transfers under way inside the node, and between nodes.
     """
 
     at: int = 0
@@ -63,11 +70,15 @@ class _Computing:
 
 _What: TypeAlias = Literal["enter", "step", "flow", "other"]
 _Event: TypeAlias = tuple[float, int, _What, int, int]
-"""Seconds, number (events of one time keep their order), what, of which rank, flow or anything else, version."""
+"""Seconds, number (events of one time keep their order), kind, the rank, flow or other thing it is
+of, version.
+"""
 
 
 class Events:
-    """One phase on clocks. A transport says what happens where this class raises NotImplementedError."""
+    """One phase on clocks. A transport is a subclass that implements what raises
+    NotImplementedError here.
+    """
 
     def __init__(self, phase: Phase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool) -> None:
         self.phase, self.flows, self.machine, self.trace = phase, flows, machine, trace
@@ -86,14 +97,14 @@ class Events:
         for rank, start in enumerate(self.end_s):
             self.push(start, "enter", rank)
 
-    # What a transport says
+    # Implemented by a transport
 
     def entered(self, rank: int) -> None:
-        """A rank has come to the phase."""
+        """Begin the phase on a rank."""
         raise NotImplementedError
 
     def started(self, rank: int, exchange: int) -> None:
-        """A rank's compute stream has come to the start of an exchange."""
+        """Issue an exchange: a rank's compute stream has come to its start."""
         raise NotImplementedError
 
     def waits(self, rank: int, exchange: int) -> bool:
@@ -101,20 +112,20 @@ class Events:
         raise NotImplementedError
 
     def flow_event(self, flow: int, version: int) -> None:
-        """Something that was to happen to a transfer now."""
+        """Handle an event of a transfer."""
         raise NotImplementedError
 
     def other(self, which: int) -> None:
-        """An event of the transport's own."""
+        """Handle an event of the transport's own."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """All that happens at this time has happened."""
+        """Act once all events of one time have been handled."""
 
     # Time
 
     def run(self) -> Outcome:
-        """Everything until nothing is left to happen."""
+        """Handle events until none is left."""
         while self.queue:
             self.now = self.queue[0][0]
             while self.queue and self.queue[0][0] <= self.now * (1 + _SAME_TIME):
@@ -126,16 +137,18 @@ class Events:
         return Outcome(np.array(self.end_s), busy, self.bytes_moved, self.occupied)
 
     def push(self, at: float, what: _What, who: int, version: int = 0) -> None:
-        """Let something happen at a time."""
+        """Queue an event."""
         self.count += 1
         heapq.heappush(self.queue, (at, self.count, what, who, version))
 
     def ended(self, rank: int) -> None:
-        """Something of a rank has ended now."""
+        """Note that something of a rank ends now."""
         self.end_s[rank] = max(self.end_s[rank], self.now)
 
     def sm_wait_s(self, rank: int, *, prioritised: bool) -> float:
-        """Seconds until a communication kernel that is launched now gets SMs from the attention kernel at work on a rank."""
+        """Seconds until a communication kernel that is launched now gets SMs from the attention
+        kernel at work on a rank.
+        """
         computing = self.ranks[rank]
         if not (self.contention.waits and computing.working):
             return 0.0
@@ -144,7 +157,7 @@ class Events:
         return self.contention.wait_s(left_s, block_s, prioritised=prioritised) if block_s else 0.0
 
     def hold(self, flow: int, change: int) -> None:
-        """A transfer holds SMs of its ranks from now on (1), or no longer (-1)."""
+        """Begin (1) or end (-1) a transfer's hold on SMs of its ranks."""
         if not self.contention.num_sms:
             return
         for rank in (self.flows[flow].a, self.flows[flow].b):
@@ -172,7 +185,9 @@ class Events:
     # The compute stream
 
     def advance(self, rank: int) -> None:
-        """Begin the next step, if there is one and what it waits for is there; steps that take no time are passed."""
+        """Begin the next step, if there is one and what it waits for is there; steps that take no
+        time are passed.
+        """
         computing, steps = self.ranks[rank], self.phase.steps[rank]
         while computing.at < len(steps) and not computing.working:
             step = steps[computing.at]
@@ -189,7 +204,7 @@ class Events:
             self.ended(rank)
 
     def retry(self, rank: int) -> None:
-        """Something that a rank's compute stream may wait for has come."""
+        """Go on with a rank's compute stream: something that it may wait for has come."""
         computing = self.ranks[rank]
         if not computing.working and computing.at:
             self.advance(rank)

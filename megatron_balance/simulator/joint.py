@@ -1,4 +1,6 @@
-"""A step whose pipeline stages attend together, with what is around its ticks: its time, phases, memory and utilisation."""
+"""A step whose pipeline stages attend together, with what is around its ticks: its time, phases,
+memory and utilisation.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from megatron_balance.simulator.ticks import TickTimes, simulate_ticks
 def simulate_joint(
     ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], stage: Machine, machine: Machine, setup: Setup
 ) -> Step:
-    """The step of these ticks.
+    """Simulate the step of these ticks.
 
     Args:
         ticks: of the step; of each nano-batch, if microbatches run as two.
@@ -35,12 +37,12 @@ def simulate_joint(
         ConfigError: what `simulate_ticks` refuses.
     """
     first, *second = ticks
-    found = simulate_ticks(first, machine, setup, *second)
-    rank = int(found.done_s.argmax())
-    phases = dict.fromkeys(PHASES, 0.0) | {name: float(seconds[rank]) for name, seconds in found.phases_s.items()}
-    phases["waiting"] = max(0.0, found.step_s - sum(phases.values()))
+    times = simulate_ticks(first, machine, setup, *second)
+    rank = int(times.done_s.argmax())
+    phases = dict.fromkeys(PHASES, 0.0) | {name: float(seconds[rank]) for name, seconds in times.phases_s.items()}
+    phases["waiting"] = max(0.0, times.step_s - sum(phases.values()))
     around, chunk = Around(stage, setup), machine.model.num_layers // (setup.pipeline * setup.interleave)
-    last_s = float(np.diff(found.end_s, prepend=0.0)[-1]) / chunk
+    last_s = float(np.diff(times.end_s, prepend=0.0)[-1]) / chunk
     phases["gradient_sync"], phases["optimizer"] = around.sync_s(chunk * setup.interleave, last_s), around.optimizer_s()
     step_s = sum(phases.values())
     return Step(
@@ -48,12 +50,12 @@ def simulate_joint(
         sum(plan.num_tokens for each in microbatches for plan in parts_of(each)),
         phases,
         _peak_bytes(ticks, microbatches, around),
-        _utilisation(found, machine, step_s),
+        _utilisation(times, machine, step_s),
     )
 
 
 def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
-    """The most passes through model chunks whose activations a stage holds at once."""
+    """The largest number of passes through model chunks whose activations a stage holds at once."""
     held = most = 0
     for each in ticks:
         if each.tick.cells[stage] is not None:
@@ -63,7 +65,9 @@ def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
 
 
 def _peak_bytes(ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], around: Around) -> Floats:
-    """By rank, the largest over microbatches, of what the ticks bring, and of what is in flight; stage by stage."""
+    """Peak bytes of each rank, stage by stage: the largest microbatch, what ticks bring, and what
+    is in flight.
+    """
     setup, model = around.setup, around.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {
@@ -81,11 +85,11 @@ def _peak_bytes(ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Micr
     return np.array(peak)
 
 
-def _utilisation(found: TickTimes, machine: Machine, step_s: float) -> dict[str, float]:
-    full = found.bytes_moved / machine.capacity()
+def _utilisation(times: TickTimes, machine: Machine, step_s: float) -> dict[str, float]:
+    full = times.bytes_moved / machine.capacity()
     links = 2 * machine.num_ranks
     return {
-        "compute": float(found.compute_s.mean() / step_s),
+        "compute": float(times.compute_s.mean() / step_s),
         "link": float(full[:links].mean() / step_s),
         "nic": float(full[links:].mean() / step_s),
     }

@@ -1,4 +1,6 @@
-"""Transfers that share links and NICs as fabrics of GPUs do: max-min fairly at every moment, whatever their number and size."""
+"""Transfers that share links and NICs as fabrics of GPUs do: max-min fairly at every moment,
+whatever their number and size.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from megatron_balance.simulator.phase import Flow, Phase
 
 
 class Links(Events):
-    """A transport pushes an event "flow" when a transfer's first byte may go; `carried` is called when its last one has come."""
+    """A phase whose transfers share links and NICs max-min fairly.
+
+    A transport pushes an event "flow" when a transfer's first byte may go; `carried` is called when
+    its last one has come.
+    """
 
     def __init__(self, phase: Phase, flows: Sequence[Flow], machine: Machine, enter_s: Floats, *, trace: bool) -> None:
         super().__init__(phase, flows, machine, enter_s, trace=trace)
@@ -24,11 +30,11 @@ class Links(Events):
         self.changed: set[int] = set()  # resources of which the flows have changed
 
     def carried(self, flow: int) -> None:
-        """The last byte of a transfer has come."""
+        """Act on the arrival of a transfer's last byte."""
         raise NotImplementedError
 
     def flow_event(self, flow: int, version: int) -> None:
-        """The first byte of a transfer goes, or the last one has come."""
+        """Start a transfer, or end it."""
         if self.version[flow] != version:
             return
         starts = not self.rate[flow] and self.left[flow] > 0
@@ -71,14 +77,16 @@ class Links(Events):
         self.push(self.now + max(0.0, self.left[flow]) / rate, "flow", flow, self.version[flow])
 
     def _reached(self, resource: int) -> list[int]:
-        """Running flows that share a resource with those of `resource`, or with one that does, and so on."""
-        found: set[int] = set()
+        """Running flows that share a resource with those of `resource`, or with one that does, and
+        so on.
+        """
+        reached: set[int] = set()
         seen, waiting = {resource}, [resource]
         while waiting:
-            for flow in self.running[waiting.pop()] - found:
-                found.add(flow)
+            for flow in self.running[waiting.pop()] - reached:
+                reached.add(flow)
                 for other in self.uses[flow].tolist():
                     if other not in seen:
                         seen.add(other)
                         waiting.append(other)
-        return sorted(found)
+        return sorted(reached)

@@ -1,4 +1,6 @@
-"""The machine that a program runs on: which link and which NIC a transfer takes, how fast they are, which ranks are slow."""
+"""The machine that a program runs on: which link and which NIC a transfer takes, how fast they are,
+which ranks are slow.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`cluster` running `model` at the prices of `cost`, which need not be those that the plan was made with.
+    """A cluster that runs a model at the prices of `cost`, which need not be those of the planner.
 
-    `slowdown`: by how much each rank computes slower than the others; empty: not at all. A transfer inside a node takes the sender's
-    link out and the receiver's link in; one between nodes takes a NIC out and a NIC in. Every one of them is shared fairly.
+    `slowdown`: by how much each rank computes slower than the others; empty: not at all. A transfer
+    inside a node takes the sender's link out and the receiver's link in; one between nodes takes a
+    NIC out and a NIC in. Every one of them is shared fairly.
     """
 
     cluster: Cluster
@@ -49,10 +52,10 @@ class Machine:
         return self.cluster.num_ranks
 
     def check(self, plan: MicrobatchPlan) -> None:
-        """See that a plan is for these ranks.
+        """Reject a plan for other ranks.
 
         Raises:
-            ConfigError: it is for others.
+            ConfigError: another number of ranks, or of ranks a node.
         """
         cluster = self.cluster
         if (plan.num_ranks, min(plan.ranks_per_node, plan.num_ranks)) != (cluster.num_ranks, cluster.node_size):
@@ -62,7 +65,7 @@ class Machine:
             )
 
     def slow(self) -> Floats:
-        """Factor on the time of each rank's computations [num_ranks]."""
+        """Factors on the time of each rank's computations [num_ranks]."""
         return np.array(self.slowdown, dtype=np.float64) if self.slowdown else np.ones(self.num_ranks)
 
     # Resources: links out, links in, NICs out, NICs in
@@ -76,7 +79,7 @@ class Machine:
         return np.repeat([self.intra.bytes_per_s, self.inter.bytes_per_s], [2 * self.num_ranks, 2 * self.num_nics]).astype(np.float64)
 
     def crosses(self, src: Ints, dst: Ints) -> Bools:
-        """Whether a transfer goes from node to node."""
+        """Mask [n] of the transfers that go from node to node."""
         return self.nics.node(src) != self.nics.node(dst)
 
     def resources(self, src: Ints, dst: Ints) -> Ints:
@@ -96,7 +99,9 @@ class Machine:
 
 
 def fair_rates(uses: Ints, capacity: Floats) -> Floats:
-    """Max-min fair rates [n] of flows that use the resources `uses` [n, k]: nobody's can grow but at the cost of a slower one's."""
+    """Max-min fair rates [n] of flows that use the resources `uses` [n, k]: nobody's can grow but
+    at the cost of a slower one's.
+    """
     rates, free, left = np.zeros(len(uses)), np.ones(len(uses), dtype=bool), capacity.copy()
     while free.any():
         count = np.bincount(uses[free].ravel(), minlength=len(left))
@@ -111,9 +116,10 @@ def fair_rates(uses: Ints, capacity: Floats) -> Floats:
 
 
 def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, capacity: Floats) -> Floats:
-    """When each transfer [n] ends on its resource if that were its only one: those under way share it evenly.
+    """End of each transfer [n] if it used one resource only, which those under way share evenly.
 
-    As much of every one is moved at any time, so they end in the order of what had been moved when they began plus what they have to move.
+    As much of every one is moved at any time, so they end in the order of what had been moved when
+    they began plus what they have to move.
     """
     order = np.lexsort((begin_s, resource))
     ends = np.empty(len(order))
@@ -125,9 +131,10 @@ def fair_ends(resource: Ints, num_bytes: Floats, begin_s: Floats, capacity: Floa
 
 
 def _even_ends(begin_s: list[float], num_bytes: list[float], rate: float) -> list[float]:
-    """The same on one resource; `begin_s` rises."""
+    """`fair_ends` on one resource; `begin_s` rises."""
     ends = [0.0] * len(begin_s)
-    under_way: list[tuple[float, int]] = []  # (bytes that each of them will have moved when this one ends, which)
+    # (bytes that each of them will have moved when this one ends, which)
+    under_way: list[tuple[float, int]] = []
     now = moved = 0.0
     coming = 0
     while under_way or coming < len(begin_s):

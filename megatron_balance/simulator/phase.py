@@ -1,6 +1,7 @@
-"""One phase (forward or backward) of all ranks' programs as tasks for the clocks: steps, flows and collectives, with their costs.
+"""One phase (forward or backward) of all ranks' programs as tasks for the clocks, with their costs.
 
-Steps and streams are those of `compile.order`, which the executor follows; bytes are those of `analysis.wire`, which it packs.
+Steps and streams are those of `compile.order`, which the executor follows; bytes are those of
+`analysis.wire`, which it packs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collec
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
+from megatron_balance.ir.columns import Pair, Transfer
 from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
@@ -28,7 +30,9 @@ Place: TypeAlias = tuple[int, int, Leg, str]
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One hop of what an exchange moves from `src` to `dst`, or of one piece of it: from rank `a` to rank `b`."""
+    """One hop of what an exchange moves from `src` to `dst`, or of one piece of it: from rank `a`
+    to rank `b`.
+    """
 
     exchange: int
     leg: Leg
@@ -47,7 +51,9 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class GroupExchange:
-    """An exchange that its ranks do together. `num_bytes` [G, G]: from the rank of a row to that of a column."""
+    """A collective of a group's ranks. `num_bytes` [G, G]: from the rank of a row to that of a
+    column.
+    """
 
     exchange: int
     collective: Collective
@@ -56,7 +62,7 @@ class GroupExchange:
     num_bytes: Floats
 
     def taken(self, machine: Machine) -> Taken:
-        """What it takes in one call of NCCL's."""
+        """Seconds and bytes of one call of NCCL."""
         if self.collective in ("all_gather", "reduce_scatter"):
             return collective.ring(np.array(self.ranks), float(self.num_bytes.max(initial=0)), machine)
         return collective.exchange(np.array(self.ranks), self.num_bytes, machine)
@@ -64,9 +70,10 @@ class GroupExchange:
 
 @dataclass(slots=True)
 class Phase:
-    """By rank: `steps`, seconds of each step beside waiting (same order), the exchange of each step (-1: a launch).
+    """Steps, flows and collectives of a phase.
 
-    `blocks_s`: of each step, seconds of one of the kernel's thread blocks, 0 where transfers need not wait for them.
+    By rank and step: `seconds` beside waiting; `exchanges`: its id (-1: a launch); `blocks_s`:
+    seconds of one of the kernel's thread blocks, 0 where transfers need not wait for them.
     """
 
     steps: list[tuple[Step, ...]]
@@ -78,7 +85,10 @@ class Phase:
 
 
 def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
-    """The tasks of a phase of all ranks. `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not)."""
+    """The tasks of a phase of all ranks.
+
+    `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not).
+    """
     ops = [program.backward if backward else program.forward for program in programs]
     run_s, blocks_s = _launch_seconds(ops, machine, backward=backward)
     phase = Phase([], [], [], [])
@@ -98,7 +108,7 @@ def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: boo
             if op.collective != "p2p" and is_collective(op.group, machine.num_ranks, machine.cluster.node_size):
                 groups[op.id] = op
                 rows = as_array(op.transfers)
-                sent.setdefault(op.id, []).append(rows[rows[:, 6] == program.rank])
+                sent.setdefault(op.id, []).append(rows[rows[:, Transfer.SRC] == program.rank])
             else:
                 phase.flows += _flows(op, program.rank, machine)
     for at, op in groups.items():
@@ -113,21 +123,25 @@ def _id_of(op: Op) -> int:
 def _launch_seconds(
     ops: Sequence[Sequence[Op]], machine: Machine, *, backward: bool
 ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
-    """By rank and op: seconds of its launch and of the merging that belongs to it; and of a thread block that transfers wait for."""
-    found = [(rank, index, op) for rank, own in enumerate(ops) for index, op in enumerate(own) if isinstance(op, Attend | AttendGrad)]
-    pairs = concat([op.pairs for _, _, op in found], PAIR_WIDTH)
-    launch = np.repeat(np.arange(len(found)), [len(op.pairs) for _, _, op in found])
-    merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in found], dtype=np.float64)
+    """By rank and op: seconds of a launch with the merging that belongs to it; seconds of one of
+    its thread blocks.
+    """
+    attends = [(rank, index, op) for rank, own in enumerate(ops) for index, op in enumerate(own) if isinstance(op, Attend | AttendGrad)]
+    pairs = concat([op.pairs for _, _, op in attends], PAIR_WIDTH)
+    launch = np.repeat(np.arange(len(attends)), [len(op.pairs) for _, _, op in attends])
+    merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in attends], dtype=np.float64)
     costs = launches(pairs, launch, merging, machine, backward=backward)
     slow = machine.slow()
     seconds: list[dict[int, float]] = [{} for _ in ops]
     blocks_s: list[dict[int, float]] = [{} for _ in ops]
-    for (rank, index, _), each in zip(found, costs.seconds.tolist(), strict=True):
+    for (rank, index, _), each in zip(attends, costs.seconds.tolist(), strict=True):
         seconds[rank][index] = each * float(slow[rank])
     contention = machine.cost.contention
     if contention.waits:
-        blocks = np.bincount(launch, weights=(pairs[:, 4] - pairs[:, 3]) * tiles(pairs)[1], minlength=len(found))
-        for (rank, index, _), kernel_s, count in zip(found, costs.kernel.tolist(), blocks.tolist(), strict=True):
+        blocks = np.bincount(
+            launch, weights=(pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]) * tiles(pairs)[1], minlength=len(attends)
+        )
+        for (rank, index, _), kernel_s, count in zip(attends, costs.kernel.tolist(), blocks.tolist(), strict=True):
             blocks_s[rank][index] = contention.block_s(kernel_s * float(slow[rank]), count)
     return seconds, blocks_s
 
@@ -137,7 +151,7 @@ def _merges_after(ops: Sequence[Op], index: int) -> bool:
 
 
 def _handling(ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool) -> tuple[dict[int, float], dict[int, float]]:
-    """By op: seconds of packing what an exchange sends, and of putting what it brings in its place."""
+    """By op: seconds of packing what an exchange sends, and of unpacking what it brings."""
     slow = float(machine.slow()[rank])
     pack: dict[int, float] = {}
     unpack: dict[int, float] = {}
@@ -146,16 +160,17 @@ def _handling(ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool) -> 
         if not isinstance(op, Exchange):
             continue
         rows = as_array(op.transfers)
-        own, brought = rows[rows[:, 6] == rank], rows[rows[:, 7] == rank]
+        own, brought = rows[rows[:, Transfer.SRC] == rank], rows[rows[:, Transfer.DST] == rank]
         if op.collective == "all_gather" and len(own):
-            own = own[own[:, 7] == own[0, 7]]  # one block for all
+            own = own[own[:, Transfer.DST] == own[0, Transfer.DST]]  # one block for all
         if (
             sums
             and op.collective == "reduce_scatter"
             and len(brought)
             and is_collective(op.group, machine.num_ranks, machine.cluster.node_size)
         ):
-            brought = brought[brought[:, 6] == brought[0, 6]]  # one block, the sum
+            # one block, the sum
+            brought = brought[brought[:, Transfer.SRC] == brought[0, Transfer.SRC]]
         passed_on = [kind in (Kind.KV, Kind.KV_GRAD) and (kind, seq, at) in arrived for kind, seq, at in own[:, :3].tolist()]
         num_bytes = float(_values(own[~np.array(passed_on, dtype=bool)], machine)[0].sum())
         pack[index] = slow * machine.cost.pack_s(num_bytes) if num_bytes else 0.0
@@ -174,16 +189,16 @@ def _values(rows: Ints, machine: Machine) -> tuple[Ints, Ints]:
 def _flows(op: Exchange, rank: int, machine: Machine) -> list[Flow]:
     """All hops of what `rank` sends in an exchange."""
     rows = as_array(op.transfers)
-    rows = rows[rows[:, 6] == rank]
+    rows = rows[rows[:, Transfer.SRC] == rank]
     parcels = machine.payload.parcels(of_transfers(op.id, rows))
     kinds: dict[int, list[int]] = {}
-    for kind, dst in rows[:, [0, 7]].tolist():
+    for kind, dst in rows[:, [Transfer.KIND, Transfer.DST]].tolist():
         kinds.setdefault(dst, []).append(kind)
-    ways: dict[int, list[tuple[int, ...]]] = {}
+    routes: dict[int, list[tuple[int, ...]]] = {}
     for row in op.routes:
         if row[0] == rank:
-            ways.setdefault(row[1], []).append(row)
-    return [flow for parcel in _parcels(parcels) for flow in _hops_of(op.id, parcel, ways, kinds, machine)]
+            routes.setdefault(row[1], []).append(row)
+    return [flow for parcel in _parcels(parcels) for flow in _hops_of(op.id, parcel, routes, kinds, machine)]
 
 
 def _parcels(parcels: Parcels) -> list[tuple[int, int, int, int]]:
@@ -192,17 +207,21 @@ def _parcels(parcels: Parcels) -> list[tuple[int, int, int, int]]:
 
 
 def _hops_of(
-    exchange: int, parcel: tuple[int, int, int, int], ways: dict[int, list[tuple[int, ...]]], kinds: dict[int, list[int]], machine: Machine
+    exchange: int,
+    parcel: tuple[int, int, int, int],
+    routes: dict[int, list[tuple[int, ...]]],
+    kinds: dict[int, list[int]],
+    machine: Machine,
 ) -> list[Flow]:
     src, dst, direct, packed = parcel
     of = traffic_class(kinds[dst])
-    if dst not in ways:
+    if dst not in routes:
         crosses = bool(machine.crosses(np.array(src), np.array(dst)))
         return [Flow(exchange, "direct", stream_name("direct", crosses, of), src, dst, src, dst, direct)]
-    sizes = cut(np.array([packed]), len(ways[dst]))[:, 0].tolist()
+    sizes = cut(np.array([packed]), len(routes[dst]))[:, 0].tolist()
     return [
         Flow(exchange, leg, stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
-        for _, _, piece, send_proxy, receive_proxy in ways[dst]
+        for _, _, piece, send_proxy, receive_proxy in routes[dst]
         for leg, a, b in hops((src, send_proxy, receive_proxy, dst))
         if sizes[piece]
     ]

@@ -1,10 +1,12 @@
-"""Layers run over two nano-batches interleaved (`compile.ping_pong`): both nano-batches' programs and their linear steps on one compute stream.
+"""Layers over two nano-batches, interleaved (`compile.ping_pong`) on one compute stream.
 
-Two engines, as for one call. `events` joins the nano-batches' phases, layer after layer, to one phase with the steps in the order of the turns.
-`rounds` is for task tables over many ranks: it takes the turns one by one, all ranks at once; transfers of one exchange share NICs with one
-another but not with those of another lane, and kernels are not slowed by them.
+Two engines, as for one call. `events` joins the nano-batches' phases, layer after layer, to one
+phase with the steps in the order of the segments. `rounds` is for task tables over many ranks: it
+takes the segments one by one, all ranks at once; transfers of one exchange share NICs with one
+another but not with those of the other traffic class, and kernels are not slowed by them.
 
-All layers are alike, so a few are simulated and the rest counted: from the second layer on, each takes what the last one did.
+All layers are alike, so a few are simulated and the rest counted: from the second layer on, each
+takes what the last one did.
 """
 
 from __future__ import annotations
@@ -37,15 +39,16 @@ from megatron_balance.simulator.rounds import turned
 from megatron_balance.simulator.tables import Tables
 
 SIMULATED = 3
-"""Layers that are simulated of as many or more."""
+"""Layers that are simulated at most; the others are counted like the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PingPongMode:
-    """How the nano-batches go through the layers.
+    """Options of nano-batches through layers, two of them the ablations of DistCA's Fig. 11.
 
-    `interleaved`: interleaved, or every exchange waited for where it is issued (DistCA's "Single Stream", Fig. 11). `signal`: transfers carry
-    next to nothing, and nothing is packed, so that only computation takes time ("Signal").
+    `interleaved`: nano-batches take turns; else every exchange is waited for where it is issued
+    ("Single Stream"). `signal`: transfers carry next to nothing, and nothing is packed, so that
+    only computation takes time ("Signal").
     """
 
     policy: Policy = "keep"
@@ -56,7 +59,7 @@ class PingPongMode:
 
 
 class Passes(NamedTuple):
-    """The forward and the backward through all layers. `end_s` [R]: when each rank is done; `compute_s` [R]: how long it computed."""
+    """The forward and the backward through all layers."""
 
     forward: Outcome
     backward: Outcome
@@ -66,11 +69,19 @@ def layers(
     nano_batches: Sequence[MicrobatchPlan],
     machine: Machine,
     num_layers: int,
-    way: PingPongMode = PingPongMode(),
+    mode: PingPongMode = PingPongMode(),
     experts_s: Sequence[Floats | float] = (0.0,) * ping_pong.NUM_NANO_BATCHES,
 ) -> Passes:
-    """Both nano-batches through `num_layers` layers, all ranks entering at once. `experts_s`: by nano-batch, what the exchange between experts adds to
-    its linear step, forward and backward alike ([R], or the same on all ranks); its NICs are not shared with attention's transfers.
+    """Run both nano-batches through layers, all ranks entering at once.
+
+    Args:
+        nano_batches: their plans.
+        machine: that runs them.
+        num_layers: of the model, or of a pipeline chunk.
+        mode: options.
+        experts_s: by nano-batch, seconds of the exchange between experts, which lengthen its linear
+            step forward and backward ([R], or the same on all ranks); that exchange shares no NIC
+            with attention's transfers.
 
     Raises:
         ConfigError: the round engine is asked for what it does not know.
@@ -80,25 +91,25 @@ def layers(
     task_tables = all(isinstance(zone, TaskTable) for nano_batch in nano_batches for zone in nano_batch.zones) and not any(
         nano_batch.moves for nano_batch in nano_batches
     )
-    able = task_tables and way.transport == "streams"
-    check_engine(way.engine, machine)
-    if way.engine == "rounds" and not able:
+    rounds_apply = task_tables and mode.transport == "streams"
+    check_engine(mode.engine, machine)
+    if mode.engine == "rounds" and not rounds_apply:
         raise ConfigError("the engine 'rounds' runs nano-batches of task tables on streams only; use the engine 'events'")
     small = machine.num_ranks <= SMALL or machine.cost.contention.waits
-    rounds = able and (way.engine == "rounds" or (way.engine == "auto" and not small))
+    rounds = rounds_apply and (mode.engine == "rounds" or (mode.engine == "auto" and not small))
     linear = [
         (forward + own, backward + own)
         for (forward, backward), own in zip((linear_s(h, machine) for h in nano_batches), experts_s, strict=True)
     ]
-    simulated = _Rounds(nano_batches, machine, linear, way) if rounds else _Events(nano_batches, machine, linear, way)
-    found: list[Outcome] = []
+    simulated = _Rounds(nano_batches, machine, linear, mode) if rounds else _Events(nano_batches, machine, linear, mode)
+    outcomes: list[Outcome] = []
     for backward in (False, True):
         if num_layers <= SIMULATED:
-            found.append(simulated.run(num_layers, backward=backward))
+            outcomes.append(simulated.run(num_layers, backward=backward))
             continue
         less, more = (simulated.run(n, backward=backward) for n in (SIMULATED - 1, SIMULATED))
-        found.append(_extended(less, more, num_layers - SIMULATED))
-    return Passes(*found)
+        outcomes.append(_extended(less, more, num_layers - SIMULATED))
+    return Passes(*outcomes)
 
 
 def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
@@ -117,22 +128,24 @@ def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
     return Outcome(extended(less.end_s, more.end_s), extended(less.compute_s, more.compute_s), extended(less.bytes_moved, more.bytes_moved))
 
 
-def _segments(num_layers: int, way: PingPongMode, *, backward: bool) -> tuple[Segment, ...]:
-    segments = (ping_pong.forward if way.interleaved else ping_pong.one_by_one)(num_layers)
+def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[Segment, ...]:
+    segments = (ping_pong.forward if mode.interleaved else ping_pong.one_by_one)(num_layers)
     return ping_pong.backward(segments) if backward else segments
 
 
 def _is_layer(segment: Segment, num_layers: int) -> bool:
-    """Whether a linear step counts: a layer's modules are all put before its attention, so the last step has none left."""
+    """Whether a linear step counts: all modules of a layer are put before its attention, so none
+    are left behind the last.
+    """
     return segment.layer < num_layers
 
 
 class _Events:
     def __init__(
-        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], way: PingPongMode
+        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], mode: PingPongMode
     ) -> None:
-        self.machine, self.linear, self.way = machine, linear, way
-        self.nano_batches = [_NanoBatch.of(nano_batch, machine, way) for nano_batch in nano_batches]
+        self.machine, self.linear, self.mode = machine, linear, mode
+        self.nano_batches = [_NanoBatch.of(nano_batch, machine, mode) for nano_batch in nano_batches]
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
         ranks = self.machine.num_ranks
@@ -142,7 +155,7 @@ class _Events:
         stride = 1 + max(
             (max(ids, default=-1) for nano_batch in self.nano_batches for ids in nano_batch.phases[backward].exchanges), default=0
         )
-        for segment in _segments(num_layers, self.way, backward=backward):
+        for segment in _segments(num_layers, self.mode, backward=backward):
             if segment.part == "linear":
                 if _is_layer(segment, num_layers):
                     for rank, seconds in enumerate(self.linear[segment.nano_batch][backward].tolist()):
@@ -160,10 +173,10 @@ class _Events:
                 phase = own.phases[backward]
                 joint.flows += [replace(flow, exchange=first + flow.exchange) for flow in phase.flows]
                 joint.collectives += [replace(each, exchange=first + each.exchange) for each in phase.collectives]
-        return engine.play(joint, self.machine, np.zeros(ranks), self.way.transport)
+        return engine.play(joint, self.machine, np.zeros(ranks), self.mode.transport)
 
     def _append(self, joint: Phase, steps: list[list[Step]], segment: Segment, first: int, *, backward: bool) -> None:
-        """Every rank's steps of one part of a nano-batch; `first`: added to the ids of its exchanges."""
+        """Append every rank's steps of one segment; `first`: added to the ids of its exchanges."""
         phase, cuts = self.nano_batches[segment.nano_batch].phases[backward], self.nano_batches[segment.nano_batch].cuts[backward]
         for rank, (attend, end) in enumerate(cuts):
             whole = len(phase.steps[rank])
@@ -176,20 +189,20 @@ class _Events:
 
 @dataclass(slots=True)
 class _NanoBatch:
-    """One half's phases, forward and backward, with the steps of each rank as they are cut."""
+    """A nano-batch's phases, forward and backward, with each rank's steps cut into segments."""
 
     phases: tuple[Phase, Phase]
     cuts: tuple[list[Cuts], list[Cuts]]
 
     @staticmethod
-    def of(plan: MicrobatchPlan, machine: Machine, way: PingPongMode) -> _NanoBatch:
-        programs = [transpose(project(plan, rank), way.policy, merges=False) for rank in range(plan.num_ranks)]
-        ahead = prefetchable(plan, way.policy)
+    def of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> _NanoBatch:
+        programs = [transpose(project(plan, rank), mode.policy, merges=False) for rank in range(plan.num_ranks)]
+        ahead = prefetchable(plan, mode.policy)
         phases: list[Phase] = []
         cuts: list[list[Cuts]] = []
         for backward in (False, True):
-            phase = phase_of(programs, machine, backward=backward, sums=way.transport == "streams")
-            if way.signal:
+            phase = phase_of(programs, machine, backward=backward, sums=mode.transport == "streams")
+            if mode.signal:
                 phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
                 for steps, seconds in zip(phase.steps, phase.seconds, strict=True):
                     seconds[:] = [s if isinstance(step, Run) else 0.0 for step, s in zip(steps, seconds, strict=True)]
@@ -215,21 +228,25 @@ def _reorder(phase: Phase, rank: int, steps: tuple[Step, ...]) -> None:
 
 
 class _Rounds:
-    """`done` [R]: when each rank's compute stream has done what it was given. Streams are free when both nano-batches are through with them."""
+    """The segments one by one, all ranks at once.
+
+    `done` [R]: when each rank's compute stream has done what it was given. A communication stream
+    is free when both nano-batches are through with it.
+    """
 
     def __init__(
-        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], way: PingPongMode
+        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], mode: PingPongMode
     ) -> None:
-        self.machine, self.linear, self.way = machine, linear, way
+        self.machine, self.linear, self.mode = machine, linear, mode
         self.tables = [Tables(nano_batch, machine) for nano_batch in nano_batches]
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
         self.done, self.busy = np.zeros((2, self.machine.num_ranks))
-        clocks = [Clocks(tables, self.way.policy, self.done.copy(), backward=backward) for tables in self.tables]
+        clocks = [Clocks(tables, self.mode.policy, self.done.copy(), backward=backward) for tables in self.tables]
         for each in clocks[1:]:
             each.free, each.bytes_moved = clocks[0].free, clocks[0].bytes_moved
         nano_batches = [_OnClocks(self, tables, own) for tables, own in zip(self.tables, clocks, strict=True)]
-        for segment in _segments(num_layers, self.way, backward=backward):
+        for segment in _segments(num_layers, self.mode, backward=backward):
             match segment.part:
                 case "linear":
                     if _is_layer(segment, num_layers):
@@ -248,14 +265,14 @@ class _Rounds:
 
 
 class _Coming(NamedTuple):
-    """What is on its way to each rank [R]: when it is there, and how long it takes to put away."""
+    """An exchange on its way, by rank [R]: when it arrives, and how long it takes to unpack."""
 
     arrived: Floats
     placed: Floats
 
 
 class _OnClocks:
-    """One half's task tables, one call after the other."""
+    """A nano-batch's task tables, one call after the other."""
 
     def __init__(self, run: _Rounds, tables: Tables, clocks: Clocks) -> None:
         self.run, self.tables, self.clocks = run, tables, clocks
@@ -285,15 +302,15 @@ class _OnClocks:
 
     def _inputs(self) -> list[tuple[int, Ints]]:
         """Messages of what goes to the launches, by zone."""
-        found: list[tuple[int, Ints]] = []
+        messages: list[tuple[int, Ints]] = []
         for table in self.tables.zones:
             assert table.tiles is not None, "task tables only"
             there, back = table.tiles
             if self.clocks.backward:
-                found.append((table.index, turned(back)))
-            if not self.clocks.backward or self.run.way.policy == "replay":
-                found.append((table.index, there))
-        return found
+                messages.append((table.index, turned(back)))
+            if not self.clocks.backward or self.run.mode.policy == "replay":
+                messages.append((table.index, there))
+        return messages
 
     def _results(self) -> list[tuple[int, Ints]]:
         """Messages of what the launches compute, by zone."""
@@ -301,10 +318,14 @@ class _OnClocks:
         return [(index, turned(there) if self.clocks.backward else back) for index, (there, back) in tiles]
 
     def _send(self, messages: Ints, index: int, traffic_class: int) -> _Coming:
-        """Issue an exchange. The clocks of this half take the time of the compute stream, and give it back with packing done."""
+        """Issue an exchange.
+
+        The clocks of this nano-batch take the time of the compute stream, and give it back with
+        packing done.
+        """
         clocks = self.clocks
         clocks.done, clocks.ready, clocks.busy = self.run.done.copy(), self.run.done.copy(), self.run.busy.copy()
-        if self.run.way.signal:
+        if self.run.mode.signal:
             messages = messages.copy()
             messages[:, TOKENS], messages[:, HEAD_STOP] = 1, messages[:, HEAD_START] + 1
         _, arrived, placed = clocks.exchange(messages, index, traffic_class)

@@ -1,7 +1,8 @@
-"""Pipeline schedules as data: in which order each stage runs its forwards and backwards, and a clock that follows them.
+"""Pipeline schedules as data: in which order each stage runs its forwards and backwards, and a
+clock that follows them.
 
-One forward, one backward (1F1B) and its interleaved form, several model chunks a stage (Narayanan et al., 2021, section 2.2), as in
-Megatron-core's schedules.
+One forward, one backward (1F1B) and its interleaved form, several model chunks a stage (Narayanan
+et al., 2021, section 2.2), as in Megatron-core's schedules.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class Pass:
 
 
 def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 1) -> list[Pass]:
-    """What a stage runs, in turn.
+    """The passes of a stage, in order.
 
     Raises:
-        ConfigError: an interleaved schedule of microbatches that do not come in whole groups of `num_stages`.
+        ConfigError: an interleaved schedule of microbatches that do not come in whole groups of
+            `num_stages`.
     """
     if num_chunks > 1 and num_microbatches % num_stages:
         raise ConfigError(
@@ -49,7 +51,11 @@ def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 
 
 
 def _pass(index: int, num_stages: int, num_chunks: int, *, backward: bool) -> Pass:
-    """The n-th forward, or backward, of a stage: groups of `num_stages` microbatches go through all chunks, backwards last chunk first."""
+    """The n-th forward, or backward, of a stage.
+
+    Groups of `num_stages` microbatches go through all chunks, backwards through the last chunk
+    first.
+    """
     if num_chunks == 1:
         return Pass(backward, index)
     group, place = divmod(index, num_stages * num_chunks)
@@ -64,7 +70,10 @@ Run = Callable[[int, Pass, Floats], Floats]
 def run(
     num_stages: int, num_microbatches: int, num_chunks: int, num_ranks: int, each: Run, transfer: Callable[[int], Floats]
 ) -> list[Floats]:
-    """When each stage's ranks are done with all passes; `transfer(microbatch)`: seconds [num_ranks] from stage to stage."""
+    """Seconds at which each stage's ranks are done with all passes.
+
+    `transfer(microbatch)`: seconds [num_ranks] from stage to stage.
+    """
     orders = [order(num_stages, stage, num_microbatches, num_chunks) for stage in range(num_stages)]
     clock = [np.zeros(num_ranks) for _ in range(num_stages)]
     done: dict[tuple[bool, int, int], Floats] = {}
@@ -90,7 +99,10 @@ def run(
 
 
 def _ready(step: Pass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats) -> Floats | float | None:
-    """When the input of a pass is there; None: not known yet. `place`: of its chunk among all chunks of the model."""
+    """Seconds at which the input of a pass is there; None: not known yet.
+
+    `place`: of its chunk among all chunks of the model.
+    """
     if not step.backward and place == 0:
         return 0.0
     if step.backward and place == last:
@@ -100,10 +112,12 @@ def _ready(step: Pass, place: int, last: int, done: dict[tuple[bool, int, int], 
 
 
 def bubble_share(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
-    """Idle time of a stage over its work, when all passes are alike: (p - 1) / (v m) (Narayanan et al., section 2.2)."""
+    """Idle time of a stage over its work, when all passes are alike: (p - 1) / (v m) (Narayanan et
+    al., section 2.2).
+    """
     return (num_stages - 1) / (num_chunks * num_microbatches)
 
 
 def total_s(stages: Sequence[Floats]) -> float:
-    """When the last rank of the last stage is done."""
+    """Seconds at which the last rank of the last stage is done."""
     return float(max(clock.max() for clock in stages))

@@ -1,4 +1,6 @@
-"""Several simulated steps as the figures that `megatron-balance simulate` prints. All are simulated: none was measured."""
+"""Several simulated steps as the figures that `megatron-balance simulate` prints; none was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from megatron_balance.simulator.step import Step, simulate_step
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """Machines that differ from the one that was planned for: `draws` of them, times off by factors exp(N(0, `spread`))."""
+    """Machines that differ from the one that was planned for: `draws` of them, times off by factors
+    exp(N(0, `spread`)).
+    """
 
     spread: float = 0.0
     draws: int = 1
@@ -32,7 +36,7 @@ class Perturbation:
             raise ConfigError(f"draws {self.draws}: must be at least 1")
 
     def machines(self, machine: Machine) -> Iterator[Machine]:
-        """The machine itself, or `draws` others."""
+        """Yield the machine itself, or `draws` others."""
         if not self.spread:
             yield machine
             return
@@ -57,7 +61,7 @@ def setup_of(options: Mapping[str, Any]) -> Setup:
 
 
 def simulate_plans(plans: Sequence[BatchPlan | MicrobatchPlan], machine: Machine, setup: Setup, perturbation: Perturbation) -> list[Step]:
-    """Every plan, each a step, on every machine."""
+    """Simulate every plan, each a step, on every machine."""
     machines = list(perturbation.machines(machine))
     return [simulate_step(_microbatches(plan), each, setup) for plan in plans for each in machines]
 
@@ -67,7 +71,10 @@ def _microbatches(plan: BatchPlan | MicrobatchPlan) -> tuple[MicrobatchPlan, ...
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
-    """The keys of `simulate`: seconds of a step over all of them; means of phases and utilisation; each rank's largest peak."""
+    """The keys of `simulate` for several steps.
+
+    Median, p5 and p95 of their seconds; means of phases and utilisation; each rank's largest peak.
+    """
     seconds = np.array([step.step_s for step in steps])
     median, low, high = (float(np.percentile(seconds, at)) for at in (50, 5, 95))
     return {

@@ -1,4 +1,4 @@
-"""How a simulated step is run, and what its microbatches are."""
+"""Options of a simulated step, and the type of its microbatches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a step is run around its plans.
+    """Options of a step around its plans.
 
-    `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many ranks as the plan; `interleave`: model
-    chunks of a stage. `experts`: ranks that share a layer's experts.
-    `overlap_sync`: gradients are synchronised layer by layer beside the last backward. `interleaved`: nano-batches run interleaved,
-    else one after the other. `transport`: as in `simulator.engine`.
+    `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many
+    ranks as the plan; `interleave`: model chunks of a stage. `experts`: ranks that share a layer's
+    experts. `overlap_sync`: gradients are synchronised layer by layer beside the last backward.
+    `interleaved`: nano-batches run interleaved, else one after the other. `transport`: as in
+    `simulator.engine`.
     """
 
     policy: Policy = "keep"

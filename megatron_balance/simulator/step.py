@@ -1,8 +1,10 @@
-"""A whole training step: layers around attention calls, the pipeline, gradient synchronisation and the optimizer.
+"""A whole training step: layers around attention calls, the pipeline, gradient synchronisation and
+the optimizer.
 
-All layers are alike, so one is simulated and counted as often as there are; so are microbatches with the same plan. Ranks that exchange
-anything in a layer go through the layers in step: their clock is that of the slowest. Ranks that do not, drift apart until the
-gradients are synchronised. A microbatch given as two plans runs as two nano-batches interleaved (`simulator.ping_pong`).
+All layers are alike, so one is simulated and counted as often as there are; so are microbatches
+with the same plan. Ranks that exchange anything in a layer go through the layers in step: their
+clock is that of the slowest. Ranks that do not, drift apart until the gradients are synchronised. A
+microbatch given as two plans runs as two nano-batches interleaved (`simulator.ping_pong`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ PHASES = ("forward_linear", "forward_attention", "backward_linear", "backward_at
 
 @dataclass(slots=True)
 class Step:
-    """One simulated step. `phases_s` add up to `step_s`: those of the rank that is done last; by rank `peak_bytes`, stage by stage."""
+    """One simulated step.
+
+    `phases_s`: of the rank that is done last; they add up to `step_s`. `peak_bytes`: by rank, stage
+    by stage.
+    """
 
     step_s: float
     num_tokens: int
@@ -43,7 +49,9 @@ class Step:
 
 @dataclass(slots=True)
 class _Layer:
-    """One layer of one microbatch, [num_ranks] each: seconds of the modules outside attention, and of the layer in all."""
+    """One layer of one microbatch, [num_ranks] each: seconds of the modules outside attention, and
+    of the layer in all.
+    """
 
     tokens: Ints
     forward_linear_s: Floats
@@ -56,10 +64,11 @@ class _Layer:
 
 
 def simulate_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAIN) -> Step:
-    """The step whose microbatches have these plans, in order.
+    """Simulate the step whose microbatches have these plans, in order.
 
     Raises:
-        ConfigError: no microbatches, or one planned for other ranks; layers or microbatches that the pipeline cannot be given evenly.
+        ConfigError: no microbatches, or one planned for other ranks; layers or microbatches that
+            the pipeline cannot be given evenly.
     """
     if not plans:
         raise ConfigError("a step needs at least one microbatch")
@@ -103,11 +112,13 @@ class _Run:
         return _Layer(tokens, forward, backward, forward_s, backward_s, (heads[0], heads[1]), group, call)
 
     def _ping_pong(self, plans: Sequence[MicrobatchPlan]) -> _Layer:
-        """A layer of a microbatch that runs as nano-batches: the mean of those of a pipeline chunk, filling and draining included."""
+        """The mean layer of a pipeline chunk of a microbatch in nano-batches, filling and draining
+        included.
+        """
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         experts_s = [self.around.experts_s(float(linear_tokens(plan).max())) for plan in plans]
-        way = ping_pong.PingPongMode(setup.policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
-        passes = ping_pong.layers(plans, machine, num_layers, way, experts_s)
+        mode = ping_pong.PingPongMode(setup.policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
+        passes = ping_pong.layers(plans, machine, num_layers, mode, experts_s)
         linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + sum(experts_s)
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
         heads = tuple(np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow() for b in (False, True))
@@ -158,7 +169,7 @@ class _Run:
         return pipeline.run(setup.pipeline, len(self.plans), setup.interleave, self.machine.num_ranks, each, transfer)
 
     def _phases(self, stage: int, rank: int) -> dict[str, float]:
-        """What one rank's time goes to, without waiting."""
+        """Seconds of one rank's step by phase, without waiting."""
         times, again = self.layers_per_chunk * self.setup.interleave, self.setup.recompute == "full"
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         for layer in self.layers:
@@ -177,14 +188,15 @@ class _Run:
         holding = Holding(setup.policy, setup.recompute, len(self.plans))
         peak: list[Floats] = []
         for stage in range(setup.pipeline):
-            found = np.zeros(self.machine.num_ranks)
+            most = np.zeros(self.machine.num_ranks)
             for each, layer in {id(layer): (each, layer) for each, layer in zip(self.plans, self.layers, strict=True)}.values():
-                received = [self._received(plan) for plan in parts_of(each)]  # of both nano-batches at once, also where they are replayed
+                # of both nano-batches at once, also where they are replayed
+                received = [self._received(plan) for plan in parts_of(each)]
                 pairs = np.stack([layer.tokens, np.sum(received, axis=0)], 1)
                 kinds, place = np.unique(pairs, axis=0, return_inverse=True)
                 sizes = [memory.rank_memory(model, held, got, self.around.sharding(stage), holding).total for held, got in kinds.tolist()]
-                found = np.maximum(found, np.array(sizes)[place.reshape(-1)])
-            peak.append(found)
+                most = np.maximum(most, np.array(sizes)[place.reshape(-1)])
+            peak.append(most)
         return np.concatenate(peak)
 
     def _received(self, plan: MicrobatchPlan) -> Ints:
@@ -194,7 +206,9 @@ class _Run:
         return np.array(counted["kv_tokens_received_per_rank"]) + np.array(counted["remap_tokens_received_per_rank"])
 
     def _utilisation(self, step_s: float) -> dict[str, float]:
-        """Share of the step that ranks compute, and that links and NICs are full, on average; synchronisation left out."""
+        """Share of the step that ranks compute, and that links and NICs are full, on average;
+        synchronisation left out.
+        """
         machine = self.machine
         ranks, times = machine.num_ranks, self.machine.model.num_layers / self.setup.pipeline
         busy, full = np.zeros(ranks), np.zeros(len(machine.capacity()))

@@ -1,11 +1,13 @@
-"""Exchanges on CUDA streams, as `runtime.transport.streams` issues them.
+"""Exchanges on CUDA streams, as `runtime.streams` issues them.
 
-Each leg of an exchange is one call on its stream: it begins when the stream's call before has ended, when the compute stream has come to
-its start (unless the rank only passes on), and, routed, when the leg before it has ended on this rank. A transfer runs when both ends
-have begun: call, alpha, then its bytes; a call ends with the last of its transfers.
+Each leg of an exchange is one call on its stream: it begins when the stream's call before has
+ended, when the compute stream has come to its start (unless the rank only passes it on), and,
+routed, when the leg before it has ended on this rank. A transfer runs when both ends have begun:
+call, alpha, then its bytes; a call ends with the last of its transfers.
 
-Where transfers wait for SMs, a call that is launched while its rank attends begins when a thread block has ended if it goes between nodes,
-since these streams have a higher priority (`runtime.groups`), else when the kernel's last blocks run.
+Where transfers wait for SMs, a call that is launched while its rank attends begins when a thread
+block has ended if it goes between nodes, since these streams have a higher priority
+(`runtime.groups`), else when the kernel's last blocks run.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from megatron_balance.simulator.phase import GroupExchange, Phase, Place
 class _Call:
     """A leg of an exchange on a rank.
 
-    `waits`: for how many things, before it begins; `left`: how many of its transfers have not ended. `owned`: the rank sends or receives
-    for itself; `brings`: something for this rank comes in. `then`: calls that wait for its end. `together`: which collective it is part of.
+    `waits`: for how many things, before it begins; `left`: how many of its transfers have not
+    ended. `owned`: the rank sends or receives for itself; `brings`: something for this rank comes
+    in. `then`: calls that wait for its end. `together`: which collective it is part of.
     """
 
     place: Place
@@ -58,8 +61,10 @@ class Streams(Links):
         super().__init__(phase, phase.flows, machine, enter_s, trace=trace)
         self.absent = [2] * len(phase.flows)  # ends that have not begun
         self.calls: dict[Place, _Call] = {}
-        self.of_exchange: defaultdict[tuple[int, int], list[_Call]] = defaultdict(list)  # by (rank, exchange)
-        self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)  # calls that still bring something
+        # by (rank, exchange)
+        self.of_exchange: defaultdict[tuple[int, int], list[_Call]] = defaultdict(list)
+        # calls that still bring something
+        self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.passing_on: defaultdict[int, list[_Call]] = defaultdict(list)
         self.together: list[_Together] = []
         self.waiting: list[_Call] = []  # calls that were launched and wait for SMs
@@ -92,7 +97,9 @@ class Streams(Links):
         self.together.append(_Together(each.taken(self.machine), calls, len(calls)))
 
     def _line_up(self, rank: int, started: Sequence[int]) -> None:
-        """Let the calls of a rank wait for one another, stream by stream and leg by leg; and for the compute stream."""
+        """Line up the calls of a rank to wait for one another, stream by stream and leg by leg; and for
+        the compute stream.
+        """
         last: dict[str, _Call] = {}
         for exchange in started:
             before: dict[str, _Call] = {}
@@ -111,27 +118,27 @@ class Streams(Links):
                     before[of] = call
 
     def entered(self, rank: int) -> None:
-        """What the rank passes on for others waits for its own work no more."""
+        """Release what the rank passes on for others: it does not wait for the rank's own work."""
         for call in self.passing_on[rank]:
             self._release(call)
 
     def started(self, rank: int, exchange: int) -> None:
-        """The calls of the exchange wait for the compute stream no more."""
+        """Release the calls of an exchange from the compute stream."""
         for call in self.of_exchange[rank, exchange]:
             if call.owned:
                 self._release(call)
 
     def waits(self, rank: int, exchange: int) -> bool:
-        """For what the exchange brings."""
+        """Whether something that the exchange brings has not come."""
         return self.arriving[rank, exchange] > 0
 
     def carried(self, flow: int) -> None:
-        """Part of the calls at both ends has ended."""
+        """End a transfer in the calls at both its ends."""
         for place in self.flows[flow].places:
             self._end_of_part(self.calls[place])
 
     def other(self, which: int) -> None:
-        """A collective has ended; numbers below 0: a call that waited for SMs has them."""
+        """End a collective; numbers below 0: begin a call that waited for SMs."""
         if which < 0:
             self._begin(self.waiting[-1 - which])
             return
@@ -140,7 +147,7 @@ class Streams(Links):
             self._end_of_part(call)
 
     def _release(self, call: _Call) -> None:
-        """One thing less that the call waits for."""
+        """Take away one thing that a call waits for, and begin it after the last."""
         call.waits -= 1
         if call.waits:
             return
@@ -165,7 +172,7 @@ class Streams(Links):
                 self.push(self.now + self.call_s + self.alpha_s[flow], "flow", flow)
 
     def _end_of_part(self, call: _Call) -> None:
-        """One transfer of the call has ended, or its collective has."""
+        """End one transfer of a call, or its collective."""
         call.left -= 1
         if call.left:
             return

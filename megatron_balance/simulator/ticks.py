@@ -1,8 +1,10 @@
-"""A pipeline in ticks, all stages attending together (DistCA, section 4.1), on the clocks: `planning.tick_order` in place of 1F1B.
+"""A pipeline in ticks, all stages attending together (DistCA, section 4.1), on the clocks:
+`planning.tick_order` in place of 1F1B.
 
-The machine has the ranks of all stages. In a tick every rank goes through the layers of one model chunk, its own or, while its stage has
-nothing to do, as a server of the others' attention; ranks that exchange anything enter and leave a layer together. Between two ticks
-a result travels to the next stage.
+The machine has the ranks of all stages. In a tick every rank goes through the layers of one model
+chunk, its own or, while its stage has nothing to do, as a server of the others' attention; ranks
+that exchange anything enter and leave a layer together. Between two ticks a result travels to the
+next stage.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ from megatron_balance.simulator.setup import PLAIN, Setup
 
 @dataclass(frozen=True, slots=True)
 class TickTimes:
-    """`end_s` [ticks]: when the last rank is through each tick. `compute_s` [ranks]: how long each rank computed in all.
+    """Times of a step in ticks.
 
-    `phases_s` [ranks]: seconds of the layers' modules, of attention beside them (waiting inside a layer included) and of the loss;
-    `done_s` [ranks]: when each rank is through the last tick; `bytes_moved` by resource (`Machine.resources`). Gradient synchronisation
-    and optimizer are not in it (`simulator.joint`).
+    `end_s` [ticks]: when the last rank is through each tick. `compute_s` [ranks]: how long each
+    rank computed in all.
+
+    `phases_s` [ranks]: seconds of the layers' modules, of attention beside them (waiting inside a
+    layer included) and of the loss; `done_s` [ranks]: when each rank is through the last tick;
+    `bytes_moved` by resource (`Machine.resources`). Gradient synchronisation and optimizer are not
+    in it (`simulator.joint`).
     """
 
     end_s: Floats
@@ -46,21 +52,23 @@ class TickTimes:
 
     @property
     def compute_share(self) -> float:
-        """Of the ranks' time."""
+        """Share of the ranks' time in which they compute."""
         return float(self.compute_s.mean() / self.step_s)
 
 
 def simulate_ticks(ticks: Sequence[TickPlan], machine: Machine, setup: Setup = PLAIN, second: Sequence[TickPlan] = ()) -> TickTimes:
-    """The ticks of a step.
+    """Simulate the ticks of a step.
 
     Args:
         ticks: with their plans.
         machine: of all stages' ranks.
-        setup: `interleave`, `recompute`, `interleaved`, `engine` and `transport` count; the policy is `replay`.
+        setup: `interleave`, `recompute`, `interleaved`, `engine` and `transport` count; the policy
+            is `replay`.
         second: the same ticks of the microbatches' second nano-batches, if they run as two.
 
     Raises:
-        ConfigError: no ticks, layers that stages do not share evenly, or nano-batches of other ticks.
+        ConfigError: no ticks, layers that stages do not share evenly, or nano-batches of other
+            ticks.
     """
     if not ticks:
         raise ConfigError("a step needs at least one tick")
@@ -74,7 +82,9 @@ _PHASES = {False: ("forward_linear", "forward_attention"), True: ("backward_line
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A tick's layers on each rank [ranks]: all of it, the modules, what is computed of it, attention included; bytes by resource."""
+    """A tick's layers, by rank: seconds in all, of the modules, and of all computation; bytes by
+    resource.
+    """
 
     seconds: Floats
     linear_s: Floats
@@ -86,7 +96,7 @@ class _Pass:
         return self.seconds - self.linear_s
 
     def after(self, other: _Pass) -> _Pass:
-        """The other one, then this."""
+        """`other`, then this pass."""
         return _Pass(
             self.seconds + other.seconds,
             self.linear_s + other.linear_s,
@@ -130,7 +140,7 @@ class _Run:
         return TickTimes(np.array(ends), busy, done, phases, bytes_moved)
 
     def _layers(self, tick: Tick, plans: Sequence[MicrobatchPlan]) -> _Pass:
-        """A tick's layers."""
+        """The layers of a tick, simulated once for the same microbatches."""
         key = (tick.microbatches, tick.backward)
         if key not in self.known:
             forward, backward = self._both(plans)
@@ -144,11 +154,11 @@ class _Run:
         experts_s = [self._experts_s(plan) for plan in plans]
         linear = np.sum([ping_pong.linear_s(plan, self.machine) for plan in plans], axis=0) + np.sum(experts_s, axis=0)
         if len(plans) > 1:
-            way = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
-            found = ping_pong.layers(plans, self.machine, self.layers, way, experts_s)
+            mode = ping_pong.PingPongMode("replay", setup.interleaved, engine=setup.engine, transport=setup.transport)
+            passes = ping_pong.layers(plans, self.machine, self.layers, mode, experts_s)
             return [
                 _Pass(_together(o.end_s, groups), self.layers * own, o.compute_s, o.bytes_moved)
-                for o, own in zip(found, linear, strict=True)
+                for o, own in zip(passes, linear, strict=True)
             ]
         call = attention_call(plans[0], self.machine, "replay", (linear[0], linear[1]), setup.engine, setup.transport)
         return [
@@ -174,7 +184,7 @@ class _Run:
         return seconds * self.machine.slow()
 
     def _passed_on(self, tick: Tick, plans: Sequence[MicrobatchPlan], clock: Floats) -> Floats:
-        """The clocks once every stage has what it waits for."""
+        """Clocks [ranks] once every stage has what it waits for."""
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0).reshape(self.num_stages, self.size)
         before = clock.reshape(self.num_stages, self.size)
         after = before.copy()

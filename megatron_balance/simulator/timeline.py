@@ -1,6 +1,8 @@
-"""A timeline of every rank's streams as a Chrome trace, which chrome://tracing and ui.perfetto.dev open.
+"""A timeline of every rank's streams as a Chrome trace, which chrome://tracing and ui.perfetto.dev
+open.
 
-One process a rank, one lane a stream: the forward of one layer, then its backward, of one microbatch.
+One process a rank, one track a stream: the forward of one layer, then its backward, of one
+microbatch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _US = 1e6
 
 
 def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") -> dict[str, Any]:
-    """The trace of one layer as a JSON document: what is computed outside attention, then the attention call, on every rank.
+    """The trace of one layer as a JSON document: on every rank its modules, then the attention
+    call.
 
     Raises:
         ConfigError: more ranks than can be traced.
@@ -58,18 +61,18 @@ def _span(each: Occupied, phase: str, offset_s: float) -> dict[str, Any]:
     }
 
 
-def _lanes(spans: list[dict[str, Any]]) -> dict[tuple[int, str], int]:
+def _tracks(spans: list[dict[str, Any]]) -> dict[tuple[int, str], int]:
     """A number for every stream of every rank, "compute" first."""
-    lanes = sorted({(span["pid"], span["tid"]) for span in spans}, key=lambda lane: (lane[0], lane[1] != "compute", lane[1]))
+    tracks = sorted({(span["pid"], span["tid"]) for span in spans}, key=lambda track: (track[0], track[1] != "compute", track[1]))
     first: dict[int, int] = {}
-    for at, (rank, _) in enumerate(lanes):
+    for at, (rank, _) in enumerate(tracks):
         first.setdefault(rank, at)
-    return {lane: at - first[lane[0]] for at, lane in enumerate(lanes)}
+    return {track: at - first[track[0]] for at, track in enumerate(tracks)}
 
 
 def _numbered(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    lanes = _lanes(spans)
-    return [{**span, "tid": lanes[span["pid"], span["tid"]]} for span in spans]
+    tracks = _tracks(spans)
+    return [{**span, "tid": tracks[span["pid"], span["tid"]]} for span in spans]
 
 
 def _names(spans: list[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
@@ -79,7 +82,7 @@ def _names(spans: list[dict[str, Any]], machine: Machine) -> list[dict[str, Any]
         for rank in range(machine.num_ranks)
     ]
     streams = [
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": stream}}
-        for (rank, stream), lane in _lanes(spans).items()
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": stream}}
+        for (rank, stream), track in _tracks(spans).items()
     ]
     return [*ranks, *streams]

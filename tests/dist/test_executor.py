@@ -10,16 +10,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import reference
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.compile.pipeline import expand, layout, project
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange
 from megatron_balance.ir.rows import Rows
-from megatron_balance.compile.transpose import POLICIES, Policy
-from megatron_balance.compile.pipeline import expand, layout, project
-from megatron_balance.analysis.statistics import figures
-from tests.support import dense, jobs
+from tests.support import by_hand, dense, jobs
 from tests.support.jobs import Ran, Run
 from tests.support.pool import WORLDS, Pool
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
@@ -104,13 +104,13 @@ def test_tensors_need_not_be_contiguous(pool: Pool, planner: str) -> None:
 def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
     """Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank: counted where they run."""
     zones = (
-        Zone("inter_node", "ring", tuple(range(8)), (0,)),
-        Zone("inter_node", "head_exchange", tuple(range(8)), (1,)),
-        Zone("intra_node", "all_gather", (4, 5, 6, 7), (2,)),
-        Zone("intra_node", "all_gather", (1, 3), (3,)),
-        Zone("local", "ring", (2,), (4,)),
+        by_hand.ring(range(8), 0, name="inter_node"),
+        by_hand.head_exchange(range(8), 1, name="inter_node"),
+        by_hand.all_gather((4, 5, 6, 7), 2, name="intra_node"),
+        by_hand.all_gather((1, 3), 3, name="intra_node"),
+        by_hand.local(2, 4),
     )
-    planned = MicrobatchPlan("by_hand", (96, 40, 33, 21, 7), 8, 4, 8, 2, zones)
+    planned = by_hand.plan((96, 40, 33, 21, 7), 8, *zones, ranks_per_node=4, heads=(8, 2))
     per_rank = pool.run(jobs.attend, 8, planned, 8, RUNS)
     for index, run in enumerate(RUNS):
         assert_equals_reference(planned, 8, run, [results[index] for results in per_rank])
@@ -135,7 +135,9 @@ def test_half_precision_comes_close(pool: Pool) -> None:
 def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
     """Ranks 1 and 2 hold nothing, yet rank 2 attends a tile for rank 0."""
     whole = random_task_table(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
-    task_table = replace(whole.zones[0], fragments=Rows.of(4, [(0, 0, 0, 40)]), tasks=Rows.of(6, [(0, 0, 0, 40, 20, 40), (2, 0, 0, 40, 0, 20)]))
+    task_table = replace(
+        whole.zones[0], fragments=Rows.of(4, [(0, 0, 0, 40)]), tasks=Rows.of(6, [(0, 0, 0, 40, 20, 40), (2, 0, 0, 40, 0, 20)])
+    )
     planned = replace(whole, zones=(task_table,))
     per_rank = pool.run(jobs.attend, 3, planned, 8, RUNS)
     for index, run in enumerate(RUNS):

@@ -7,20 +7,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.ir.rows import Rows
-from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.compile import ping_pong
+from megatron_balance.compile.pipeline import expand, layout
 from megatron_balance.compile.verify import verify
+from megatron_balance.errors import ConfigError, InvalidProgramError
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.rows import Rows
+from megatron_balance.planning.tick_order import ticks
+from megatron_balance.planning.ticks import plan_ticks
 from megatron_balance.reference import owned_rows
 from megatron_balance.runtime.attention import BackwardSlot, balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.joint import Server
-from megatron_balance.compile.pipeline import expand, layout
-from megatron_balance.planning.ticks import plan_ticks
-from megatron_balance.planning.tick_order import ticks
-from tests.support import dense
+from tests.support import by_hand, dense
 from tests.support.pool import Pool
 from tests.support.tick_jobs import LAYERS, NanoBatchStep, Way, alone, attend_in_ticks, seed_of
 
@@ -34,15 +34,15 @@ def dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
     """Shards of 8 queries dealt to all ranks, with or without tokens of their own."""
     shards = [(seq, a, min(a + 8, stop)) for _, seq, start, stop in owned for a in range(start, stop, 8)]
     tasks = sorted((at % RANKS, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
-    zones = (TaskTable("dealt", owned, Rows.of(6, tasks)),) if lengths else ()
-    return MicrobatchPlan("dealt", lengths, RANKS, 2, HEADS, KV_HEADS, zones)
+    zones = (by_hand.task_table(owned, tasks),) if lengths else ()
+    return by_hand.plan(lengths, RANKS, *zones, ranks_per_node=2, heads=(HEADS, KV_HEADS))
 
 
 def spread(lengths: tuple[int, ...], num_ranks: int) -> MicrobatchPlan:
     """Each sequence in as many parts as a stage has ranks."""
     parts = [(r, s, n * r // num_ranks, n * (r + 1) // num_ranks) for r in range(num_ranks) for s, n in enumerate(lengths)]
-    owned = Rows.of(4, [row for row in parts if row[2] < row[3]])
-    return MicrobatchPlan("spread", lengths, num_ranks, 2, HEADS, KV_HEADS, (TaskTable("spread", owned, Rows(6)),) if lengths else ())
+    zones = (by_hand.task_table([row for row in parts if row[2] < row[3]]),) if lengths else ()
+    return by_hand.plan(lengths, num_ranks, *zones, ranks_per_node=2, heads=(HEADS, KV_HEADS))
 
 
 def nano_batch_step(microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1) -> NanoBatchStep:
@@ -94,8 +94,8 @@ def test_a_backward_without_its_plan_is_an_error() -> None:
     shape = AttentionShape(HEADS, KV_HEADS, DIM)
 
     def alone(length: int) -> MicrobatchPlan:
-        owned = Rows.of(4, [(0, 0, 0, length)])
-        return MicrobatchPlan("x", (length,), 1, 1, HEADS, KV_HEADS, (TaskTable("x", owned, Rows.of(6, [(0, 0, 0, length, 0, length)])),))
+        table = by_hand.task_table([(0, 0, 0, length)], [(0, 0, 0, length, 0, length)])
+        return by_hand.plan((length,), 1, table, heads=(HEADS, KV_HEADS))
 
     bound = bind(alone(5), 0, shape, groups=single(), policy="replay")
     q, k, v = (torch.randn(5, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))

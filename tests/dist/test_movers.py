@@ -9,9 +9,9 @@ import pytest
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
+from megatron_balance.ir.plan import MicrobatchPlan, Routing
 from tests.dist.test_executor import SOME, TOLERANCE, assert_equals_reference
-from tests.support import dense, jobs, steady
+from tests.support import by_hand, dense, jobs, steady
 from tests.support.jobs import Run
 from tests.support.pool import Pool
 from tests.support.strategies import ALL_PLANNERS, plan
@@ -20,18 +20,18 @@ from tests.support.task_tables import random_task_table
 pytest.importorskip("triton")
 pytestmark = pytest.mark.dist
 
-ROUTED = MicrobatchPlan(
-    "by_hand", (96, 40), 4, 2, 4, 2, (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)), Zone("intra_node", "ring", (2, 3), (1,))),
-    routing=Routing(2, (0,)),
-)  # fmt: skip
-COLLECTIVE = MicrobatchPlan(
-    "by_hand", (96, 40, 33), 4, 2, 4, 2,
-    (
-        Zone("inter_node", "head_exchange", (0, 1, 2, 3), (0,)),
-        Zone("intra_node", "all_gather", (2, 3), (1,)),
-        Zone("intra_node", "ring", (0, 1), (2,)),
-    ),
-)  # fmt: skip
+ROUTED = by_hand.plan(
+    (96, 40), 4, by_hand.ring(range(4), 0), by_hand.ring((2, 3), 1), ranks_per_node=2, heads=(4, 2), routing=Routing(2, (0,))
+)
+COLLECTIVE = by_hand.plan(
+    (96, 40, 33),
+    4,
+    by_hand.head_exchange(range(4), 0),
+    by_hand.all_gather((2, 3), 1),
+    by_hand.ring((0, 1), 2),
+    ranks_per_node=2,
+    heads=(4, 2),
+)
 # For the interpreter, which takes its time over every block of 8 rows: still fragments of more than one block, and of parts of one.
 SMALL = replace(SOME, batch=Batch((40, 9, 1, 17)), tokens_per_rank=24)
 INTERPRETED = {"routed": replace(ROUTED, lengths=(72, 20)), "collective": replace(COLLECTIVE, lengths=(72, 20, 17))}

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
-from megatron_balance.compile.transpose import POLICIES, Policy
-from tests.support import jobs, routed
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from tests.support import by_hand, jobs, routed
 from tests.support.jobs import Run
 from tests.support.pool import Pool, RankError
 from tests.support.routed import PhaseTrace
@@ -25,9 +25,14 @@ CASE = Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, s
 PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_task_table", "random_zones"]
 """One of each comm pattern; tests/dist/test_executor.py runs all planners, remapped and routed, against the reference."""
 # Ranks 0 and 2 share a sequence across two nodes of two; ranks 1 and 3 attend their own and pass on the others'.
-TWO_NODES = MicrobatchPlan(
-    *("by_hand", (256, 40, 40), 4, 2, 4, 2),
-    (Zone("inter_node", "ring", (0, 2), (0,)), Zone("local", "ring", (1,), (1,)), Zone("local", "ring", (3,), (2,))),
+TWO_NODES = by_hand.plan(
+    (256, 40, 40),
+    4,
+    by_hand.ring((0, 2), 0),
+    by_hand.local(1, 1),
+    by_hand.local(3, 2),
+    ranks_per_node=2,
+    heads=(4, 2),
     routing=Routing(1, (0,)),
 )
 
@@ -89,7 +94,7 @@ def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
 
 
 def test_a_ring_between_nodes_uses_every_nic_in_both_directions(pool: Pool) -> None:
-    planned = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(1, (0,)))
+    planned = by_hand.pool("ring", (512,), 8, ranks_per_node=4, heads=(4, 2), routing=Routing(1, (0,)))
     counters = [runs[0].counters for runs in pool.run(jobs.attend, 8, planned, 8, (Run("keep", "float32"),))]
     for name in ("inter_node_bytes_sent_forward", "inter_node_bytes_received_forward", "inter_node_bytes_sent_backward"):
         for node in (counters[:4], counters[4:]):
@@ -98,7 +103,7 @@ def test_a_ring_between_nodes_uses_every_nic_in_both_directions(pool: Pool) -> N
 
 
 def test_ranks_that_share_a_nic_are_one_proxy(pool: Pool) -> None:
-    planned = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(2, (0,)))
+    planned = by_hand.pool("ring", (512,), 8, ranks_per_node=4, heads=(4, 2), routing=Routing(2, (0,)))
     counters = [runs[0].counters for runs in pool.run(jobs.attend, 8, planned, 8, (Run("keep", "float32"),))]
     by_nic = [sum(counters[rank]["inter_node_bytes_sent_forward"] for rank in (a, a + 1)) for a in range(0, 8, 2)]
     assert by_nic[0] == by_nic[1] > 0
@@ -143,8 +148,8 @@ def test_a_proxy_passes_on_while_it_computes(pool: Pool) -> None:
 
 
 def test_a_rank_that_dies_ends_the_call_everywhere(pool: Pool) -> None:
-    """Also where a rank only waits for a proxy, and where it only relays."""
-    ring = MicrobatchPlan("by_hand", (512,), 8, 4, 4, 2, (Zone("inter_node", "ring", tuple(range(8)), (0,)),), routing=Routing(1, (0,)))
+    """Also where a rank only waits for a proxy, and where it only passes on."""
+    ring = by_hand.pool("ring", (512,), 8, ranks_per_node=4, heads=(4, 2), routing=Routing(1, (0,)))
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(routed.die_in_attention, 8, ring, 5)
@@ -157,7 +162,7 @@ def test_a_rank_that_dies_ends_the_call_everywhere(pool: Pool) -> None:
 
 
 def test_a_step_that_fails_ends_the_call_everywhere(pool: Pool) -> None:
-    ring = MicrobatchPlan("by_hand", (256,), 4, 2, 4, 2, (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)),), routing=Routing(1, (0,)))
+    ring = by_hand.pool("ring", (256,), 4, ranks_per_node=2, heads=(4, 2), routing=Routing(1, (0,)))
     said = pool.run(routed.fail_in_attention, 4, ring, 0)
     assert said[0] == "the kernel was asked to fail"
     assert all(said)

@@ -19,16 +19,19 @@ from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import Groups, make_groups
 from tools.emulated_cluster import Controller, NicBytes
 
-importlib.import_module("torch.fx.experimental.symbolic_shapes")  # a process's first backward imports it: once here, not in every rank
+# a process's first backward imports it: once here, not in every rank
+importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 CALLS = 2
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Calls of a plan: bytes of every NIC in one forward and in one backward (on rank 0), and what this rank counted in all calls.
+    """Calls of a plan: bytes of every NIC in one forward and in one backward (on rank 0), and what
+    this rank counted in all calls.
 
-    A segment that is sent again, because the cores were taken, only adds: of several calls, a NIC's lowest counts are these.
+    A segment that is sent again, because the cores were taken, only adds: of several calls, a NIC's
+    lowest counts are these.
     """
 
     forward: tuple[NicBytes, ...]

@@ -1,4 +1,6 @@
-"""The emulated cluster's tests run where namespaces are permitted, and skip with the reason where not."""
+"""The emulated cluster's tests run where namespaces are permitted, and skip with the reason where
+not.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def permitted() -> None:
 
 @pytest.fixture
 def emulate(permitted: None, tmp_path: Path) -> Emulate:
-    """`emulate(topology, job, *args, **options)`: `run` of `job(rank, controller, *args)` from a process with torch and no threads."""
+    """`emulate(topology, job, *args, **options)`: `run` of `job(rank, controller, *args)` from a
+    process with torch and no threads.
+    """
 
     def call(topology: Topology, job: Job, *args: Any, **options: Any) -> Result:
         context = multiprocessing.get_context("forkserver")
@@ -55,7 +59,8 @@ def emulate(permitted: None, tmp_path: Path) -> Emulate:
 def _run(pipe: Connection, topology: Topology, job: Job, args: tuple[Any, ...], logs: Path, options: dict[str, Any]) -> None:
     target: Target = lambda rank, controller: job(rank, controller, *args)  # noqa: E731  the ranks are forks, so it need not be pickled
     with suppress(PermissionError):
-        os.nice(-10)  # so that what else runs on the cores disturbs the measured rates less; root may
+        # so that what else runs on the cores disturbs the measured rates less; root may
+        os.nice(-10)
     try:
         pipe.send(run(topology, target, logs, **options))
     except (BalanceError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What the ranks of the tests do."""
+"""Jobs of the ranks in the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MIN_REPEATS, MAX_REPEATS = 2, 12
 
 @dataclass(frozen=True)
 class Transfers:
-    """Transfers that start together, each of as many bytes; repeated until they took no more than `wanted_s`, but only so often.
+    """Transfers that start together, each of as many bytes; repeated until they took no more than
+    `wanted_s`, but only so often.
 
     `rates`: what the links are set to first (NIC, intra), in bit/s.
     """
@@ -27,7 +28,9 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Measured:
-    """One repetition: seconds from the common start to the last transfer's end, this rank's payload, and on rank 0 all NICs' bytes."""
+    """One repetition: seconds from the common start to the last transfer's end, this rank's
+    payload, and on rank 0 all NICs' bytes.
+    """
 
     seconds: float
     equal: bool
@@ -37,7 +40,8 @@ class Measured:
 def transfers(rank: int, controller: Controller, cases: tuple[Transfers, ...], num_bytes: int) -> list[list[Measured]]:
     """The repetitions of every case; payloads are compared with what was sent.
 
-    What else runs on the cores can only lengthen a transfer, so the shortest repetition is the link's.
+    What else runs on the cores can only lengthen a transfer, so the shortest repetition is the
+    link's.
     """
     import torch
     import torch.distributed as dist
@@ -69,7 +73,8 @@ def _transfer(rank: int, controller: Controller, case: Transfers, num_bytes: int
     start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
     dist.broadcast(start, 0)  # all ranks share this machine's clock
     time.sleep(max(0.0, float(start) - time.monotonic()))
-    # Receives first: gloo asks for what it receives on the same connection, behind what is being sent on it.
+    # Receives first: gloo asks for what it receives on the same connection, behind what is being
+    # sent on it.
     works = [dist.irecv(received, src) for received, src in receives]
     works += [dist.isend(pattern, dst) for src, dst in case.pairs if src == rank]
     for work in works:
@@ -104,7 +109,7 @@ def hang_on(rank: int, _controller: Controller, hanging: int) -> None:
 
 
 def ask_for_no_rate(_rank: int, controller: Controller) -> str:
-    """What the launcher answers to a rate of 0."""
+    """The launcher's answer to a rate of 0."""
     try:
         controller.reshape(0, None)
     except Exception as error:

@@ -1,4 +1,6 @@
-"""Routed exchanges of the executor over real, shaped NICs: their times beside Eq. 1, and the bytes of every NIC beside the plan's."""
+"""Routed exchanges of the executor over real, shaped NICs: their times beside Eq. 1, and the bytes
+of every NIC beside the plan's.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SHAPED = 8 * RATE
 TOLERANCE = 0.10
 REPEATS = Repeats(least=1, most=8)
 GAIN = 3.5
-"""What four NICs must gain on one, of the 4 that they have."""
+"""The least gain of four NICs over one, of the 4 that they have."""
 
 
 def topology(nics: int, rate: int = RATE) -> Topology:
@@ -41,7 +43,9 @@ def topology(nics: int, rate: int = RATE) -> Topology:
 
 
 def shortest(measured: Measured) -> list[tuple[float, float]]:
-    """(direct, routed) seconds, forward and backward. What else runs on the cores can only lengthen a call."""
+    """(direct, routed) seconds, forward and backward. What else runs on the cores can only lengthen
+    a call.
+    """
     direct, routed = (list(map(min, zip(*times, strict=True))) for times in (measured.direct, measured.routed))
     return list(zip(direct, routed, strict=True))
 
@@ -95,7 +99,7 @@ SLACK = 0.03
 ACKNOWLEDGED = 0.01
 """Acknowledgements come to no more than this part of the bytes of the other direction."""
 UNPLANNED_BYTES = 4_000
-"""What two barriers come to."""
+"""Seconds of two barriers."""
 
 
 @pytest.mark.parametrize(("nics", "policy"), [(4, "keep"), (2, "replay")])

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/emulated"
 SMALL = Topology(num_nodes=2, ranks_per_node=2, nics_per_node=1, nic_bits_per_s=100_000_000, intra_bits_per_s=None)
 ENDED_S = 30.0
-"""What a job may take to end once a rank has died."""
+"""Seconds that a job may take to end once a rank has died."""
 
 
 def tool(*words: str | Path) -> list[str]:
@@ -87,7 +87,8 @@ def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(command: 
     nics = json.loads(figures.read_text())["nics"]
     assert [(nic["node"], nic["nic"]) for nic in nics] == [(0, 0), (1, 0)]
     assert nics[0]["sent"] > 0
-    assert nics[1]["received"] == pytest.approx(nics[0]["sent"], abs=1000)  # connections are still being closed
+    # connections are still being closed
+    assert nics[1]["received"] == pytest.approx(nics[0]["sent"], abs=1000)
     table = [line.split() for line in done.stdout.splitlines()[-2:]]
     assert [row[:2] for row in table] == [["0", "0"], ["1", "0"]]
 
@@ -107,7 +108,8 @@ def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothi
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
         log = nothing_left / "rank1.log"
         wait_until(lambda: log.exists() and "begins step 3" in log.read_text(), 60.0, "the ranks never began")
-        assert len(processes_with(str(nothing_left))) == 5  # the launcher, its supervisor, process 1 and two ranks
+        # the launcher, its supervisor, process 1 and two ranks
+        assert len(processes_with(str(nothing_left))) == 5
         launcher.send_signal(number)
         launcher.wait(timeout=10)
     if number == signal.SIGKILL:  # the kernel ends the others, not the launcher

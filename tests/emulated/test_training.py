@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
-from tests.megatron.conftest import MODEL, RUN, command_line, write_corpus
+from tests.megatron.conftest import MODEL, RUN, write_corpus
+from tools.megatron_flags import command_line
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("permitted")]
 
@@ -37,6 +38,7 @@ def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(tmp_pat
     assert all(step["kv_tokens_received_inter_node"] > 0 for step in steps)
     nics = json.loads((tmp_path / "figures.json").read_text())["nics"]
     assert [(nic["node"], nic["nic"]) for nic in nics] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    # A lower bound: the keys and values of one layer's forward pass, which two layers, their gradients and the optimizer add to.
+    # A lower bound: the keys and values of one layer's forward pass, which two layers, their
+    # gradients and the optimizer add to.
     forward = sum(step["kv_tokens_received_inter_node"] for step in steps) * BYTES_PER_TOKEN
     assert sum(nic["received"] for nic in nics) > forward

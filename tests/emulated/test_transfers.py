@@ -16,12 +16,14 @@ pytest.importorskip("torch")
 NUM_BYTES = 2 << 20
 NIC = 40_000_000
 INTRA = 160_000_000
-FRAME, PAYLOAD = 9014, 8948  # bytes of a full frame, and of it what TCP carries for its user: at rate R, R * PAYLOAD / FRAME is seen
+# bytes of a full frame, and of it what TCP carries for its user: at rate R, R * PAYLOAD / FRAME is
+# seen
+FRAME, PAYLOAD = 9014, 8948
 TOLERANCE = 0.10
 
 
 def seconds(num_bytes: int, bits_per_s: int) -> float:
-    """What a link of that rate needs."""
+    """Seconds that a link of that rate needs."""
     return num_bytes * 8 * FRAME / PAYLOAD / bits_per_s
 
 
@@ -33,7 +35,9 @@ def case(*pairs: tuple[int, int], takes_s: float, rates: tuple[int, int | None] 
 
 
 def assert_took(result: Result, expected_s: list[float]) -> None:
-    """The shortest repetition of each of the first cases; and every payload of all cases arrived as it was sent."""
+    """The shortest repetition of each of the first cases; and every payload of all cases arrived as
+    it was sent.
+    """
     assert all(measured.equal for rank in result.values for repetitions in rank for measured in repetitions)
     times = [min(measured.seconds for measured in repetitions) for repetitions in result.values[0][: len(expected_s)]]
     assert times == [pytest.approx(expected, rel=TOLERANCE) for expected in expected_s]
@@ -66,7 +70,8 @@ def test_ranks_that_share_a_nic_share_its_rate(emulate: Emulate) -> None:
     cases = (
         case((0, 4), (1, 6), takes_s=2 * ONE),  # ranks 0 and 1 send by the same NIC, to two
         case((0, 4), (2, 6), takes_s=ONE),  # two NICs on both sides
-        case((0, 4), (2, 5), takes_s=2 * ONE),  # two NICs to ranks 4 and 5, which receive by the same
+        # two NICs to ranks 4 and 5, which receive by the same
+        case((0, 4), (2, 5), takes_s=2 * ONE),
     )
     topology = Topology(num_nodes=2, ranks_per_node=4, nics_per_node=2, nic_bits_per_s=NIC, intra_bits_per_s=None)
     result = emulate(topology, jobs.transfers, (*cases, case((0, 1), takes_s=ONE / 2)), NUM_BYTES, deadline_s=60.0)
@@ -80,7 +85,9 @@ def test_ranks_that_share_a_nic_share_its_rate(emulate: Emulate) -> None:
 
 
 def assert_carried(measured: Measured, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
-    """Every NIC's counters are the payload and at most 3 % more; acknowledgements and barriers are less than that on the others."""
+    """Every NIC's counters are the payload and at most 3 % more; acknowledgements and barriers are
+    less than that on the others.
+    """
     assert measured.nics
     for nic in measured.nics:
         for name, count, payload in (

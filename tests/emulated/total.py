@@ -1,4 +1,6 @@
-"""A module or script for `run`: the sum of all ranks' numbers, printed by every rank with its arguments."""
+"""A module or script for `run`: the sum of all ranks' numbers, printed by every rank with its
+arguments.
+"""
 
 from __future__ import annotations
 

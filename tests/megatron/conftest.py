@@ -20,6 +20,7 @@ pytest.importorskip("megatron.training")
 
 from megatron_balance.workloads.idx import CorpusWriter
 from tests.support.megatron_run import Entry, Job, Result, Trainer
+from tools.megatron_flags import GPT, LOOP, command_line
 
 SEQ_LENGTH = 512
 VOCABULARY = 96
@@ -29,6 +30,7 @@ DOCUMENT_LENGTHS = (300, 140, 40, 20, 7, 1)
 NUM_DOCUMENTS = 240
 
 MODEL: dict[str, Any] = {
+    **GPT,
     "num-layers": 2,
     "hidden-size": 32,
     "ffn-hidden-size": 64,
@@ -37,13 +39,6 @@ MODEL: dict[str, Any] = {
     "num-query-groups": 4,
     "seq-length": SEQ_LENGTH,
     "max-position-embeddings": SEQ_LENGTH,
-    "position-embedding-type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "attention-dropout": 0,
-    "hidden-dropout": 0,
 }
 # Added to MODEL: every layer a mixture of experts, with both losses of its router.
 EXPERTS: dict[str, Any] = {
@@ -56,21 +51,14 @@ EXPERTS: dict[str, Any] = {
     "moe-z-loss-coeff": 1e-3,
 }
 RUN: dict[str, Any] = {
-    "micro-batch-size": 1,
+    **LOOP,
     "global-batch-size": 2,
     "train-iters": 20,
     "lr": 1e-3,
     "lr-decay-iters": 20,
-    "tokenizer-type": "NullTokenizer",
     "vocab-size": VOCABULARY,
-    "make-vocab-size-divisible-by": 16,
     "split": "100,0,0",
-    "eval-iters": 0,
-    "eval-interval": 1000,
-    "log-interval": 1,
-    "num-workers": 0,
     "seed": 11,
-    "calculate-per-token-loss": True,
     "balance-device": "cpu",
 }
 
@@ -84,14 +72,6 @@ class Run:
 
     def column(self, name: str) -> list[Any]:
         return [step[name] for step in self.steps]
-
-
-def command_line(*options: dict[str, Any]) -> list[str]:
-    """Megatron flags from the given tables, later ones winning; False leaves a flag out."""
-    merged = {name: value for table in options for name, value in table.items()}
-    words = ([f"--{name}"] if value is True else [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
-             for name, value in merged.items() if value is not False and value is not None)  # fmt: skip
-    return list(itertools.chain.from_iterable(words))
 
 
 def write_corpus(prefix: Path, lengths: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.megatron.conftest import EXPERTS, Train, assert_same_training
 from tests.support.megatron_run import Result
+from tools.megatron_flags import LOCAL_LAYERS
 
 pytestmark = pytest.mark.megatron
 
@@ -18,12 +19,8 @@ STEPS = {"train-iters": 5}
 TWO_NODES = {"cluster": {"ranks_per_node": 2}}
 # What --balance-device cpu would set; the script alone does not know it.
 ON_CPU: dict[str, Any] = {
-    "transformer-impl": "local",
+    **LOCAL_LAYERS,
     "distributed-backend": "gloo",
-    "no-gradient-accumulation-fusion": True,
-    "no-masked-softmax-fusion": True,
-    "no-rope-fusion": True,
-    "no-persist-layer-norm": True,
     "balance-device": False,
 }
 

@@ -45,7 +45,7 @@ def test_a_program_prints_and_reads_the_same(planner: str, policy: Policy, case:
 
 @each_planner
 @given(case=cases())
-def test_every_token_has_one_home_in_the_order_of_the_layout(planner: str, case: Case) -> None:
+def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     assert planned.lengths == case.batch.lengths
     owned = [layout(planned, rank).tolist() for rank in range(planned.num_ranks)]
@@ -76,7 +76,9 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
 
 
 def assert_equals_dense(program: Program) -> None:
-    """The reference's outputs and gradients within 1e-9 of attention written out, sequence by sequence."""
+    """The reference's outputs and gradients within 1e-9 of attention written out, sequence by
+    sequence.
+    """
     x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
     ours, theirs = reference.run(program, x.q, x.k, x.v, x.scale, x.dout), dense.attention(x)
     for name in ("out", "q_grad", "k_grad", "v_grad"):

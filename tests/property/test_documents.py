@@ -1,4 +1,6 @@
-"""No token is lost or trained twice in an epoch: across ranks, kills and resumes, and changes of the number of ranks."""
+"""No token is lost or trained twice in an epoch: across ranks, kills and resumes, and changes of
+the number of ranks.
+"""
 
 from dataclasses import dataclass
 
@@ -32,14 +34,17 @@ runs = st.lists(st.builds(Run, st.integers(1, 4), st.integers(1, 2), st.integers
 
 
 def train(lengths: list[int], seq_length: int, seed: int, policy: CutPolicy, lives: list[Run]) -> list[tuple[Piece, ...]]:
-    """Samples in the order of their global batches; every rank of every life opens its own stream, as separate processes do."""
+    """Samples in the order of their global batches; every rank of every life opens its own stream,
+    as separate processes do.
+    """
     read: list[tuple[Piece, ...]] = []
     for run in lives:
         consumed = len(read)
         streams = [DocumentStream(np.array(lengths), seq_length, seed, policy) for _ in range(run.num_replicas)]
         for step in range(run.steps):
             for microbatch in range(run.num_microbatches):
-                # Megatron's sampler: replica r takes the r-th micro_batch_size samples of each microbatch.
+                # Megatron's sampler: replica r takes the r-th micro_batch_size samples of each
+                # microbatch.
                 for replica, stream in enumerate(streams):
                     first = consumed + step * run.global_batch_size
                     first += (microbatch * run.num_replicas + replica) * run.micro_batch_size
@@ -48,7 +53,7 @@ def train(lengths: list[int], seq_length: int, seed: int, policy: CutPolicy, liv
 
 
 def times_read(samples: list[tuple[Piece, ...]], lengths: list[int]) -> list[list[int]]:
-    """How often each token of each document was read."""
+    """Times that each token of each document was read."""
     times = [np.zeros(length, dtype=int) for length in lengths]
     for piece in (piece for sample in samples for piece in sample):
         assert 0 <= piece.start < piece.stop <= lengths[piece.document]

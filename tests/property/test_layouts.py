@@ -25,7 +25,7 @@ def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> Non
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 @given(case=cases())
-def test_what_is_away_is_what_the_moves_say(planner: str, case: Case) -> None:
+def test_remote_tokens_are_those_of_the_moves(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     if not planned.moves:
         return

@@ -16,6 +16,7 @@ from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
+from tests.support import by_hand
 
 ZONES = ("ring", "all_gather", "head_exchange")
 
@@ -33,7 +34,9 @@ def random_tiles(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], 
 
 
 def random_plan(pattern: str, seed: int) -> MicrobatchPlan:
-    """Two zones on different ranks, the first with this comm pattern; sequences of one token and more ranks than tokens occur."""
+    """Two zones on different ranks, the first with this comm pattern; sequences of one token and
+    more ranks than tokens occur.
+    """
     rng = random.Random(f"{pattern} {seed}")
     num_ranks = rng.randint(1, 6)
     lengths = tuple(rng.choice([1, 2, 3, rng.randint(1, 40), rng.randint(1, 300)]) for _ in range(rng.randint(1, 4)))
@@ -49,7 +52,7 @@ def random_plan(pattern: str, seed: int) -> MicrobatchPlan:
         zones.append(Zone("first", pattern, tuple(ranks[: rng.randint(1, num_ranks)]), tuple(first)))
     if rest:
         zones.append(Zone("rest", rng.choice(ZONES), tuple(ranks), tuple(rest)))
-    return MicrobatchPlan("test", lengths, num_ranks, num_ranks, heads, kv_heads, tuple(zones))
+    return by_hand.plan(lengths, num_ranks, *zones, heads=(heads, kv_heads))
 
 
 def without_one_op(program: Program) -> list[tuple[str, Program]]:

@@ -1,4 +1,6 @@
-"""What holds for every planner, every batch and every cluster; the executor's side of the contract is tested elsewhere."""
+"""Properties of every planner, every batch and every cluster; the executor's side of the contract
+is tested elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_every_query_meets_every_key_once_forward_and_backward(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks)
-def test_every_token_has_one_home_and_every_pair_one_rank(
+def test_every_token_has_one_owner_and_every_pair_one_rank(
     variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float
 ) -> None:
     plan = plan_of(variant, lengths, cluster, model, slack)

@@ -1,7 +1,8 @@
 """The remapping solver against Eq. (2) of Zeppelin, written down independently and solved by HiGHS.
 
-1,000 random instances of 2 to 64 ranks on 1 to 8 nodes: the linear program before anything is rounded, the integer program on
-the smaller ones, and on all of them what a target and its moves must satisfy.
+1,000 random instances of 2 to 64 ranks on 1 to 8 nodes: the linear program before anything is
+rounded, the integer program on the smaller ones, and on all of them what a target and its moves
+must satisfy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Instance:
 
 @cache
 def instances() -> tuple[Instance, ...]:
-    """Skewed, even and mostly empty ranks; cost ratios of real clusters, of a shared slow link, and equal costs."""
+    """Skewed, even and mostly empty ranks; cost ratios of real clusters, of a shared slow link, and
+    equal costs.
+    """
     rng = np.random.default_rng(20261203)
     drawn: list[Instance] = []
     for index in range(NUM_INSTANCES):
@@ -64,7 +67,9 @@ def costs(moves: Ints, instance: Instance) -> tuple[float, float]:
 
 
 def equation_2(instance: Instance, over: Any, *, whole: bool, total: bool = False) -> float:
-    """The optimum of Eq. (2) for A - B = `over`: one variable per pair of ranks, one row of M per rank and constraint, no more."""
+    """The optimum of Eq. (2) for A - B = `over`: one variable per pair of ranks, one row of M per
+    rank and constraint, no more.
+    """
     senders, receivers = np.flatnonzero(over > 0), np.flatnonzero(over < 0)
     if not len(senders):
         return 0.0
@@ -88,7 +93,8 @@ def equation_2(instance: Instance, over: Any, *, whole: bool, total: bool = Fals
 
 
 def test_before_rounding_the_bottleneck_is_the_optimum_of_the_linear_program():
-    # The target is the mean as in the paper, and tokens are cut so finely that rounding is far below the tolerance.
+    # The target is the mean as in the paper, and tokens are cut so finely that rounding is far
+    # below the tolerance.
     for instance in instances():
         pieces = len(instance.held) * 2**20
         exact, _ = costs(solve(instance.held * pieces, **instance.arguments()).moves, instance)
@@ -105,7 +111,8 @@ def test_in_whole_tokens_the_bottleneck_is_that_of_the_integer_program():
         if (over > 0).sum() * (over < 0).sum() <= 128:
             compared += 1
             assert exact == pytest.approx(equation_2(instance, over, whole=True), rel=1e-9, abs=LP_TOLERANCE), instance
-        else:  # the plain integer program would take long: between its relaxation and one token more
+        # the plain integer program would take long: between its relaxation and one token more
+        else:
             relaxed = equation_2(instance, over, whole=False)
             assert relaxed * (1 - LP_TOLERANCE) - LP_TOLERANCE <= exact <= relaxed * (1 + LP_TOLERANCE) + instance.inter, instance
     assert compared >= 500
@@ -132,7 +139,8 @@ def test_targets_are_balanced_and_moves_reach_them_with_the_fewest_tokens(align)
         assert (target % align > 0).sum() == (held.sum() % align > 0)
         assert tokens.sum() == np.maximum(held - target, 0).sum()
         assert (tokens > 0).all()
-        # No other order of the same counts is nearer: the larger counts are on the ranks that hold most.
+        # No other order of the same counts is nearer: the larger counts are on the ranks that hold
+        # most.
         assert tokens.sum() == np.maximum(np.sort(held) - np.sort(target), 0).sum()
         after = held - np.bincount(src, tokens, num_ranks).astype(np.int64) + np.bincount(dst, tokens, num_ranks).astype(np.int64)
         np.testing.assert_array_equal(after, target)

@@ -1,4 +1,6 @@
-"""A real browser for tests: opens a file and says what it drew, what it complained about and what it asked the network for."""
+"""A real browser for tests: opens a file and says what it drew, what it complained about and what
+it asked the network for.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 NOT_FOUND = f"no browser on PATH ({', '.join(NAMES)}); on Debian: apt-get install chromium"
 
 _NOT_A_PAGE = "not an origin"
-"""Who asks for what the browser fetches for itself, updates for instance."""
+"""Origins of what the browser fetches for itself, updates for instance."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """`dom`: the document after its scripts; `console`: lines written there, errors among them; `requests`: of the page, to any network."""
+    """`dom`: the document after its scripts; `console`: lines written there, errors among them;
+    `requests`: of the page, to any network.
+    """
 
     dom: str
     console: tuple[str, ...]
@@ -51,7 +55,9 @@ def view(page: Path, scratch: Path, *flags: str) -> Seen:
 
 
 def _requests(log: Path) -> tuple[str, ...]:
-    """Of the browser's own log of its network: what the page asked for, but for files and data that it holds itself."""
+    """Of the browser's own log of its network: what the page asked for, but for files and data that
+    it holds itself.
+    """
     found: list[str] = []
     for event in json.loads(log.read_text(encoding="utf-8"))["events"]:
         params = event.get("params") or {}

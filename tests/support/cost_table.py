@@ -1,4 +1,6 @@
-"""A cost table of round numbers: every time is a constant and something for each pair, size or token."""
+"""A cost table of round numbers: every time is a constant and something for each pair, size or
+token.
+"""
 
 from __future__ import annotations
 

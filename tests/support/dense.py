@@ -1,4 +1,6 @@
-"""Causal attention of one sequence at a time, written out in NumPy fp64: what every program must equal."""
+"""Causal attention of one sequence at a time, written out in NumPy fp64: what every program must
+equal.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,11 @@ def _one(q: Floats, k: Floats, v: Floats, dout: Floats, scale: float) -> tuple[F
 
 
 def worst(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
-    """Largest difference over all sequences, relative to the largest magnitude in `theirs`, or to 1e-3 where there is nothing as large.
+    """Largest difference over all sequences, relative to the largest magnitude in `theirs`, or to
+    1e-3 where there is nothing as large.
 
-    A query that sees one key only has no gradient, and what rounding leaves of it on either side is not worth comparing.
+    A query that sees one key only has no gradient, and what rounding leaves of it on either side is
+    not worth comparing.
     """
     scale = max((float(np.abs(t).max(initial=0.0)) for t in theirs), default=0.0)
     difference = max((float(np.abs(o - t).max(initial=0.0)) for o, t in zip(ours, theirs, strict=True)), default=0.0)

@@ -1,4 +1,6 @@
-"""A machine of round numbers, for times that can be worked out by hand: every launch takes as long, handling nothing at all."""
+"""A machine of round numbers, for times that can be worked out by hand: every launch takes as long,
+handling nothing at all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ INTRA, INTER, NONE = Link(0.001, 1e6), Link(0.002, 1e5), Contention(0, 0, 0)
 
 @dataclass(frozen=True)
 class FlatCost:
-    """Implements `cost.base.MachineCost`. `launch`: seconds of a launch, forward; twice that backward. `pair`: of each causal pair."""
+    """Implements `cost.base.MachineCost`. `launch`: seconds of a launch, forward; twice that
+    backward. `pair`: of each causal pair.
+    """
 
     model: Model
     launch: float = 1.0

@@ -1,4 +1,6 @@
-"""What the ranks of the pool are asked to do. Apart from the tests, so that a rank imports neither pytest nor hypothesis."""
+"""Jobs for the ranks of the pool, apart from the tests, so that a rank imports neither pytest nor
+hypothesis.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from megatron_balance.errors import PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
-from megatron_balance.training.agree import check_agreement
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.training.agree import check_agreement
 from tests.support import dense
 from tests.support.pool import World
 
@@ -46,9 +48,10 @@ def hang_on(world: World, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run a plan. `calls`: so many forwards, on inputs of different seeds, and only then the backwards, as layers do.
-    `strided`: q, k and v are views of one tensor and dout is transposed, as projections and views leave them. `device`: of the tensors.
-    `mover`: as `bind` has it; triton runs in its interpreter.
+    """One way to run a plan. `calls`: so many forwards, on inputs of different seeds, and only then
+    the backwards, as layers do. `strided`: q, k and v are views of one tensor and dout is
+    transposed, as projections and views leave them. `device`: of the tensors. `mover`: as `bind`
+    has it; triton runs in its interpreter.
     """
 
     policy: Policy
@@ -61,7 +64,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one rank has: rows [tokens of the rank, heads, D] in fp64, and what was counted (sums over all calls)."""
+    """One rank's values: rows [tokens of the rank, heads, D] in fp64, and what was counted (sums
+    over all calls).
+    """
 
     out: Floats
     q_grad: Floats
@@ -71,7 +76,9 @@ class Ran:
 
 
 def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run]) -> list[Ran]:
-    """Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`; values of the first call."""
+    """Forward and backward of `plan` on the inputs that `inputs` draws, once per entry of `runs`;
+    values of the first call.
+    """
     owned = Rows.of(3, layout(plan, world.rank).tolist())
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     results = []
@@ -90,14 +97,18 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run
 
 
 def inputs(plan: MicrobatchPlan, head_dim: int, seed: int = 0) -> dense.Tensors:
-    """The same on every rank and in the judging process; exact in fp32, so that both types start from the same numbers."""
+    """Values drawn alike on every rank and in the judging process; exact in fp32, so that both
+    types start from the same numbers.
+    """
     x = dense.draw(plan.lengths, plan.num_heads, plan.num_kv_heads, head_dim, seed)
     rounded = ([t.astype(np.float32).astype(np.float64) for t in values] for values in (x.q, x.k, x.v, x.dout))
     return dense.Tensors(*rounded, scale=x.scale)
 
 
 def compare_plans(world: World, plans: Sequence[MicrobatchPlan]) -> str:
-    """What this rank hears when every rank checks its own plan; then that the ranks can still talk to one another."""
+    """The error on this rank when every rank checks its own plan; then that the ranks can still
+    talk to one another.
+    """
     try:
         check_agreement(plans[world.rank].fingerprint(), world.groups)
         said = "agreed"

@@ -1,4 +1,6 @@
-"""Jobs of the pool's ranks that run two nano-batches through layers of attention, interleaved or one after the other."""
+"""Jobs of the pool's ranks that run two nano-batches through layers of attention, interleaved or
+one after the other.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ from tests.support.stream_threads import with_streams
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Done = tuple[int, str, str]
-"""(half, phase, part) of something that ran."""
+"""(nano-batch, phase, segment) of something that ran."""
 
 
 @dataclass(frozen=True)
 class NanoBatches:
-    """What a rank has of each nano-batch: output of the last layer and gradients of the first one's inputs; counters; what ran in which order."""
+    """One rank's values of each nano-batch: output of the last layer and gradients of the first
+    one's inputs; counters; what ran in which order.
+    """
 
     out: list[Floats]
     grads: list[list[Floats]]
@@ -42,7 +46,9 @@ class NanoBatches:
 def layers(
     world: World, plans: Sequence[MicrobatchPlan], segments: Sequence[Segment] | None, policy: Policy, streams: bool = False
 ) -> NanoBatches:
-    """Both nano-batches through all layers of `segments`, in fp64; without turns, through two layers with one call each, half by nano-batch."""
+    """Both nano-batches through all layers of `segments`, in fp64; without turns, through two
+    layers with one call each, one nano-batch after the other.
+    """
     groups = with_streams(world.groups, plans[0].ranks_per_node) if streams else world.groups
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 8)
     bounds = [
@@ -67,7 +73,7 @@ def layers(
 
 
 class AttentionOf(NamedTuple):
-    """A half's plan, and where its backward finds another, if it does."""
+    """A nano-batch's plan, and where its backward finds another, if it does."""
 
     bound: Bound
     backward: BackwardSlot | None = None

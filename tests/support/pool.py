@@ -1,9 +1,10 @@
 """Gloo ranks on this machine, forked once and used by many tests.
 
-A job is a module-level function `job(world, *args)`; `Pool.run(job, n, *args)` runs it on ranks 0 .. n - 1 of a world of n and
-returns their results by rank. Ranks are forked from a server that has imported `rank_imports` and started no thread, whatever this
-process has done before. A job that fails shows the failing rank's traceback; one that hangs, the stacks of all ranks; after
-either, the next job gets new ranks.
+A job is a module-level function `job(world, *args)`; `Pool.run(job, n, *args)` runs it on ranks 0
+.. n - 1 of a world of n and returns their results by rank. Ranks are forked from a server that has
+imported `rank_imports` and started no thread, whatever this process has done before. A job that
+fails shows the failing rank's traceback; one that hangs, the stacks of all ranks; after either, the
+next job gets new ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 NUM_RANKS = 8
 WORLDS = (1, 2, 3, 4, 8)
 RANKS_PER_NODE = {4: 2, 8: 4}
-"""Worlds that are two nodes, so that collectives run in some groups and point-to-point transfers in all others."""
+"""Worlds that are two nodes, so that collectives run in some groups and point-to-point transfers in
+all others.
+"""
 IMPORTS = "tests.support.rank_imports"
 _GRACE_S = 3.0  # what the other ranks get once one has failed
 
@@ -41,7 +44,9 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class World:
-    """What a job sees: its rank, the number of ranks, and the process groups of exactly these (`groups.pool` and its nodes)."""
+    """The world of a job: its rank, the number of ranks, and the process groups of exactly these
+    (`groups.pool` and its nodes).
+    """
 
     rank: int
     size: int
@@ -61,7 +66,8 @@ class Pool:
     def run(self, job: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """Results of `job(world, *args)` on ranks 0 .. num_ranks - 1, by rank.
 
-        Raises RankError: with the traceback of the rank that failed first, or all stacks if none did in time.
+        Raises RankError: with the traceback of the rank that failed first, or all stacks if none
+        did in time.
         """
         if num_ranks not in WORLDS:
             raise ValueError(f"worlds of {WORLDS} ranks are prepared, got {num_ranks}")
@@ -122,7 +128,8 @@ class Pool:
     def _hung(self, ranks: list[int]) -> str:
         for rank in ranks:
             if self.processes[rank].is_alive():
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler writes the stacks, see `_serve`
+                # faulthandler writes the stacks, see `_serve`
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         stacks = "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in ranks if self._stacks(rank).exists())
         return f"ranks {ranks} did not answer in time; their stacks:\n{stacks}"

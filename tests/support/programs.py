@@ -1,6 +1,7 @@
 """Small programs in text, forward only, that verify: what unit tests start from."""
 
-# Two ranks; rank 1 needs the keys of rank 0 and attends once over both parts (GQA: two query heads share a key-value head).
+# Two ranks; rank 1 needs the keys of rank 0 and attends once over both parts (GQA: two query heads
+# share a key-value head).
 PREFIX = """\
 program lengths 8 heads 2 kv_heads 1 policy none
 owner r0 s0[0:4)
@@ -15,7 +16,8 @@ attend r1
 backward
 """
 
-# Rank 0 holds everything; rank 1 attends one rectangle of it and returns a partial output, which is merged at the owner.
+# Rank 0 holds everything; rank 1 attends one rectangle of it and returns a partial output, which is
+# merged at the owner.
 DISPATCH = """\
 program lengths 4 heads 1 kv_heads 1 policy none
 owner r0 s0[0:4)

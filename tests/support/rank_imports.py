@@ -1,4 +1,6 @@
-"""Imported once, by the server that the pool's ranks are forked from: what their jobs need, also what torch imports while they run."""
+"""Imported once, by the server that the pool's ranks are forked from: what their jobs need, also
+what torch imports while they run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import importlib
 import importlib.util
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which any job may do first
+# Triton reads it when it is imported, which any job may do first
+os.environ["TRITON_INTERPRET"] = "1"
 
 NEEDED = [
     "torch._dynamo",  # by a dispatch mode
@@ -24,5 +27,6 @@ if importlib.util.find_spec("triton") is not None:
 
 for name in NEEDED:
     importlib.import_module(name)
-# Nobody collects these, so that a collection in a rank takes no half second and its pages stay shared.
+# Nobody collects these, so that a collection in a rank takes no half second and its pages stay
+# shared.
 gc.freeze()

@@ -1,4 +1,6 @@
-"""Reports for tests: a simulated one and one of two training runs, made with names that want to be scripts."""
+"""Reports for tests: a simulated one and one of two training runs, made with names that want to be
+scripts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the contract suite draws, and every planner it holds to it: the product's and two that only tests have."""
+"""Cases that the contract suite draws, and every planner that it tests: the product's and two that
+only tests have.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _PER_NODE = {1: (1, 4), 2: (1, 2), 3: (1, 3), 4: (2, 4), 5: (1, 5), 6: (2, 3, 6)
 
 @dataclass(frozen=True)
 class Case:
-    """Everything a planner decides from. `seed`: for the planners that cut at random, and for a remap at random."""
+    """Everything a planner decides from. `seed`: for the planners that cut at random, and for a
+    remap at random.
+    """
 
     batch: Batch
     cluster: Cluster
@@ -47,7 +51,9 @@ class Case:
 
 
 def lengths(max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
-    """Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few tokens."""
+    """Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few
+    tokens.
+    """
     one = st.one_of(st.integers(1, 5), st.integers(1, min(40, max_length)), st.integers(1, max_length))
     return st.lists(one, min_size=min_sequences, max_size=max_sequences).map(tuple)
 
@@ -56,7 +62,9 @@ def lengths(max_length: int = 300, max_sequences: int = 7, *, min_sequences: int
 def cases(
     draw: st.DrawFn, num_ranks: Sequence[int] = range(1, 9), max_length: int = 300, max_sequences: int = 7, min_sequences: int = 0
 ) -> Case:
-    """Batches on clusters of one to several nodes; MHA, and GQA down to fewer key-value heads than ranks."""
+    """Batches on clusters of one to several nodes; MHA, and GQA down to fewer key-value heads than
+    ranks.
+    """
     batch = Batch(draw(lengths(max_length, max_sequences, min_sequences=min_sequences)))
     ranks = draw(st.sampled_from(list(num_ranks)))
     cluster = Cluster(ranks, draw(st.sampled_from(_PER_NODE[ranks])))
@@ -69,7 +77,9 @@ def cases(
 
 
 def plan(planner: str, case: Case) -> MicrobatchPlan:
-    """The plan of one of ALL_PLANNERS, with a remap at random and everything routed that can be, where the case says so."""
+    """The plan of one of ALL_PLANNERS, with a remap at random and everything routed that can be,
+    where the case says so.
+    """
     planned = bare_plan(planner, case)
     if case.remapped:
         planned = replace(planned, moves=random_moves(planned, case.seed))
@@ -95,13 +105,14 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
 
 
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
-    """What the planner decides."""
+    """A planner's decision, without layers."""
     if planner in TEST_PLANNERS:
         return TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
     name, options = VARIANTS.get(planner, (planner, {}))
     chosen, ranks = PLANNERS[name], case.cluster.num_ranks
     if ranks == 1:
-        options = {key: value for key, value in options.items() if key != "servers"}  # a rank alone holds its tokens
+        # a rank alone holds its tokens
+        options = {key: value for key, value in options.items() if key != "servers"}
     holders = ranks if chosen.num_holders is None else chosen.num_holders(case.cluster, chosen.options(**options))
     room = case.tokens_per_rank and -(-case.tokens_per_rank * ranks // holders)
     cost = AnalyticCost(case.cluster, case.model)

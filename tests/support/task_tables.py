@@ -1,4 +1,6 @@
-"""Planners that only tests have: attention cut at random, to show that the vocabulary carries any task table and any mix of zones."""
+"""Planners that only tests have: attention cut at random, to show that the vocabulary carries any
+task table and any mix of zones.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import dispatch
+from tests.support import by_hand
 
-MOVEMENTS = ("ring", "all_gather", "head_exchange")
+PATTERNS = ("ring", "all_gather", "head_exchange")
 
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
 
 def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Random rectangles of every sequence's (query, key) triangle on random ranks; tokens at the owner anywhere, in any order."""
+    """Random rectangles of every sequence's (query, key) triangle on random ranks; tokens at the
+    owner anywhere, in any order.
+    """
     rng = np.random.default_rng(seed)
     fragments: list[tuple[int, ...]] = []
     tasks: list[tuple[int, ...]] = []
@@ -30,7 +35,9 @@ def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -
 
 
 def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Sequences dealt to a few zones, each on a random ordered choice of ranks with a random comm pattern (a task table is one)."""
+    """Sequences dealt to a few zones, each on a random ordered choice of ranks with a random comm
+    pattern (a task table is one).
+    """
     rng = np.random.default_rng(seed)
     num_zones = int(rng.integers(1, 5))
     zone_of = rng.integers(0, num_zones, len(batch.lengths))
@@ -38,12 +45,13 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
     for i in range(num_zones):
         ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
         seqs = rng.permutation(np.flatnonzero(zone_of == i))
-        zones.append(Zone(f"zone{i}", MOVEMENTS[int(rng.integers(len(MOVEMENTS)))], tuple(ranks.tolist()), tuple(seqs.tolist())))
+        zones.append(Zone(f"zone{i}", PATTERNS[int(rng.integers(len(PATTERNS)))], tuple(ranks.tolist()), tuple(seqs.tolist())))
     return _plan("random_zones", batch, cluster, model, tuple(zones))
 
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:
-    return MicrobatchPlan(name, batch.lengths, cluster.num_ranks, cluster.ranks_per_node, model.num_heads, model.num_kv_heads, zones)
+    heads = (model.num_heads, model.num_kv_heads)
+    return by_hand.plan(batch.lengths, cluster.num_ranks, *zones, ranks_per_node=cluster.ranks_per_node, heads=heads, name=name)
 
 
 def _rank(rng: np.random.Generator, cluster: Cluster) -> int:
@@ -71,6 +79,6 @@ def _rectangles(rng: np.random.Generator, whole: Rectangle, depth: int) -> Itera
         yield whole
         return
     at = int(rng.integers(start + 1, stop))
-    nano_batches = ((q0, at, k0, k1), (at, q1, k0, k1)) if along_queries else ((q0, q1, k0, at), (q0, q1, at, k1))
-    for nano_batch in nano_batches:
-        yield from _rectangles(rng, nano_batch, depth - 1)
+    halves = ((q0, at, k0, k1), (at, q1, k0, k1)) if along_queries else ((q0, q1, k0, at), (q0, q1, at, k1))
+    for half in halves:
+        yield from _rectangles(rng, half, depth - 1)

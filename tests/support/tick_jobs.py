@@ -1,4 +1,6 @@
-"""What ranks do when pipeline stages attend together: layers of attention on each stage, forward and backward in ticks."""
+"""Jobs of ranks whose pipeline stages attend together: layers of attention on each stage, forward
+and backward in ticks.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import Cell, TickPlan
 from megatron_balance.reference import Floats
 from megatron_balance.runtime.attention import BackwardSlot
@@ -20,6 +21,7 @@ from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.groups import single
 from megatron_balance.runtime.joint import Server
 from megatron_balance.runtime.lower.steps import PhaseName
+from tests.support import by_hand
 from tests.support.nano_batches import AttentionOf, Done, interleaved, leaves, one_call_a_layer, recorded
 from tests.support.pool import World
 from tests.support.stream_threads import with_streams
@@ -31,7 +33,9 @@ Values = tuple[Floats, Floats, Floats, Floats]
 
 @dataclass(frozen=True)
 class NanoBatchStep:
-    """One half of every microbatch: where its tokens are owned (`plans`, over one stage's ranks), and the ticks over all ranks."""
+    """One nano-batch of every microbatch: where its tokens are owned (`plans`, over one stage's
+    ranks), and the ticks over all ranks.
+    """
 
     plans: tuple[MicrobatchPlan, ...]
     ticks: tuple[TickPlan, ...]
@@ -39,7 +43,9 @@ class NanoBatchStep:
 
 @dataclass(frozen=True)
 class Way:
-    """`again`: the forward is computed once more in the backward. `streams`: what NCCL will carry, messages matching by order alone."""
+    """`again`: the forward is computed once more in the backward. `streams`: what NCCL will carry,
+    messages matching by order alone.
+    """
 
     again: bool = False
     streams: bool = False
@@ -47,7 +53,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Attended:
-    """By cell and half, what this rank has of its stage's attention, in fp64; and every part of a call that it ran, in order."""
+    """By cell and nano-batch, this rank's rows of its stage's attention, in fp64; and every segment
+    that it ran, in order.
+    """
 
     values: dict[tuple[Cell, int], Values]
     order: list[Done]
@@ -133,13 +141,12 @@ class _Run:
 
 
 def alone(plan: MicrobatchPlan, head_dim: int, seed: int) -> list[list[Floats]]:
-    """What `Values` are made of, by sequence, of a rank that holds and attends to everything itself."""
+    """Parts of `Values`, by sequence, of a rank that holds and attends to everything itself."""
     lengths = plan.lengths
-    owned = Rows.of(4, [(0, seq, 0, n) for seq, n in enumerate(lengths)])
-    tasks = Rows.of(6, [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)])
-    whole = MicrobatchPlan(
-        "alone", lengths, 1, 1, plan.num_heads, plan.num_kv_heads, (TaskTable("alone", owned, tasks),) if lengths else ()
-    )
+    owned = [(0, seq, 0, n) for seq, n in enumerate(lengths)]
+    tasks = [(0, seq, 0, n, 0, n) for seq, n in enumerate(lengths)]
+    zones = (by_hand.task_table(owned, tasks),) if lengths else ()
+    whole = by_hand.plan(lengths, 1, *zones, heads=(plan.num_heads, plan.num_kv_heads))
     shape = AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim)
     bound = bind(whole, 0, shape, groups=single(), dtype=torch.float64)
     qkv, dout = leaves(whole, 0, shape, seed)

@@ -1,4 +1,5 @@
-"""What the executor costs: its Python time against the budget, and te_ring against a ring written by hand with the same kernels.
+"""Cost of the executor: its Python time against the budget, and te_ring against a ring written by
+hand with the same kernels.
 
 python tools/bench/executor.py [--ranks 4] [--tokens 4096] [--repeats 7] [--json]
 """
@@ -105,8 +106,11 @@ def _python_time_of(lengths: list[int], groups: Groups, repeats: int) -> list[di
 
 
 def _ours(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds of CPU time in functions of this package, without what the profiler itself adds to them; and the call's result."""
-    profile = cProfile.Profile(time.thread_time)  # CPU time: other processes on the machine do not count
+    """Microseconds of CPU time in functions of this package, without what the profiler itself adds
+    to them; and the call's result.
+    """
+    # CPU time: other processes on the machine do not count
+    profile = cProfile.Profile(time.thread_time)
     result = profile.runcall(call)
     stats: Any = pstats.Stats(profile)
     own = sum(own for (path, _, _), (_, _, own, _, _) in stats.stats.items() if "megatron_balance" in path)
@@ -120,7 +124,7 @@ def _ours(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _profiled_call_s() -> float:
-    """What one call costs its caller under the profiler above and not otherwise."""
+    """Seconds that one call costs its caller under the profiler above and not otherwise."""
 
     def loop() -> None:
         for _ in range(20000):
@@ -183,7 +187,9 @@ def _slowest(call: Callable[[], object]) -> float:
 
 
 class _ByHand:
-    """A zigzag ring for one sequence whose length 2 x ranks divides, with the next block in flight during each round."""
+    """A zigzag ring for one sequence whose length 2 x ranks divides, with the next block in flight
+    during each round.
+    """
 
     def __init__(self, groups: Groups, rows: int, scale: float) -> None:
         self.rank, self.size, self.pool = groups.rank, groups.size, groups.pool

@@ -3,8 +3,9 @@
 python tools/bench/planners.py BATCHES.json --slack 1.5 --json > ours.json
 python tools/bench/peers.py ours.json > docs/measurements/planners.md
 
-A cell is attention max/mean over ranks, KV tokens a rank receives (of these from other nodes), milliseconds of planning. The peers'
-figures are those of `peers.json`, on the same batches, and were not taken in the same run.
+A cell is attention max/mean over ranks, KV tokens a rank receives (of these from other nodes),
+milliseconds of planning. The peers' figures are those of `peers.json`, on the same batches, and
+were not taken in the same run.
 """
 
 from __future__ import annotations

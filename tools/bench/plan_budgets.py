@@ -1,4 +1,5 @@
-"""Plan, project, bind and verify against the budgets of the design (CPU time of one core; targets, not tests).
+"""Plan, project, bind and verify against the budgets of the design (CPU time of one core; targets,
+not tests).
 
 python tools/bench/plan_budgets.py [--repeats 5] [--only TEXT] [--json]
 """
@@ -15,6 +16,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
+
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
 from megatron_balance.analysis.statistics import figures
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
@@ -23,10 +26,9 @@ from megatron_balance.patterns import dispatch
 from megatron_balance.planning.ahead import Pipeline, PlanSpec
 from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.tick_planner import TickPlanner
+from megatron_balance.runtime import routes
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lower import routes
-from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.solvers.nano_batches import nano_batches
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -37,7 +39,9 @@ MIDDLE = 5
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One thing to time: what it is, what it may take (None: no budget is set), and how to do it once."""
+    """One thing to time: what it is, what it may take (None: no budget is set), and how to do it
+    once.
+    """
 
     what: str
     budget_ms: float | None
@@ -64,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measurements() -> Iterator[Measurement]:
-    """Everything that is timed here. `bind` holds project and transpose, and looks up both phases; it needs torch, but no other rank."""
+    """Everything that is timed here. `bind` holds project and transpose, and looks up both phases;
+    it needs torch, but no other rank.
+    """
     for num_ranks, num_seqs, tokens_per_rank, budget_ms in ((64, 512, 8192, 5.0), (1024, 1024, 4096, 50.0), (1024, 4096, 4096, 50.0)):
         cluster, lengths = Cluster(num_ranks, 8), long_tailed(num_seqs, num_ranks * tokens_per_rank)
         size = f"{num_ranks} ranks x {num_seqs} sequences, {sum(lengths) / 1e6:.1f}M tokens"
@@ -89,7 +95,9 @@ def measurements() -> Iterator[Measurement]:
 
 
 def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[str, MicrobatchPlan]:
-    """What is projected and bound: zeppelin alone, with routing where it pays and a remap, and with all of it routed."""
+    """Plans that are projected and bound: zeppelin alone, with routing where it pays and a remap,
+    and with all of it routed.
+    """
     zeppelin = partial(make_planner, "zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank))
     return {
         "te_ring": make_planner("te_ring", cluster, MODEL)(lengths),
@@ -102,8 +110,9 @@ def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[s
 
 
 def _pipeline_step(num_stages: int, stage: Cluster, num_microbatches: int, tokens_per_rank: int) -> Iterator[Measurement]:
-    """A training step in which all pipeline stages attend together and microbatches run as two nano-batches interleaved: planning all of it,
-    and binding all of it on one rank. A tick is of one phase, and each plan is bound for the phases of its ticks.
+    """A training step in which all pipeline stages attend together and microbatches run as two
+    nano-batches interleaved: planning all of it, and binding all of it on one rank. A tick is of
+    one phase, and each plan is bound for the phases of its ticks.
     """
     joint = Cluster(num_stages * stage.num_ranks, stage.ranks_per_node)
     spec = PlanSpec("distca", stage, MODEL, Layers(), {"tokens_per_rank": tokens_per_rank}, None, Pipeline(joint, num_chunks=1))
@@ -137,7 +146,8 @@ def _projections(size: str, plans: dict[str, MicrobatchPlan], budget_ms: float) 
     for name, plan in plans.items():
         yield Measurement(f"project one of {size}: {name}", budget_ms, lambda plan=plan: project(plan, MIDDLE))
         groups = Groups(MIDDLE, plan.num_ranks, tuple(range(plan.num_ranks)), None)
-        if name != "te_ring" or plan.num_ranks == 64:  # te_ring over 1,024 ranks has a million rows a rank
+        # te_ring over 1,024 ranks has a million rows a rank
+        if name != "te_ring" or plan.num_ranks == 64:
             yield Measurement(
                 f"bind one of {size}: {name}", budget_ms, lambda plan=plan, groups=groups: bind(plan, MIDDLE, SHAPE, groups=groups)
             )
@@ -156,7 +166,8 @@ def long_tailed(num_seqs: int, num_tokens: int, seed: int = 20261120) -> list[in
 def _measure(measurement: Measurement, repeats: int) -> dict[str, Any]:
     times: list[float] = []
     for _ in range(repeats):
-        for cached in (dispatch.transfers, routes.routes_of):  # plans differ from microbatch to microbatch
+        # plans differ from microbatch to microbatch
+        for cached in (dispatch.transfers, routes.part):
             cached.cache_clear()
         start = time.process_time()
         measurement.run()

@@ -1,17 +1,19 @@
-"""How well each planner balances, how little it moves and what that is predicted to take, on a file of batches.
+"""Balance, moved bytes and predicted time of each planner, on a file of batches.
 
-python tools/bench/planners.py BATCHES.json [--slack 1.0 1.25 1.5 2.0] [--cluster h200] [--model llama-7b] [--links 1] [--planners distca]
-    [--joined 8] [--json]
+python tools/bench/planners.py BATCHES.json [--slack 1.0 1.25 1.5 2.0] [--cluster h200]
+    [--model llama-7b] [--links 1] [--planners distca] [--joined 8] [--json]
 
-BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ranks}, "batches": {"NAME/CONTEXT": [[length, ...], ...]}}.
-Slack is the capacity of a rank over `tokens_per_gpu`. Plan times are CPU time of planning alone, on whatever machine this runs on.
+BATCHES.json: {"tokens_per_gpu": 4096, "gpus_per_node": 8, "gpus": {CONTEXT: ranks}, "batches":
+{"NAME/CONTEXT": [[length, ...], ...]}}. Slack is the capacity of a rank over `tokens_per_gpu`. Plan
+times are CPU time of planning alone, on whatever machine this runs on.
 
-Predicted is one layer's forward pass as zeppelin prices it (`planners.zeppelin.price`), for plans that are rings: the slowest rank's
-attention and transfers, what a remap moves, and the linear parts, of the mean tokens with a remap and else of the rank that has most.
-distca is printed at tolerances 0.02 and 0.1, beside what DistCA's own planner makes of batches of the same names.
-Each planner has the layers that its system comes with (te_ring: no routing, no remap); planning time includes them. `--links 1000`
-makes all links a thousand times as fast, which shows what balance alone a planner finds. `--joined 8` plans eight batches in a row as
-one, on eight times the ranks.
+Predicted is one layer's forward pass as zeppelin prices it (`planners.zeppelin.price`), for plans
+that are rings: the slowest rank's attention and transfers, what a remap moves, and the linear
+parts, of the mean tokens with a remap and else of the rank that has most. distca is printed at
+tolerances 0.02 and 0.1, beside what DistCA's own planner makes of batches of the same names. Each
+planner has the layers that its system comes with (te_ring: no routing, no remap); planning time
+includes them. `--links 1000` makes all links a thousand times as fast, which shows what balance
+alone a planner finds. `--joined 8` plans eight batches in a row as one, on eight times the ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +54,10 @@ REFERENCE = {
         },
     }.items()
 }
-"""Attention and KV tokens of DistCA's own planner (its repository at 2afd219) by tolerance, on batches of these names drawn alike:
-Zeppelin's Table 2, 4,096 tokens a GPU, 20 batches each. Measured once, elsewhere; printed beside ours where the names are the same."""
+"""Attention and KV tokens of DistCA's own planner (its repository at 2afd219) by tolerance, on
+batches of these names drawn alike: Zeppelin's Table 2, 4,096 tokens a GPU, 20 batches each.
+Measured once, elsewhere; printed beside ours where the names are the same.
+"""
 Row = dict[str, Any]
 
 

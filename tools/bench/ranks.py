@@ -1,4 +1,6 @@
-"""Run one function on several gloo ranks of this machine: torch is imported once, then the ranks are forked."""
+"""Run one function on several gloo ranks of this machine: torch is imported once, then the ranks
+are forked.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import torch.distributed as dist
 
 
 def run(num_ranks: int, job: Callable[[int], None]) -> None:
-    """Call `job(rank)` on every rank inside a gloo world; rank 0 prints. Raises SystemExit if a rank fails."""
+    """Call `job(rank)` on every rank inside a gloo world; rank 0 prints. Raises SystemExit if a
+    rank fails.
+    """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         children = [_fork(rank, num_ranks, Path(folder) / "store", job) for rank in range(num_ranks)]

@@ -1,4 +1,5 @@
-"""The remapping solver against its budget (CPU time of one core; targets, not tests), and the general solvers beside it.
+"""The remapping solver against its budget (CPU time of one core; targets, not tests), and the
+general solvers beside it.
 
 python tools/bench/remap.py [--repeats 50] [--solvers exact highs ortools gurobi] [--json]
 """
@@ -20,7 +21,8 @@ from megatron_balance.solvers.remap_milp import SOLVERS
 BUDGET_MS = {1024: 2.0}
 SIZES = (64, 256, 1024)
 MILP_RANKS = 64
-"""A program has a variable per pair of ranks: the general solvers are timed up to this size only."""
+"""A program has a variable per pair of ranks: the general solvers are timed up to this size only.
+"""
 NODE_SIZE = 8
 INTER = 8.0
 """Cost of a token between nodes; within one it is 1."""

@@ -1,15 +1,20 @@
-"""What routing gains over real, shaped NICs: one transfer and one ring between two emulated nodes, routed against direct, beside Eq. 1.
+"""Gains of routing over real, shaped NICs: one transfer and one ring between two emulated nodes,
+routed against direct, beside Eq. 1.
 
-python -m tools.bench.routing [--mbit 50 100] [--megabytes 8 32] [--ring-megabytes 4] [--nics 4 2 1] [--repeats 5] [--json]
+python -m tools.bench.routing [--mbit 50 100] [--megabytes 8 32] [--ring-megabytes 4] [--nics 4 2 1]
+    [--repeats 5] [--json]
 
-What runs are plans, by the executor, forward and backward. In the transfer, the first rank of one node has the keys and values that the
-first rank of the other attends to; in the ring, all ranks do. Heads are many and tokens few, so that attention takes next to no time.
-Direct and routed calls take turns, and what they compute is compared. Times are from a common start until the last rank is done.
+What runs are plans, by the executor, forward and backward. In the transfer, the first rank of one
+node has the keys and values that the first rank of the other attends to; in the ring, all ranks do.
+Heads are many and tokens few, so that attention takes next to no time. Direct and routed calls take
+turns, and what they compute is compared. Times are from a common start until the last rank is done.
 
-Eq. 1 (Zeppelin, section 3.3) is reckoned with the rates of the links, headers taken off; unshaped links inside a node count as taking no
-time. It lets the three hops of a transfer follow one another. A ring's rounds overlap: while a piece of one round crosses, those of the
-next are handed out, so that over shaped links a ring takes less than as many transfers. Where a node has fewer NICs than ranks, transfers
-are also cut into as many pieces as there are ranks: more pieces than NICs gain nothing.
+Eq. 1 (Zeppelin, section 3.3) is reckoned with the rates of the links, headers taken off; unshaped
+links inside a node count as taking no time. It lets the three hops of a transfer follow one
+another. A ring's rounds overlap: while a piece of one round crosses, those of the next are handed
+out, so that over shaped links a ring takes less than as many transfers. Where a node has fewer NICs
+than ranks, transfers are also cut into as many pieces as there are ranks: more pieces than NICs
+gain nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ from tools.bench.together import from_common_start
 from tools.emulated_cluster import Controller, Topology, run
 from tools.emulated_cluster.link_rates import GOODPUT
 
-importlib.import_module("torch.fx.experimental.symbolic_shapes")  # a process's first backward imports it: once here, not in every rank
+# a process's first backward imports it: once here, not in every rank
+importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 NODES, RANKS_PER_NODE = 2, 4
 NUM_RANKS = NODES * RANKS_PER_NODE
@@ -57,13 +63,11 @@ What: TypeAlias = Literal["transfer", "ring"]
 class Case:
     """One comparison.
 
-    Attributes:
-        what: "transfer": one, from the first rank of node 0 to the first of node 1 (backward: its gradient, back); "ring": all ranks.
-        num_bytes: Payload of the transfer, or of what a rank of the ring passes on in one round.
-        nics: NICs of a node.
-        pieces: What a transfer between nodes is cut into when it is routed.
-        nic_bits_per_s: Rate of a NIC, in either direction.
-        intra_bits_per_s: Rate of a rank's link inside its node; None: unshaped.
+    Attributes: what: "transfer": one, from the first rank of node 0 to the first of node 1
+        (backward: its gradient, back); "ring": all ranks. num_bytes: Payload of the transfer, or of
+        what a rank of the ring passes on in one round. nics: NICs of a node. pieces: What a
+        transfer between nodes is cut into when it is routed. nic_bits_per_s: Rate of a NIC, in
+        either direction. intra_bits_per_s: Rate of a rank's link inside its node; None: unshaped.
     """
 
     what: What
@@ -83,7 +87,9 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All repetitions; `equal`: on this rank, the last direct and the last routed call computed the same outputs and gradients."""
+    """All repetitions; `equal`: on this rank, the last direct and the last routed call computed the
+    same outputs and gradients.
+    """
 
     case: Case
     direct: tuple[Seconds, ...]
@@ -92,7 +98,9 @@ class Measured:
 
 
 class Repeats(NamedTuple):
-    """How often: `most` times, or fewer, but `least`, as soon as the shortest calls are as fast as the links (`CLOSE`)."""
+    """Number of repetitions: `most`, or fewer, but `least`, as soon as the shortest calls are as
+    fast as the links (`CLOSE`).
+    """
 
     least: int
     most: int
@@ -191,7 +199,9 @@ class Expected(NamedTuple):
 
 
 def eq1(case: Case) -> Expected:
-    """What Zeppelin's Eq. 1 says of a case, a ring taken as so many transfers. More pieces than NICs cross no faster."""
+    """Zeppelin's Eq. 1 for a case, a ring taken as so many transfers. More pieces than NICs cross
+    no faster.
+    """
     hops = 1 if case.what == "transfer" else NUM_RANKS - 1
     bits = hops * case.num_bytes * 8 / GOODPUT
     inter_s = bits / case.nic_bits_per_s
@@ -200,7 +210,9 @@ def eq1(case: Case) -> Expected:
 
 
 def plan_of(case: Case, *, routed: bool) -> MicrobatchPlan:
-    """The transfer: a sequence on rank 0 but for its last token, which lies on the next node. The ring: one sequence, zigzag."""
+    """The transfer: a sequence on rank 0 but for its last token, which lies on the next node. The
+    ring: one sequence, zigzag.
+    """
     ring = case.what == "ring"
     tokens = RING_TOKENS_PER_RANK if ring else TRANSFER_TOKENS
     heads = case.num_bytes // (tokens * 2 * HEAD_DIM * ELEMENT_BYTES)
@@ -225,7 +237,7 @@ def _one_transfer(tokens: int) -> TaskTable:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every rank runs, as `tools.emulated_cluster.run` calls it."""
+    """The job of every rank, as `tools.emulated_cluster.run` calls it."""
 
     cases: Sequence[Case]
     repeats: Repeats
@@ -266,7 +278,9 @@ def _measure(case: Case, groups: Groups, repeats: Repeats) -> Measured:
 
 
 class _Call:
-    """A plan, its inputs, how long its calls took, and what the last one computed: the output and the gradients of the inputs."""
+    """A plan, its inputs, how long its calls took, and what the last one computed: the output and
+    the gradients of the inputs.
+    """
 
     def __init__(self, plan: MicrobatchPlan, groups: Groups) -> None:
         self.bound = bind(plan, groups.rank, AttentionShape(plan.num_heads, plan.num_kv_heads, HEAD_DIM), groups=groups)
@@ -285,7 +299,9 @@ class _Call:
         self.seconds.append(Seconds(forward_s, backward_s))
 
     def is_close_to(self, expected_s: float) -> bool:
-        """Whether the shortest forward and the shortest backward are; what else runs on the cores only lengthens them."""
+        """Whether the shortest forward and the shortest backward are; what else runs on the cores
+        only lengthens them.
+        """
         return all(min(times) <= CLOSE * expected_s for times in zip(*self.seconds, strict=True))
 
 

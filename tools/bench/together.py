@@ -1,4 +1,4 @@
-"""What all ranks begin at one moment, timed until the last of them is done."""
+"""Calls that all ranks begin at one moment, timed until the last of them is done."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ Value = TypeVar("Value")
 
 
 def from_common_start(call: Callable[[], Value]) -> tuple[Value, float]:
-    """What a call returns, and seconds from the common start until the last rank has done it, the same on all ranks."""
+    """Result of a call, and seconds from the common start until the last rank has done it, the same
+    on all ranks.
+    """
     dist.barrier()
-    start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)  # all ranks share this machine's clock
+    # all ranks share this machine's clock
+    start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
     dist.broadcast(start, 0)
     time.sleep(max(0.0, float(start) - time.monotonic()))
     value = call()

@@ -1,4 +1,6 @@
-"""A cluster on one machine: nodes and NICs as network namespaces with shaped links. See docs/emulated-cluster.md."""
+"""A cluster on one machine: nodes and NICs as network namespaces with shaped links. See
+docs/emulated-cluster.md.
+"""
 
 from tools.emulated_cluster.cluster import EmulatedCluster
 from tools.emulated_cluster.errors import ClusterError, RankError

@@ -1,7 +1,8 @@
-"""Nodes and NICs on one machine: network namespaces with shaped links, for training commands of ours.
+"""Nodes and NICs on one machine: network namespaces with shaped links, for training commands of
+ours.
 
 check   say whether this machine permits it: prints OK, or SKIP with the reason and exits with 77
-run     build a cluster, run a command on its ranks, tear everything down, print the bytes of every NIC
+run     build a cluster, run a command on its ranks, tear all down, print the bytes of every NIC
 up      build a cluster that stands until `down` (needs root); `run --tag` uses it
 down    remove a standing cluster, and nothing else
 """
@@ -33,7 +34,8 @@ LOGS = Path("out") / "emulated-cluster"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if a rank failed, 2 if there is no cluster to run on, 77 if `check` says no."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is under way is torn down
+    # so that what is under way is torn down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = _parser().parse_args(argv)
     try:
         return options.verb(options)

@@ -19,13 +19,15 @@ _BATCH_TIMEOUT_S = 60.0
 
 
 class EmulatedCluster:
-    """Namespaces named `<tag>-...` in the current mount namespace; a context manager that sets them up and tears them down.
+    """Namespaces named `<tag>-...` in the current mount namespace; a context manager that sets them
+    up and tears them down.
 
-    Needs the right to make them: root, or a sandbox (`tools.emulated_cluster.run` and `check` make one by themselves).
+    Needs the right to make them: root, or a sandbox (`tools.emulated_cluster.run` and `check` make
+    one by themselves).
     """
 
     def __init__(self, topology: Topology, tag: str) -> None:
-        """Nothing is created yet.
+        """Describe a cluster; nothing is created yet.
 
         Raises:
             ConfigError: a tag that is not 1 to 12 lower-case letters and digits.
@@ -57,7 +59,8 @@ class EmulatedCluster:
         self.down()
 
     def up(self) -> None:
-        """Build the cluster; one of the same tag is torn down first, and a half-built one is torn down before this raises.
+        """Build the cluster; one of the same tag is torn down first, and a half-built one is torn
+        down before this raises.
 
         Raises:
             ClusterError: `ip`, `tc` or the kernel refused.
@@ -70,7 +73,9 @@ class EmulatedCluster:
             raise
 
     def down(self) -> None:
-        """Remove this tag's namespaces, and their links with them; nothing else, and no error if there are none."""
+        """Remove this tag's namespaces, and their links with them; nothing else, and no error if
+        there are none.
+        """
         remove(self.tag)
 
     def reshape(self, nic_bits_per_s: int, intra_bits_per_s: int | None) -> None:
@@ -84,7 +89,7 @@ class EmulatedCluster:
         self._shape()
 
     def nic_bytes(self) -> tuple[NicBytes, ...]:
-        """What every NIC has carried since the cluster is up, by node and NIC."""
+        """Bytes that every NIC has carried since the cluster is up, by node and NIC."""
         counts: list[NicBytes] = []
         for node in range(self.topology.num_nodes):
             for nic in range(self.topology.nics_per_node):
@@ -94,14 +99,16 @@ class EmulatedCluster:
         return tuple(counts)
 
     def enter(self, rank: int) -> None:
-        """Move this process into a rank's namespace, with the host name `n<node>`; call it before any thread exists.
+        """Move this process into a rank's namespace, with the host name `n<node>`; call it before
+        any thread exists.
 
         Raises:
             ClusterError: the cluster does not stand, or this process may not enter it.
         """
         linux.enter(self._name(wiring.rank_name(self.topology, rank)))
         os.unshare(os.CLONE_NEWUTS)
-        socket.sethostname(wiring.node_name(self.topology.node(rank)))  # programs tell nodes apart by host name
+        # programs tell nodes apart by host name
+        socket.sethostname(wiring.node_name(self.topology.node(rank)))
 
     def _name(self, namespace: str) -> str:
         return f"{self.tag}-{namespace}"
@@ -124,7 +131,8 @@ class EmulatedCluster:
             self._batch("ip", name, commands)
         for name, commands in wiring.shaping(self.topology).items():
             self._batch("tc", name, commands)
-        # The alias is how a later process learns what stands here; it goes with the namespace, as no file would.
+        # The alias is how a later process learns what stands here; it goes with the namespace, as
+        # no file would.
         self._batch("ip", wiring.FABRIC, [f"link set dev fabric alias {self.topology.text()}"])
 
     def _batch(self, program: str, namespace: str, commands: list[str]) -> None:
@@ -176,7 +184,7 @@ def _call(command: list[str], text: str = "") -> str:
 
 
 def _refusal(program: str, stderr: str, commands: list[str]) -> str:
-    """What a batch stopped at: iproute2 says why, then `Command failed -:LINE`."""
+    """The line at which a batch stopped: iproute2 says why, then `Command failed -:LINE`."""
     why = next((line for line in stderr.splitlines() if line.strip()), "no reason given")
     at = re.search(r"Command failed -:(\d+)", stderr)
     return f"{program} {commands[int(at[1]) - 1]}: {why}" if at else f"{program}: {why}"

@@ -1,4 +1,6 @@
-"""A training command as what a forked rank calls: `-m MODULE ...` or `SCRIPT.py ...`, imported once before the ranks are forked."""
+"""A training command as what a forked rank calls: `-m MODULE ...` or `SCRIPT.py ...`, imported once
+before the ranks are forked.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,15 @@ from tools.emulated_cluster.launch import Controller
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What `python` would be called with; an instance is a target of `run`."""
+    """Arguments of `python`; an instance is a target of `run`."""
 
     name: str
     is_module: bool
     arguments: tuple[str, ...]
 
     def preload(self) -> None:
-        """Import what every rank will need: torch, and all of Megatron and of ours if the command says that it runs on the CPU.
+        """Import what every rank will need: torch, and all of Megatron and of ours if the command
+        says that it runs on the CPU.
 
         Raises:
             ConfigError: the module or script does not exist.
@@ -36,7 +39,8 @@ class Command:
             cpu.install()
             from megatron_balance.patches.selection import for_training
 
-            for_training(script=True)  # imports Megatron, which looks at the device while it is imported
+            # imports Megatron, which looks at the device while it is imported
+            for_training(script=True)
         else:
             importlib.import_module("torch.distributed")
         if self.is_module and not _exists(self.name):
@@ -48,7 +52,8 @@ class Command:
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(self.name).resolve().parent))  # as python itself does; scripts import their neighbours
+            # as python itself does; scripts import their neighbours
+            sys.path.insert(0, str(Path(self.name).resolve().parent))
             runpy.run_path(self.name, run_name="__main__")
 
 

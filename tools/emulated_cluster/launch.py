@@ -1,4 +1,6 @@
-"""Ranks forked after one import, each in its namespace; watched until all have ended or one has failed."""
+"""Ranks forked after one import, each in its namespace; watched until all have ended or one has
+failed.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ TAIL_LINES = 20
 
 
 class Controller:
-    """The launcher, seen from a rank. Its answers come at once: put barriers around a request where ranks must agree on the moment."""
+    """The launcher, seen from a rank. Its answers come at once: put barriers around a request where
+    ranks must agree on the moment.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         """Made by the launcher, one for each rank."""
         self._pipe = pipe
 
     def nic_bytes(self) -> tuple[NicBytes, ...]:
-        """The counters of every NIC, by node and NIC; what ranks have received by now has been counted."""
+        """The counters of every NIC, by node and NIC; what ranks have received by now has been
+        counted.
+        """
         return self._ask("nic_bytes")
 
     def reshape(self, nic_bits_per_s: int, intra_bits_per_s: int | None) -> None:
@@ -56,18 +62,19 @@ class Controller:
 
 
 Target = Callable[[int, Controller], Any]
-"""Called as `target(rank, controller)` in every rank's process and namespace, with torchrun's environment; what it returns is pickled."""
+"""Called as `target(rank, controller)` in every rank's process and namespace, with torchrun's
+environment; what it returns is pickled.
+"""
 
 
 @dataclass(frozen=True)
 class Result:
     """A job whose ranks have all ended well.
 
-    Attributes:
-        seconds: From the first rank's start to the last one's end; set-up and tear-down of the cluster are not in it.
-        nic_bytes: What every NIC carried in the job, by node and NIC.
-        values: What `target` returned, by rank.
-        logs: The folder with each rank's output, `rank<n>.log`.
+    Attributes: seconds: From the first rank's start to the last one's end; set-up and tear-down of
+        the cluster are not in it. nic_bytes: What every NIC carried in the job, by node and NIC.
+        values: What `target` returned, by rank. logs: The folder with each rank's output,
+        `rank<n>.log`.
     """
 
     seconds: float
@@ -81,9 +88,11 @@ class Result:
 
 
 def run(where: Topology | EmulatedCluster, target: Target, logs: Path, *, deadline_s: float = 3600.0, show: int | None = None) -> Result:
-    """Run `target` on every rank of a cluster; of nothing it started is anything left when this returns or raises.
+    """Run `target` on every rank of a cluster; of nothing it started is anything left when this
+    returns or raises.
 
-    The ranks are forks of this process: import what they need before, and start no threads (run no parallel torch operation) until then.
+    The ranks are forks of this process: import what they need before, and start no threads (run no
+    parallel torch operation) until then.
 
     Args:
         where: a topology to be built for this job alone, or a standing cluster.
@@ -123,7 +132,9 @@ def _run(cluster: EmulatedCluster, target: Target, logs: Path, deadline_s: float
 
 
 class _Ranks:
-    """The processes of a job, their pipes, and how they ended. `self.codes`: exit codes by rank, negative if killed by that signal."""
+    """The processes of a job, their pipes, and how they ended. `self.codes`: exit codes by rank,
+    negative if killed by that signal.
+    """
 
     def __init__(self, cluster: EmulatedCluster, logs: Path) -> None:
         self.cluster = cluster
@@ -172,7 +183,9 @@ class _Ranks:
             return error
 
     def reap(self) -> list[int]:
-        """Ranks found to have failed since the last look, those killed by a signal first: the others of one look fail because of them."""
+        """Ranks found to have failed since the last look, those killed by a signal first: the
+        others of one look fail because of them.
+        """
         failed: list[int] = []
         for pid, status in _ended():
             rank = self.pids.get(pid)
@@ -257,7 +270,8 @@ def _log(logs: Path, rank: int) -> Path:
 
 
 def _reply(pipe: Connection, answer: Any) -> None:
-    with contextlib.suppress(ConnectionError):  # a rank that died while it waited is found by `reap`
+    # a rank that died while it waited is found by `reap`
+    with contextlib.suppress(ConnectionError):
         pipe.send(answer)
 
 
@@ -319,7 +333,7 @@ def _redirect(log: Path) -> None:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """What Python itself would exit with: a message is printed and means 1."""
+    """The exit code of Python itself: a message is printed and means 1."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):

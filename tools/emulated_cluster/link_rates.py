@@ -1,4 +1,5 @@
-"""How close the emulated links come to their rates on this machine: the table of docs/emulated-cluster.md, and an example of the API.
+"""Measured rates of the emulated links on this machine: the table of docs/emulated-cluster.md, and
+an example of the API.
 
 `python -m tools.emulated_cluster.link_rates [--mbit 25,50,...] [--repeats 5] [--seconds 0.5]`
 """
@@ -77,10 +78,12 @@ def transfer_s(rank: int, pairs: Sequence[tuple[int, int]], num_bytes: int) -> f
     """Seconds from a common start until all of these transfers have ended on all ranks."""
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     dist.barrier()
-    start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)  # all ranks share this machine's clock
+    # all ranks share this machine's clock
+    start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
     dist.broadcast(start, 0)
     time.sleep(max(0.0, float(start) - time.monotonic()))
-    # Receives first: gloo asks for what it receives on the same connection, behind what is being sent on it.
+    # Receives first: gloo asks for what it receives on the same connection, behind what is being
+    # sent on it.
     works = [dist.irecv(torch.empty_like(payload), src) for src, dst in pairs if dst == rank]
     works += [dist.isend(payload, dst) for src, dst in pairs if src == rank]
     for work in works:

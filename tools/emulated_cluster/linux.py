@@ -61,7 +61,9 @@ def enter(namespace: str) -> None:
 
 @contextmanager
 def entered(namespace: str) -> Iterator[None]:
-    """This thread, and the programs it starts, inside a named network namespace; back where it was afterwards."""
+    """This thread, and the programs it starts, inside a named network namespace; back where it was
+    afterwards.
+    """
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         enter(namespace)

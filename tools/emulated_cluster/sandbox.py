@@ -1,9 +1,11 @@
-"""A function run as process 1 of new namespaces, so that nothing of it outlives it, however it ends.
+"""A function run as process 1 of new namespaces, so that nothing of it outlives it, however it
+ends.
 
     caller -- supervisor -- process 1 -- whatever it starts
 
-Process 1 has its own process, mount and (unless a standing cluster is used) network namespaces. When it ends, the kernel kills all that it
-started and frees every network namespace it made. It ends with its supervisor, and that with the caller (PR_SET_PDEATHSIG), by SIGKILL too.
+Process 1 has its own process, mount and (unless a standing cluster is used) network namespaces.
+When it ends, the kernel kills all that it started and frees every network namespace it made. It
+ends with its supervisor, and that with the caller (PR_SET_PDEATHSIG), by SIGKILL too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _PERMIT = "needs root or user namespaces; in a container, the capabilities SYS_A
 
 
 def in_sandbox(job: Callable[[], T], own_network: bool = True) -> T:
-    """What `job()` returns, from a sandbox; all its processes are gone when this returns or raises.
+    """Result of `job()`, from a sandbox; all its processes are gone when this returns or raises.
 
     The sandbox is a fork of this process: call it before there are threads that `job` relies on.
 
@@ -101,7 +103,8 @@ def _unshare(own_network: bool) -> None:
 def _be_first(job: Callable[[], Any], answers: Connection, own_network: bool, lifeline: int) -> NoReturn:
     """In process 1: mounts, then the job."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores what it does not handle; SIGKILL ends it
+        # process 1 ignores what it does not handle; SIGKILL ends it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         linux.die_with_parent()
         if not _ended(lifeline):  # else the supervisor was gone before we asked to die with it
             outcome = _outcome(job, own_network)
@@ -132,7 +135,8 @@ def _mount(own_network: bool) -> None:
     linux.make_mounts_private()
     linux.mount("proc", Path("/proc"))
     if own_network:
-        # Over the host's named namespaces, so that tags never clash; over all of /run where nobody has made that folder yet.
+        # Over the host's named namespaces, so that tags never clash; over all of /run where nobody
+        # has made that folder yet.
         linux.mount("tmpfs", linux.NAMESPACES if linux.NAMESPACES.is_dir() else linux.NAMESPACES.parent)
 
 

@@ -1,4 +1,4 @@
-"""What an emulated cluster looks like: counts, rates, addresses and the environment of each rank."""
+"""Shape of an emulated cluster: counts, rates, addresses and the environment of each rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ MAX_RANKS_PER_NODE = 254
 class Topology:
     """Nodes, their ranks and NICs, and how fast the links are.
 
-    Attributes:
-        num_nodes: Nodes.
-        ranks_per_node: Ranks of each node.
-        nics_per_node: NICs of each node; divides `ranks_per_node`. Consecutive ranks share a NIC.
-        nic_bits_per_s: Rate of one NIC, the same in either direction.
-        intra_bits_per_s: Rate of one rank's link to the others of its node, the same in either direction; None: as fast as memory allows.
+    Attributes: num_nodes: Nodes. ranks_per_node: Ranks of each node. nics_per_node: NICs of each
+        node; divides `ranks_per_node`. Consecutive ranks share a NIC. nic_bits_per_s: Rate of one
+        NIC, the same in either direction. intra_bits_per_s: Rate of one rank's link to the others
+        of its node, the same in either direction; None: as fast as memory allows.
 
     Raises:
         ConfigError: counts or rates that no cluster has.
@@ -74,7 +72,9 @@ class Topology:
         return f"10.201.{self.node(rank)}.{self.local_rank(rank) + 1}"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would set for this rank, and the interface gloo must listen on (unset, it takes the loopback)."""
+        """Variables that torchrun would set for this rank, and the interface gloo must listen on
+        (unset, it takes the loopback).
+        """
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(self.local_rank(rank)),
@@ -88,7 +88,7 @@ class Topology:
         }
 
     def at_rates(self, nic_bits_per_s: int, intra_bits_per_s: int | None) -> Topology:
-        """The same nodes, ranks and NICs with other rates."""
+        """This topology with other rates."""
         return dataclasses.replace(self, nic_bits_per_s=nic_bits_per_s, intra_bits_per_s=intra_bits_per_s)
 
     def text(self) -> str:
@@ -103,7 +103,9 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class NicBytes:
-    """Bytes that one NIC has carried since the cluster is up, headers included, as the kernel counted them."""
+    """Bytes that one NIC has carried since the cluster is up, headers included, as the kernel
+    counted them.
+    """
 
     node: int
     nic: int

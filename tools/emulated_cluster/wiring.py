@@ -1,11 +1,14 @@
 """The links of a cluster as commands of `ip` and `tc`, by namespace.
 
-One namespace per rank, `n<node>r<local rank>`, with one address and two interfaces: `nic` leads to the other nodes and is shaped; `fast`
-leads to the ranks of the same node. The address asked for alone selects the interface: gloo never binds the socket it connects with, so
-several addresses in one namespace would all leave by the first. One namespace per node, `n<node>`, holds the bridge of its fast links and,
-for each NIC that several ranks share, a bridge with one shaped uplink. The namespace `fabric` is the switch between the nodes.
+One namespace per rank, `n<node>r<local rank>`, with one address and two interfaces: `nic` leads to
+the other nodes and is shaped; `fast` leads to the ranks of the same node. The address asked for
+alone selects the interface: gloo never binds the socket it connects with, so several addresses in
+one namespace would all leave by the first. One namespace per node, `n<node>`, holds the bridge of
+its fast links and, for each NIC that several ranks share, a bridge with one shaped uplink. The
+namespace `fabric` is the switch between the nodes.
 
-Shaping is by tbf, on both ends of each link: `nic` (or the uplink) for what is sent, the switch's port for what is received.
+Shaping is by tbf, on both ends of each link: `nic` (or the uplink) for what is sent, the switch's
+port for what is received.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ FABRIC = "fabric"
 MTU = 9000
 FIRST_INDEX = 1000
 
-# A burst smaller than one segmentation-offload packet makes tbf cut packets itself, a large one blurs the rate; so packets are kept small.
+# A burst smaller than one segmentation-offload packet makes tbf cut packets itself, a large one
+# blurs the rate; so packets are kept small.
 NIC_PACKET_BYTES, NIC_BURST_BYTES = 16384, 20480
 FAST_PACKET_BYTES, FAST_BURST_BYTES = 32768, 40960
 UNSHAPED_PACKET_BYTES = 65536
@@ -27,7 +31,8 @@ QUEUE_BYTES = 16 << 20  # more than all that senders may have in flight: nothing
 RANK_SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",  # bbr paces by itself
     "net/ipv4/tcp_rmem": "4096 131072 2097152",
-    # On a NIC that several ranks share, acknowledgements queue behind data; short send buffers keep that queue short.
+    # On a NIC that several ranks share, acknowledgements queue behind data; short send buffers keep
+    # that queue short.
     "net/ipv4/tcp_wmem": "4096 131072 262144",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
@@ -74,8 +79,9 @@ def cables(topology: Topology, tag: str) -> list[str]:
             pairs.append((f"n{node}r{local}", "fast", node_name(node), f"fast{local}"))
             if topology.ranks_per_nic > 1:
                 pairs.append((f"n{node}r{local}", NIC, node_name(node), f"nic{local}"))
-    # Interface numbers of their own: where both ends have the same number in their namespaces, the kernel takes up to a second to see that
-    # the link is up (linkwatch_urgent_event), and the first connections wait for it.
+    # Interface numbers of their own: where both ends have the same number in their namespaces, the
+    # kernel takes up to a second to see that the link is up (linkwatch_urgent_event), and the first
+    # connections wait for it.
     return [
         f"link add dev {a} index {FIRST_INDEX + 2 * k} mtu {MTU} netns {tag}-{here} type veth "
         f"peer name {b} index {FIRST_INDEX + 2 * k + 1} mtu {MTU} netns {tag}-{there}"
@@ -84,7 +90,9 @@ def cables(topology: Topology, tag: str) -> list[str]:
 
 
 def interfaces(topology: Topology) -> Commands:
-    """`ip` commands that make bridges, plug the interfaces in, and give the ranks addresses and routes."""
+    """`ip` commands that make bridges, plug the interfaces in, and give the ranks addresses and
+    routes.
+    """
     commands: Commands = defaultdict(list)
     ports = [_port(node, nic) for node in range(topology.num_nodes) for nic in range(topology.nics_per_node)]
     commands[FABRIC] = _bridge("fabric", ports)
@@ -108,7 +116,9 @@ def interfaces(topology: Topology) -> Commands:
 
 
 def packet_sizes(topology: Topology) -> Commands:
-    """`ip` commands that bound what the ranks hand to an interface at once, so that a burst holds it."""
+    """`ip` commands that bound what the ranks hand to an interface at once, so that a burst holds
+    it.
+    """
     fast = UNSHAPED_PACKET_BYTES if topology.intra_bits_per_s is None else FAST_PACKET_BYTES
     sizes = [f"link set dev {NIC} gso_max_size {NIC_PACKET_BYTES}", f"link set dev fast gso_max_size {fast}"]
     return {rank_name(topology, rank): sizes for rank in range(topology.world_size)}

@@ -1,10 +1,8 @@
-"""One job of Megatron's own `pretrain` on one device, with balance on or off.
+"""One job of Megatron's own `pretrain` on one device, with balance on or off, over documents of given lengths.
 
-Over documents of given lengths.
-
-Off, Megatron's layers attend by one dense causal call a document: Transformer Engine's where it is
-installed, else torch's scaled dot product attention in Megatron's local layers, whose own unfused
-attention would hold all scores in memory. Batches, loss and weights are the same.
+Off, Megatron's layers attend by one dense causal call a document: Transformer Engine's where it is installed, else torch's scaled dot
+product attention in Megatron's local layers, whose own unfused attention would hold all scores in memory. Batches, loss and weights are
+the same.
 """
 
 from __future__ import annotations
@@ -29,51 +27,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 
 from tools.gpu.rows import Device
+from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
 
 FLAGS: dict[str, Any] = {
-    "position-embedding-type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "attention-dropout": 0,
-    "hidden-dropout": 0,
+    **GPT,
+    **LOOP,
     "bf16": True,
-    "micro-batch-size": 1,
     "global-batch-size": 1,
     "lr": 1e-4,
     "lr-decay-iters": 100,
     "weight-decay": 0.01,
-    "tokenizer-type": "NullTokenizer",
-    "make-vocab-size-divisible-by": 16,
-    "eval-iters": 0,
-    "eval-interval": 100000,
-    "log-interval": 1,
-    "num-workers": 0,
     "seed": 1234,
-    "calculate-per-token-loss": True,
     "mock-data": True,  # Megatron asks for data or for none; ours come from our own provider
 }
-LOCAL: dict[str, Any] = {
-    "transformer-impl": "local",
-    "no-gradient-accumulation-fusion": True,
-    "no-masked-softmax-fusion": True,
-    "no-rope-fusion": True,
-    "no-persist-layer-norm": True,
-}
-"""Without Transformer Engine and apex."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job.
+    """`documents`: lengths of the documents of each step, which fill the context. `flags`: of the model. `out`: where its figures go, JSON.
 
-    `documents`: lengths of the documents of each step, which fill the context. `flags`: of the
-    model. `out`: file of its figures, JSON.
-
-    `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`:
-    with balance off, attend by torch's FlashAttention, which a plan runs too; else by what torch
-    takes for the fastest (cuDNN's attention on Hopper).
+    `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`: with balance off, attend by torch's
+    FlashAttention, which a plan runs too; else by what torch takes for the fastest (cuDNN's attention on Hopper).
     """
 
     device: Device
@@ -88,10 +62,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Figures of a job: loss, gradient norm and seconds by step.
-
-    `waits`: of the host in the traced step; `layers`: whose they are.
-    """
+    """By step: loss, gradient norm and seconds. `waits`: of the host in the traced step. `layers`: whose they are."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -111,9 +82,8 @@ def train(job: Job) -> None:
     from megatron_balance.megatron import entry
 
     engine = entry.te_available()
-    impl = {} if engine else LOCAL
-    # The kernel of the other side.
-    kernel = "auto" if engine or job.device == "cpu" else "torch_varlen"
+    impl = {} if engine else LOCAL_LAYERS
+    kernel = "auto" if engine or job.device == "cpu" else "torch_varlen"  # the kernel of the other side
     balance = Path(job.out).with_suffix(".yaml")
     balance.write_text(f"planner: {{name: zeppelin}}\nplan_ahead: false\nkernel: {kernel}\n", encoding="utf-8")
     tokens = sum(job.documents[0])
@@ -123,7 +93,7 @@ def train(job: Job) -> None:
         **({"balance-config": balance, "balance-device": job.device} if job.balance else {}),
         **({"distributed-backend": "gloo"} if job.device == "cpu" else {}),
     }  # fmt: skip
-    sys.argv = ["pretrain", *(word for name, value in flags.items() for word in _words(name, value))]
+    sys.argv = ["pretrain", *command_line(flags)]
     meter = _Meter(job)
     meter.install()
     batches = Batches(job.documents, job.vocabulary)
@@ -132,10 +102,6 @@ def train(job: Job) -> None:
     layers = "Transformer Engine's layers, and its attention with balance off" if engine else local
     Path(job.out).write_text(json.dumps({**meter.figures, "layers": layers}), encoding="utf-8")
     sys.exit(code)
-
-
-def _words(name: str, value: object) -> list[str]:
-    return [f"--{name}"] if value is True else [f"--{name}", str(value)]
 
 
 def _sole_rank() -> None:
@@ -161,10 +127,7 @@ class Batches(Dataset[dict[str, Tensor]]):
         return len(self._documents)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Tokens, labels, loss_mask and position_ids, each [tokens].
-
-        A document's last token has no label.
-        """
+        """Tokens, labels, loss_mask and position_ids, each [tokens]; a document's last token has no label."""
         lengths = self._documents[index]
         tokens = np.random.default_rng(index).integers(0, self._vocabulary, size=sum(lengths) + 1)
         last = np.cumsum(lengths) - 1
@@ -229,10 +192,7 @@ def _plain(batches: Batches, *, flash: bool) -> None:
 
 
 def dense_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Token losses of the next microbatch [1, T], and the function that sums them.
-
-    Attention stays inside each document.
-    """
+    """Token losses of the next microbatch [1, T], with attention inside each document, and the function that sums them."""
     from megatron_balance.megatron.forward_step import summed_loss
 
     batch = next(data_iterator)
@@ -264,10 +224,7 @@ def _dense_spec(flash: bool, config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _dense_attention(flash: bool) -> type:
-    """Make the class of the core attention.
-
-    Here, since its base comes with Megatron, which is not imported before the device is known.
-    """
+    """The class is made here, since its base comes with Megatron, which is not imported before the device is known."""
     from megatron.core.transformer.module import MegatronModule
 
     class DenseCoreAttention(MegatronModule):
@@ -311,8 +268,7 @@ class _Meter:
     def measured(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             results: list[Any] = []
-            # A step's time is from a device that is done to a device that is done.
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # a step's time is from a device that is done to a device that is done
             start = time.perf_counter()
 
             def run() -> None:
@@ -334,17 +290,14 @@ class _Meter:
 
 
 def run_all(jobs: Sequence[Job]) -> list[Trained]:
-    """Figures of jobs, run one after the other, each in a process of its own.
+    """What jobs measured, one after the other, each in a process of its own.
 
-    Raises:
-        RuntimeError: one failed; its log is above.
+    Raises RuntimeError: one failed; its log is above.
     """
     import multiprocessing
 
     os.environ["TORCHDYNAMO_DISABLE"] = (
-        # For the children: to compile what is a small part of a step would cost most of the suite's
-        # time.
-        "1"
+        "1"  # for the children: to compile what is a small part of a step would cost most of the suite's time
     )
     found: list[Trained] = []
     for job in jobs:

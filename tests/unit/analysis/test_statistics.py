@@ -20,6 +20,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.rows import Rows
+from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases
 from tests.support.strategies import plan as plan_of
 
@@ -125,7 +126,7 @@ def random_plan(seed: int) -> MicrobatchPlan:
             zones.append(
                 random_task_table(rng, seqs, lengths, num_ranks) if tiles else Zone(str(number), pattern, tuple(group), tuple(seqs))
             )
-    return MicrobatchPlan("test", lengths, num_ranks, per_node, heads, kv_heads, tuple(zones))
+    return by_hand.plan(lengths, num_ranks, *zones, ranks_per_node=per_node, heads=(heads, kv_heads))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -143,23 +144,23 @@ def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(planner
 
 
 def test_imbalance_is_the_largest_load_over_the_mean() -> None:
-    plan = MicrobatchPlan("test", (4, 2), 2, 2, 1, 1, (Zone("local", "ring", (0,), (0,)), Zone("local", "ring", (1,), (1,))))
+    plan = by_hand.plan((4, 2), 2, *by_hand.each_local(2), heads=(1, 1))
     assert figures(plan, model_of(plan))["imbalance"] == {"tokens": 4 / 3, "attention": 10 / 6.5}
 
 
 def test_an_empty_batch_is_balanced_and_moves_nothing() -> None:
-    got = figures(MicrobatchPlan("test", (), 2, 2, 1, 1, ()), Model(1, 1, 16))
+    got = figures(by_hand.plan((), 2, heads=(1, 1)), Model(1, 1, 16))
     assert got["imbalance"] == {"tokens": 1.0, "attention": 1.0}
     assert got["tokens_per_rank"] == got["bytes_received_per_rank"]["total"] == [0, 0]
 
 
 def test_only_the_first_rank_of_a_node_receives_across_nodes_in_a_ring_in_node_order() -> None:
-    plan = MicrobatchPlan("test", (64,), 4, 2, 1, 1, (Zone("pool", "ring", (0, 1, 2, 3), (0,)),))
+    plan = by_hand.pool("ring", (64,), 4, ranks_per_node=2, heads=(1, 1))
     inter = figures(plan, model_of(plan))["kv_tokens_received_inter_node_per_rank"]
     assert [n > 0 for n in inter] == [True, False, True, False]
 
 
 def test_an_unknown_movement_is_an_error() -> None:
-    plan = MicrobatchPlan("test", (4,), 1, 1, 1, 1, (Zone("z", "telepathy", (0,), (0,)),))
+    plan = by_hand.plan((4,), 1, Zone("z", "telepathy", (0,), (0,)))
     with pytest.raises(InvalidProgramError, match="zone z: unknown comm pattern 'telepathy'"):
         figures(plan, model_of(plan))

@@ -15,6 +15,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
+from tests.support import by_hand
 
 MODEL = Model(num_heads=2, num_kv_heads=1, head_dim=8, bytes_per_element=2)
 TOKEN = 2 * 8 * 2  # bytes of the keys and values of a token
@@ -22,8 +23,7 @@ TOKEN_GRAD = 2 * 8 * 4  # of their gradients, in fp32
 
 
 def plan_of(pattern: str, ranks_per_node: int, num_ranks: int = 4, tokens: int = 64) -> MicrobatchPlan:
-    zone = Zone("pool", pattern, tuple(range(num_ranks)), (0,))
-    return MicrobatchPlan("test", (tokens,), num_ranks, ranks_per_node, MODEL.num_heads, MODEL.num_kv_heads, (zone,))
+    return by_hand.pool(pattern, (tokens,), num_ranks, ranks_per_node=ranks_per_node, heads=(MODEL.num_heads, MODEL.num_kv_heads))
 
 
 def traffic_of(plan: MicrobatchPlan, ranks_per_nic: int = 1, policy: str | None = None) -> Traffic:
@@ -75,7 +75,7 @@ def test_an_all_gather_over_the_pool_is_gloos_ring_and_over_fewer_ranks_goes_dir
 
 
 def test_a_remap_moves_inputs_there_and_outputs_back() -> None:
-    plan = MicrobatchPlan("test", (8, 4), 2, 1, 2, 1, (Zone("local", "ring", (0,), (0,)), Zone("local", "ring", (1,), (1,))))
+    plan = by_hand.plan((8, 4), 2, *by_hand.each_local(2), ranks_per_node=1)
     moved = traffic_of(replace(plan, moves=Rows.of(3, [(0, 1, 2)]), routing=Routing(1, (REMAP,))))
     query, lse = 2 * 8 * 2, 2 * 4
     assert moved.inter_node_sent.tolist() == [2 * (query + lse), 2 * (query + TOKEN)]

@@ -37,31 +37,9 @@ RESULT_KEYS = {
 }
 
 
-@pytest.fixture
-def run(capsys):
-    def run(command: str, *more: str) -> tuple[int, str, str]:
-        code = main([*command.split(), *more])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def error(run, command: str, *more: str) -> str:
-    code, out, err = run(command, *more)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err[len("error: ") :].rstrip("\n")
-
-
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_json_has_the_documented_keys_for_every_planner(run, planner):
-    code, out, err = run(
-        f"plan --planner {planner} --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify --json"
-    )
-    assert code == 0, err
-    report = json.loads(out)
+    report = run.json(f"plan --planner {planner} --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify --json")
     assert (report["planner"], report["num_ranks"]) == (planner, 8)
     (result,) = report["results"]
     assert set(result) >= RESULT_KEYS
@@ -78,9 +56,7 @@ def test_json_has_the_documented_keys_for_every_planner(run, planner):
 def test_summary_is_the_mean_over_batches_of_the_scalar_fields(run, tmp_path):
     path = tmp_path / "lengths.json"
     path.write_text("[[4096, 512], [1024]]")
-    code, out, _ = run(f"plan --planner te_ring --ranks 4 --json --lengths-file {path}")
-    report = json.loads(out)
-    assert code == 0
+    report = run.json(f"plan --planner te_ring --ranks 4 --json --lengths-file {path}")
     assert [result["num_tokens"] for result in report["results"]] == [4608, 1024]
     assert report["summary"]["num_tokens"] == 2816
     assert report["summary"]["num_sequences"] == 1.5
@@ -91,16 +67,14 @@ def test_summary_is_the_mean_over_batches_of_the_scalar_fields(run, tmp_path):
 
 
 def test_several_planners_give_one_document_with_each(run):
-    code, out, _ = run("plan --planner te_ring --planner zeppelin --ranks 4 --lengths 4096,512 --json")
-    assert code == 0
-    planners = json.loads(out)["planners"]
+    planners = run.json("plan --planner te_ring --planner zeppelin --ranks 4 --lengths 4096,512 --json")["planners"]
     assert list(planners) == ["te_ring", "zeppelin"]
     assert planners["zeppelin"]["planner"] == "zeppelin"
 
 
 def test_same_input_gives_the_same_plan(run):
     command = "plan --planner zeppelin --ranks 8 --ranks-per-node 4 --dataset arxiv --tokens 65536 --batches 2 --seed 3 --json"
-    fingerprints = [[r["fingerprint"] for r in json.loads(run(command)[1])["results"]] for _ in range(2)]
+    fingerprints = [[r["fingerprint"] for r in run.json(command)["results"]] for _ in range(2)]
     assert fingerprints[0] == fingerprints[1]
     assert fingerprints[0][0] != fingerprints[0][1]
 
@@ -129,25 +103,22 @@ def test_config_file_gives_everything_and_options_win(run, tmp_path):
             dataset: {name: github, tokens: 16384, batches: 2}
         """)
     )
-    report = json.loads(run(f"plan --config {path} --json")[1])
+    report = run.json(f"plan --config {path} --json")
     assert (report["num_ranks"], report["cluster"], report["model"], report["planner"]) == (16, "a800", "llama3-8b", "zeppelin")
     assert (len(report["results"]), report["capacity_tokens_per_rank"], report["assumed"]) == (2, 2048, None)
-    changed = json.loads(run(f"plan --config {path} --ranks 8 --batches 1 --tokens 8192 -o tokens_per_rank=4096 --json")[1])
+    changed = run.json(f"plan --config {path} --ranks 8 --batches 1 --tokens 8192 -o tokens_per_rank=4096 --json")
     assert (changed["num_ranks"], len(changed["results"]), changed["capacity_tokens_per_rank"]) == (8, 1, 4096)
-    other = json.loads(run(f"plan --config {path} --lengths 100 --planner te_ring --json")[1])
+    other = run.json(f"plan --config {path} --lengths 100 --planner te_ring --json")
     assert (other["planner"], other["results"][0]["num_tokens"]) == ("te_ring", 100)
 
 
 def test_option_of_one_of_several_planners(run):
-    code, _, _ = run("plan --planner te_ring --planner zeppelin --ranks 4 --lengths 100 -o zeppelin.rule=paper --json")
-    assert code == 0
+    run.json("plan --planner te_ring --planner zeppelin --ranks 4 --lengths 100 -o zeppelin.rule=paper --json")
 
 
 def layers_of(run, options: str) -> tuple[str, bool, int, int]:
     """Routing, remapping, and what comes of them."""
-    code, out, err = run(f"plan --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --json --verify {options}")
-    assert code == 0, err
-    report = json.loads(out)
+    report = run.json(f"plan --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --json --verify {options}")
     (result,) = report["results"]
     return report["routing"], report["remapping"], result["routed_transfers"], result["remap"]["tokens_moved"]
 
@@ -171,7 +142,7 @@ def test_remapped_tokens_are_even_and_routed_bytes_take_every_nic(run):
     command = (
         f"plan --planner zeppelin --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --tokens-per-rank 1024 --routing always --remap --json"
     )
-    (result,) = json.loads(run(command)[1])["results"]
+    (result,) = run.json(command)["results"]
     assert max(result["tokens_per_rank"]) - min(result["tokens_per_rank"]) <= 1
     assert result["imbalance"]["tokens"] < 1.01 < max(result["attention_tokens_per_rank"]) / (5046 / 8)
     assert all(0 < min(node) >= 0.99 * max(node) for node in result["bytes_sent_per_nic"])
@@ -188,9 +159,8 @@ def test_table_says_what_the_layers_do(run):
 
 
 def test_capacity_equal_to_the_average_is_legal(run):
-    code, out, _ = run("plan --planner zeppelin --ranks 4 --tokens-per-rank 1024 --lengths 2048,1024,1024 --json --verify")
-    assert code == 0
-    assert max(json.loads(out)["results"][0]["tokens_per_rank"]) <= 1024
+    report = run.json("plan --planner zeppelin --ranks 4 --tokens-per-rank 1024 --lengths 2048,1024,1024 --json --verify")
+    assert max(report["results"][0]["tokens_per_rank"]) <= 1024
 
 
 @pytest.mark.parametrize(
@@ -261,12 +231,12 @@ def test_capacity_equal_to_the_average_is_legal(run):
     ],
 )
 def test_mistake_is_one_line_and_exit_code_2(run, options, expected):
-    assert expected in error(run, f"plan {options}")
+    assert expected in run.error(f"plan {options}")
 
 
 @pytest.mark.parametrize("command", ["", "pln", "plan --ranks"])
 def test_wrong_command_line_is_one_line_and_exit_code_2(run, command):
-    error(run, command)
+    run.error(command)
 
 
 def test_help_lists_planners_clusters_and_models(capsys):

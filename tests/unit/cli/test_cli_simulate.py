@@ -1,4 +1,6 @@
-"""`megatron-balance simulate` and `compare`: the keys of their JSON, their trace, and a sentence for every mistake."""
+"""`megatron-balance simulate` and `compare`: the keys of their JSON, their trace, and a sentence
+for every mistake.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import sys
 import pytest
 
 from megatron_balance import make_planner, simulate
-from megatron_balance.cli import main
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
@@ -18,29 +19,9 @@ from megatron_balance.planners import PLANNERS
 INPUTS = "--lengths 9000,1200,700,64,64,17,1 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000"
 
 
-@pytest.fixture
-def run(capsys):
-    def run(command: str) -> tuple[int, str, str]:
-        code = main(command.split())
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def error(run, command: str) -> str:
-    code, out, err = run(command)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err[len("error: ") :].rstrip("\n")
-
-
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_simulate_has_the_documented_keys_for_every_planner(run, planner):
-    code, out, _ = run(f"simulate --planner {planner} {INPUTS} --json")
-    assert code == 0
-    found = json.loads(out)
+    found = run.json(f"simulate --planner {planner} {INPUTS} --json")
     assert set(found["step_s"]) == {"median", "p5", "p95"}
     assert found["tokens_per_s"] == pytest.approx(11046 / found["step_s"]["median"])
     assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"]["median"])
@@ -52,8 +33,7 @@ def test_simulate_has_the_documented_keys_for_every_planner(run, planner):
 
 
 def test_simulate_prints_phases_for_people(run):
-    code, out, _ = run(f"simulate --planner te_ring {INPUTS} --spread 0.1 --draws 3")
-    assert code == 0
+    out = run.printed(f"simulate --planner te_ring {INPUTS} --spread 0.1 --draws 3")
     for words in (
         "8 ranks (2 x 4), llama-7b on h200",
         "s a step (",
@@ -66,18 +46,18 @@ def test_simulate_prints_phases_for_people(run):
 
 def test_batches_make_steps_and_microbatches_make_one(run):
     data = "--planner te_ring --dataset github --tokens 20000 --batches 4 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000 --json"
-    four = json.loads(run(f"simulate {data}")[1])
-    one = json.loads(run(f"simulate {data} --microbatches 4")[1])
+    four = run.json(f"simulate {data}")
+    one = run.json(f"simulate {data} --microbatches 4")
     assert four["step_s"]["p5"] < four["step_s"]["median"] < four["step_s"]["p95"]
     assert one["step_s"]["p5"] == one["step_s"]["p95"] > 3 * four["step_s"]["median"]
-    piped = json.loads(run(f"simulate {data} --microbatches 4 --pipeline 2")[1])
+    piped = run.json(f"simulate {data} --microbatches 4 --pipeline 2")
     assert len(piped["peak_bytes_per_rank"]) == 16
     assert piped["phases_s"]["waiting"] > 0
 
 
 def test_a_straggler_and_a_replay_change_what_they_should(run):
     usual, slow, replayed = (
-        json.loads(run(f"simulate --planner te_ring {INPUTS} --json {more}")[1]) for more in ("", "--slow 3=4", "--policy replay")
+        run.json(f"simulate --planner te_ring {INPUTS} --json {more}") for more in ("", "--slow 3=4", "--policy replay")
     )
     assert slow["step_s"]["median"] > usual["step_s"]["median"]
     assert replayed["step_s"]["median"] > usual["step_s"]["median"]
@@ -93,9 +73,7 @@ def test_trace_is_a_chrome_trace_of_every_rank(run, tmp_path):
 
 
 def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run):
-    code, out, _ = run(f"compare {INPUTS} --json")
-    found = json.loads(out)
-    assert code == 0
+    found = run.json(f"compare {INPUTS} --json")
     assert found["baseline"] == "te_ring"
     rows = {row["planner"]: row for row in found["rows"]}
     assert set(rows) | set(found["left_out"]) == set(PLANNERS)
@@ -107,8 +85,7 @@ def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run)
 
 
 def test_compare_takes_named_planners_and_another_baseline(run):
-    code, out, _ = run(f"compare --planner ulysses --planner zeppelin {INPUTS} --baseline zeppelin")
-    assert code == 0
+    out = run.printed(f"compare --planner ulysses --planner zeppelin {INPUTS} --baseline zeppelin")
     assert "speedup over zeppelin" in out
     assert "te_ring" not in out
 
@@ -119,40 +96,37 @@ PIPED = (
 
 
 def test_plans_are_run_as_training_would_run_them(run):
-    found = {
-        more: json.loads(run(f"simulate --planner distca {INPUTS} --json {more}")[1])
-        for more in ("", "--ping-pong true", "--ping-pong false")
-    }
+    found = {more: run.json(f"simulate --planner distca {INPUTS} --json {more}") for more in ("", "--ping-pong true", "--ping-pong false")}
     assert [each["ping_pong"] for each in found.values()] == [True, True, False]
     assert {each["pipeline"] for each in found.values()} == {None}
     usual, asked, whole = (each["step_s"]["median"] for each in found.values())
     assert usual == asked != whole
     assert "two nano-batches interleaved" in run(f"simulate --planner distca {INPUTS}")[1]
     assert "nano-batches interleaved" in run(f"compare --planner distca {INPUTS} --baseline distca")[1]
-    assert not json.loads(run(f"simulate --planner te_ring {INPUTS} --json")[1])["ping_pong"]
+    assert not run.json(f"simulate --planner te_ring {INPUTS} --json")["ping_pong"]
 
 
 def test_stages_attend_together_where_training_would_have_them(run):
-    joint, apart = (json.loads(run(f"simulate --planner distca {PIPED} {more}")[1]) for more in ("", "--stages stages"))
+    joint, apart = (run.json(f"simulate --planner distca {PIPED} {more}") for more in ("", "--stages stages"))
     assert (joint["pipeline"], apart["pipeline"]) == ("joint", "stages")
     assert joint["step_s"]["median"] != apart["step_s"]["median"]
     assert len(joint["peak_bytes_per_rank"]) == 8
     assert sum(joint["phases_s"].values()) == pytest.approx(joint["step_s"]["median"])
-    rows = json.loads(run(f"compare --planner te_ring --planner distca {PIPED}")[1])["rows"]
+    rows = run.json(f"compare --planner te_ring --planner distca {PIPED}")["rows"]
     assert [(row["planner"], row["ping_pong"], row["pipeline"]) for row in rows] == [
         ("te_ring", False, "stages"),
         ("distca", True, "joint"),
     ]
-    left_out = json.loads(run(f"compare {PIPED} --stages joint --baseline distca")[1])["left_out"]
+    left_out = run.json(f"compare {PIPED} --stages joint --baseline distca")["left_out"]
     assert "plans each stage for itself" in left_out["te_ring"]
 
 
 def test_a_configuration_says_how_plans_are_run(run, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("planner: {name: distca, tokens_per_rank: 6000}\nping_pong: false\npipeline: stages\n")
-    found = json.loads(run(f"simulate --config {config} {PIPED}")[1])
+    found = run.json(f"simulate --config {config} {PIPED}")
     assert (found["ping_pong"], found["pipeline"]) == (False, "stages")
-    assert json.loads(run(f"simulate --config {config} {PIPED} --stages joint")[1])["pipeline"] == "joint"
+    assert run.json(f"simulate --config {config} {PIPED} --stages joint")["pipeline"] == "joint"
 
 
 def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
@@ -200,7 +174,7 @@ def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
     ],
 )
 def test_mistakes_are_one_sentence(run, command, message):
-    found = error(run, command)
+    found = run.error(command)
     assert message is None or found == message
 
 
@@ -215,9 +189,7 @@ def test_plan_does_not_import_the_simulator():
 
 def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
     data = "--planner te_ring --model llama-13b --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 9000"
-    code, out, _ = run(f"simulate {data} --tensor-parallel 2 --json")
-    assert code == 0
-    found = json.loads(out)
+    found = run.json(f"simulate {data} --tensor-parallel 2 --json")
     assert (found["num_ranks"], found["gpus_per_rank"], len(found["peak_bytes_per_rank"])) == (8, 2, 8)
     cluster = wide_ranks(load_cluster("a800").build(num_ranks=16), 2)
     model = load_model("llama-13b")
@@ -228,7 +200,7 @@ def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
 
 def test_experts_are_exchanged_where_ranks_share_them(run):
     data = "simulate --planner te_ring --model moe-8x550m --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 5000 --json"
-    alone, shared = (json.loads(run(f"{data} {more}")[1]) for more in ("", "--expert-parallel 8"))
+    alone, shared = (run.json(f"{data} {more}") for more in ("", "--expert-parallel 8"))
     assert shared["phases_s"]["forward_linear"] > alone["phases_s"]["forward_linear"]
     assert max(shared["peak_bytes_per_rank"]) < max(alone["peak_bytes_per_rank"])
 
@@ -246,4 +218,4 @@ def test_experts_are_exchanged_where_ranks_share_them(run):
     ],
 )
 def test_parallelism_that_cannot_be_is_refused(run, options, words):
-    assert words in error(run, f"simulate --planner te_ring {INPUTS} {options}")
+    assert words in run.error(f"simulate --planner te_ring {INPUTS} {options}")

@@ -7,23 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import main, planfile
+from megatron_balance.cli import planfile
 from megatron_balance.ir.plan import from_json
 
 
 @pytest.fixture
-def plan_file(tmp_path, capsys) -> Path:
+def plan_file(tmp_path, run) -> Path:
     path = tmp_path / "plan.json"
-    command = f"plan --planner zeppelin --ranks 4 --ranks-per-node 2 --tokens-per-rank 512 --lengths 900,300,60,7 --out {path}"
-    assert main(command.split()) == 0
-    capsys.readouterr()
+    run.printed(f"plan --planner zeppelin --ranks 4 --ranks-per-node 2 --tokens-per-rank 512 --lengths 900,300,60,7 --out {path}")
     return path
-
-
-def verify(path: Path, capsys, *options: str) -> tuple[int, str, str]:
-    code = main(["verify", str(path), *options])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def change(path: Path, **keys: object) -> Path:
@@ -37,29 +29,29 @@ def body_of(path: Path) -> dict:
 
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
-def test_written_plan_verifies(plan_file, capsys, policy):
-    code, out, err = verify(plan_file, capsys, "--policy", policy)
+def test_written_plan_verifies(plan_file, run, policy):
+    code, out, err = run("verify", plan_file, "--policy", policy)
     assert (code, err) == (0, "")
     assert "verified: zeppelin" in out
     assert "the program written with it is right too" in out
 
 
-def test_json_says_what_was_proved(plan_file, capsys):
-    code, out, _ = verify(plan_file, capsys, "--json")
-    report = json.loads(out)
-    assert code == 0
+def test_json_says_what_was_proved(plan_file, run):
+    report = run.json("verify --json", plan_file)
     assert report["verified"] is True
     assert report["results"][0]["num_ops"] > 0
     assert report["results"][0]["fingerprint"] == body_of(plan_file)["fingerprint"]
 
 
-def test_dropping_any_line_of_the_program_is_found(plan_file, capsys):
+def test_dropping_any_line_of_the_program_is_found(plan_file, run):
     lines = body_of(plan_file)["program"]
     found = 0
-    for dropped in (number for number, line in enumerate(lines) if line != "forward"):  # a heading that reading does without
+    # a heading that reading does without
+    for dropped in (number for number, line in enumerate(lines) if line != "forward"):
         change(plan_file, program=lines[:dropped] + lines[dropped + 1 :])
-        code, out, err = verify(plan_file, capsys)
-        # A missing op, transfer or route is a program that is not the planned one (1); a missing header cannot be read (2).
+        code, out, err = run("verify", plan_file)
+        # A missing op, transfer or route is a program that is not the planned one (1); a missing
+        # header cannot be read (2).
         assert code in (1, 2), lines[dropped]
         assert err
         assert out == ""
@@ -67,61 +59,54 @@ def test_dropping_any_line_of_the_program_is_found(plan_file, capsys):
     assert found > len(lines) // 2
 
 
-def test_program_of_another_plan_is_found(plan_file, tmp_path, capsys):
+def test_program_of_another_plan_is_found(plan_file, tmp_path, run):
     other = tmp_path / "other.json"
-    assert main(f"plan --planner te_ring --ranks 4 --ranks-per-node 2 --lengths 900,300,60,7 --out {other}".split()) == 0
-    capsys.readouterr()
+    run.printed(f"plan --planner te_ring --ranks 4 --ranks-per-node 2 --lengths 900,300,60,7 --out {other}")
     change(plan_file, program=body_of(other)["program"])
-    code, _, err = verify(plan_file, capsys)
+    code, _, err = run("verify", plan_file)
     assert code == 1
     assert "the program written is not the plan's" in err
 
 
-def test_changed_plan_does_not_have_its_fingerprint(plan_file, capsys):
+def test_changed_plan_does_not_have_its_fingerprint(plan_file, run):
     change(plan_file, lengths=[901, 300, 60, 7], program=None)
-    code, _, err = verify(plan_file, capsys)
+    code, _, err = run("verify", plan_file)
     assert code == 1
     assert "the plan was changed" in err
 
 
-def test_forged_plan_that_forgets_a_sequence_is_found(plan_file, capsys):
+def test_forged_plan_that_forgets_a_sequence_is_found(plan_file, run):
     body = body_of(plan_file)
     body["zones"] = body["zones"][1:]
     body["program"] = None
     body["fingerprint"] = from_json(json.dumps(body)).fingerprint()
     plan_file.write_text(json.dumps(body))
-    code, out, err = verify(plan_file, capsys, "--json")
+    code, out, err = run("verify --json", plan_file)
     assert code == 1
     assert json.loads(out)["verified"] is False
     assert "not verified" in err
 
 
-def test_several_batches_are_proved_one_by_one(tmp_path, capsys):
+def test_several_batches_are_proved_one_by_one(tmp_path, run):
     lengths, path = tmp_path / "l.json", tmp_path / "plan.json"
     lengths.write_text("[[500, 20], [64, 64, 3]]")
-    assert main(f"plan --planner te_ring --ranks 2 --lengths-file {lengths} --out {path}".split()) == 0
-    capsys.readouterr()
-    code, out, _ = verify(path, capsys)
-    assert code == 0
-    assert out.count("verified: te_ring") == 2
+    run.printed(f"plan --planner te_ring --ranks 2 --lengths-file {lengths} --out {path}")
+    assert run.printed("verify", path).count("verified: te_ring") == 2
     body = body_of(path)
     body["plans"][1]["fingerprint"] = "0" * 16
     path.write_text(json.dumps(body))
-    code, out, err = verify(path, capsys)
+    code, out, err = run("verify", path)
     assert code == 1
     assert "plan 1: not verified" in err
     assert out.count("verified: te_ring") == 1
 
 
-def test_long_program_is_left_out_and_the_plan_still_proved(tmp_path, capsys, monkeypatch):
+def test_long_program_is_left_out_and_the_plan_still_proved(tmp_path, run, monkeypatch):
     monkeypatch.setattr(planfile, "MAX_PROGRAM_LINES", 5)
     path = tmp_path / "plan.json"
-    assert main(f"plan --planner te_ring --ranks 2 --lengths 64 --out {path}".split()) == 0
-    capsys.readouterr()
+    run.printed(f"plan --planner te_ring --ranks 2 --lengths 64 --out {path}")
     assert body_of(path)["program"] is None
-    code, out, _ = verify(path, capsys)
-    assert code == 0
-    assert "program written" not in out
+    assert "program written" not in run.printed("verify", path)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +121,8 @@ def test_long_program_is_left_out_and_the_plan_still_proved(tmp_path, capsys, mo
         ('{"format": "megatron-balance plan 3", "program": 3}', "program: expected a list of lines or null"),
     ],
 )
-def test_unreadable_file_is_one_line_and_exit_code_2(tmp_path, capsys, content, expected):
+def test_unreadable_file_is_one_line_and_exit_code_2(tmp_path, run, content, expected):
     path = tmp_path / "plan.json"
     if content is not None:
         path.write_text(content)
-    code, out, err = verify(path, capsys)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert expected in err
-    assert err.count("\n") == 1
+    assert expected in run.error("verify", path)

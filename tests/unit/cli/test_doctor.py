@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 
 import pytest
 
-from megatron_balance.cli import doctor, main
+from megatron_balance.cli import doctor
 
 
 @pytest.fixture
@@ -46,22 +45,20 @@ def test_a_torch_that_does_not_import_says_why(stack):
     assert "libcudart" in check.found
 
 
-def test_a_whole_cpu_stack_is_ready_to_train_but_not_on_a_gpu(stack, capsys):
+def test_a_whole_cpu_stack_is_ready_to_train_but_not_on_a_gpu(stack, run):
     versions = dict.fromkeys(("numpy", "pydantic", "PyYAML", "tqdm", "rich", "psutil"), "1.0")
     checks = stack(
         torch={"torch": "2.13.0", "cuda": "13.0", "gpus": [], "gloo": True, "nccl": "2.29.7"}, **versions, **{"megatron-core": "0.19.2"}
     )
     assert checks["gpu"].status == "missing"
-    assert main(["doctor", "--json"]) == 0
-    ready = json.loads(capsys.readouterr().out)["ready"]
+    ready = run.json("doctor --json")["ready"]
     expected_to_train = checks["python for Megatron"].status == "ok"
     assert ready == {"plan": True, "train": expected_to_train, "train_on_gpu": False}
 
 
-def test_table_shows_extras_in_brackets(stack, capsys):
+def test_table_shows_extras_in_brackets(stack, run):
     stack()
-    assert main(["doctor"]) == 0
-    assert "megatron-balance[gurobi]" in capsys.readouterr().out
+    assert "megatron-balance[gurobi]" in run.printed("doctor")
 
 
 def test_namespaces_are_probed_in_another_process(stack, monkeypatch):

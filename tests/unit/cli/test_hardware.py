@@ -1,14 +1,15 @@
-"""`doctor --write-cluster`: what nvidia-smi and /sys say of a node, as a cluster file that loads; on made-up nodes of known kinds."""
+"""`doctor --write-cluster`: what nvidia-smi and /sys say of a node, as a cluster file that loads;
+on made-up nodes of known kinds.
+"""
 
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import hardware, main
+from megatron_balance.cli import hardware
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
 
@@ -17,7 +18,9 @@ AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 
 def topology(num_gpus: int, link: str, nics: dict[str, dict[int, str]], *, legend: bool = True) -> str:
-    """What `nvidia-smi topo -m` prints: tabs, an underlined header, a legend. `nics`: by name, how near to which GPU."""
+    """Text of `nvidia-smi topo -m`: tabs, an underlined header, a legend. `nics`: by name, how near
+    to which GPU.
+    """
     gpus = [f"GPU{i}" for i in range(num_gpus)]
     shown = [f"NIC{i}" for i in range(len(nics))] if legend else list(nics)
     lines = ["\x1b[4m\t" + "\t".join([*gpus, *shown, *AFFINITY]) + "\x1b[0m"]
@@ -78,7 +81,9 @@ def loaded(node: hardware.Node, tmp_path: Path):
 
 @pytest.fixture
 def dgx_h100(tmp_path):
-    """8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one more port is down."""
+    """8 H100, a NIC of 400 Gb/s behind each one's switch, and two of storage on a host bridge; one
+    more port is down.
+    """
     compute = {f"mlx5_{n}": {gpu: "PXB"} for gpu, n in enumerate((0, 3, 4, 5, 6, 9, 10, 11))}
     storage: dict[str, dict[int, str]] = {"mlx5_1": {}, "mlx5_7": {}}
     for name in compute:
@@ -182,22 +187,18 @@ def test_unlike_gpus_are_refused(tmp_path):
         hardware.cluster_yaml(read(tmp_path, listed, None), "ours", TODAY)
 
 
-def test_the_verb_writes_a_file_that_plans(dgx_h100, tmp_path, monkeypatch, capsys):
+def test_the_verb_writes_a_file_that_plans(dgx_h100, tmp_path, monkeypatch, run):
     monkeypatch.setattr(hardware, "read_node", lambda: dgx_h100)
     path = tmp_path / "cluster.yaml"
-    assert main(["doctor", "--write-cluster", str(path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = run.json("doctor --json --write-cluster", path)
     assert document["cluster"]["nic_bytes_per_s"] == 50e9
     assert len(document["node"]["gpus"]) == 8
-    assert main(["plan", "--planner", "zeppelin", "--cluster", str(path), "--lengths", "4000,100", "--tokens-per-rank", "1024"]) == 0
-    assert capsys.readouterr().out.startswith("8 ranks (1 node x 8), llama-7b on cluster")
-    assert main(["doctor", "--write-cluster", str(path)]) == 2
-    assert "the file is there already" in capsys.readouterr().err
+    table = run.printed("plan --planner zeppelin --lengths 4000,100 --tokens-per-rank 1024 --cluster", path)
+    assert table.startswith("8 ranks (1 node x 8), llama-7b on cluster")
+    assert "the file is there already" in run.error("doctor --write-cluster", path)
 
 
-def test_users_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
-    assert main(["doctor", "--write-cluster", str(tmp_path / "cluster.json")]) == 2
-    assert "ends in .yaml" in capsys.readouterr().err
+def test_users_mistakes_are_one_line(tmp_path, run, monkeypatch):
+    assert "ends in .yaml" in run.error("doctor --write-cluster", tmp_path / "cluster.json")
     monkeypatch.setattr(hardware, "_run", lambda _command: None)
-    assert main(["doctor", "--write-cluster", str(tmp_path / "cluster.yaml")]) == 2
-    assert "nvidia-smi lists no GPU here" in capsys.readouterr().err
+    assert "nvidia-smi lists no GPU here" in run.error("doctor --write-cluster", tmp_path / "cluster.yaml")

@@ -14,16 +14,17 @@ from megatron_balance.compile.transpose import POLICIES, Policy, transpose
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.ir.rows import Rows
+from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 # Three queues on two nodes of two ranks: a ring over all ranks, one inside the first node, and a sequence on one rank.
-QUEUES = MicrobatchPlan(
-    *("by_hand", (64, 32, 8), 4, 2, 2, 1),
-    (
-        Zone("inter_node", "ring", (0, 1, 2, 3), (0,)),
-        Zone("intra_node", "ring", (0, 1), (1,)),
-        Zone("local", "ring", (0,), (2,)),
-    ),
+QUEUES = by_hand.plan(
+    (64, 32, 8),
+    4,
+    by_hand.ring(range(4), 0, name="inter_node"),
+    by_hand.ring((0, 1), 1, name="intra_node"),
+    by_hand.local(0, 2),
+    ranks_per_node=2,
 )
 
 
@@ -200,7 +201,7 @@ def assert_all_ends(ops: Sequence[Sequence[Op]], steps: Sequence[Sequence[Step]]
 
 def test_each_leg_of_a_routed_exchange_has_its_stream() -> None:
     """Rank 0 sends to rank 2 on the other node: half of it over rank 1 and rank 3."""
-    ring = MicrobatchPlan("by_hand", (32,), 4, 2, 2, 1, (Zone("inter_node", "ring", (0, 2), (0,)),), routing=Routing(1, (0,)))
+    ring = by_hand.plan((32,), 4, by_hand.ring((0, 2), 0), ranks_per_node=2, routing=Routing(1, (0,)))
     issues = [streams(project(ring, rank).forward, rank, 2) for rank in range(4)]
     exchange = [next(i for i, op in enumerate(project(ring, rank).forward) if isinstance(op, Exchange)) for rank in range(4)]
     for rank in (0, 2):

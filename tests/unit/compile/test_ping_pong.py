@@ -17,19 +17,18 @@ from megatron_balance.compile.pipeline import project
 from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import POLICIES, Policy, transpose
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Op
 from megatron_balance.ir.rows import Rows
+from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 # A document of 8 tokens on each of two ranks; rank 1 attends for the later half of rank 0's.
-DISPATCH = MicrobatchPlan(
-    *("by_hand", (8, 4), 2, 1, 2, 1),
-    (
-        TaskTable(
-            "pool", Rows.of(4, [(0, 0, 0, 8), (1, 1, 0, 4)]), Rows.of(6, [(0, 0, 0, 4, 0, 4), (1, 0, 4, 8, 0, 8), (1, 1, 0, 4, 0, 4)])
-        ),
-    ),
+DISPATCH = by_hand.plan(
+    (8, 4),
+    2,
+    by_hand.task_table([(0, 0, 0, 8), (1, 1, 0, 4)], [(0, 0, 0, 4, 0, 4), (1, 0, 4, 8, 0, 8), (1, 1, 0, 4, 0, 4)]),
+    ranks_per_node=1,
 )
 
 

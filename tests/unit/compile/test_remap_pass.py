@@ -14,7 +14,7 @@ from megatron_balance.ir.plan import MOVE_WIDTH, MicrobatchPlan, Zone
 from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
-from tests.support import programs
+from tests.support import by_hand, programs
 
 LAYOUT = np.array([[0, 0, 4], [1, 2, 5], [0, 8, 9]])
 
@@ -25,8 +25,8 @@ def moves(*rows: tuple[int, int, int]) -> Rows:
 
 def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:
     """Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has nothing."""
-    zones = (Zone("intra_node", pattern, (0, 1), (0,)), Zone("local", "ring", (1,), (1,)), Zone("local", "ring", (2,), (2,)))
-    return MicrobatchPlan("by_hand", (16, 10, 6), 4, 2, 2, 1, zones, moves(*moved))
+    zones = (Zone("intra_node", pattern, (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
+    return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
 
 def test_the_last_tokens_of_a_layout_are_away_in_the_order_of_their_homes() -> None:

@@ -18,7 +18,7 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Exchange, Kind, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
-from tests.support import programs
+from tests.support import by_hand, programs
 
 FOUR_NICS = Nics(4, 1)
 TWO_NICS = Nics(4, 2)
@@ -37,9 +37,8 @@ def routes_of(row: tuple[int, ...], nics: Nics) -> list[tuple[int, ...]]:
 
 
 def ring(num_ranks: int = 8, ranks_per_node: int = 4, ranks_per_nic: int = 1, min_tokens: int = 1) -> MicrobatchPlan:
-    zone = Zone("inter_node", "ring", tuple(range(num_ranks)), (0,))
     routing = Routing(ranks_per_nic, (0,), min_tokens)
-    return MicrobatchPlan("by_hand", (16 * num_ranks,), num_ranks, ranks_per_node, 2, 1, (zone,), routing=routing)
+    return by_hand.pool("ring", (16 * num_ranks,), num_ranks, ranks_per_node=ranks_per_node, routing=routing)
 
 
 def routed(ops: tuple[Op, ...]) -> list[Exchange]:
@@ -121,8 +120,7 @@ def test_short_rounds_of_a_ring_go_directly() -> None:
 
 
 def test_the_remap_is_routed_where_the_plan_says_so() -> None:
-    zones = (Zone("local", "ring", (0,), (0,)),)
-    plan = MicrobatchPlan("by_hand", (32,), 4, 2, 2, 1, zones, Rows.of(3, [(0, 3, 16)]), Routing(1, (REMAP,)))
+    plan = by_hand.plan((32,), 4, by_hand.local(0, 0), ranks_per_node=2, moves=[(0, 3, 16)], routing=Routing(1, (REMAP,)))
     program = expand(plan, "replay")
     verify(program)
     remap_in, remap_out = routed(program.forward)

@@ -18,9 +18,10 @@ from megatron_balance.runtime.attention import balanced_attention  # noqa: E402
 from megatron_balance.runtime.bind import AttentionShape, bind  # noqa: E402
 from megatron_balance.runtime.cuda import CudaStreams, Transfer  # noqa: E402
 from megatron_balance.runtime.groups import Groups, stream_names  # noqa: E402
+from tests.support import by_hand  # noqa: E402
 
-RING = MicrobatchPlan("by_hand", (64,), 4, 2, 2, 1, (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)),))
-PAIR = MicrobatchPlan("by_hand", (64,), 4, 2, 2, 1, (Zone("inter_node", "ring", (0, 2), (0,)),), routing=Routing(1, (0,)))
+RING = by_hand.pool("ring", (64,), 4, ranks_per_node=2)
+PAIR = by_hand.plan((64,), 4, by_hand.ring((0, 2), 0), ranks_per_node=2, routing=Routing(1, (0,)))
 
 
 class Written:

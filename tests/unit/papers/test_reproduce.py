@@ -1,6 +1,4 @@
-"""The verb `reproduce`: papers, tables and rows; the verb's JSON, its table for people, and a
-sentence for every mistake.
-"""
+"""The frame of `papers`: papers, tables and rows; the verb's JSON, its table for people, and a sentence for every mistake."""
 
 from __future__ import annotations
 
@@ -10,10 +8,9 @@ from types import MappingProxyType
 import pytest
 
 import megatron_balance.papers as package
-from megatron_balance.cli import main
 from megatron_balance.errors import ConfigError
 from megatron_balance.papers import PAPERS, paper_of
-from megatron_balance.papers.base import Effort, Paper, PaperTable, Row
+from megatron_balance.papers.base import Effort, Paper, Row, Table
 
 KEYS = {"paper", "table", "name", "published", "ours", "unit", "kind", "sign", "note"}
 
@@ -29,19 +26,9 @@ def two_rows(effort: Effort) -> list[Row]:
 @pytest.fixture
 def sketch(monkeypatch) -> Paper:
     """A paper of two small tables in place of the real ones."""
-    paper = Paper("A sketch (arXiv 0)", MappingProxyType({"table1": PaperTable("one", two_rows, 3), "fig2": PaperTable("two", two_rows)}))
+    paper = Paper("A sketch (arXiv 0)", MappingProxyType({"table1": Table("one", two_rows, 3), "fig2": Table("two", two_rows)}))
     monkeypatch.setattr(package, "PAPERS", {"sketch": paper})
     return paper
-
-
-@pytest.fixture
-def run(capsys):
-    def run(command: str) -> tuple[int, str, str]:
-        code = main(command.split())
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
@@ -65,7 +52,7 @@ def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
 
 
 def test_one_table_and_a_number_of_batches_are_taken(run, sketch):
-    rows = json.loads(run("reproduce sketch fig2 --batches 5 --json")[1])["rows"]
+    rows = run.json("reproduce sketch fig2 --batches 5 --json")["rows"]
     assert {row["table"] for row in rows} == {"fig2"}
     assert rows[0]["ours"] == 10.0
 
@@ -91,12 +78,12 @@ def test_a_ratio_needs_something_published():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("reproduce zepelin", "reproduce: no paper 'zepelin'; did you mean 'zeppelin'?"),
-        ("reproduce megascale", "reproduce: no paper 'megascale'; there are "),
-        ("reproduce zeppelin fgi8", "zeppelin has no table 'fgi8'; did you mean 'fig8'?"),
-        ("reproduce zeppelin appendix", "zeppelin has no table 'appendix'; there are fig3, fig5, table2"),
-        ("reproduce zeppelin table2 --batches 0", "--batches 0: must be at least 1"),
-        ("reproduce zeppelin table2 --batch 3", "unknown option '--batch'; did you mean '--batches'?"),
+        ("papers zepelin", "reproduce: no paper 'zepelin'; did you mean 'zeppelin'?"),
+        ("papers megascale", "reproduce: no paper 'megascale'; there are "),
+        ("papers zeppelin fgi8", "zeppelin has no table 'fgi8'; did you mean 'fig8'?"),
+        ("papers zeppelin appendix", "zeppelin has no table 'appendix'; there are fig3, fig5, table2"),
+        ("papers zeppelin table2 --batches 0", "--batches 0: must be at least 1"),
+        ("papers zeppelin table2 --batch 3", "unknown option '--batch'; did you mean '--batches'?"),
         ("reproduce", "the following arguments are required: PAPER"),
     ],
 )

@@ -12,7 +12,7 @@ from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.plan import MOVE_WIDTH, REMAP, MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.plan import REMAP, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.span import Span, tiles
@@ -21,17 +21,9 @@ from megatron_balance.patterns import dispatch
 from megatron_balance.patterns import zigzag as zigzag_module
 from megatron_balance.patterns.head_exchange import head_slices
 from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
+from tests.support.by_hand import plan, pool
 
 MOVEMENTS = ("ring", "all_gather", "head_exchange")
-
-
-def plan(lengths: tuple[int, ...], num_ranks: int, *zones: Zone | TaskTable, heads: int = 2, kv_heads: int = 1) -> MicrobatchPlan:
-    return MicrobatchPlan("by_hand", lengths, num_ranks, num_ranks, heads, kv_heads, zones)
-
-
-def pool(pattern: str, lengths: tuple[int, ...], num_ranks: int, heads: int = 2, kv_heads: int = 1) -> MicrobatchPlan:
-    zone = Zone("pool", pattern, tuple(range(num_ranks)), tuple(range(len(lengths))))
-    return plan(lengths, num_ranks, zone, heads=heads, kv_heads=kv_heads)
 
 
 def cut(length: int, size: int) -> list[list[tuple[int, int]]]:
@@ -128,7 +120,7 @@ def test_a_zone_on_one_rank_moves_nothing(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", MOVEMENTS)
 @pytest.mark.parametrize("policy", ["keep", "replay"])
 def test_one_token_on_eight_ranks(pattern: str, policy: str) -> None:
-    program = expand(pool(pattern, (1,), 8, heads=8, kv_heads=2), policy)  # pyright: ignore[reportArgumentType]
+    program = expand(pool(pattern, (1,), 8, heads=(8, 2)), policy)  # pyright: ignore[reportArgumentType]
     verify(program)
     assert sum(len(owned) for owned in program.owned) == 1
 
@@ -188,8 +180,8 @@ def test_a_replayed_ring_turns_the_other_way() -> None:
 @pytest.mark.parametrize("pattern", MOVEMENTS)
 def test_a_program_without_replays_is_the_same_but_for_them(pattern: str) -> None:
     zone = Zone("pool", pattern, (0, 1, 2, 3), (0, 1))
-    routing = Routing(1, (REMAP, 0))
-    remapped = MicrobatchPlan("by_hand", (9, 30), 4, 2, 4, 2, (zone,), Rows.of(MOVE_WIDTH, [(0, 1, 3), (3, 1, 2)]), routing)
+    routing, moves = Routing(1, (REMAP, 0)), [(0, 1, 3), (3, 1, 2)]
+    remapped = plan((9, 30), 4, zone, ranks_per_node=2, heads=(4, 2), moves=moves, routing=routing)
     for rank in range(4):
         whole = project(remapped, rank)
         assert whole.replays
@@ -212,7 +204,7 @@ def test_an_all_gather_leaves_out_sequences_that_one_rank_holds() -> None:
 
 
 def test_a_head_exchange_brings_a_shared_key_value_head_to_every_rank_that_needs_it() -> None:
-    exchange = expand(pool("head_exchange", (8,), 4, heads=4, kv_heads=2)).forward[0]
+    exchange = expand(pool("head_exchange", (8,), 4, heads=(4, 2))).forward[0]
     assert isinstance(exchange, Exchange)
     heads_of = {(row[6], row[7]): row[4:6] for row in exchange.transfers if row[0] == Kind.KV}
     assert [heads_of[0, dst] for dst in (1, 2, 3)] == [(0, 1), (1, 2), (1, 2)]
@@ -273,7 +265,7 @@ def test_projections_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("pattern", MOVEMENTS)
 def test_splitting_and_joining_gives_the_whole_again(pattern: str) -> None:
-    one = pool(pattern, (17, 3, 1, 40), 4, heads=4, kv_heads=2)
+    one = pool(pattern, (17, 3, 1, 40), 4, heads=(4, 2))
     whole = expand(one)
     assert join([split(whole, rank) for rank in range(4)], one.lengths, 4, 2) == whole
     for rank in range(4):

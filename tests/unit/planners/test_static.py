@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_balance import Batch, Cluster, Model, make_planner
 from megatron_balance.analysis.statistics import figures
 from megatron_balance.errors import ConfigError, InfeasibleError
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from tests.support import by_hand
 
 MODEL = Model(8, 2, 16)
 MOVEMENT = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "head_exchange"}
@@ -16,7 +18,7 @@ MOVEMENT = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "hea
 @pytest.mark.parametrize(("planner", "pattern"), MOVEMENT.items())
 def test_all_sequences_share_one_zone_over_all_ranks(planner: str, pattern: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL)([5, 1, 30])
-    assert plan == MicrobatchPlan(planner, (5, 1, 30), 4, 2, 8, 2, (Zone("pool", pattern, (0, 1, 2, 3), (0, 1, 2)),))
+    assert plan == replace(by_hand.pool(pattern, (5, 1, 30), 4, ranks_per_node=2, heads=(8, 2)), planner=planner)
 
 
 @pytest.mark.parametrize("planner", MOVEMENT)

@@ -18,21 +18,22 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planning.layers import Layers, fewest_routed_tokens, remap_saves_s, with_layers
+from tests.support import by_hand
 
 MODEL = Model(2, 2, 64, hidden_size=128, ffn_size=256)
 TWO_NODES = Cluster(8, 4, intra_bytes_per_s=400e9, nic_bytes_per_s=25e9)
 
 
 def plan(lengths: tuple[int, ...], *zones: Zone | TaskTable, num_ranks: int = 8, per_node: int = 4) -> MicrobatchPlan:
-    return MicrobatchPlan("by_hand", lengths, num_ranks, per_node, 2, 2, zones)
+    return by_hand.plan(lengths, num_ranks, *zones, ranks_per_node=per_node, heads=(2, 2))
 
 
 def laid(bare: MicrobatchPlan, cluster: Cluster, layers: Layers) -> MicrobatchPlan:
     return with_layers(bare, cluster, AnalyticCost(cluster, MODEL), layers)
 
 
-LONG = plan((64_000,), Zone("inter_node", "ring", tuple(range(8)), (0,)))
-UNEVEN = plan((4000, 900, 100), Zone("local", "ring", (0,), (0,)), Zone("local", "ring", (1,), (1,)), Zone("local", "ring", (5,), (2,)))
+LONG = plan((64_000,), by_hand.ring(range(8), 0))
+UNEVEN = plan((4000, 900, 100), by_hand.local(0, 0), by_hand.local(1, 1), by_hand.local(5, 2))
 
 
 def counts(remapped: MicrobatchPlan) -> list[int]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from megatron_balance import Cluster, Model, make_planner
-from megatron_balance.cli import main
 from megatron_balance.config import load_config, planning_cost
 from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve, LayerTable, LinkTable, Source, save_table
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import TaskTable, Zone
 from megatron_balance.planning.ahead import PlanAhead, PlanSpec
 from megatron_balance.planning.layers import Layers
+from tests.support.cli import CommandLine
 
 CLUSTER, MODEL = Cluster(8, 4), Model(8, 8, 16)
 LENGTHS = (4000, 300, 300, 300, 300, 300, 300, 300)
@@ -76,7 +75,7 @@ def test_the_process_that_plans_ahead_has_the_same_table(slow: Path) -> None:
     assert ready.plan == make_planner("zeppelin", CLUSTER, MODEL, Layers(), slow, tokens_per_rank=4200)(LENGTHS)
 
 
-def test_command_line_and_configuration_name_the_table(slow: Path, quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_and_configuration_name_the_table(slow: Path, quick: Path, tmp_path: Path, run: CommandLine) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
         "planner: {name: zeppelin, tokens_per_rank: 4200}\ncluster: {num_ranks: 8, ranks_per_node: 4}\n"
@@ -86,8 +85,7 @@ def test_command_line_and_configuration_name_the_table(slow: Path, quick: Path, 
     assert load_config(config).plan_costs == slow
 
     def fingerprint(*more: str) -> str:
-        assert main(["plan", "--config", str(config), "--json", *more]) == 0
-        return json.loads(capsys.readouterr().out)["results"][0]["fingerprint"]
+        return run.json("plan --json --config", config, *more)["results"][0]["fingerprint"]
 
     def planned(file: Path) -> str:
         return make_planner("zeppelin", load_config(config).cluster.build(), MODEL, Layers(), file, tokens_per_rank=4200)(  # pyright: ignore[reportOptionalMemberAccess]
@@ -99,10 +97,9 @@ def test_command_line_and_configuration_name_the_table(slow: Path, quick: Path, 
     assert planned(slow) != planned(quick)
 
 
-def test_a_table_of_another_head_dim_or_none_at_all_is_refused(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_another_head_dim_or_none_at_all_is_refused(slow: Path, tmp_path: Path, run: CommandLine) -> None:
     with pytest.raises(ConfigError, match="measured with head dim 16, llama-7b has 128"):
         planning_cost(CLUSTER, Model(32, 32, 128, name="llama-7b"), slow)
     with pytest.raises(ConfigError, match=r"nowhere\.json"):
         planning_cost(CLUSTER, MODEL, tmp_path / "nowhere.json")
-    assert main(["plan", "--planner", "zeppelin", "--lengths", "100,20", "--ranks", "4", "--plan-costs", str(slow)]) == 2
-    assert "head dim 16" in capsys.readouterr().err
+    assert "head dim 16" in run.error("plan --planner zeppelin --lengths 100,20 --ranks 4 --plan-costs", slow)

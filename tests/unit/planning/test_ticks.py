@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import Cell, Tick, fingerprint
 from megatron_balance.planning.tick_order import neighbour, passes_on, ticks
 from megatron_balance.planning.ticks import plan_ticks
 from megatron_balance.simulator import pipeline
+from tests.support import by_hand
 
 
 @st.composite
@@ -112,7 +113,7 @@ def test_interleaved_stages_need_whole_groups_of_microbatches() -> None:
 def nano_batches(*lengths: int) -> MicrobatchPlan:
     """Each sequence in two nano-batches on two ranks."""
     fragments = [(rank, seq, rank * n // 2, (rank + 1) * n // 2) for rank in (0, 1) for seq, n in enumerate(lengths)]
-    return MicrobatchPlan("halves", lengths, 2, 2, 1, 1, (TaskTable("halves", Rows.of(4, fragments), Rows(6)),))
+    return by_hand.plan(lengths, 2, by_hand.task_table(fragments), heads=(1, 1))
 
 
 def test_the_microbatches_of_a_tick_lie_side_by_side() -> None:
@@ -120,7 +121,7 @@ def test_the_microbatches_of_a_tick_lie_side_by_side() -> None:
 
     def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
         asked.append((lengths, list(owned)))
-        return MicrobatchPlan("x", lengths, 4, 2, 1, 1, (TaskTable("x", owned, Rows(6)),))
+        return by_hand.plan(lengths, 4, by_hand.task_table(owned), ranks_per_node=2, heads=(1, 1))
 
     plans = [nano_batches(4, 6), nano_batches(8)]
     made = plan_ticks(ticks(2, 2), plans, plan)
@@ -136,7 +137,7 @@ def test_ticks_of_the_same_microbatches_are_planned_once() -> None:
 
     def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
         asked.append(lengths)
-        return MicrobatchPlan("x", lengths, 4, 2, 1, 1, (TaskTable("x", owned, Rows(6)),))
+        return by_hand.plan(lengths, 4, by_hand.task_table(owned), ranks_per_node=2, heads=(1, 1))
 
     order = ticks(2, 2, 3)
     made = plan_ticks(order, [nano_batches(4), nano_batches(8)], plan)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_balance.cli import main
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import load_table
+from tests.support.cli import CommandLine
 
 pytest.importorskip("torch")
 
-TINY = ["profile", "--device", "cpu", "--repeats", "2", "--q-tokens", "16,64", "--k-tokens", "16,128", "--before-tokens", "0,128"]
-TINY += ["--layer-tokens", "16,256", "--pack-bytes", "4096,262144"]
+TINY = (
+    "profile --device cpu --repeats 2 --q-tokens 16,64 --k-tokens 16,128 --before-tokens 0,128 "
+    "--layer-tokens 16,256 --pack-bytes 4096,262144"
+)
 
 
-def test_a_profile_is_a_table_that_prices_and_names_its_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_a_table_that_prices_and_names_its_machine(tmp_path: Path, run: CommandLine) -> None:
     path = tmp_path / "table.json"
-    assert main([*TINY, "--out", str(path), "--json"]) == 0
-    printed, table = json.loads(capsys.readouterr().out), load_table(path)
+    printed, table = run.json(f"{TINY} --json --out", path), load_table(path)
     assert printed["attention"]["q_tokens"] == [16, 64]
     assert (table.source.kind, table.source.repeats, table.links) == ("cpu", 2, ())
     assert table.source.device
@@ -37,17 +37,15 @@ def test_a_profile_is_a_table_that_prices_and_names_its_machine(tmp_path: Path, 
     assert cost.layer_s(100) > 0
 
 
-def test_the_report_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(TINY) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_report_says_what_was_measured(run: CommandLine) -> None:
+    lines = run.printed(TINY).splitlines()
     assert lines[0].endswith("of 2 samples")
     assert any(line.startswith("attention kernel cpu_flash, float32, 8 heads") for line in lines)
     assert lines[-1] == "not written; --out FILE keeps it"
 
 
-def test_links_are_measured_between_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--json", "--links", "--message-bytes", "1024,4194304"]) == 0
-    (link,) = json.loads(capsys.readouterr().out)["links"]
+def test_links_are_measured_between_two_processes(run: CommandLine) -> None:
+    (link,) = run.json(f"{TINY} --json --links --message-bytes 1024,4194304")["links"]
     assert (link["name"], link["backend"], link["sizes"]) == ("intra_node", "gloo", [1024, 4194304])
     assert all(0 < seconds < 10 for seconds in link["seconds"])
 
@@ -68,18 +66,13 @@ def test_links_are_measured_between_two_processes(capsys: pytest.CaptureFixture[
         (["--device", "tpu"], "--device"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, *options]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ")
-    assert sentence in error
-    assert "\n" not in error
+def test_a_users_mistake_is_one_line_and_exit_code_2(options: list[str], sentence: str, run: CommandLine) -> None:
+    assert sentence in run.error(TINY, *options)
 
 
-def test_cuda_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_is_refused_where_there_is_none(run: CommandLine) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert main([*TINY[:1], "--device", "cuda"]) == 2
-    assert "torch finds no CUDA device here" in capsys.readouterr().err
+    assert "torch finds no CUDA device here" in run.error("profile --device cuda")

@@ -1,34 +1,24 @@
-"""The figures of a simulated report: parts add up, what limits a step is what was made to, and
-suggestions do what they say.
-"""
+"""The figures of a simulated report: parts add up, what limits a step is what was made to, and suggestions do what they say."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from megatron_balance.cli import main
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.report import lanes, lengths, limits, placement, words
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import timeline
+from tests.support import by_hand
 
 INPUTS = "--lengths 6000,1200,700,64,64,17,1 --ranks 4 --ranks-per-node 2 --tokens-per-rank 4000"
 
 
 @pytest.fixture
-def study(capsys, tmp_path):
-    def study(command: str) -> dict:
-        assert main(["report", "--out", str(tmp_path / "report.html"), "--json", *command.split()]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return study
+def study(run, tmp_path):
+    return lambda command: run.json(f"report --json {command} --out", tmp_path / "report.html")
 
 
 @pytest.fixture
@@ -38,15 +28,10 @@ def limits_of(study, monkeypatch):
     return lambda command: study(command)["limits"]
 
 
-def simulated(capsys, command: str) -> dict:
-    assert main(["simulate", "--json", *command.split()]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_without_planners_all_are_compared_as_compare_does(study, capsys):
+def test_without_planners_all_are_compared_as_compare_does(study, run):
     found = study(INPUTS)
-    assert main(["compare", "--json", "--ping-pong", "false", *INPUTS.split()]) == 0  # a report's microbatches are whole
-    compared = {row["planner"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    whole = run.json(f"compare --json --ping-pong false {INPUTS}")  # as a report's microbatches are
+    compared = {row["planner"]: row for row in whole["rows"]}
     rows = {row["planner"]: row for row in found["rows"]}
     assert rows.keys() == compared.keys()
     for name, row in rows.items():
@@ -88,11 +73,10 @@ def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
     assert "a rank is 2 GPUs (tensor parallelism)" in page
 
 
-def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, capsys):
+def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
     slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=6")["zeppelin"]
-    with_it, without = (simulated(capsys, f"{INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
-    # Gradients are synchronised beside the backward, which is longer then: they have a part of
-    # their own.
+    with_it, without = (run.json(f"simulate --json {INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
+    # Gradients are synchronised beside the backward, which is longer then: they have a part of their own.
     gained = [found["step_s"]["median"] - found["phases_s"]["gradient_sync"] for found in (with_it, without)]
     assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
     assert slow["limit"] == "straggler"
@@ -103,8 +87,7 @@ def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tm
     (tmp_path / "slow.yaml").write_text("base: h200\nnic_bytes_per_s: 1.0e+8\n", encoding="utf-8")
     found = limits_of(f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {tmp_path / 'slow.yaml'}")["te_ring"]
     assert found["limit"] == "nic"
-    # A ring over two nodes of four leaves each of them at one rank of four, the other way round in
-    # the backward, which takes longer.
+    # A ring over two nodes of four leaves each of them at one rank of four, the other way round in the backward, which takes longer.
     assert found["busiest_nic"]["bytes"] > 2 * found["busiest_nic"]["mean_bytes"]
     assert found["busiest_nic"]["full_share"] > 0.5
     assert f"number {found['busiest_nic']['nic']} of node {found['busiest_nic']['node']}" in found["sentence"]
@@ -137,14 +120,14 @@ def test_uneven_work_is_imbalance_and_the_remap_is_what_it_costs(limits_of):
 
 
 @pytest.mark.parametrize("told", ["", "--routing always --no-remap"])
-def test_every_suggestion_takes_as_long_as_its_options_simulated(study, capsys, told):
+def test_every_suggestion_takes_as_long_as_its_options_simulated(study, run, told):
     found = study(f"{INPUTS} --planner zeppelin {told}")
     tried = [row for row in found["try_next"]["tries"] if row["options"]]
     assert {row["where"] for row in tried} == {"planner", "step"}
     for row in tried:
         planner = "" if "--planner" in row["options"] else "--planner zeppelin"
         inputs = INPUTS.replace("--tokens-per-rank 4000", "") if "--tokens-per-rank" in row["options"] else INPUTS
-        again = simulated(capsys, f"{inputs} {planner} {told} {row['options']}")  # the last of two counts
+        again = run.json(f"simulate --json {inputs} {planner} {told} {row['options']}")  # the last of two counts
         assert again["step_s"]["median"] == pytest.approx(row["step_s"], rel=1e-9), row["options"]
         assert row["saves"] == pytest.approx(1 - row["step_s"] / found["try_next"]["step_s"])
 
@@ -187,12 +170,8 @@ def test_where_there_is_no_timeline_the_page_says_why(study, limits_of, monkeypa
         ("--steps X --steps Y --steps Z", "--steps is given 3 times"),
     ],
 )
-def test_mistakes_are_one_sentence(capsys, tmp_path, command, message):
-    assert main(["report", "--out", str(tmp_path / "r.html"), *command.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert message in captured.err
-    assert captured.out == ""
+def test_mistakes_are_one_sentence(run, tmp_path, command, message):
+    assert message in run.error(f"report {command} --out", tmp_path / "r.html")
 
 
 # Parts
@@ -213,12 +192,12 @@ def test_lengths_are_counted_once_each_by_powers_of_two():
 
 def test_a_plan_says_which_ranks_share_each_sequence():
     zones = (
-        Zone("inter_node", "ring", (0, 1, 2, 3, 4, 5, 6, 7), (0, 1)),
-        Zone("intra_node", "head_exchange", (4, 6), (2,)),
-        Zone("local", "ring", (7,), (3,)),
-        TaskTable("cut", Rows.of(4, [(5, 4, 0, 50), (6, 4, 50, 90)]), Rows.of(6, [(5, 4, 0, 90, 0, 90)])),
+        by_hand.ring(range(8), 0, 1),
+        by_hand.head_exchange((4, 6), 2),
+        by_hand.local(7, 3),
+        by_hand.task_table([(5, 4, 0, 50), (6, 4, 50, 90)], [(5, 4, 0, 90, 0, 90)]),
     )
-    plan = MicrobatchPlan("by hand", (9000, 3, 400, 200, 90), 8, 4, 8, 8, zones)
+    plan = by_hand.plan((9000, 3, 400, 200, 90), 8, *zones, ranks_per_node=4, heads=(8, 8))
     found = placement.of_plan(plan)
     where = {row["seq"]: (row["where"], row["rank_runs"]) for row in found["longest"]}
     assert where[0] == ("across nodes", [(0, 7)])

@@ -1,4 +1,6 @@
-"""The event engine against times worked out by hand, and against the bytes and the order that the executor has."""
+"""The event engine against times worked out by hand, and against the bytes and the order that the
+executor has.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planning.layers import Layers, with_layers
@@ -34,6 +36,7 @@ from megatron_balance.simulator.attention import attention_call, events
 from megatron_balance.simulator.machine import Machine, fair_ends, fair_rates
 from megatron_balance.simulator.phase import Flow, Phase, phase_of
 from megatron_balance.simulator.timeline import timeline
+from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -42,7 +45,9 @@ CALL, INTRA, INTER = 0.0005, Link(0.001, 1e6), Link(0.002, 1e5)
 
 
 def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1) -> Program:
-    """One exchange (or each transfer in one of its own) of keys: (src, dst, tokens) of sequence `src`."""
+    """One exchange (or each transfer in one of its own) of keys: (src, dst, tokens) of sequence
+    `src`.
+    """
     rows = [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in transfers]
     ops = [Exchange(0, Rows.of(TRANSFER_WIDTH, rows))]
     if exchanges > 1:
@@ -57,8 +62,7 @@ def forward_s(program: Program, machine: Machine) -> np.ndarray:
 
 
 def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
-    seqs = tuple(range(len(lengths)))
-    return MicrobatchPlan("ring", lengths, num_ranks, ranks_per_node, 2, 2, (Zone("pool", "ring", tuple(range(num_ranks)), seqs),))
+    return by_hand.pool("ring", lengths, num_ranks, ranks_per_node=ranks_per_node, heads=(2, 2))
 
 
 def test_one_transfer_takes_its_call_its_alpha_and_its_bytes():
@@ -141,7 +145,9 @@ def test_a_kernel_is_slowed_down_while_a_transfer_holds_its_processors():
 
 @pytest.mark.parametrize(("waits", "across_s", "combine_s"), [(False, 0.0, 0.0), (True, 2.0, 8.0)])
 def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_inside(waits: bool, across_s: float, combine_s: float):
-    """From rank 0 over proxies 1 and 5 to rank 4, while all of them attend for 10 s in thread blocks of 2 s."""
+    """From rank 0 over proxies 1 and 5 to rank 4, while all of them attend for 10 s in thread
+    blocks of 2 s.
+    """
     machine = flat_machine(8, 4, contention=Contention(100, 0, 0, waits))
     num_bytes = 128 * KV_BYTES
     legs: list[tuple[Leg, str, int, int]] = [("dispatch", "dispatch", 0, 1), ("across", "inter_node", 1, 5), ("combine", "combine", 5, 4)]
@@ -165,7 +171,7 @@ def test_thread_blocks_are_a_kernels_time_on_its_processors_and_a_kernel_that_le
 
 
 def test_transfers_that_wait_make_a_routed_ring_slower_and_are_for_the_event_engine():
-    whole = MicrobatchPlan("ring", (65536,), 16, 8, 32, 8, (Zone("pool", "ring", tuple(range(16)), (0,)),))
+    whole = by_hand.pool("ring", (65536,), 16, ranks_per_node=8, heads=(32, 8))
     planned = with_layers(whole, Cluster(16, 8), flat_machine(16, 8).cost, Layers(routing="always"))
     clusters = [Cluster(16, 8, transfers_wait=waits) for waits in (False, True)]
     model = Model(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -201,14 +207,17 @@ def test_fair_shares_fill_a_resource_of_every_transfer_and_overfill_none(uses, c
 
 def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
     ends = fair_ends(np.zeros(2, dtype=np.int64), np.array([10.0, 10.0]), np.array([0.0, 5.0]), np.array([1.0]))
-    # Alone until 5, then half each: the first has 5 left and needs 10; the second then has 5 left and the resource to itself.
+    # Alone until 5, then half each: the first has 5 left and needs 10; the second then has 5 left
+    # and the resource to itself.
     assert ends == pytest.approx([15.0, 20.0])
 
 
 @settings(max_examples=12, deadline=None)
 @given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
 def test_every_link_and_nic_carries_the_bytes_of_the_program(case: Case, name: str):
-    """Forward; `tests/unit/simulator/test_sockets.py` has both phases. (NCCL's reduce-scatters go around a ring, `traffic` has gloo's.)"""
+    """Forward; `tests/unit/simulator/test_sockets.py` has both phases. (NCCL's reduce-scatters go
+    around a ring, `traffic` has gloo's.)
+    """
     planned = plan(name, case)
     shared = planned.routing.ranks_per_nic if planned.routing is not None else 1
     machine = machine_of(case, shared)
@@ -267,7 +276,7 @@ def test_more_bandwidth_is_never_slower():
         assert all(a >= b for slower, faster in zip(four, four[1:], strict=False) for a, b in zip(slower, faster, strict=True))
 
 
-def test_a_trace_is_json_with_one_lane_for_each_stream_and_nothing_overlaps_in_it():
+def test_a_trace_is_json_with_one_track_for_each_stream_and_nothing_overlaps_in_it():
     machine = flat_machine(8, 4, layer=1e-4)
     document = json.loads(json.dumps(timeline(ring(8, 4, 4000, 300), machine)))
     events_of = [event for event in document["traceEvents"] if event["ph"] == "X"]
@@ -276,8 +285,8 @@ def test_a_trace_is_json_with_one_lane_for_each_stream_and_nothing_overlaps_in_i
     assert {named[rank, 0] for rank in range(8)} == {"compute"}
     assert set(named.values()) == {"compute", "inter_node", "inter_node moved", "intra_node", "intra_node moved"}
     assert sum(e["name"] == "process_name" for e in document["traceEvents"]) == 8
-    for lane in named:
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events_of if (e["pid"], e["tid"]) == lane)
+    for track in named:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events_of if (e["pid"], e["tid"]) == track)
         assert all(stop <= start + 1e-6 * max(1.0, start) for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
     launches = [e for e in events_of if e["name"] == "attention"]
     assert len(launches) == 2 * 8 * 8

@@ -1,4 +1,6 @@
-"""The round engine against the event engine: equal where only one ring or collective is at work, near where zones meet."""
+"""The round engine against the event engine: equal where only one ring or collective is at work,
+near where zones meet.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.patterns import zigzag
 from megatron_balance.patterns.ring import _Blocks as Blocks
@@ -26,6 +28,7 @@ from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import tables
 from megatron_balance.simulator.attention import attention_call
 from megatron_balance.simulator.machine import Machine
+from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -33,8 +36,7 @@ LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=32)
 
 
 def pool(pattern: str, num_ranks: int, ranks_per_node: int, lengths: tuple[int, ...], heads: int = 2) -> MicrobatchPlan:
-    zone = Zone("pool", pattern, tuple(range(num_ranks)), tuple(range(len(lengths))))
-    return MicrobatchPlan("pool", lengths, num_ranks, ranks_per_node, heads, heads, (zone,))
+    return by_hand.pool(pattern, lengths, num_ranks, ranks_per_node=ranks_per_node, heads=(heads, heads))
 
 
 @settings(max_examples=15, deadline=None)
@@ -52,7 +54,8 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
     exact = attention_call(planned, machine, "keep", enter, "events")
     rounds = attention_call(planned, machine, "keep", enter, "rounds")
     for a, b in zip(exact, rounds, strict=True):
-        # Collectives carry every tensor padded to 16 bytes, which the round engine leaves out: two tensors, and as many again going back.
+        # Collectives carry every tensor padded to 16 bytes, which the round engine leaves out: two
+        # tensors, and as many again going back.
         padding_s = 0.0 if pattern == "ring" else 4 * 16 * ranks / machine.inter.bytes_per_s
         assert b.end_s == pytest.approx(a.end_s, rel=1e-9, abs=padding_s)
         assert b.compute_s == pytest.approx(a.compute_s, rel=1e-9)
@@ -63,7 +66,8 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
     planned = plan(name, case)
     if planned.routing is not None and any(zone.pattern in ("all_gather", "head_exchange") for zone in planned.zones):
-        planned = replace(planned, routing=None)  # collectives are routed by `always` only, and the round engine leaves them whole
+        # collectives are routed by `always` only, and the round engine leaves them whole
+        planned = replace(planned, routing=None)
     cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
     machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
     exact, rounds = (attention_call(planned, machine, "keep", name=engine).forward.bytes_moved for engine in ("events", "rounds"))
@@ -105,10 +109,9 @@ def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size):
         assert back[:, hop].tolist() == (tokens * (blocks.reach_backward() >= hop)).sum(axis=(1, 2)).tolist()
 
 
-def test_a_first_hop_that_a_home_makes_is_not_made_by_the_holder():
+def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
     lengths = (4000, 100, 90)
-    zones = (Zone("inter_node", "ring", (0, 1, 2, 3), (0,)), Zone("local", "ring", (4,), (1, 2)))
-    planned = MicrobatchPlan("x", lengths, 8, 4, 2, 2, zones)
+    planned = by_hand.plan(lengths, 8, by_hand.ring(range(4), 0), by_hand.local(4, 1, 2), ranks_per_node=4, heads=(2, 2))
     machine = flat_machine(8, 4)
     moved = with_layers(planned, machine.cluster, machine.cost, Layers(remap=True))
     assert moved.moves
@@ -135,8 +138,8 @@ def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypa
 
 def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():
     # Two rings of two ranks, both between the nodes, over one NIC a node.
-    zones = tuple(Zone("inter_node", "ring", (rank, rank + 2), (rank,)) for rank in (0, 1))
-    planned = MicrobatchPlan("x", (4000, 4000), 4, 2, 2, 2, zones)
+    zones = tuple(by_hand.ring((rank, rank + 2), rank) for rank in (0, 1))
+    planned = by_hand.plan((4000, 4000), 4, *zones, ranks_per_node=2, heads=(2, 2))
     alone = replace(planned, zones=zones[:1], lengths=(4000,))
     machine = flat_machine(4, 2, 2, launch=1e-6, inter=Link(0.0, 1e5), call_s=0.0)
     both_s, one_s = (attention_call(p, machine, name="rounds").forward.end_s.max() for p in (planned, alone))

@@ -1,4 +1,6 @@
-"""nano-batches on clocks: closed forms of what hides behind what, and that the two engines, and the step around them, agree."""
+"""Nano-batches on clocks: closed forms of what hides behind what, and that the two engines, and the
+step around them, agree.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ import pytest
 
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Kind
-from megatron_balance.ir.rows import Rows
 from megatron_balance.simulator.attention import EngineName
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import PingPongMode, layers
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.solvers.nano_batches import nano_batches
+from tests.support import by_hand
 from tests.support.flat_cost import INTER, MODEL, flat_machine
 
 TOKENS, RANKS = 64, 4
@@ -25,12 +27,14 @@ ENGINES: tuple[EngineName, ...] = ("events", "rounds")
 
 
 def nano_batch(tokens: int = TOKENS) -> MicrobatchPlan:
-    """A document owned by each rank, a rank a node; a rank attends for the earlier half of its own and the later of its neighbour's."""
+    """A document owned by each rank, a rank a node; a rank attends for the earlier half of its own
+    and the later of its neighbour's.
+    """
     fragments = [(rank, rank, 0, tokens) for rank in range(RANKS)]
     near = [(rank, rank, 0, tokens // 2, 0, tokens // 2) for rank in range(RANKS)]
     far = [((rank + 1) % RANKS, rank, tokens // 2, tokens, 0, tokens) for rank in range(RANKS)]
-    zone = TaskTable("pool", Rows.of(4, fragments), Rows.of(6, near + far))
-    return MicrobatchPlan("by_hand", (tokens,) * RANKS, RANKS, 1, MODEL.num_heads, MODEL.num_kv_heads, (zone,))
+    heads = (MODEL.num_heads, MODEL.num_kv_heads)
+    return by_hand.plan((tokens,) * RANKS, RANKS, by_hand.task_table(fragments, near + far), ranks_per_node=1, heads=heads)
 
 
 def machine(**cost: object) -> Machine:
@@ -38,7 +42,9 @@ def machine(**cost: object) -> Machine:
 
 
 def transfer_s(*kinds: Kind) -> float:
-    """Seconds of what one rank sends another in an exchange: half a document's queries, all its keys, or their gradients."""
+    """Seconds of what one rank sends another in an exchange: half a document's queries, all its
+    keys, or their gradients.
+    """
     payload = machine().payload
     tokens = {kind: TOKENS if kind in (Kind.KV, Kind.KV_GRAD) else TOKENS // 2 for kind in kinds}
     lse = payload.lse_bytes * sum(tokens[kind] for kind in kinds if kind in (Kind.OUT, Kind.OUT_GRAD))
@@ -50,11 +56,12 @@ IN, OUT, GRADS = transfer_s(Kind.Q, Kind.KV), transfer_s(Kind.OUT), transfer_s(K
 
 @pytest.mark.parametrize("num_layers", [1, 3, 9])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_in_turns_only_the_last_transfer_has_nothing_beside_it(engine: EngineName, num_layers: int) -> None:
+def test_interleaved_only_the_last_transfer_has_nothing_beside_it(engine: EngineName, num_layers: int) -> None:
     assert max(IN, OUT, GRADS) < min(LINEAR, LAUNCH)
     forward, backward = layers([nano_batch(), nano_batch()], machine(), num_layers, PingPongMode(engine=engine))
     assert forward.end_s == pytest.approx(num_layers * 2 * (LINEAR + LAUNCH) + OUT)
-    # The backward begins with the way of the first half's output gradients, which nothing precedes, and ends with a linear step.
+    # The backward begins with the first nano-batch's output gradients on their way, which nothing
+    # precedes, and ends with a linear step.
     first = transfer_s(Kind.OUT_GRAD)
     assert backward.end_s == pytest.approx(num_layers * 4 * (LINEAR + LAUNCH) + first)
     assert forward.compute_s == pytest.approx(num_layers * 2 * (LINEAR + LAUNCH))
@@ -81,18 +88,21 @@ def test_one_by_one_every_transfer_is_waited_for(engine: EngineName) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_transfer_longer_than_what_is_beside_it_shows_by_the_difference(engine: EngineName) -> None:
-    """Eight times the link's time: the inputs of A hide behind the linear step of B as far as that goes."""
+    """Eight times the link's time: the inputs of A hide behind the linear step of B as far as that
+    goes.
+    """
     slow = replace(INTER, bytes_per_s=INTER.bytes_per_s / 8)
     forward, _ = layers([nano_batch(), nano_batch()], machine(inter=slow), 1, PingPongMode(engine=engine))
     late = CALL + slow.time_s((IN - CALL - INTER.alpha_s) * INTER.bytes_per_s)
     owned = CALL + slow.time_s((OUT - CALL - INTER.alpha_s) * INTER.bytes_per_s)
     assert LINEAR < late < LAUNCH
-    # The second half's inputs, behind the first's on the same stream, still hide beside the first's attention.
+    # The second nano-batch's inputs, behind the first's on the same stream, still hide beside the
+    # first's attention.
     assert forward.end_s == pytest.approx(LINEAR + late + 2 * LAUNCH + owned)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_engines_agree_on_uneven_halves(policy: Policy) -> None:
+def test_the_engines_agree_on_uneven_nano_batches(policy: Policy) -> None:
     plans = [nano_batch(TOKENS), nano_batch(TOKENS // 2)]
     for interleaved in (True, False):
         events, rounds = (layers(plans, machine(), 6, PingPongMode(policy, interleaved, engine=engine)) for engine in ENGINES)
@@ -102,7 +112,7 @@ def test_the_engines_agree_on_uneven_halves(policy: Policy) -> None:
             assert one.bytes_moved == pytest.approx(other.bytes_moved)
 
 
-def test_a_step_of_half_batches_is_its_layers() -> None:
+def test_a_step_of_nano_batches_is_its_layers() -> None:
     plans, on = (nano_batch(), nano_batch()), machine()
     step = simulate_step([plans], on, Setup(engine="events"))
     passes = layers(plans, on, MODEL.num_layers, PingPongMode(engine="events"))
@@ -124,7 +134,7 @@ def test_what_an_engine_does_not_know_is_refused() -> None:
     assert layers([nano_batch(), nano_batch()], machine(), 2, PingPongMode(transport="sockets")).forward.end_s.max() > 0
 
 
-def test_halves_are_as_even_as_whole_items_allow() -> None:
+def test_nano_batches_are_as_even_as_whole_items_allow() -> None:
     assert nano_batches([]) == ((), ())
     assert nano_batches([5]) == ((0,), ())
     assert nano_batches([3, 3, 2, 2, 2]) == ((0, 1), (2, 3, 4))

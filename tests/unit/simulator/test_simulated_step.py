@@ -29,6 +29,7 @@ from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.received import most_in_a_round
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup, simulate_step
+from tests.support import by_hand
 from tests.support.flat_cost import MODEL, flat_machine
 
 LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=8)
@@ -36,13 +37,12 @@ LLAMA = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=8)
 
 def local(*lengths: int, ranks_per_node: int = 4) -> MicrobatchPlan:
     """Every sequence on a rank of its own."""
-    zones = tuple(Zone("local", "ring", (rank,), (rank,)) for rank in range(len(lengths)))
-    return MicrobatchPlan("local", lengths, len(lengths), ranks_per_node, 2, 2, zones)
+    count = len(lengths)
+    return by_hand.plan(lengths, count, *by_hand.each_local(count), ranks_per_node=ranks_per_node, heads=(2, 2))
 
 
 def ring(num_ranks: int, ranks_per_node: int, *lengths: int, heads: int = 2) -> MicrobatchPlan:
-    zone = Zone("pool", "ring", tuple(range(num_ranks)), tuple(range(len(lengths))))
-    return MicrobatchPlan("ring", lengths, num_ranks, ranks_per_node, heads, heads, (zone,))
+    return by_hand.pool("ring", lengths, num_ranks, ranks_per_node=ranks_per_node, heads=(heads, heads))
 
 
 def test_a_step_of_one_rank_is_its_layers():

@@ -1,4 +1,6 @@
-"""Ticks on the clocks: closed forms where microbatches are alike, and what attending together saves where they are not."""
+"""Ticks on the clocks: closed forms where microbatches are alike, and what attending together saves
+where they are not.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.simulator.ticks import simulate_ticks
+from tests.support import by_hand
 
 MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096)
 
@@ -32,8 +35,8 @@ def machine(num_ranks: int) -> Machine:
 
 def owned_rows(lengths: tuple[int, ...], owned: Rows, num_ranks: int) -> MicrobatchPlan:
     """Every rank attends to its own queries."""
-    tasks = Rows.of(6, [(rank, seq, start, stop, 0, stop) for rank, seq, start, stop in owned])
-    return MicrobatchPlan("home", lengths, num_ranks, num_ranks, 8, 8, (TaskTable("home", owned, tasks),))
+    tasks = [(rank, seq, start, stop, 0, stop) for rank, seq, start, stop in owned]
+    return by_hand.plan(lengths, num_ranks, by_hand.task_table(owned, tasks), heads=(8, 8))
 
 
 def whole(*lengths: int) -> MicrobatchPlan:
@@ -57,7 +60,8 @@ def test_microbatches_that_are_alike_take_as_long_as_their_ticks(stages: int, ch
     layer = sum(float(outcome.end_s[0]) for outcome in attention_call(one, alone, "replay", linear_s(one, alone)))
     head = sum(alone.cost.head_s(tokens, backward=backward) for backward in (False, True))
     count = microbatches * chunks + stages - 1
-    # Only the last rank computes losses, one after the other with nothing to overlap them; results wait for no one else.
+    # Only the last rank computes losses, one after the other with nothing to overlap them; results
+    # wait for no one else.
     transfer = parallel.stage_transfer_s(MODEL, tokens, work.intra)
     least = count * MODEL.num_layers / (stages * chunks) * layer
     most = least + microbatches * head + 2 * count * transfer
@@ -95,7 +99,7 @@ def test_stages_that_attend_together_are_sooner_done_with_uneven_microbatches() 
 UNEVEN = ((32768,), (1024,) * 32, (24576, 8192), (2048,) * 16)
 
 
-def test_two_halves_hide_what_they_exchange() -> None:
+def test_two_nano_batches_hide_what_they_exchange() -> None:
     order, work = ticks(2, 2), machine(4)
 
     def of_nano_batch(lengths: tuple[int, ...]) -> tuple[TickPlan, ...]:

@@ -1,4 +1,6 @@
-"""Steps as training runs them: which way, what is planned, and what a step in ticks takes with all that is around it."""
+"""Steps as training runs them: which way, what is planned, and what a step in ticks takes with all
+that is around it.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,13 @@ def test_what_training_refuses_is_refused() -> None:
         step_mode(RING, 2, "auto", "joint")
 
 
-def test_halves_hold_the_microbatch_and_one_sequence_stays_whole() -> None:
+def test_nano_batches_hold_the_microbatch_and_one_sequence_stays_whole() -> None:
     ping_pong, alone = step_of([(4000, 3000, 900, 100), (5000,)], StepMode(ping_pong=True), Setup()).microbatches
     assert [sum(plan.lengths) for plan in parts_of(ping_pong)] == [4000, 4000]
     assert [plan.lengths for plan in parts_of(alone)] == [(5000,)]
 
 
-def test_in_ticks_every_microbatch_has_as_many_halves_as_the_others() -> None:
+def test_in_ticks_every_microbatch_has_as_many_nano_batches_as_the_others() -> None:
     run = step_of([(4000, 3000, 900, 100), (5000,)], StepMode(ping_pong=True, pipeline="joint"), Setup(pipeline=2))
     assert [len(parts_of(each)) for each in run.microbatches] == [2, 2]
     assert [each.tick for each in run.ticks[0]] == [each.tick for each in run.ticks[1]] == list(ticks(2, 2))
@@ -85,7 +87,8 @@ def test_one_stage_in_ticks_is_the_step_without_them(recompute: str) -> None:
     work = Machine(one, MODEL, AnalyticCost(one, MODEL))
     setup = Setup("replay", recompute)  # pyright: ignore[reportArgumentType]
     found, usual = simulate_joint((planned(plans, 1),), plans, work, work, setup), simulate_step(plans, work, setup)
-    assert found.step_s == pytest.approx(usual.step_s, rel=0.02)  # ranks that exchange nothing drift apart in a step, not in a tick
+    # ranks that exchange nothing drift apart in a step, not in a tick
+    assert found.step_s == pytest.approx(usual.step_s, rel=0.02)
     assert sum(found.phases_s.values()) == pytest.approx(found.step_s)
     assert found.peak_bytes == pytest.approx(usual.peak_bytes)
     assert found.utilisation["compute"] == pytest.approx(usual.utilisation["compute"], rel=0.03)
@@ -99,7 +102,7 @@ def test_a_stage_holds_what_the_ticks_leave_it_with(stages: int, chunks: int) ->
         assert most_held(order, stage) == (2 * later + 1 if chunks == 1 else chunks * stages + stages - 1 - 2 * stage)
 
 
-def test_a_step_in_ticks_has_every_figure_and_halves_hide_its_exchanges() -> None:
+def test_a_step_in_ticks_has_every_figure_and_nano_batches_hide_its_exchanges() -> None:
     lengths = [(6000, 5000, 4000, 3000, 900, 100), (9000, 4000, 3000, 2000, 1000), (3000,) * 6, (8000, 8000, 1000)]
     setup = Setup(pipeline=2, engine="events")
     stage, pool = machine(4), machine(8)

@@ -1,4 +1,6 @@
-"""Exchanges on gloo's sockets, against times worked out by hand and against what `docs/emulated-cluster.md` found gloo to do."""
+"""Exchanges on gloo's sockets, against times worked out by hand and against what
+`docs/emulated-cluster.md` found gloo to do.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,15 @@ from megatron_balance.compile.pipeline import expand
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Collective, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
-from megatron_balance.simulator import engine, sockets, tcp
+from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events
+from megatron_balance.simulator.emulated import sockets, tcp
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import phase_of
+from tests.support import by_hand
 from tests.support.flat_cost import flat_machine
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
@@ -34,8 +37,8 @@ def program(num_ranks: int, rows: list[tuple[int, int, int]], collective: Collec
     """One exchange of keys: (src, dst, tokens) of sequence `src`."""
     transfers = Rows.of(TRANSFER_WIDTH, [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in rows])
     group = tuple(range(num_ranks)) if collective != "p2p" else ()
-    homes = tuple(Rows.of(3, [(rank, 0, 10_000)]) for rank in range(num_ranks))
-    return Program((10_000,) * num_ranks, 2, 2, homes, (Exchange(0, transfers, collective=collective, group=group),))
+    owned = tuple(Rows.of(3, [(rank, 0, 10_000)]) for rank in range(num_ranks))
+    return Program((10_000,) * num_ranks, 2, 2, owned, (Exchange(0, transfers, collective=collective, group=group),))
 
 
 def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> Outcome:
@@ -66,7 +69,9 @@ def everyone(num_ranks: int, tokens: int) -> list[tuple[int, int, int]]:
 
 @pytest.fixture
 def even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments so small that sockets that take turns have equal shares, and buckets that save nothing."""
+    """Segments so small that sockets that take turns have equal shares, and buckets that save
+    nothing.
+    """
     monkeypatch.setattr(tcp, "SEGMENT_BYTES", (KV_BYTES, KV_BYTES))
     monkeypatch.setattr(tcp, "BURST_BYTES", (0, 0))
 
@@ -92,7 +97,8 @@ def test_an_all_gather_goes_around_one_ring_however_many_nics_a_node_has() -> No
     for ranks_per_nic in (1, 4):
         machine = flat_machine(8, 4, ranks_per_nic)
         end = play(program(8, everyone(8, 1000), "all_gather"), machine).end_s
-        # Seven blocks cross on the NIC between the nodes; the last half block may have to go on inside.
+        # Seven blocks cross on the NIC between the nodes; the last half block may have to go on
+        # inside.
         crossing_s = 7 * block / INTER.bytes_per_s
         assert crossing_s < end.max() < 1.1 * crossing_s
     assert play(program(8, everyone(8, 1000), "all_gather"), machine).bytes_moved[16:].tolist() == [7 * block] * 4
@@ -117,7 +123,8 @@ def test_pieces_overtake_one_another() -> None:
     machine = flat_machine(8, 4)
     whole_s, cut_s = (play(with_routes(program(8, [(0, 4, 4096)]), Nics(4, 1, pieces=n)), machine).end_s.max() for n in (1, 4))
     num_bytes, near, far = 4096 * KV_BYTES, INTRA.bytes_per_s, INTER.bytes_per_s
-    # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out and on happens beside the crossing.
+    # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out
+    # and on happens beside the crossing.
     assert whole_s == pytest.approx(3 * CALL + machine.cost.routed_s(num_bytes, 1, 4), rel=0.01)
     # A connection takes the next piece while the last bytes of the one before are on their way.
     expected_s = 2 * (CALL + INTRA.alpha_s) + CALL + INTER.alpha_s + num_bytes / 4 * (1 / far + 2 * 3 / 4 / near)
@@ -128,7 +135,7 @@ def test_pieces_overtake_one_another() -> None:
 def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(transport: engine.Transport, meanwhile: bool) -> None:
     fair = flat_machine(4, 4, launch=0.001)
     slow = Machine(fair.cluster, fair.model, fair.cost, (1.0, 10_000.0, 1.0, 1.0))
-    ring = MicrobatchPlan("ring", (8000,), 4, 4, 2, 2, (Zone("pool", "ring", (0, 1, 2, 3), (0,)),))
+    ring = by_hand.pool("ring", (8000,), 4, heads=(2, 2))
     forward = events(ring, slow, "keep", (np.zeros(4), np.zeros(4)), transport, trace=True).forward
     assert forward.end_s[1] == pytest.approx(4 * 10.0, rel=0.05)
     came_s = min(each.stop_s for each in forward.occupied if (each.rank, each.exchange, each.name) == (1, 1, "direct"))
@@ -160,7 +167,7 @@ def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(case: Cas
 @settings(max_examples=8, deadline=None)
 @given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
 def test_faster_nics_are_never_slower_by_much(case: Case, name: str) -> None:
-    """Whoever is first on a connection may change with the rates; nothing else may."""
+    """Precedence on a connection may change with the rates; nothing else may."""
     planned = plan(name, case)
     cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
     ends = [

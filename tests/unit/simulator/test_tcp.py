@@ -6,7 +6,7 @@ import heapq
 
 import pytest
 
-from megatron_balance.simulator import tcp
+from megatron_balance.simulator.emulated import tcp
 from megatron_balance.simulator.machine import Machine
 from tests.support.flat_cost import INTER, INTRA, flat_machine
 
@@ -74,7 +74,8 @@ def test_on_a_nic_of_its_own_a_ranks_messages_take_turns() -> None:
 def test_a_message_that_its_socket_cannot_hold_waits_for_what_goes_the_other_way() -> None:
     back, rest = 2 * 200_000, 100_000
     came_s = Wires(shared()).carry((2, 1, 200_000), (3, 1, 200_000), (0, 2, tcp.SOCKET_BYTES + rest)).came_s
-    # The first acknowledgement waits until all that goes the other way has left; by then all the socket held has come.
+    # The first acknowledgement waits until all that goes the other way has left; by then all the
+    # socket held has come.
     assert came_s[2] == pytest.approx((back - NIC_BURST) / NIC + (rest - NIC_BURST) / NIC, rel=0.02)
 
 

@@ -1,4 +1,6 @@
-"""The ping-pong benchmark's arithmetic: batches, the order of steps, the rate of the NICs, and the table made of records."""
+"""The ping-pong benchmark's arithmetic: batches, the order of steps, the rate of the NICs, and the
+table made of records.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def record(variant: int, repeat: int, step_s: float, waited_s: float) -> report.
     return {**names, "repeat": repeat, "ranks": ranks}
 
 
-def test_lines_compare_medians_with_te_ring_and_with_halves_one_by_one() -> None:
+def test_lines_compare_medians_with_te_ring_and_with_nano_batches_one_by_one() -> None:
     seconds = (8.5, 6.5, 6.5, 5.5, 4.5)
     waits = (1.0, 1.0, 1.0, 2.0, 0.5)
     records = [record(v, r, seconds[v] + r, waits[v]) for v in range(len(VARIANTS)) for r in (0, 1, 2)]
@@ -70,7 +72,8 @@ def test_lines_compare_medians_with_te_ring_and_with_halves_one_by_one() -> None
     assert line.ratio == pytest.approx(9.0 / 5.0)
     assert line.single_ratio == pytest.approx(6.0 / 5.0)
     assert line.hidden_share == pytest.approx(1 - 0.5 / 4)
-    assert line.exposed_s == pytest.approx(0.5 / 2)  # of rank 0 alone: rank 1 sent at 3 s, and before that nothing was on its way
+    # of rank 0 alone: rank 1 sent at 3 s, and before that nothing was on its way
+    assert line.exposed_s == pytest.approx(0.5 / 2)
     assert line.of_single == pytest.approx(0.75)
     assert line.spread == pytest.approx(2 / 5)
     assert line.nic_mb == 2.0

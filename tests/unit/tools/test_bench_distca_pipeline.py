@@ -1,4 +1,6 @@
-"""The pipeline benchmark's arithmetic: what steps hold, which idle ticks are which, and the tables made of records."""
+"""The pipeline benchmark's arithmetic: what steps hold, which idle ticks are which, and the tables
+made of records.
+"""
 
 from __future__ import annotations
 

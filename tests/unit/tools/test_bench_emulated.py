@@ -1,4 +1,6 @@
-"""The emulated ablation's arithmetic: batches, the point, the order of steps, and the table made of records."""
+"""The emulated ablation's arithmetic: batches, the point, the order of steps, and the table made of
+records.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def record(variant: int, batch: int, repeat: int, seconds: float, **changes: Any
         "all_reduce_s": 0.5,
         "hidden_share": 0.25,
     }
-    prefetchable = [(start - 1.0, stop - 0.01) for start, stop in rank["backward_calls"]]  # it waits for the other to come
+    # it waits for the other to come
+    prefetchable = [(start - 1.0, stop - 0.01) for start, stop in rank["backward_calls"]]
     idle = {**rank, "backward_calls": prefetchable, "hidden_share": 0.75}
     body: report.Record = {
         "nics": 4,

@@ -1,4 +1,6 @@
-"""Simulated against measured: the paced kernel, the costs' arithmetic, cases, the folder of a run, and what is said of close planners."""
+"""Simulated against measured: the paced kernel, the costs' arithmetic, cases, the folder of a run,
+and what is said of close planners.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def test_planners_are_told_the_rate_of_the_kernel_at_its_share() -> None:
 
 
 def written(folder: Path) -> Path:
-    """What a run leaves, with times that are made up."""
+    """A run's folder, with times that are made up."""
     save_table(made(), folder / "costs.json")
     entries = [
         {

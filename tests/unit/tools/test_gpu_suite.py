@@ -1,4 +1,6 @@
-"""The GPU suite's frame: rows against targets, parts that end early, files on a GPU only; and the whole of it small, without a GPU."""
+"""The GPU suite's frame: rows against targets, parts that end early, files on a GPU only; and the
+whole of it small, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def measure(context):
 
 @pytest.fixture
 def part(tmp_path, monkeypatch):
-    """Rows of a part that does `then` between its two figures, in a process of its own, with `seconds` for it."""
+    """Rows of a part that does `then` between its two figures, in a process of its own, with
+    `seconds` for it.
+    """
 
     def rows(then: str, seconds: float = 30.0, device: str = "cpu") -> list[Row]:
         (tmp_path / "made_up_part.py").write_text(PART.format(then=then))
@@ -77,7 +81,9 @@ def part(tmp_path, monkeypatch):
 
 
 def apart(monkeypatch, module):
-    """Let the part's process know the made-up part too; the list of command lines that were started."""
+    """Make the part's process know the made-up part too; the list of command lines that were
+    started.
+    """
     started: list[list[str]] = []
     popen = subprocess.Popen
 
@@ -153,8 +159,9 @@ def test_context_counts_down():
 
 @pytest.mark.megatron
 def test_the_suite_runs_without_a_gpu():
-    """What a machine without a GPU says: every figure that it can measure is met, the others say why they are not there. (All parts take
-    most of a minute; these are those that train and that compare attention.)
+    """The suite on a machine without a GPU: every figure that it can measure is met, the others say
+    why they are not there. (All parts take most of a minute; these are those that train and that
+    compare attention.)
     """
     pytest.importorskip("megatron.training")
     done = subprocess.run(

@@ -1,1 +1,3 @@
-"""Ping-pong of two nano-batches against one stream, and against te_ring and zeppelin, inside Megatron's loop on an emulated cluster."""
+"""Ping-pong of two nano-batches against one stream, and against te_ring and zeppelin, inside
+Megatron's loop on an emulated cluster.
+"""

@@ -1,7 +1,9 @@
-"""Ping-pong (DistCA, section 4.1) inside Megatron's pretrain loop on an emulated cluster: against one stream, te_ring and zeppelin.
+"""Ping-pong (DistCA, section 4.1) inside Megatron's pretrain loop on an emulated cluster: against
+one stream, te_ring and zeppelin.
 
-First measures the attention kernel and fixes the rate of the NICs (`tools.bench.distca.point`), then trains the same batches under every
-variant in turn, and prints steps, and what of the exchanges' time shows.
+First measures the attention kernel and fixes the rate of the NICs (`tools.bench.distca.point`),
+then trains the same batches under every variant in turn, and prints steps, and what of the
+exchanges' time shows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from tools.bench.emulated.report import brief, check
 from tools.bench.emulated.steps import Experiment
 
 SHARE = 0.06
-"""Of a core, for each rank's computation: so slow that NICs of a rate that emulated links keep can hide their transfers behind it."""
+"""Of a core, for each rank's computation: so slow that NICs of a rate that emulated links keep can
+hide their transfers behind it.
+"""
 EXPLANATION = (
     "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and gradient norms of a batch "
     "are equal to 1e-5. Step: without the reduction of gradients. Medians over the repeats of a batch, then means over batches. Waited: "
@@ -39,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = {name: value for name, value in vars(options).items() if name != "json"}
     experiment = Turns(**{**keys, "out": str(options.out.resolve())})
     start = time.monotonic()
-    console = Console(stderr=options.json, width=max(180, Console().width))  # with --json standard output is JSON alone
+    # with --json standard output is JSON alone
+    console = Console(stderr=options.json, width=max(180, Console().width))
 
     def describe() -> None:
         console.print(point_text(experiment), highlight=False)

@@ -1,4 +1,6 @@
-"""The process that builds the cluster: imports Megatron, measures the kernels, fixes the rate of the NICs, trains."""
+"""The process that builds the cluster: imports Megatron, measures the kernels, fixes the rate of
+the NICs, trains.
+"""
 
 from __future__ import annotations
 

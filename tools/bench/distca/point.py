@@ -1,8 +1,10 @@
-"""The operating point of DistCA's experiments, scaled down: batches, model, and how fast the NICs are for the computation beside them.
+"""The operating point of DistCA's experiments, scaled down: batches, model, and how fast the NICs
+are for the computation beside them.
 
-DistCA has documents no longer than a few ranks' tokens, several contexts in a batch (Table 4), and four query heads for
-a key-value head (Table 2). Its Table 7 gives the bandwidth that hides all exchanges: the largest transfer over the shortest computation
-beside it. The 8B model needs 41.3 GB/s of the 50 GB/s that a GPU has; here the NICs have as much more than what the batches need.
+DistCA has documents no longer than a few ranks' tokens, several contexts in a batch (Table 4), and
+four query heads for a key-value head (Table 2). Its Table 7 gives the bandwidth that hides all
+exchanges: the largest transfer over the shortest computation beside it. The 8B model needs 41.3
+GB/s of the 50 GB/s that a GPU has; here the NICs have as much more than what the batches need.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from tools.bench.emulated.point import BYTES_PER_ELEMENT, FFN_SIZE, GOODPUT, SCA
 CONTEXTS = 4
 """In a batch: documents are no longer than a quarter of it, two ranks' tokens."""
 HEADS, KV_HEADS, HEAD_DIM = 4, 1, 32
-"""As many elements as the other benchmarks' two heads of 64, and the 8B model's queries for a key."""
+"""As many elements as the other benchmarks' two heads of 64, and the 8B model's queries for a key.
+"""
 MARGIN = 50 / 41.3
 """Bandwidth there is over bandwidth needed (Table 7, 8B on 8 nodes)."""
 NICS = 4
@@ -55,7 +58,7 @@ def batches(count: int, seed: int) -> dict[str, list[Lengths]]:
 
 
 def model(num_layers: int) -> Model:
-    """What planners and the simulator are told of the model that is trained."""
+    """The model that is trained, as planners and the simulator are told of it."""
     return Model(
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
@@ -85,7 +88,9 @@ def point(kernels: Kernels, drawn: Sequence[Lengths], num_layers: int) -> Point:
 
 
 def needed_bytes_per_s(drawn: Sequence[Lengths], on: Machine) -> float:
-    """Of a NIC, so that every exchange of every batch fits beside what runs meanwhile (DistCA, Table 7), forward."""
+    """Of a NIC, so that every exchange of every batch fits beside what runs meanwhile (DistCA,
+    Table 7), forward.
+    """
     return max(_needed(lengths, on) for lengths in drawn)
 
 

@@ -1,4 +1,6 @@
-"""From records of steps to the table: what the exchanges take, what of them shows, and steps against the other planners'."""
+"""From records of steps to the table: what the exchanges take, what of them shows, and steps
+against the other planners'.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ SINGLE, PING_PONG = VARIANTS[3].name, VARIANTS[4].name
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One variant on one data set, or on all ("mean"). Seconds: medians over repeats of each batch, then means over batches.
+    """One variant on one data set, or on all ("mean"). Seconds: medians over repeats of each batch,
+    then means over batches.
 
-    `model_s`: forward and backward of the slowest rank; `ratio`: te_ring's steps over this one's; `single_ratio`: those of nano-batches one by
-    one. Means over ranks: `kernel_s` of attention, `waited_s` for exchanges; `exposed_s`: of that, without waiting for senders that are
-    late. `hidden_share`: of the time that exchanges were under way, the share in which the rank did not wait; `of_single`: of what is
-    exposed one by one, the share that is not.
+    `model_s`: forward and backward of the slowest rank; `ratio`: te_ring's steps over this one's;
+    `single_ratio`: those of nano-batches one by one. Means over ranks: `kernel_s` of attention,
+    `waited_s` for exchanges; `exposed_s`: of that, without waiting for senders that are late.
+    `hidden_share`: of the time that exchanges were under way, the share in which the rank did not
+    wait; `of_single`: of what is exposed one by one, the share that is not.
     """
 
     dataset: str

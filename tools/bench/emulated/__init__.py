@@ -1,1 +1,3 @@
-"""The ablation of Zeppelin's Fig. 11, measured inside Megatron's own pretrain loop on an emulated cluster. See docs/operating-point.md."""
+"""The ablation of Zeppelin's Fig. 11, measured inside Megatron's own pretrain loop on an emulated
+cluster. See docs/operating-point.md.
+"""

@@ -1,7 +1,9 @@
-"""The ablation of Zeppelin's Fig. 11 inside Megatron's pretrain loop, on an emulated cluster: te_ring, routing, engine, remapping.
+"""The ablation of Zeppelin's Fig. 11 inside Megatron's pretrain loop, on an emulated cluster:
+te_ring, routing, engine, remapping.
 
-First measures the attention kernel and fixes the operating point (docs/operating-point.md), then trains the same batches under every
-variant in turn, and prints attention and step times with their ratios to te_ring.
+First measures the attention kernel and fixes the operating point (docs/operating-point.md), then
+trains the same batches under every variant in turn, and prints attention and step times with their
+ratios to te_ring.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --variants must have {BASE} ({VARIANTS[BASE].name}), --batches a number for each of --nics", file=sys.stderr)
         return USAGE_ERROR
     start = time.monotonic()
-    console = Console(stderr=options.json, width=max(150, Console().width))  # with --json standard output is JSON alone
+    # with --json standard output is JSON alone
+    console = Console(stderr=options.json, width=max(150, Console().width))
     num_steps = sum(len(experiment.steps(at)) for at in range(len(experiment.nics)))
 
     def describe() -> None:

@@ -1,8 +1,11 @@
-"""A rank's compute thread as a device of fixed speed: a reservation of the kernel's deadline scheduler.
+"""A rank's compute thread as a device of fixed speed: a reservation of the kernel's deadline
+scheduler.
 
-Eight ranks on two cores share them, so a rank that waits makes the others faster, and imbalance costs nothing. A reservation gives each
-compute thread so much of a core in every period, no more however idle the rest is, and no less however busy. Transfers are other
-threads' work and are not held back; nor is what a host does between two steps. Attention is computed as before, only at that speed.
+Eight ranks on two cores share them, so a rank that waits makes the others faster, and imbalance
+costs nothing. A reservation gives each compute thread so much of a core in every period, no more
+however idle the rest is, and no less however busy. Transfers are other threads' work and are not
+held back; nor is what a host does between two steps. Attention is computed as before, only at that
+speed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from pathlib import Path
 from megatron_balance.errors import ConfigError
 
 SHARE = 0.2
-"""Of a core, for each compute thread, if nothing else is asked for. Faster ranks need rates that emulated links do not keep."""
+"""Of a core, for each compute thread, if nothing else is asked for. Faster ranks need rates that
+emulated links do not keep.
+"""
 ALL_SHARES = 0.8
 """Of all cores, for all compute threads together; transfers need the rest."""
 PERIOD_NS = 5_000_000
@@ -34,12 +39,13 @@ _PATIENCE_S = 20.0  # for reservations of threads that have just ended
 
 
 def share_of_core(wanted: float, num_ranks: int) -> float:
-    """What each of `num_ranks` ranks gets of a core here, if each wants so much."""
+    """Share of a core that each of `num_ranks` ranks gets here, if each wants `share`."""
     return min(wanted, ALL_SHARES * len(os.sched_getaffinity(0)) / num_ranks)
 
 
 def reserve(share: float) -> bool:
-    """Run this thread at `share` of a core; False if not permitted. Threads that it makes are ordinary ones.
+    """Run this thread at `share` of a core; False if not permitted. Threads that it makes are
+    ordinary ones.
 
     Raises:
         ConfigError: the cores are promised to others.

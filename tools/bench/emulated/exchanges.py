@@ -1,4 +1,6 @@
-"""When what exchanges carried was sent, awaited and there, rank by rank; and what ranks waited that was no one's lateness."""
+"""When what exchanges carried was sent, awaited and there, rank by rank; and what ranks waited that
+was no one's lateness.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from megatron_balance.runtime.trace import Traced
 
 
 class Exchanged(NamedTuple):
-    """One exchange of a rank. `nano_batch`, `phase`, `call` (one a layer) and `exchange` say which; `sources`: ranks that send to this one.
+    """One exchange of a rank. `nano_batch`, `phase`, `call` (one a layer) and `exchange` say which;
+    `sources`: ranks that send to this one.
 
-    Seconds on the clock that all ranks of a machine share: `sent_s`, when the rank had issued it; `began_s`, when it began to wait for it,
-    and `came_s`, when it had what it brings.
+    Seconds on the clock that all ranks of a machine share: `sent_s`, when the rank had issued it;
+    `began_s`, when it began to wait for it, and `came_s`, when it had what it brings.
     """
 
     nano_batch: int
@@ -28,7 +31,9 @@ class Exchanged(NamedTuple):
 
 
 def exchanges_of(bound: Bound, nano_batch: int) -> Iterator[Exchanged]:
-    """All that a traced plan's calls exchanged. Its forwards came before its backwards, as a step without recomputation has it."""
+    """All that a traced plan's calls exchanged. Its forwards came before its backwards, as a step
+    without recomputation has it.
+    """
     events = iter([event for event in bound.trace or [] if event.role == "own"])
     for name, phase, calls in (
         ("forward", bound.forward, bound.counters.forward_calls),
@@ -55,8 +60,8 @@ def _of_call(phase: Phase, events: Iterator[Traced], which: tuple[int, str, int]
 
 
 def exposed_s(ranks: Sequence[Sequence[Exchanged]]) -> float:
-    """Of a step, seconds that a rank waited for exchanges whose senders had all issued them, mean over ranks: a sender that comes late
-    is not the exchange's time.
+    """Of a step, seconds that a rank waited for exchanges whose senders had all issued them, mean
+    over ranks: a sender that comes late is not the exchange's time.
     """
     sent = {(rank, *one[:4]): one.sent_s for rank, own in enumerate(ranks) for one in own}
     waited = 0.0

@@ -1,4 +1,5 @@
-"""The process that builds the clusters: imports Megatron, measures the kernels, fixes the operating point, trains on each topology.
+"""The process that builds the clusters: imports Megatron, measures the kernels, fixes the operating
+point, trains on each topology.
 
 Started by `python -m tools.bench.emulated`, which shows how far it is.
 """
@@ -26,7 +27,7 @@ DEADLINE_S = 7200.0
 
 
 class OnTopology(NamedTuple):
-    """What is trained on one topology. `nics`: of a node."""
+    """The training on one topology. `nics`: of a node."""
 
     nics: int
     steps: tuple[Planned, ...]
@@ -34,13 +35,15 @@ class OnTopology(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a benchmark trains: variants, and Megatron's flags beside the usual ones."""
+    """The trainings of a benchmark: variants, and Megatron's flags beside the usual ones."""
 
     topologies: tuple[OnTopology, ...]
     variants: tuple[Variant, ...]
     flags: Mapping[str, Any] = field(default_factory=dict)
     train: Callable[[int, Any, Any], None] | None = None
-    """What a rank does with its number, its controller and its `training.Run`; not given: one microbatch a step under each variant."""
+    """A rank's work with its number, its controller and its `training.Run`; not given: one
+    microbatch a step under each variant.
+    """
 
 
 def main() -> int:
@@ -51,7 +54,9 @@ def main() -> int:
 
 
 def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], Point]) -> int:
-    """Import Megatron, measure the kernels, fix the point (by `point_of`, if the rate is not given), train."""
+    """Import Megatron, measure the kernels, fix the point (by `point_of`, if the rate is not
+    given), train.
+    """
     from megatron_balance.megatron import cpu
 
     cpu.install()
@@ -61,7 +66,8 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
     from megatron_balance.patches.selection import for_training
 
     for_training(script=True)  # imports Megatron, which looks at the device while it is imported
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which torch imports in a process's first backward
+    # which torch imports in a process's first backward
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
     from tools.bench.emulated import training
 
     train = task.train or training.train
@@ -105,7 +111,9 @@ def _writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
 
 
 def calibrated(share: float | None, seconds: float, logs: Path) -> Kernels:
-    """Kernels on all ranks at once, as they compute in training; the mean over ranks, since they share the cores evenly."""
+    """Kernels on all ranks at once, as they compute in training; the mean over ranks, since they
+    share the cores evenly.
+    """
     topology = Topology(1, NUM_RANKS, NUM_RANKS, 10**9, None)
     result = run(topology, lambda *_: _measure(share, seconds), logs)
     reserved = all(value[3] for value in result.values)
@@ -114,7 +122,8 @@ def calibrated(share: float | None, seconds: float, logs: Path) -> Kernels:
 
 
 def _measure(share: float | None, seconds: float) -> tuple[float, float, float, bool]:
-    """Seconds of a round's attention, forward and backward, and FLOP/s of an MLP's product, while all ranks do the same.
+    """Seconds of a round's attention, forward and backward, and FLOP/s of an MLP's product, while
+    all ranks do the same.
 
     And whether the compute thread got its share of a core.
     """

@@ -1,4 +1,6 @@
-"""What the commands share that train under several variants on an emulated cluster: options, the job under a bar, what it leaves."""
+"""Shared by commands that train under several variants on an emulated cluster: options, the job
+under a bar, what it leaves.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ POLL_S = 0.3
 
 
 def parser(prog: str, description: str | None, *, layers: int, backward: str, share: float, out: str) -> argparse.ArgumentParser:
-    """With the options that every one of these commands has, and their defaults here; `out`: a folder of out/."""
+    """With the options that every one of these commands has, and their defaults here; `out`: a
+    folder of out/.
+    """
     found = argparse.ArgumentParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--repeats", type=int, default=2, help="times that each batch is trained under each variant (default 2)")
     found.add_argument("--layers", type=int, default=layers, help=f"of the GPT (default {layers})")
@@ -51,7 +55,9 @@ def parser(prog: str, description: str | None, *, layers: int, backward: str, sh
 
 
 def able() -> bool:
-    """Whether there can be an emulated cluster; says why not. From here on a signal to end ends the job, too."""
+    """Whether there can be an emulated cluster; says why not. From here on a signal to end ends the
+    job, too.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     reason = check()
     if reason is not None:
@@ -60,7 +66,9 @@ def able() -> bool:
 
 
 def run(job: str, experiment: Experiment, num_steps: int, describe: Callable[[], None]) -> bool:
-    """Run the module `job` with a bar over its steps; whether all went well. `describe`: says what the point is, once it is known."""
+    """Run the module `job` with a bar over its steps; whether all went well. `describe`: says what
+    the point is, once it is known.
+    """
     folder = experiment.folder
     folder.mkdir(parents=True, exist_ok=True)
     for old in (POINT_FILE, STEPS_FILE):
@@ -97,7 +105,7 @@ def _advance(bar: Any, found: Sequence[Record]) -> None:
 
 
 def records(experiment: Experiment) -> list[Record]:
-    """What has been measured so far."""
+    """Measurements so far."""
     file = experiment.folder / STEPS_FILE
     if not file.exists():
         return []
@@ -125,7 +133,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | N
 
 
 def body(experiment: Experiment, seconds: float, lines: Sequence[Any], brief: Callable[[Record], Record]) -> dict[str, Any]:
-    """What `--json` prints: the experiment, its point, the table's lines, and of each step what is worth keeping."""
+    """The document of `--json`: the experiment, its point, the table's lines, and of each step what
+    is worth keeping.
+    """
     at = point(experiment)
     return {
         "experiment": {key: value for key, value in asdict(experiment).items() if key != "out"},
@@ -146,7 +156,7 @@ def rows_on_lines(content: dict[str, Any]) -> str:
 
 
 def command_line(words: Sequence[str], argv: Sequence[str] | None) -> str:
-    """How it was called, for Markdown."""
+    """The command line, for Markdown."""
     return f"`{shlex.join([*words, *(sys.argv[1:] if argv is None else argv)])}`"
 
 

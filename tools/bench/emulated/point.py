@@ -1,4 +1,6 @@
-"""The operating point: how fast the emulated NICs are, from what attention takes on this machine. Derived in docs/operating-point.md."""
+"""The operating point: how fast the emulated NICs are, from what attention takes on this machine.
+Derived in docs/operating-point.md.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,23 @@ ROUND_PAIRS = TOKENS_PER_RANK * TOKENS_PER_RANK // 2
 ROUND_FLOPS = 4 * HEADS * HEAD_DIM * ROUND_PAIRS
 
 FFN_SIZE = 768
-"""Makes linear modules take 0.38 of the time of a full context's attention, as in the paper's 3B model (docs/operating-point.md)."""
+"""Makes linear modules take 0.38 of the time of a full context's attention, as in the paper's 3B
+model (docs/operating-point.md).
+"""
 
 TRANSFER_TO_ROUND = 3.5
-"""Seconds of an inter-node transfer over seconds of the attention it should hide behind, forward, a full context over all ranks."""
+"""Seconds of an inter-node transfer over seconds of the attention it should hide behind, forward, a
+full context over all ranks.
+"""
 INTRA_TO_NIC = 8.0
 """A rank's link in its node over one NIC: 200 GB/s and 25 GB/s, each in one direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Measured while all ranks compute at once: seconds of a round of the ring, forward and backward, and FLOP/s of matrix products."""
+    """Measured while all ranks compute at once: seconds of a round of the ring, forward and
+    backward, and FLOP/s of matrix products.
+    """
 
     forward_s: float
     backward_s: float
@@ -50,14 +58,16 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What the links are set to, and what planners are told of the cluster."""
+    """Rates of the links, and the cluster as planners are told of it."""
 
     kernels: Kernels
     nic_bits_per_s: int
 
     @staticmethod
     def of(kernels: Kernels) -> Point:
-        """The point at which a transfer takes `TRANSFER_TO_ROUND` times as long as the attention of its round."""
+        """The point at which a transfer takes `TRANSFER_TO_ROUND` times as long as the attention of
+        its round.
+        """
         payload_bytes_per_s = HOP_BYTES / (TRANSFER_TO_ROUND * kernels.forward_s)
         return Point(kernels, round(8 * payload_bytes_per_s / GOODPUT))
 

@@ -1,4 +1,6 @@
-"""From records of steps to the table: medians, spreads, and ratios to te_ring over the same batches."""
+"""From records of steps to the table: medians, spreads, and ratios to te_ring over the same
+batches.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ LOSS_TOLERANCE = 1e-5
 class Line:
     """One variant on one data set (or on all of them: "mean") and topology.
 
-    Times are medians over repeats of each batch, then means over batches; `*_ratio`: te_ring's over this one's; `low`, `high`: the
-    smallest and largest ratio of one batch; `spread`: the largest (max - min) / median of a batch's attention time over repeats.
+    Times are medians over repeats of each batch, then means over batches; `*_ratio`: te_ring's over
+    this one's; `low`, `high`: the smallest and largest ratio of one batch; `spread`: the largest
+    (max - min) / median of a batch's attention time over repeats.
     """
 
     nics: int
@@ -55,9 +58,11 @@ def attention_s(record: Record) -> float:
 
 
 def phase_s(record: Record, calls: str) -> float:
-    """Seconds of the calls of one phase, each from when the last rank has come to it until the last one leaves it.
+    """Seconds of the calls of one phase, each from when the last rank has come to it until the last
+    one leaves it.
 
-    A rank that has little to do outside attention comes early and waits; that is the others' time outside attention, not attention's.
+    A rank that has little to do outside attention comes early and waits; that is the others' time
+    outside attention, not attention's.
     """
     each = zip(*(rank[calls] for rank in record["ranks"]), strict=True)
     return sum(max(stop for _, stop in call) - max(start for start, _ in call) for call in each)
@@ -87,7 +92,7 @@ def busiest_nic_mb(record: Record) -> float:
 
 
 def check(records: Sequence[Record]) -> list[str]:
-    """What is wrong: losses or gradient norms of one batch that differ between variants."""
+    """Errors: losses or gradient norms of one batch that differ between variants."""
     wrong: list[str] = []
     for (nics, dataset, batch), same in _grouped(records, "nics", "dataset", "batch").items():
         for name in ("loss", "grad_norm"):
@@ -98,9 +103,11 @@ def check(records: Sequence[Record]) -> list[str]:
 
 
 def counted_against_plan(records: Sequence[Record]) -> float:
-    """Largest difference between a NIC's bytes as counted, less headers, and as planned, over the busiest NIC's planned bytes.
+    """Largest difference between a NIC's bytes as counted, less headers, and as planned, over the
+    busiest NIC's planned bytes.
 
-    Of steps in which the busiest NIC carries a megabyte or more: below, the headers of gloo's own messages and barriers count.
+    Of steps in which the busiest NIC carries a megabyte or more: below, the headers of gloo's own
+    messages and barriers count.
     """
     worst = 0.0
     for record in records:
@@ -112,7 +119,9 @@ def counted_against_plan(records: Sequence[Record]) -> float:
 
 
 def lines(records: Sequence[Record]) -> list[Line]:
-    """By topology and data set, the variants in the order of the table; then the mean of the data sets."""
+    """By topology and data set, the variants in the order of the table; then the mean of the data
+    sets.
+    """
     measured = [record for record in records if record["repeat"] != WARM_UP]
     found: list[Line] = []
     for (nics,), on_topology in _grouped(measured, "nics").items():

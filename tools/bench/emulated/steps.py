@@ -1,4 +1,4 @@
-"""Which step of a run trains which batch under which variant, and what is recorded of it."""
+"""Steps of a run: the batch and the variant of each, and its record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Planned:
 
 
 def interleaved(drawn: Mapping[str, Sequence[Lengths]], variants: Sequence[int], repeats: int) -> tuple[Planned, ...]:
-    """A warm-up of every variant, then every batch under all variants in turn, in an order that rotates. `drawn`: by data set."""
+    """A warm-up of every variant, then every batch under all variants in turn, in an order that
+    rotates. `drawn`: by data set.
+    """
     first = next(iter(drawn))
     steps = [Planned(first, 0, WARM_UP, variant, drawn[first][0]) for variant in variants]
     num_batches = len(drawn[first])
@@ -39,7 +41,7 @@ def interleaved(drawn: Mapping[str, Sequence[Lengths]], variants: Sequence[int],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What a run of a benchmark does; text for the process that does it."""
+    """A run of a benchmark; text for the process that does it."""
 
     out: str
     repeats: int
@@ -50,7 +52,7 @@ class Experiment:
     """Rate of a NIC; None: by the operating point."""
     calibration_s: float
     core_share: float
-    """What each compute thread asks for; 0: ranks share the cores as they come."""
+    """Share that each compute thread asks for; 0: ranks share the cores as they come."""
 
     @property
     def folder(self) -> Path:

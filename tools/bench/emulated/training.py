@@ -1,7 +1,9 @@
-"""In a rank: Megatron's `pretrain` over given batches, each step under the planner and layers of its variant, timed from outside.
+"""In a rank: Megatron's `pretrain` over given batches, each step under the planner and layers of
+its variant, timed from outside.
 
-What is wrapped lives in this process only, which ends with its job: Megatron's `train_step` and its reduction of gradients, the session's
-choice of a planner, `bind`, and the two nano-batches of the attention call.
+What is wrapped lives in this process only, which ends with its job: Megatron's `train_step` and its
+reduction of gradients, the session's choice of a planner, `bind`, and the two nano-batches of the
+attention call.
 """
 
 from __future__ import annotations
@@ -42,37 +44,26 @@ from tools.bench.emulated.point import FFN_SIZE, HEAD_DIM, HEADS, TOKENS
 from tools.bench.emulated.steps import Planned
 from tools.bench.emulated.variants import VARIANTS, Variant
 from tools.emulated_cluster import Controller, NicBytes, Topology
+from tools.megatron_flags import GPT, LOOP, command_line
 
 VOCABULARY = 256
 
 FLAGS: dict[str, Any] = {
+    **GPT,
+    **LOOP,
     "hidden-size": HEADS * HEAD_DIM,
     "kv-channels": HEAD_DIM,
     "num-attention-heads": HEADS,
     "ffn-hidden-size": FFN_SIZE,
     "seq-length": TOKENS,
     "max-position-embeddings": TOKENS,
-    "position-embedding-type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable-bias-linear": True,
-    "untie-embeddings-and-output-weights": True,
-    "attention-dropout": 0,
-    "hidden-dropout": 0,
-    "micro-batch-size": 1,
     "global-batch-size": 1,
-    "lr": 0,  # the same weights in every step, so that a batch's loss must be the same under every variant
+    # the same weights in every step, so that a batch's loss must be the same under every variant
+    "lr": 0,
     "min-lr": 0,
     "weight-decay": 0,
-    "tokenizer-type": "NullTokenizer",
     "vocab-size": VOCABULARY,
-    "make-vocab-size-divisible-by": 16,
-    "eval-iters": 0,
-    "eval-interval": 100000,
-    "log-interval": 1,
-    "num-workers": 0,
     "seed": 1234,
-    "calculate-per-token-loss": True,
     "balance-device": "cpu",
     "distributed-backend": "gloo",
     "mock-data": True,  # Megatron asks for data or for none; ours come from our own provider
@@ -106,7 +97,9 @@ def train(rank: int, controller: Controller, run: Run) -> None:
 
 
 def pretrain_steps(rank: int, run: Run, config: Mapping[str, Any], samples: Sequence[Lengths]) -> None:
-    """Megatron's `pretrain` over `samples`, the documents of each. `config`: keys of the configuration beside those that `run` sets."""
+    """Megatron's `pretrain` over `samples`, the documents of each. `config`: keys of the
+    configuration beside those that `run` sets.
+    """
     file = run.folder / f"balance-rank{rank}.yaml"
     file.write_text(yaml.safe_dump({**config, "cluster": run.cluster, "backward": run.backward, "plan_ahead": False}))
     flags = {
@@ -117,10 +110,7 @@ def pretrain_steps(rank: int, run: Run, config: Mapping[str, Any], samples: Sequ
         "train-iters": len(run.steps),
         "balance-config": file,
     }
-    sys.argv = [
-        "bench",
-        *(word for name, value in flags.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])),
-    ]
+    sys.argv = ["bench", *command_line(flags)]
     code = entry.run(lambda: _pretrain(Batches(samples, flags["seq-length"])))
     if code:
         sys.exit(code)
@@ -180,7 +170,7 @@ class Batches(Dataset[dict[str, Tensor]]):
 
 @dataclass(slots=True)
 class MeasuredStep:
-    """What this rank measured of any step, in seconds."""
+    """This rank's measurements of a step, in seconds."""
 
     model_s: float = 0.0
     """Forward and backward of the model, attention and all."""
@@ -193,10 +183,12 @@ class MeasuredStep:
 
 
 class Meter:
-    """Measures a step from where its model begins to where its gradients are reduced. `step`: what is measured now."""
+    """Measures a step from where its model begins to where its gradients are reduced. `step`: what
+    is measured now.
+    """
 
     def __init__(self, rank: int, controller: Controller, run: Run) -> None:
-        """Nothing is wrapped yet."""
+        """Make a meter that wraps nothing yet."""
         self.rank, self.controller, self.run = rank, controller, run
         self.step = MeasuredStep()
         self._model_start_s = 0.0
@@ -215,7 +207,8 @@ class Meter:
             self.step.model_s = time.perf_counter() - self._model_start_s
             if self.run.share is not None:
                 device.release()
-            self.step.after = self._counted()  # with it a barrier: else the first rank's reduction would be waiting for the last
+            # with it a barrier: else the first rank's reduction would be waiting for the last
+            self.step.after = self._counted()
             start = time.perf_counter()
             reduce(*args, **kwargs)
             self.step.all_reduce_s += time.perf_counter() - start
@@ -241,7 +234,9 @@ class _Step(MeasuredStep):
 
 
 class _Meter(Meter):
-    """Gives each step its planner, and measures it. Counters of the NICs are read where only attention's transfers lie between."""
+    """Gives each step its planner, and measures it. Counters of the NICs are read where only
+    attention's transfers lie between.
+    """
 
     step: _Step
 
@@ -351,7 +346,9 @@ def differences(before: Sequence[NicBytes], after: Sequence[NicBytes], side: str
 
 
 def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
-    """What the plans of a microbatch are, and the bytes that they put on each NIC, all layers, forward and backward."""
+    """The plans of a microbatch, and the bytes that they put on each NIC, all layers, forward and
+    backward.
+    """
     plans, payload = [bound.plan for bound in bounds], Payload.of(session.current().model())
     moved = [
         traffic(

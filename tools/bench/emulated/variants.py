@@ -1,4 +1,4 @@
-"""What is compared: the bars of Fig. 11 and, beside them, llama_all_gather."""
+"""The variants that are compared: the bars of Fig. 11 and, beside them, llama_all_gather."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from megatron_balance.planning.layers import Layers
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A planner and the layers around it. `ping_pong`: microbatches run as two nano-batches, `interleaved` or one after the other."""
+    """A planner and the layers around it. `ping_pong`: microbatches run as two nano-batches,
+    `interleaved` or one after the other.
+    """
 
     name: str
     planner: str
@@ -20,7 +22,9 @@ class Variant:
     interleaved: bool = True
 
     def choice(self) -> PlannerChoice:
-        """As a configuration would say it; zeppelin's own options `routed` and `remapped` follow the layers."""
+        """As a configuration would say it; zeppelin's own options `routed` and `remapped` follow
+        the layers.
+        """
         return choose_planner(self.planner, {}, self.name, self.layers)
 
 

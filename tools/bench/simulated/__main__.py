@@ -1,7 +1,8 @@
-"""How near the simulator is to what attention calls take on the emulated cluster, planner by planner.
+"""Accuracy of the simulator against attention calls on the emulated cluster, planner by planner.
 
-measure: costs first, by microbenchmarks on the ranks, then the cases; leaves a folder. compare: simulates what such folders have with
-the costs in them, and prints measured and simulated times, or writes them to FILE.md and FILE.json.
+measure: costs first, by microbenchmarks on the ranks, then the cases; leaves a folder. compare:
+simulates what such folders have with the costs in them, and prints measured and simulated times, or
+writes them to FILE.md and FILE.json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SKIPPED = 77
 USAGE_ERROR = 2
 SHARE = 0.125
 NOTE = "note.md"
-"""What whoever measured has to say of a folder."""
+"""The note of a folder's measurement."""
 NAMES = tuple(variant.name for variant in VARIANTS)
 
 

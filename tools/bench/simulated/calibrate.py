@@ -1,8 +1,10 @@
-"""On the ranks: the cost table, by microbenchmarks alone, and how fast ranks at a share of a core are by the clock on the wall.
+"""On the ranks: the cost table, by microbenchmarks alone, and how fast ranks at a share of a core
+are by the clock on the wall.
 
-The table's times are of the processor, as `megatron-balance profile` takes them on one thread: what others do on the cores does not
-count. The ranks' pace, seconds on the wall over seconds of the table, comes from launches one after the other on all ranks at once, each
-on operands that have left the caches meanwhile, as those of a call that came over a NIC are.
+The table's times are of the processor, as `megatron-balance profile` takes them on one thread: what
+others do on the cores does not count. The ranks' pace, seconds on the wall over seconds of the
+table, comes from launches one after the other on all ranks at once, each on operands that have left
+the caches meanwhile, as those of a call that came over a NIC are.
 """
 
 from __future__ import annotations
@@ -20,19 +22,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron_balance.runtime.profile import ProfileOptions, model_scale, profile, world_links
 
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import BesideTable, CostTable, LinkTable
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.profiling.cost_table import profile
-from megatron_balance.profiling.kernels import model_scale
-from megatron_balance.profiling.links import world_links
-from megatron_balance.profiling.options import ProfileOptions
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import choose_kernel
-from megatron_balance.runtime.kernels.base import Entries
+from megatron_balance.runtime.kernels import Entries, choose_kernel
 from tools.bench.emulated import device
 from tools.bench.emulated.point import NUM_RANKS, RANKS_PER_NODE
 from tools.bench.simulated.cases import MODEL, Rates, cluster_of
@@ -54,12 +52,16 @@ PROFILING = 2
 """Ranks that measure the table, one on each core; the others wait."""
 
 LAUNCHES = (((512, 512), (256, 256), (128, 128), (64, 64), (32, 32)), ((2048, 4096),))
-"""Queries and keys of the entries of two launches, a short and a long one, that ranks' pace is measured with."""
+"""Queries and keys of the entries of two launches, a short and a long one, that ranks' pace is
+measured with.
+"""
 
 MESSAGE_BYTES = 1 << 19
 
 HOSTED, HOST_TIMES = (4, 1024), 5
-"""Sequences of a rank and tokens of each, launched one by one to see what the executor takes around a launch; and how often."""
+"""Sequences of a rank and tokens of each, launched one by one to see what the executor takes around
+a launch; and how often.
+"""
 
 COPIES = 8
 """Operands that a rank's pace is measured with in turn, so that none is still in a cache."""
@@ -72,9 +74,11 @@ TIMES = ("launch_s", "backward_launch_s", "full_s", "full_backward_s", "causal_s
 
 
 class OfPhase(NamedTuple):
-    """How fast launches are, forward or backward: `factor` seconds on the wall of one by the table, and so much more for each launch.
+    """The pace of launches, forward or backward: `factor` seconds on the wall of one by the table,
+    and so much more for each launch.
 
-    A launch finds the caches as whatever ran on the core before it has left them; in the table's repetitions that was itself.
+    A launch finds the caches as whatever ran on the core before it has left them; in the table's
+    repetitions that was itself.
     """
 
     factor: float
@@ -83,7 +87,8 @@ class OfPhase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast ranks are at their share of a core: alone, and how much slower beside transfers in their node and to the other one.
+    """The pace of ranks at their share of a core: alone, and how much slower beside transfers in
+    their node and to the other one.
 
     `host_s`: what the executor takes around each launch, forward and backward.
     """
@@ -96,7 +101,7 @@ class Pace:
 
 
 def alone(call: Callable[[], Value]) -> Value:
-    """What a collective call gives in a world of its own."""
+    """Result of a collective call in a world of its own."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     value = call()
@@ -113,7 +118,9 @@ def measure_table() -> CostTable:
 
 
 class Pacer:
-    """Launches at `share` of a core on all ranks at once, of known time by the table, alone and beside transfers that keep links full."""
+    """Launches at `share` of a core on all ranks at once, of known time by the table, alone and
+    beside transfers that keep links full.
+    """
 
     def __init__(self, table: CostTable, share: float, rates: Rates) -> None:
         device.prefer_transfers()
@@ -123,7 +130,9 @@ class Pacer:
         self._beside: list[list[float]] = []
 
     def sample(self, seconds: float) -> None:
-        """Collective: how fast the ranks are now. A machine that others have a part in is not always as fast."""
+        """Collective: how fast the ranks are now. A machine that others have a part in is not
+        always as fast.
+        """
         alone_s = self._mean_s(seconds)
         self._alone.append(alone_s)
         short_s, beside = alone_s[: len(self._launches[0].calls)], list[float]()
@@ -141,7 +150,9 @@ class Pacer:
         return Pace(forward, backward, intra, inter, host_s)
 
     def _mean_s(self, seconds: float, which: slice = slice(None), begin: Callable[[], list[dist.Work]] = list[dist.Work]) -> list[float]:
-        """Of the short launch forward and backward, then of the long one, beside what `begin` begins."""
+        """Of the short launch forward and backward, then of the long one, beside what `begin`
+        begins.
+        """
         return mean_of(gathered([_mean_s(calls, seconds, begin) for launch in self._launches[which] for calls in launch.calls]))
 
 
@@ -161,7 +172,9 @@ def at_pace(table: CostTable, pace: Pace) -> CostTable:
 
 
 def host_s(groups: Groups, share: float) -> tuple[float, float]:
-    """Collective: seconds around a launch, forward and backward, of an executor that exchanges nothing: `HOSTED` sequences, one by one."""
+    """Collective: seconds around a launch, forward and backward, of an executor that exchanges
+    nothing: `HOSTED` sequences, one by one.
+    """
     size, (count, tokens) = NUM_RANKS, HOSTED
     zones = tuple(Zone("local", "ring", (rank,), (rank * count + at,)) for rank in range(size) for at in range(count))
     plan = MicrobatchPlan("host", (tokens,) * (size * count), size, RANKS_PER_NODE, MODEL.num_heads, MODEL.num_kv_heads, zones)
@@ -176,12 +189,13 @@ def host_s(groups: Groups, share: float) -> tuple[float, float]:
         final = (out, lse)
         _, backward_s = _around(kernel, partial(run_backward, bound, dout, (q, k, v), final, received, model_scale(MODEL)))
         found.append((forward_s / count, backward_s / count))
-    forward, backward = mean_of(gathered([median(each) for each in zip(*found[1:], strict=True)]))  # the first finds the launches' times
+    # the first finds the launches' times
+    forward, backward = mean_of(gathered([median(each) for each in zip(*found[1:], strict=True)]))
     return forward, backward
 
 
 def _around(kernel: PacedKernel, call: Callable[[], Value]) -> tuple[Value, float]:
-    """What a call returns, and how long it takes outside the kernel."""
+    """Result of a call, and its seconds outside the kernel."""
     spent_s, begin_s = kernel.spent_s, time.perf_counter()
     value = call()
     return value, time.perf_counter() - begin_s - (kernel.spent_s - spent_s)
@@ -200,7 +214,9 @@ def paced(share: float) -> PacedKernel:
 
 
 def keep_memory() -> None:
-    """Let this process keep memory that it has freed: else whether a tensor's pages must be found anew depends on what was freed before."""
+    """Keep memory that this process has freed: else whether a tensor's pages must be found anew
+    depends on what was freed before.
+    """
     with suppress(OSError, AttributeError):  # another C library than GNU's
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, most in _KEEP.items():
@@ -210,8 +226,9 @@ def keep_memory() -> None:
 def measure_links() -> tuple[LinkTable, ...]:
     """Collective: links as they are shaped now; rank 0 has them.
 
-    A token bucket that has been idle lets the first bytes through at once. Amid a transfer, and between two, it has nothing saved up;
-    so the rate is that of what the larger message has more than the smaller, and the latency that of the smallest.
+    A token bucket that has been idle lets the first bytes through at once. Amid a transfer, and
+    between two, it has nothing saved up; so the rate is that of what the larger message has more
+    than the smaller, and the latency that of the smallest.
     """
     return tuple(without_burst(link) for link in world_links(OPTIONS.message_bytes, OPTIONS.repeats, RANKS_PER_NODE, torch.device("cpu")))
 
@@ -246,7 +263,9 @@ def _quietly(points: Iterable[Callable[[], None]], count: int, what: str) -> Ite
 
 
 class _Launch:
-    """A launch, forward and backward: `calls` on operands in turn; `table_s`: what it takes by the table."""
+    """A launch, forward and backward: `calls` on operands in turn; `table_s`: what it takes by the
+    table.
+    """
 
     def __init__(self, sizes: Sequence[tuple[int, int]], table: CostTable, share: float) -> None:
         scale, kernel = model_scale(MODEL), paced(share)
@@ -268,7 +287,9 @@ class _Launch:
 
 
 def _transfers(step: int, num_bytes: float) -> list[dist.Work]:
-    """Begin to send so much to a rank of the same node (`step` 1), or of the other one, and to receive as much."""
+    """Begin to send so much to a rank of the same node (`step` 1), or of the other one, and to
+    receive as much.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     if step < RANKS_PER_NODE:
         first = rank // RANKS_PER_NODE * RANKS_PER_NODE
@@ -282,9 +303,12 @@ def _transfers(step: int, num_bytes: float) -> list[dist.Work]:
 
 
 def _mean_s(calls: Sequence[Callable[[], object]], seconds: float, begin: Callable[[], list[dist.Work]]) -> float:
-    """Mean wall-clock seconds of calls in turn, two or more, for so long, while all ranks do the same, beside what `begin` begins."""
+    """Mean wall-clock seconds of calls in turn, two or more, for so long, while all ranks do the
+    same, beside what `begin` begins.
+    """
     dist.barrier()
-    works = begin()  # behind the barrier, whose messages would wait for them on the same connections
+    # behind the barrier, whose messages would wait for them on the same connections
+    works = begin()
     start, count = time.perf_counter(), 0
     while count < 2 or time.perf_counter() - start < seconds:
         calls[count % len(calls)]()

@@ -1,4 +1,6 @@
-"""What is measured and simulated: planners on batches, at rates of the NICs, over numbers of NICs."""
+"""Cases that are measured and simulated: planners on batches, at rates of the NICs, over numbers of
+NICs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tools.bench.emulated.variants import Variant
 from tools.emulated_cluster import Topology
 
 MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=16, num_layers=1, hidden_size=128, ffn_size=768, name="bench", bytes_per_element=4)
-"""A head for each rank, so that heads can be exchanged, and few of keys: what moves costs CPU time too, and should not be most of it."""
+"""A head for each rank, so that heads can be exchanged, and few of keys: what moves costs CPU time
+too, and should not be most of it.
+"""
 
 VARIANTS = (
     Variant("te_ring", "te_ring", Layers()),
@@ -47,7 +51,9 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One plan on links of one speed. `others`: planners that made the very same plan; their cases would be this one again."""
+    """One plan on links of one speed. `others`: planners that made the very same plan; their cases
+    would be this one again.
+    """
 
     nics: int
     mbit: float
@@ -60,13 +66,15 @@ class Case:
 
     @property
     def group(self) -> tuple[int, float, str, str, int]:
-        """What cases have in common that only differ by the planner."""
+        """Key of cases that differ only by the planner."""
         return self.nics, self.mbit, self.policy, self.dataset, self.batch
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All combinations of these. `batches`: of each data set; `tokens` of a batch; `planners`: names in `VARIANTS`."""
+    """All combinations of these. `batches`: of each data set; `tokens` of a batch; `planners`:
+    names in `VARIANTS`.
+    """
 
     mbit: tuple[float, ...]
     policies: tuple[Policy, ...]
@@ -78,7 +86,9 @@ class Grid:
 
 
 class Rates(NamedTuple):
-    """Bytes per second that a rank can send to its node, and to the other one while its neighbours do as much."""
+    """Bytes per second that a rank can send to its node, and to the other one while its neighbours
+    do as much.
+    """
 
     intra: float
     inter: float
@@ -91,7 +101,9 @@ def rates_of(nics: int, mbit: float) -> Rates:
 
 
 def cluster_of(nics: int, mbit: float, flops_per_s: float) -> Cluster:
-    """What planners are told of the emulated cluster: its links without headers, and how fast attention is on a rank."""
+    """The emulated cluster as planners are told of it: its links without headers, and how fast
+    attention is on a rank.
+    """
     nic_bytes_per_s = mbit * 1e6 / 8 * GOODPUT
     return Cluster(
         num_ranks=NUM_RANKS,

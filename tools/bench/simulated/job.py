@@ -1,4 +1,6 @@
-"""In a rank: links measured as they are shaped, and every case's attention call, forward and backward, by the executor."""
+"""In a rank: links measured as they are shaped, and every case's attention call, forward and
+backward, by the executor.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron_balance.runtime.profile import model_scale
 
 from megatron_balance.cost.table import CostTable, LinkTable
-from megatron_balance.profiling.kernels import model_scale
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups, make_groups
@@ -25,9 +27,11 @@ from tools.bench.together import from_common_start
 from tools.emulated_cluster import Controller
 
 PACE_S, PACED_EVERY = 0.4, 13
-"""How long the ranks' pace is timed, forward and backward, and after how many calls again."""
+"""Seconds for which the ranks' pace is timed, forward and backward, and after how many calls again.
+"""
 
-importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which torch imports in a process's first backward
+# which torch imports in a process's first backward
+importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class Seconds(NamedTuple):
@@ -39,7 +43,9 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A case on one rank. `late_share`: of the kernels' time, how much launches came late, since the cores were at something else."""
+    """A case on one rank. `late_share`: of the kernels' time, how much launches came late, since
+    the cores were at something else.
+    """
 
     links: tuple[LinkTable, ...]
     pace: Pace
@@ -49,7 +55,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank runs. `share`: of a core, for each rank's kernels. `done`: called on rank 0 after each call."""
+    """The job of every rank. `share`: of a core, for each rank's kernels. `done`: called on rank 0
+    after each call.
+    """
 
     cases: Sequence[Case]
     table: CostTable
@@ -84,7 +92,8 @@ class Job:
             call.run()
             call.repeats.clear()
         for repeat in range(self.repeats):
-            for at in range(len(calls)):  # in an order that rotates, so that what passes on the machine meets all
+            # in an order that rotates, so that what passes on the machine meets all
+            for at in range(len(calls)):
                 if at % PACED_EVERY == 0:
                     pacer.sample(PACE_S)
                 call = calls[(at + repeat) % len(calls)]

@@ -1,13 +1,16 @@
 """A kernel at a fixed share of a core, to a fraction of a millisecond.
 
-Eight ranks on two cores share them: a rank that waits makes the others faster, and so does one that sends. A reservation of the kernel's
-deadline scheduler (`tools.bench.emulated.device`) ends that, but is kept only at every tick of its timer, 4 ms apart: a launch of a few
-milliseconds runs at full speed, then stands still, and in runs of 4 ms the reserved threads keep those from the cores that carry
-transfers. Here a launch is computed as ever, in `c` seconds of the processor, and returns `c / share` seconds after it was called: the
-time in between is the core's for others, transfers first. Where a launch has not had its share by then, it returns late.
+Eight ranks on two cores share them: a rank that waits makes the others faster, and so does one that
+sends. A reservation of the kernel's deadline scheduler (`tools.bench.emulated.device`) ends that,
+but is kept only at every tick of its timer, 4 ms apart: a launch of a few milliseconds runs at full
+speed, then stands still, and in runs of 4 ms the reserved threads keep those from the cores that
+carry transfers. Here a launch is computed as ever, in `c` seconds of the processor, and returns `c
+/ share` seconds after it was called: the time in between is the core's for others, transfers first.
+Where a launch has not had its share by then, it returns late.
 
-`c` has in it what Linux does for packets on the core meanwhile, since it counts that to the thread that runs there
-(CONFIG_IRQ_TIME_ACCOUNTING is not set): beside transfers a launch takes longer, and as many times longer as a launch alone does.
+`c` has in it what Linux does for packets on the core meanwhile, since it counts that to the thread
+that runs there (CONFIG_IRQ_TIME_ACCOUNTING is not set): beside transfers a launch takes longer, and
+as many times longer as a launch alone does.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels.base import Entries, Kernel
+from megatron_balance.runtime.kernels import Entries, Kernel
 
 Value = TypeVar("Value")
 
 
 class PacedKernel:
-    """`kernel`, so much slower that it takes `share` of a core. `computed_s`: of the processor so far; `late_s`: what came late, in all;
-    `spent_s`: by the clock on the wall, in launches.
+    """`kernel`, so much slower that it takes `share` of a core. `computed_s`: of the processor so
+    far; `late_s`: what came late, in all; `spent_s`: by the clock on the wall, in launches.
     """
 
     def __init__(self, kernel: Kernel, share: float) -> None:
@@ -44,7 +47,7 @@ class PacedKernel:
         return self._kernel.launches(entries)
 
     def prepare(self, entries: Entries, device: torch.device) -> Any:
-        """What `forward` and `backward` are given of the entries."""
+        """Arguments of `forward` and `backward` among the entries."""
         return self._kernel.prepare(entries, device)
 
     def forward(self, entries: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
-"""One run on the emulated cluster: measure the costs, then the cases; and the folder that it leaves.
+"""One run on the emulated cluster: measure the costs, then the cases; and the folder that it
+leaves.
 
-The folder has a cost table for every rate, which `megatron-balance simulate --costs` reads as well, and `cases.json` with the plans
-and what they took. So the simulator can be held against a measurement again when it has changed.
+The folder has a cost table for every rate, which `megatron-balance simulate --costs` reads as well,
+and `cases.json` with the plans and what they took. So the simulator can be held against a
+measurement again when it has changed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ DEADLINE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case with what it took: seconds of each repetition, forward and backward, until the last rank was done."""
+    """A case with what it took: seconds of each repetition, forward and backward, until the last
+    rank was done.
+    """
 
     nics: int
     mbit: float
@@ -44,7 +48,7 @@ class Row:
 
     @property
     def group(self) -> tuple[int, float, str, str, int]:
-        """What rows have in common that only differ by the planner."""
+        """Key of rows that differ only by the planner."""
         return self.nics, self.mbit, self.policy, self.dataset, self.batch
 
 
@@ -77,7 +81,7 @@ def measure(grid: Grid, nics: int, repeats: int, share: float, folder: Path) -> 
 
 
 def rows(folder: Path) -> Iterator[Row]:
-    """What a run has left in `folder`."""
+    """A run as it was left in `folder`."""
     tables: dict[str, CostTable] = {}
     for entry in json.loads((folder / CASES).read_text()):
         file = entry.pop("costs")
@@ -89,7 +93,9 @@ def rows(folder: Path) -> Iterator[Row]:
 
 
 def _bar(total: int) -> Callable[[str], None]:
-    """Shows how far the ranks are; called in the process of one of them, whose own output goes to a log."""
+    """Shows how far the ranks are; called in the process of one of them, whose own output goes to a
+    log.
+    """
     screen = os.dup(2)
     bars: list[Any] = []
 

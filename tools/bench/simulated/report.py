@@ -1,4 +1,6 @@
-"""Simulate measured cases, and say how far off: case by case, and whether planners that are close come in the right order."""
+"""Simulate measured cases, and say how far off: case by case, and whether planners that are close
+come in the right order.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ EXPLANATION = (
 )
 
 STAGGER_S, DRAWS = 0.003, 10
-"""Ranks that wait for the same moment wake within so long of one another (3.3 ms, median of 30 times, 8 ranks on two cores), in an order
-that chance decides; and how many of these are simulated.
+"""Ranks that wait for the same moment wake within so long of one another (3.3 ms, median of 30
+times, 8 ranks on two cores), in an order that chance decides; and how many of these are simulated.
 """
 
 TIE = 0.005
@@ -47,7 +49,9 @@ _NO_FLOPS = 1.0  # the cluster's rate, which a measured table does not ask for
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One case. Seconds of forward and backward together, measured: median, shortest and longest; errors: simulated over measured - 1."""
+    """One case. Seconds of forward and backward together, measured: median, shortest and longest;
+    errors: simulated over measured - 1.
+    """
 
     nics: int
     mbit: float
@@ -75,7 +79,7 @@ class Line:
 
     @property
     def group(self) -> tuple[int, float, str, str, int]:
-        """What lines have in common that only differ by the planner."""
+        """Key of lines that differ only by the planner."""
         return self.nics, self.mbit, self.policy, self.dataset, self.batch
 
 
@@ -83,8 +87,8 @@ class Line:
 class Pair:
     """Two planners whose times are close.
 
-    `decided`: no repetition of the faster one took as long as any of the other's. `clear`: their medians are further apart than either
-    one's repetitions.
+    `decided`: no repetition of the faster one took as long as any of the other's. `clear`: their
+    medians are further apart than either one's repetitions.
     """
 
     faster: Line
@@ -113,8 +117,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of all lines. `close`: cases that have a planner within `CLOSE`; `pairs` of them, how many are decided and clear (`Pair`), and of
-    those how many are in the wrong order.
+    """Of all lines. `close`: cases that have a planner within `CLOSE`; `pairs` of them, how many
+    are decided and clear (`Pair`), and of those how many are in the wrong order.
     """
 
     cases: int
@@ -157,7 +161,7 @@ def close_pairs(lines: Sequence[Line]) -> list[Pair]:
 
 
 def summary(lines: Sequence[Line]) -> Summary:
-    """How good it is in all."""
+    """Summary of all lines."""
     errors = [abs(line.error) for line in lines]
     pairs = close_pairs(lines)
     decided, clear = [pair for pair in pairs if pair.decided], [pair for pair in pairs if pair.clear]

@@ -1,1 +1,3 @@
-"""Pipeline stages that attend together against each for itself, inside Megatron's loop on an emulated cluster."""
+"""Pipeline stages that attend together against each for itself, inside Megatron's loop on an
+emulated cluster.
+"""

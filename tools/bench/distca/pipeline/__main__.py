@@ -1,8 +1,9 @@
-"""Pipeline stages that attend together (DistCA, section 4.1) inside Megatron's pretrain loop on an emulated cluster, against stages that
-attend each for itself under Megatron's 1F1B.
+"""Pipeline stages that attend together (DistCA, section 4.1) inside Megatron's pretrain loop on an
+emulated cluster, against stages that attend each for itself under Megatron's 1F1B.
 
-First measures the attention kernel and fixes the rate of the NICs (`tools.bench.distca.point`), then trains the same batches both ways in
-turn, and prints steps, and what ranks attended to while their stage was idle.
+First measures the attention kernel and fixes the rate of the NICs (`tools.bench.distca.point`),
+then trains the same batches both ways in turn, and prints steps, and what ranks attended to while
+their stage was idle.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = {name: value for name, value in vars(options).items() if name != "json"}
     experiment = Pipelined(**{**keys, "out": str(options.out.resolve())})
     start = time.monotonic()
-    console = Console(stderr=options.json, width=max(180, Console().width))  # with --json standard output is JSON alone
+    # with --json standard output is JSON alone
+    console = Console(stderr=options.json, width=max(180, Console().width))
 
     def describe() -> None:
         console.print(_point_text(experiment), highlight=False)

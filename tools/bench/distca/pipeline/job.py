@@ -53,7 +53,9 @@ class Pipelined(Experiment):
         return interleaved(self.drawn(), range(len(VARIANTS)), self.repeats)
 
     def point(self, kernels: Kernels) -> Point:
-        """The point at which the NICs are as fast as ticks need in which every stage has a microbatch, and a margin."""
+        """The point at which the NICs are as fast as ticks need in which every stage has a
+        microbatch, and a margin.
+        """
         each = [cut(lengths, REPLICAS * SAMPLE) for of_set in self.drawn().values() for lengths in of_set]
         ticks = [tuple(chain(*microbatches[at : at + STAGES])) for microbatches in each for at in range(len(microbatches) - STAGES + 1)]
         return distca.point(kernels, ticks, self.layers)
@@ -79,7 +81,8 @@ def cut(lengths: Sequence[int], tokens: int) -> list[Lengths]:
 
 
 def _train(rank: int, controller: Any, run: Any) -> None:
-    from tools.bench.distca.pipeline import training  # imports Megatron, which may not be imported before its devices are chosen
+    # imports Megatron, which may not be imported before its devices are chosen
+    from tools.bench.distca.pipeline import training
 
     training.train(rank, controller, run)
 

@@ -16,10 +16,12 @@ from tools.bench.emulated.steps import WARM_UP
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One variant on one data set, or on all ("mean"). Seconds: medians over repeats of each batch, then means over batches.
+    """One variant on one data set, or on all ("mean"). Seconds: medians over repeats of each batch,
+    then means over batches.
 
-    `ratio`: steps of stages that attend each for itself over this one's; `low`, `high`: the smallest and the largest of one turn, in
-    which one follows the other; `spread`: the largest (max - min) / median of a batch's steps.
+    `ratio`: steps of stages that attend each for itself over this one's; `low`, `high`: the
+    smallest and the largest of one turn, in which one follows the other; `spread`: the largest (max
+    - min) / median of a batch's steps.
     """
 
     dataset: str
@@ -36,8 +38,8 @@ class Line:
 
 
 class Idle(NamedTuple):
-    """What a rank did in a tick in which its stage had no microbatch. `first`: as `warms_up` says, else the stage drains. `kernel_s`:
-    seconds of attention.
+    """A rank's work in a tick in which its stage had no microbatch. `first`: as `warms_up` says,
+    else the stage drains. `kernel_s`: seconds of attention.
     """
 
     backward: bool
@@ -47,7 +49,9 @@ class Idle(NamedTuple):
 
 
 def warms_up(ticks: Sequence[Tick], number: int, stage: int) -> bool:
-    """Whether a stage that is idle in tick `number` still has all its passes of that tick's direction before it; else they are over."""
+    """Whether a stage that is idle in tick `number` still has all its passes of that tick's
+    direction before it; else they are over.
+    """
     return any(tick.backward == ticks[number].backward and tick.cells[stage] is not None for tick in ticks[number:])
 
 
@@ -118,7 +122,9 @@ IDLE_HEADINGS = (
 
 
 def idle_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Cells of the table of idle stages, by rank: means over the steps in which stages attend together."""
+    """Cells of the table of idle stages, by rank: means over the steps in which stages attend
+    together.
+    """
     steps = [record for record in measured(records) if record["variant"] == VARIANTS[TOGETHER].name]
     return [_idle_row(rank, [step["ranks"][rank] for step in steps]) for rank in range(len(steps[0]["ranks"]))]
 

@@ -1,6 +1,8 @@
-"""In a rank: Megatron's `pretrain` in pipeline stages, each step with stages that attend together or each for itself, timed from outside.
+"""In a rank: Megatron's `pretrain` in pipeline stages, each step with stages that attend together
+or each for itself, timed from outside.
 
-What is wrapped lives in this process only, which ends with its job, as in `tools.bench.emulated.training`.
+What is wrapped lives in this process only, which ends with its job, as in
+`tools.bench.emulated.training`.
 """
 
 from __future__ import annotations

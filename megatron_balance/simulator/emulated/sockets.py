@@ -1,14 +1,18 @@
-"""Exchanges on gloo's sockets, as `runtime.transport.gloo` issues them and gloo carries them (its transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
+"""Exchanges on gloo's sockets, as `runtime.gloo` issues them and gloo carries them (its
+transport/tcp/pair.cc, allgather.cc, alltoallv.cc).
 
-Every message is a call of its own. The receiver says that it is ready, and only then the sender's bytes go. Two ranks have one connection:
-what one of them sends to the other, bytes and words of readiness alike, goes in the order in which it was given (`simulator.tcp`), so that
-a word said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead; and what it passes on for
-others it expects from the beginning, and sends on when it has come. A sender has done its part when its socket has the message.
+Every message is a call of its own. The receiver says that it is ready, and only then the sender's
+bytes go. Two ranks have one connection: what one of them sends to the other, bytes and words of
+readiness alike, goes in the order in which it was given (`simulator.emulated.tcp`), so that a word
+said late waits behind the bytes of another message. A rank therefore says so two exchanges ahead;
+and what it passes on for others it expects from the beginning, and sends on when it has come. A
+sender has done its part when its socket has the message.
 
-A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two under way at a time; an all-to-all
-gives every message to its connection at once, each send before the receive that is its counterpart. Where a rank's word is there when
-the other one comes to its send, the bytes go at once, and the other one's own word behind them: the two take turns, unless they begin at
-the same moment.
+A collective is what gloo makes of it: an all-gather sends half blocks around the ring of ranks, two
+under way at a time; an all-to-all gives every message to its connection at once, each send before
+the receive that is its counterpart. Where a rank's word is there when the other one comes to its
+send, the bytes go at once, and the other one's own word behind them: the two take turns, unless
+they begin at the same moment.
 """
 
 from __future__ import annotations
@@ -18,13 +22,13 @@ from dataclasses import dataclass
 
 from megatron_balance.compile.order import Start
 from megatron_balance.cost.base import Floats
+from megatron_balance.simulator.emulated.tcp import WORD_BYTES, Network
 from megatron_balance.simulator.events import Events, Occupied
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Flow, GroupExchange, Phase
-from megatron_balance.simulator.tcp import WORD_BYTES, Network
 
 AHEAD = 2
-"""Exchanges whose receives are posted before they are due (`runtime.transport.gloo.Gloo.ahead`)."""
+"""Exchanges whose receives are posted before they are due (`runtime.gloo.Gloo.ahead`)."""
 
 HALVES = 2
 """Parts of a block of an all-gather, and how many of them are under way at once."""
@@ -32,7 +36,9 @@ HALVES = 2
 
 @dataclass(slots=True)
 class _Ring:
-    """A rank in an all-gather: what it sends and receives, in order, and how many of each have been posted, have left and have come."""
+    """A rank in an all-gather: its messages in order, and how many have been posted, have left and
+    have come.
+    """
 
     sends: list[int]
     receives: list[int]
@@ -53,20 +59,26 @@ class Sockets(Events):
         super().__init__(phase, flows, machine, enter_s, trace=trace)
         longest = max((flow.num_bytes for flow in flows), default=0)
         self.network = Network(machine, lambda: self.now, lambda seconds, number: self.push(seconds, "other", number), self, longest)
-        self.given, self.awaited = [False] * len(flows), [False] * len(flows)  # its sender has it; its receiver's word has come
+        self.given = [False] * len(flows)  # to its connection
+        self.awaited = [False] * len(flows)  # its receiver's word has come
         self.begun_s = [0.0] * len(flows)
         self.upcoming: list[deque[int]] = [
             deque(at for step, at in zip(steps, exchanges, strict=True) if isinstance(step, Start))
             for steps, exchanges in zip(phase.steps, phase.exchanges, strict=True)
         ]
-        self.sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by rank and exchange
+        # by rank and exchange
+        self.sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self.receives: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        self.relayed: defaultdict[int, list[int]] = defaultdict(list)  # by rank, what comes to be passed on
+        # by rank, what comes to be passed on
+        self.relayed: defaultdict[int, list[int]] = defaultdict(list)
         self.onward: dict[int, int] = {}  # the next hop of a piece
-        self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)  # by rank and exchange, what has not come
-        self.leaving: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by rank, what has not left of each exchange that has begun
+        # by rank and exchange, what has not come
+        self.arriving: defaultdict[tuple[int, int], int] = defaultdict(int)
+        # by rank, what has not left of each exchange that has begun
+        self.leaving: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self.rings: dict[tuple[int, int], _Ring] = {}
-        self.together: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # sends and receives (-1: none), in order
+        # sends and receives (-1: none), in order
+        self.together: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._prepare(len(phase.flows))
         for each, messages in groups:
             self._add(each, messages)
@@ -74,12 +86,12 @@ class Sockets(Events):
     def _prepare(self, count: int) -> None:
         came: dict[tuple[int, int, int, int], int] = {}
         for index, flow in enumerate(self.flows[:count]):  # the hops of a piece follow one another
-            way = flow.exchange, flow.src, flow.dst, flow.piece
+            piece = flow.exchange, flow.src, flow.dst, flow.piece
             if flow.a == flow.src:
                 self.sends[flow.a, flow.exchange].append(index)
             else:
-                self.onward[came[way]] = index
-            came[way] = index
+                self.onward[came[piece]] = index
+            came[piece] = index
             if flow.b == flow.dst:
                 self.receives[flow.b, flow.exchange].append(index)
                 self.arriving[flow.b, flow.exchange] += 1
@@ -87,7 +99,7 @@ class Sockets(Events):
                 self.relayed[flow.b].append(index)
 
     def _add(self, each: GroupExchange, messages: range) -> None:
-        """What each rank of a collective sends and receives, in gloo's order."""
+        """Note what each rank of a collective sends and receives, in gloo's order."""
         sent: defaultdict[int, list[int]] = defaultdict(list)
         brought: defaultdict[int, list[int]] = defaultdict(list)
         for index in messages:
@@ -105,17 +117,17 @@ class Sockets(Events):
                 after, before = each.ranks[(place + step) % size], each.ranks[(place - step) % size]
                 self.together[rank, each.exchange].append((to.get(after, -1), of.get(before, -1)))
 
-    # What the clocks ask
+    # Asked by the clocks
 
     def entered(self, rank: int) -> None:
-        """Everything that is passed on is expected, and what the first exchanges bring."""
+        """Post receives for what is passed on, and for the first exchanges."""
         for flow in self.relayed[rank]:
             self._receive(flow)
         for _ in range(AHEAD):
             self._expect(rank)
 
     def started(self, rank: int, exchange: int) -> None:
-        """One more exchange is expected, and this one's messages are given to their connections."""
+        """Post receives for one more exchange, and give this one's messages to connections."""
         self._expect(rank)
         if (rank, exchange) in self.rings:
             self._turn(self.rings[rank, exchange])
@@ -130,15 +142,17 @@ class Sockets(Events):
             self._send(flow)
 
     def waits(self, rank: int, exchange: int) -> bool:
-        """For what the exchange brings, and for what those before it have sent to leave."""
+        """Whether something that the exchange brings has not come, or something sent before has not
+        left.
+        """
         return self.arriving[rank, exchange] > 0 or any(left and at < exchange for at, left in self.leaving[rank].items())
 
     def other(self, which: int) -> None:
-        """Something has moved on a connection."""
+        """Handle an event of the network."""
         self.network.event(which)
 
     def left(self, message: int) -> None:
-        """A sender may change what it sent."""
+        """Go on with a sender, whose socket has all of a message."""
         flow, is_word = divmod(message, 2)
         if is_word:
             return
@@ -154,7 +168,7 @@ class Sockets(Events):
         self.retry(of.a)
 
     def came(self, message: int) -> None:
-        """A receiver's word has come, or all of a message: then it takes a moment to be told."""
+        """Note a receiver's word; of a message, let its rank know after a moment."""
         flow, is_word = divmod(message, 2)
         if not is_word:
             self.push(self.now + self.call_s + self.alpha_s[flow], "flow", flow)
@@ -164,7 +178,7 @@ class Sockets(Events):
             self._go(flow)
 
     def flow_event(self, flow: int, version: int) -> None:
-        """Who has waited for a message goes on."""
+        """Go on with what waited for a message."""
         del version
         of = self.flows[flow]
         self.hold(flow, -1)
@@ -213,7 +227,7 @@ class Sockets(Events):
             ring.posted += 1
 
     def _turned(self, rank: int, exchange: int) -> None:
-        """A half block has left a rank, or has come to it."""
+        """Count a half block that has left a rank, or has come to it."""
         self.arriving[rank, exchange] -= 1
         self._turn(self.rings[rank, exchange])
 

@@ -1,0 +1,89 @@
+"""Plans put together by hand, for tests of what runs, proves, prices or shows a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_balance.ir.plan import MOVE_WIDTH, MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.rows import Rows
+
+FRAGMENT_ROW, TASK_ROW = 4, 6
+"""Columns of a task table: (rank, seq, start, stop) and (rank, seq, q_start, q_stop, k_start,
+k_stop).
+"""
+
+
+def plan(
+    lengths: Sequence[int],
+    ranks: int,
+    *zones: Zone | TaskTable,
+    ranks_per_node: int | None = None,
+    heads: tuple[int, int] = (2, 1),
+    moves: Iterable[Sequence[int]] = (),
+    routing: Routing | None = None,
+    name: str = "by_hand",
+) -> MicrobatchPlan:
+    """A plan of these zones.
+
+    Args:
+        lengths: tokens of each sequence.
+        ranks: number of ranks.
+        zones: in order.
+        ranks_per_node: not given: all ranks are on one node.
+        heads: of queries, and of keys and values.
+        moves: (holder, owner, tokens) of the remap.
+        routing: of what goes between nodes.
+        name: of the planner.
+    """
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    return MicrobatchPlan(name, tuple(lengths), ranks, per_node, *heads, zones, Rows.of(MOVE_WIDTH, list(moves)), routing)
+
+
+def pool(
+    pattern: str,
+    lengths: Sequence[int],
+    ranks: int,
+    *,
+    ranks_per_node: int | None = None,
+    heads: tuple[int, int] = (2, 1),
+    routing: Routing | None = None,
+) -> MicrobatchPlan:
+    """A plan in which all ranks share all sequences in one zone, "pool"."""
+    zone = Zone("pool", pattern, tuple(range(ranks)), tuple(range(len(lengths))))
+    return plan(lengths, ranks, zone, ranks_per_node=ranks_per_node, heads=heads, routing=routing)
+
+
+def ring(ranks: Sequence[int], *seqs: int, name: str = "ring") -> Zone:
+    """A ring over `ranks` that shares these sequences."""
+    return Zone(name, "ring", tuple(ranks), seqs)
+
+
+def all_gather(ranks: Sequence[int], *seqs: int, name: str = "all_gather") -> Zone:
+    """A zone of `ranks` that gathers keys and values of these sequences."""
+    return Zone(name, "all_gather", tuple(ranks), seqs)
+
+
+def head_exchange(ranks: Sequence[int], *seqs: int, name: str = "head_exchange") -> Zone:
+    """A zone of `ranks` that splits these sequences by heads."""
+    return Zone(name, "head_exchange", tuple(ranks), seqs)
+
+
+def local(rank: int, *seqs: int) -> Zone:
+    """These sequences whole on one rank: a ring of one."""
+    return Zone("local", "ring", (rank,), seqs)
+
+
+def each_local(count: int) -> tuple[Zone, ...]:
+    """Sequence n whole on rank n, for every n below `count`."""
+    return tuple(local(at, at) for at in range(count))
+
+
+def task_table(fragments: Iterable[tuple[int, ...]], tasks: Iterable[tuple[int, ...]] = (), name: str = "task_table") -> TaskTable:
+    """A task table.
+
+    Args:
+        fragments: (rank, seq, start, stop) of what each rank owns.
+        tasks: (rank, seq, q_start, q_stop, k_start, k_stop) of what each rank attends.
+        name: of the zone.
+    """
+    return TaskTable(name, Rows.of(FRAGMENT_ROW, list(fragments)), Rows.of(TASK_ROW, list(tasks)))
