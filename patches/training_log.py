@@ -19,6 +19,7 @@ def reported(training_log: Callable[..., Any]) -> Callable[..., Any]:
     def log_step(*args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
+        session.current().end_step()
         session.current().steps.finish(given["iteration"], given["loss_dict"], given["grad_norm"])
         return result
 

@@ -19,10 +19,10 @@ from megatron_balance.megatron import nano_batches, session
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.pipeline_ticks import TickRun
-from megatron_balance.megatron.planning import PlannedStep
 from megatron_balance.megatron.tokens import PoolLengths, TensorParallel, exchange, mask_of, read, share_lengths
 from megatron_balance.runtime.bind import Bound, Counters, bind
 from megatron_balance.runtime.lowered import BOTH_PHASES
+from megatron_balance.training.plans import PlannedStep
 
 
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     def schedule(
         *,
-        forward_step_func: Callable[..., Any],  # noqa: ARG001  ours takes its place; the log said so when the session began
+        forward_step_func: Callable[..., Any],
         data_iterator: Any,
         model: Any,
         num_microbatches: int,

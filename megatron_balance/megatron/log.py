@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
 from megatron_balance.analysis.statistics import figures
-from megatron_balance.config import RunConfig, to_yaml
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
@@ -26,11 +25,12 @@ from megatron_balance.ir.model import Model
 from megatron_balance.megatron.groups import Pool
 from megatron_balance.megatron.tick_figures import BACKWARD, tick_figures
 from megatron_balance.megatron.tokens import PoolLengths, job_device
+from megatron_balance.planning.run import Run, to_yaml
 from megatron_balance.runtime.bind import Counters
 from megatron_balance.simulator import pipeline
 
 if TYPE_CHECKING:
-    from megatron_balance.megatron.planning import PlannedStep
+    from megatron_balance.training.plans import PlannedStep
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Ran:
 class StepLog:
     """Collects a step from the schedule's wrapper and writes it when Megatron has reduced its loss."""
 
-    def __init__(self, args: argparse.Namespace, config: RunConfig) -> None:
+    def __init__(self, args: argparse.Namespace, config: Run) -> None:
         """Global rank 0 writes files; what it needs of other ranks is gathered over its joint pool."""
         self._args = args
         self._config = config

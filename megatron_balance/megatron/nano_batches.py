@@ -8,39 +8,20 @@ the first half's before the second's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.megatron.data import Sequences
 from megatron_balance.megatron.forward_step import PlannedMicrobatch
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.tokens import PoolLengths
-from megatron_balance.solvers.nano_batches import nano_batches
-
-Parts: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of one microbatch: the sequences of each part, ascending. One part: it is planned as a whole."""
+from megatron_balance.planning.place import NanoBatches
 
 
-def parts_of(lengths: Sequence[int], *, ping_pong: bool) -> Parts:
-    """The parts of a microbatch; one sequence alone makes no second half."""
-    if ping_pong and len(lengths) >= NUM_NANO_BATCHES:
-        return nano_batches(lengths)
-    return (tuple(range(len(lengths))),)
-
-
-def parts_alike(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[Parts, ...]:
-    """Every microbatch in as many parts as the others, whose sequences meet in one attention call; a second half may be empty."""
-    if ping_pong and any(len(lengths) >= NUM_NANO_BATCHES for lengths in microbatches):
-        return tuple(nano_batches(lengths) for lengths in microbatches)
-    return tuple(parts_of(lengths, ping_pong=False) for lengths in microbatches)
-
-
-def cut(mine: Sequence[Sequences], shared: PoolLengths, parts: Sequence[Parts], rank: int) -> tuple[list[Sequences], PoolLengths]:
+def cut(mine: Sequence[Sequences], shared: PoolLengths, parts: Sequence[NanoBatches], rank: int) -> tuple[list[Sequences], PoolLengths]:
     """What was read here and in the pool, with a microbatch for each part. `mine` [M], or nothing on ranks that read none."""
     if all(len(each) == 1 for each in parts):
         return list(mine), shared

@@ -13,51 +13,21 @@ leaves a node by a task table or by a remap is counted, NIC by NIC.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.cost.base import CostModel
-from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers, When
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns import dispatch
 from megatron_balance.solvers import remap
-from megatron_balance.solvers.remap import Objective, Sides, Solver
-
-When: TypeAlias = Literal["always", "pays", "never"]
-RemapWhen: TypeAlias = Literal["always", "pays"]
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """What lies around a planner.
-
-    `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC. `remap`: balance tokens outside
-    attention, `remap_when` always or where that saves time; `solver`, `objective` and `sides` as in `solvers.remap.solve`. `align`:
-    token counts outside attention are multiples of this (the tensor-parallel size).
-    """
-
-    routing: When = "never"
-    remap: bool = False
-    remap_when: RemapWhen = "always"
-    solver: Solver = "exact"
-    objective: Objective = "bottleneck"
-    sides: Sides = "both"
-    align: int = 1
-    pieces: int = 1
-
-    def __post_init__(self) -> None:
-        if self.pieces < 1:
-            raise ConfigError(f"routing: pieces {self.pieces}: a transfer has at least 1 piece on each NIC")
-        if self.align < 1:
-            raise ConfigError(f"remap: align {self.align}: must be at least 1 token")
 
 
 def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers: Layers) -> MicrobatchPlan:

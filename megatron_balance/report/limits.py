@@ -18,7 +18,8 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
-from megatron_balance.ir.plan import NO_MOVES, BatchPlan, MicrobatchPlan
+from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures, Played, mean_step_s, simulate
 from megatron_balance.simulator.attention import Call, attention_call, linear_tokens
@@ -64,7 +65,7 @@ def of(played: Played) -> Figures:
     step_s = sum(seconds.values())
     other = max((part for part in PARTS if part not in COMPUTING), key=lambda part: seconds[part])
     computing = sum(seconds[part] for part in COMPUTING)
-    layer = _Layer.of(steps[0].microbatches[0], case.machine, case.setup)
+    layer = _Layer.of(steps[0].plans[0], case.machine, case.setup)
     limit = "compute" if computing >= seconds[other] else other
     return {
         "kind": "simulated",
@@ -81,7 +82,7 @@ def of(played: Played) -> Figures:
     }
 
 
-def _parts(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> dict[str, float]:
+def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[str, float]:
     """Seconds of each of `PARTS`; they add up to a step, mean over steps."""
     even = replace(machine, slowdown=())
     # In the order of the module's docstring; gradients are synchronised over the same links and have a part of their own.
@@ -141,13 +142,13 @@ def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine
     return attention_call(plan, machine, setup.policy, enter_s, setup.engine, setup.transport)
 
 
-def _each_microbatch(steps: Sequence[BatchPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:
+def _each_microbatch(steps: Sequence[StepPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:
     """Every plan, and how often a stage runs it in a mean step: its layers."""
     layers = machine.model.num_layers / setup.pipeline
-    return [(plan, layers / len(steps)) for step in steps for plan in step.microbatches]
+    return [(plan, layers / len(steps)) for step in steps for plan in step.plans]
 
 
-def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> tuple[float, float]:
+def _even_compute_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> tuple[float, float]:
     """What a step takes on each rank, outside attention and in it, if all ranks computed equally long."""
     linear = attention = 0.0
     again = 2 if setup.recompute == "full" else 1
@@ -159,7 +160,7 @@ def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) 
     return linear, attention
 
 
-def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phases: dict[str, float]) -> float:
+def _experts_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup, phases: dict[str, float]) -> float:
     """What a step's tokens take on their way to experts on other ranks and back; it hides behind nothing."""
     if setup.experts == 1:
         return 0.0
@@ -167,7 +168,7 @@ def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phase
     return sum(phases[phase] - owned_rows[phase] for phase in ("forward_linear", "backward_linear"))
 
 
-def _remap_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> float:
+def _remap_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> float:
     """What a step gains if the tokens that a remap moves were at the owner where they attend, and all else stayed."""
     gained = 0.0
     for plan, times in _each_microbatch(steps, setup, machine):
@@ -275,7 +276,7 @@ def _why(part: str, played: Played, layer: _Layer) -> str:
             )
         case "bubble":
             setup = played.case.setup
-            few = words.count(max(len(step.microbatches) for step in played.steps), "microbatch", "microbatches")
+            few = words.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
             return f"A step has {few} for {setup.pipeline} pipeline stages, which idle while the first comes in and the last goes out."
         case "gradient_sync":
             return "Every step has one, however many batches it has: more of them in a step (`--microbatches`) share it."

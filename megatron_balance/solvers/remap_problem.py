@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
-
-Objective: TypeAlias = Literal["bottleneck", "total"]
-Sides: TypeAlias = Literal["send", "both"]
+from megatron_balance.ir.layers import Objective, Sides
 
 
 @dataclass(frozen=True, slots=True)
