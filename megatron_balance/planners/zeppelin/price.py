@@ -11,7 +11,7 @@ Tokens: without a remap the rank with most of them is waited for in the linear p
 remap these are even whatever the placement, and what counts is what the remap moves (section 3.4): a rank's tokens above or below
 the mean travel as queries, keys and values before attention and as outputs after it, inside a node over the rank's link, and where a
 node as a whole is above or below its share, over the node's NICs. Filling these in the best way (Eq. 2, `solvers.remap`) is the
-remap's business; the price takes an estimate of it (`layers.remap_s`).
+remap's business; the price takes an estimate of it (`cost.remap`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.remap import remap_s
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.planning.layers import remap_s
 from megatron_balance.solvers.groups import rank_tokens
 from megatron_balance.solvers.placed import Placement, members
 
