@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -111,8 +111,8 @@ def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what
     resumed = Job(planner)
     resumed.consumed = 1
     resumed.plans.restore(saved)
-    assert resumed.plans.plan((SAMPLES[1],)) == replace(first, plan_s=0.0, wait_s=0.0) or resumed.step() == carried(0, 1)
-    assert job.step() == carried(0, 1)
+    assert resumed.plans.plan((SAMPLES[1],)).step == first.step
+    assert resumed.step() == job.step() == carried(0, 1)
 
 
 def test_a_step_of_other_lengths_mends_the_chain_of_plans_made_ahead(planner: StepPlanner) -> None:
