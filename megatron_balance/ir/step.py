@@ -206,9 +206,9 @@ def from_body(loaded: Any) -> StepPlan:
 
 def _ticks_from_body(body: dict[str, Any]) -> tuple[TickPlan, ...]:
     known = list(map(plans.from_body, body["plans"]))
+    rows: list[tuple[bool, list[tuple[int, int] | None], int]] = body["ticks"]
     return tuple(
-        TickPlan(Tick(bool(backward), tuple(None if cell is None else Cell(*cell) for cell in cells)), known[at])
-        for backward, cells, at in body["ticks"]
+        TickPlan(Tick(backward, tuple(None if cell is None else Cell(*cell) for cell in cells)), known[at]) for backward, cells, at in rows
     )
 
 

@@ -20,7 +20,7 @@ class Run(RunConfig):
 
     model_config = STRICT
 
-    planner: InstanceOf[PlannerChoice] | None = None
+    planner: InstanceOf[PlannerChoice] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  models are frozen
     """The planner, its options and layers. Required in training."""
 
 
@@ -39,7 +39,9 @@ def load_config(path: str | Path) -> Run:
             given = checked(PLANNERS[section.name].options, given, section.source, section.where, ("name",))
         planner = choose_planner(section.name, given, where)
         planner = under_layers(planner, choose_layers(section.name, config.routing, config.remap))
-    return Run(**{**{name: getattr(config, name) for name in config.model_fields_set}, "planner": planner})
+    keys: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+    keys["planner"] = planner
+    return Run(**keys)
 
 
 def resolved(config: Run) -> dict[str, Any]:

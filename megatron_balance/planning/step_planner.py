@@ -42,8 +42,8 @@ class PlanSpec:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps(body, default=_plain)
+        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"options": dict(self.options)}
+        return json.dumps(body, default=dataclasses.asdict)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PlanSpec:
@@ -61,10 +61,6 @@ class PlanSpec:
             ConfigError: no such planner or option.
         """
         return choose_planner(self.name, dict(self.options), "planner", self.layers)
-
-
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else dict(value)
 
 
 class StepPlanner:

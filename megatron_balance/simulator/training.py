@@ -17,7 +17,7 @@ def simulate_planned(plan: StepPlan, stage: Machine, pool: Machine, setup: Setup
     Raises:
         ConfigError: layers or microbatches that the pipeline cannot be given evenly.
     """
-    microbatches: list[Microbatch] = [each if len(each) > 1 else each[0] for each in plan.microbatches]
+    microbatches: list[Microbatch] = [each[0] if len(each) == 1 else each for each in plan.microbatches]
     if plan.ticks:
         return simulate_joint(plan.ticks, microbatches, stage, pool, setup)
     return simulate_step(microbatches, stage, setup)

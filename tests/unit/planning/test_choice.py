@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +42,8 @@ def short_or_long(lengths: Lengths, context: StepContext, carry: Carry, /) -> tu
 
 
 @pytest.fixture
-def composite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def composite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLANNERS, "short_or_long", Planner(None, ShortOrLongOptions, plan_step=short_or_long, ping_pong=True))
-    yield
 
 
 @pytest.mark.usefixtures("composite")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -36,9 +36,9 @@ def counting(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[S
 
 
 @pytest.fixture(autouse=True)
-def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepPlanner]:
+def planner(monkeypatch: pytest.MonkeyPatch) -> StepPlanner:
     monkeypatch.setitem(PLANNERS, "counting", Planner(None, CountingOptions, plan_step=counting))
-    yield StepPlanner(PlanSpec("counting", Cluster(2, 2), Model(4, 2, 16), Layers(), {}))
+    return StepPlanner(PlanSpec("counting", Cluster(2, 2), Model(4, 2, 16), Layers(), {}))
 
 
 class Ahead:
@@ -135,9 +135,7 @@ def test_the_carry_of_another_planner_is_not_restored(planner: StepPlanner) -> N
         Job(planner).plans.restore(Carry.of("delays", []))
 
 
-def test_sequences_in_other_microbatches_than_they_were_dealt_to_are_refused(
-    planner: StepPlanner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_in_other_microbatches_than_they_were_dealt_to_are_refused(planner: StepPlanner, monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
         step, _ = counting(lengths, context, carry)
         return StepPlan((((1, 0),),), step.plans), EMPTY
