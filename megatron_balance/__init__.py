@@ -16,20 +16,20 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 
 if TYPE_CHECKING:
-    from megatron_balance.config import load_config
-    from megatron_balance.planning.layers import Layers
+    from megatron_balance.ir.layers import Layers
+    from megatron_balance.planning.run import load_config
 
 __version__ = "0.1.0"
 __all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "load_config", "make_planner", "simulate", "verify"]
 
-_LAZY = {"load_config": "megatron_balance.config", "simulate": "megatron_balance.simulator"}
+_LAZY = {"load_config": "megatron_balance.planning.run", "simulate": "megatron_balance.simulator"}
 
 simulate: Callable[..., dict[str, Any]]
 """See `megatron_balance.simulator.simulate`."""
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need a configuration library or the simulator, imported when first asked for (PEP 562)."""
+    """A name that needs a configuration library or the simulator, imported when first asked for (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
@@ -40,13 +40,13 @@ def make_planner(
 ) -> Callable[[Batch | Sequence[int]], MicrobatchPlan]:
     """The planner `name` for a cluster and a model: a function from a batch, or from lengths in tokens, to a plan.
 
-    `layers`: remapping and routing (`megatron_balance.planning.layers.Layers`); not given: what the planner's own system does.
+    `layers`: remapping and routing (`megatron_balance.ir.layers.Layers`); not given: what the planner's own system does.
     `plan_costs`: file of a cost table measured by `megatron-balance profile` to plan by; not given: data sheets.
 
     Raises:
         ConfigError: no such planner or option, or an option of the wrong type; a cost table that cannot be read or is another model's.
     """
-    from megatron_balance.config import choose_planner, planning_cost
+    from megatron_balance.planning.choice import choose_planner, planning_cost
 
     choice = choose_planner(name, options, "make_planner", layers)
     cost = planning_cost(cluster, model, plan_costs)

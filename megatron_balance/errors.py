@@ -1,5 +1,9 @@
 """Everything this package raises on purpose: a user's mistake, a limit, or a plan that does not hold together."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class BalanceError(Exception):
     """Base of all our errors. The command line prints them without a traceback and exits with code 2."""
@@ -27,3 +31,11 @@ class PatchError(BalanceError):
 
 class DataError(BalanceError):
     """A corpus that is truncated, too long, foreign or empty; found at opening."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?` for the known word that comes closest; empty if none does."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""

@@ -7,7 +7,6 @@ coercion is int -> float.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, suggest
 
 STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 
@@ -133,6 +132,8 @@ def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
             return unknown(key, known)
         case "missing":
             return "missing"
+        case "sentence":  # of a validator of ours
+            return error["msg"]
         case "literal_error":
             return f"expected {context['expected']}, got {got}"
         case "greater_than":
@@ -163,14 +164,14 @@ def _is_union_tag(part: int | str) -> bool:
 def unknown(key: str, known: Iterable[str]) -> str:
     """What to say of an unknown key."""
     known = list(known)
-    close = suggestion(key, known)
-    return f"unknown key{close}" if close else f"unknown key. Keys: {', '.join(known)}"
+    hint = suggest(key, known)
+    return f"unknown key, {hint}" if hint else f"unknown key. Keys: {', '.join(known)}"
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """The known word that somebody may have meant, as the end of a sentence; empty if there is none."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """`what 'name'` with the name that comes closest."""
+    hint = suggest(name, known)
+    return f"{what} {name!r}{f', {hint}' if hint else ''}"
 
 
 def joined(*parts: str) -> str:

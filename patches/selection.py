@@ -17,6 +17,7 @@ def for_training(script: bool) -> tuple[Patch, ...]:
     from megatron_balance.megatron.entry import te_available
     from megatron_balance.patches import (
         arguments,
+        checkpoint_args,
         context_parallel_groups,
         data_iterator,
         dataset_helpers,
@@ -30,7 +31,8 @@ def for_training(script: bool) -> tuple[Patch, ...]:
         training_log,
     )
 
-    modules = [context_parallel_groups, data_iterator, forward_backward, training_log, dataset_helpers, moe_aux_loss, ping_pong]
+    modules = [context_parallel_groups, data_iterator, forward_backward, training_log, checkpoint_args]
+    modules += [dataset_helpers, moe_aux_loss, ping_pong]
     if script:
         modules += [arguments, pretrain]
     if te_available():

@@ -22,6 +22,7 @@ def reported(training_log: Callable[..., Any]) -> Callable[..., Any]:
     def log_step(*args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
+        session.current().end_step()
         loss = given["loss_dict"].get("lm loss")
         session.current().steps.finish(given["iteration"], loss, given["grad_norm"])
         return result

@@ -7,14 +7,13 @@ out not to hold (a plan that does not verify) is exit code 1. Torch is never imp
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, cast
 
 from megatron_balance.cli import compare, corpus, doctor, plan, profile, report, reproduce, simulate, verify
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, suggest
 
 VERBS = (plan, verify, simulate, compare, report, reproduce, profile, corpus, doctor)
 
@@ -70,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unknown_option(unknown: list[str], verb: str, parser: Parser) -> str:
     word = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
     options = [option for action in _actions_of(_verb_parsers(parser)[verb]) for option in action.option_strings]
-    close = difflib.get_close_matches(word, options, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"see 'megatron-balance {verb} --help'"
+    hint = suggest(word, options) or f"see 'megatron-balance {verb} --help'"
     return f"{verb}: unknown {'option' if word.startswith('-') else 'argument'} {word!r}; {hint}"
 
 

@@ -11,7 +11,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
-    from megatron_balance.config import PlannerChoice
+    from megatron_balance.planning.choice import PlannerChoice
 
 BASELINE = "te_ring"
 
@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("compare", help="planners side by side: step time, speedup, balance, memory", description=__doc__)
     inputs.add_options(parser)
     laboratory.add_options(parser)
-    laboratory.add_way_options(parser)
+    laboratory.add_mode_options(parser)
     parser.add_argument("--baseline", metavar="NAME", help=f"speedups are over this planner (default {BASELINE}, else the first)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
@@ -77,7 +77,7 @@ def _rows(bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool) -> t
 def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
     """Why a planner's plans cannot be run as asked, if they cannot."""
     try:
-        bench.way(choice)
+        bench.mode(choice)
     except ConfigError as error:
         return str(error)
     return None

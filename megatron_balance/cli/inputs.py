@@ -15,19 +15,11 @@ from megatron_balance.config import (
     DEFAULT_MODEL,
     ClusterChoice,
     DatasetConfig,
-    PlannerChoice,
     RemapChoice,
     RoutingChoice,
-    RunConfig,
-    capacity,
-    choose_layers,
-    choose_planner,
     load_cluster,
-    load_config,
     load_model,
     names,
-    planning_cost,
-    under_layers,
 )
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import CostModel
@@ -35,11 +27,12 @@ from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers, Solver, When
 from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.layers import Layers, When
+from megatron_balance.planning.choice import PlannerChoice, capacity, choose_layers, choose_planner, planning_cost, under_layers
+from megatron_balance.planning.run import Run, load_config
 from megatron_balance.solvers.capacity import check_pool
-from megatron_balance.solvers.remap import Solver
 from megatron_balance.strict_yaml import parse_yaml
 
 REMAP_SOLVERS = get_args(Solver)
@@ -48,21 +41,21 @@ LENGTHS_HINT = "give --lengths 4096,512,..., --lengths-file FILE or --dataset NA
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a verb works on. `assumed` says in words which parts nobody gave."""
+    """The inputs of a verb. `assumed` says in words which parts nobody gave."""
 
     batches: tuple[Batch, ...]
     cluster: Cluster
     model: Model
     planners: tuple[PlannerChoice, ...]
     tokens_per_rank: int
-    config: RunConfig
+    config: Run
     assumed: str
     plan_costs: Path | None = None
     tensor_parallel: int = 1
     """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
 
     def planning_cost(self, cluster: Cluster | None = None) -> CostModel:
-        """What planners plan by: a measured table, or data sheets. `cluster`: other ranks of the same kind."""
+        """The cost model planners plan by: a measured table, or data sheets. `cluster`: other ranks of the same kind."""
         cluster = cluster or self.cluster
         if self.plan_costs is None:
             return AnalyticCost(cluster, self.model, self.tensor_parallel)
@@ -119,7 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _own(what: Callable[[Layers], str]) -> str:
-    """What each planner does of its own: 'never; zeppelin: pays'."""
+    """A setting of each planner's own layers: 'never; zeppelin: pays'."""
     usual = what(Layers())
     return "; ".join([usual, *(f"{name}: {what(p.layers)}" for name, p in PLANNERS.items() if what(p.layers) != usual)])
 
@@ -131,7 +124,7 @@ def read(args: argparse.Namespace, tensor_parallel: int = 1) -> Inputs:
         ConfigError: an option or key that cannot be; names it and what would be right.
         InfeasibleError: a batch of more tokens than the ranks hold.
     """
-    config = load_config(args.config) if args.config else RunConfig(source="command line")
+    config = load_config(args.config) if args.config else Run(source="command line")
     cluster = wide_ranks(_cluster(args, config), tensor_parallel)
     model = load_model(args.model) if args.model else config.model or load_model(DEFAULT_MODEL)
     _positive("--tokens-per-rank", args.tokens_per_rank)
@@ -141,21 +134,21 @@ def read(args: argparse.Namespace, tensor_parallel: int = 1) -> Inputs:
     default = capacity(cluster, model) if len(told) < len(chosen) else 0
     planners = tuple(_with_capacity(choice, default) for choice in chosen)
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
-    _check_room(batches, cluster, planners, assumed=not told)
+    _check_capacity(batches, cluster, planners, assumed=not told)
     plan_costs = args.plan_costs or config.plan_costs
     assumed = _assumed(args, config, cluster, model)
     return Inputs(batches, cluster, model, planners, tokens_per_rank, config, assumed, plan_costs, tensor_parallel)
 
 
-def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
+def _cluster(args: argparse.Namespace, config: Run) -> Cluster:
     _positive("--ranks", args.ranks)
     _positive("--ranks-per-node", args.ranks_per_node)
     choice = load_cluster(args.cluster) if args.cluster else config.cluster or ClusterChoice({})
     return choice.build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
 
 
-def _assumed(args: argparse.Namespace, config: RunConfig, cluster: Cluster, model: Model) -> str:
-    """Which of model and cluster were assumed: 'llama-7b on h200 assumed', or nothing."""
+def _assumed(args: argparse.Namespace, config: Run, cluster: Cluster, model: Model) -> str:
+    """The parts of model and cluster that were assumed: 'llama-7b on h200 assumed', or nothing."""
     parts: list[str] = []
     if not args.model and config.model is None:
         parts.append(model.name)
@@ -165,7 +158,7 @@ def _assumed(args: argparse.Namespace, config: RunConfig, cluster: Cluster, mode
     return f"{' '.join(parts)} assumed" if parts else ""
 
 
-def _lengths(args: argparse.Namespace, config: RunConfig) -> Sequence[Sequence[int]]:
+def _lengths(args: argparse.Namespace, config: Run) -> Sequence[Sequence[int]]:
     # Reading and drawing need numpy; --help does not.
     from megatron_balance.workloads.lengths import draw, read_lengths
 
@@ -217,7 +210,7 @@ def _numbers(text: str) -> list[int]:
     return values
 
 
-def _planners(args: argparse.Namespace, config: RunConfig) -> list[PlannerChoice]:
+def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
     configured = config.planner
     wanted: list[str] = args.planner or ([configured.name] if configured else [])
     if not wanted:
@@ -240,11 +233,11 @@ def _planners(args: argparse.Namespace, config: RunConfig) -> list[PlannerChoice
     return chosen
 
 
-def _layers(args: argparse.Namespace, config: RunConfig, name: str) -> Layers:
+def _layers(args: argparse.Namespace, config: Run, name: str) -> Layers:
     """The layers around a planner: its own, but for the configuration, but for the command line."""
     routing, remap = config.routing, config.remap
     if args.routing is not None:
-        routing = dataclasses.replace(routing, when=args.routing) if isinstance(routing, RoutingChoice) else args.routing
+        routing = routing.model_copy(update={"when": args.routing}) if isinstance(routing, RoutingChoice) else args.routing
     if args.remap is not None and not (args.remap and isinstance(remap, RemapChoice)):  # --remap keeps how the configuration does it
         remap = args.remap
     layers = choose_layers(name, routing, remap)
@@ -272,10 +265,11 @@ def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
     return dataclasses.replace(choice, options=dataclasses.replace(choice.options, tokens_per_rank=default))
 
 
-def _check_room(batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], *, assumed: bool) -> None:
-    """Nothing, if every planner has room for each batch on the ranks that it lets hold tokens.
+def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], *, assumed: bool) -> None:
+    """Reject batches of more tokens than the ranks hold that a planner lets hold tokens.
 
-    Raises InfeasibleError: one has not.
+    Raises:
+        InfeasibleError: a batch of more.
     """
     num_ranks, each = min(((c.num_holders(cluster), c.options.tokens_per_rank) for c in planners), key=prod)
     for number, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""What `simulate` and `compare` share: options of the machine and of the step, planning and simulating with progress."""
+"""The bench that `simulate` and `compare` share: options of the machine and of the step, planning and simulating with progress."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from megatron_balance.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_balance.config import PlannerChoice
     from megatron_balance.cost.base import MachineCost
     from megatron_balance.ir.cluster import Cluster
-    from megatron_balance.ir.plan import BatchPlan
+    from megatron_balance.ir.step import StepPlan
+    from megatron_balance.planning.choice import PingPong, PlannerChoice, Stages, StepMode
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
-    from megatron_balance.simulator.training import PingPong, Stages, StepMode, StepPlan
 
 T = TypeVar("T")
 
@@ -34,28 +33,22 @@ PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One planner's steps, as they run. `plan_ms`: planning a batch took on average."""
+    """One planner's steps, and how they run. `plan_ms`: milliseconds that planning a batch took on average."""
 
     name: str
-    runs: tuple[StepPlan, ...]
+    mode: StepMode
+    steps: tuple[StepPlan, ...]
     plan_ms: float
 
-    @property
-    def steps(self) -> tuple[BatchPlan, ...]:
-        """The plans of each step's microbatches, or of their nano-batches."""
-        return tuple(run.plans for run in self.runs)
-
     def described(self) -> dict[str, Any]:
-        """What of it was simulated, for JSON: as the keys of a configuration say it, `pipeline` null where there is one stage."""
-        way = self.runs[0].way
-        return {"ping_pong": way.ping_pong, "pipeline": way.pipeline}
+        """The mode for JSON, by the keys of a configuration; `pipeline` is null where there is one stage."""
+        return {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
 
     def in_words(self) -> str:
-        """The same in words; nothing where microbatches run whole, on one stage."""
-        way = self.runs[0].way
-        parts = ["microbatches as two nano-batches interleaved"] * way.ping_pong
+        """The mode in words; empty where microbatches run whole, on one stage."""
+        parts = ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
         parts += {"joint": ["all pipeline stages attending together"], "stages": ["each pipeline stage attending for itself"], None: []}[
-            way.pipeline
+            self.mode.pipeline
         ]
         return ", ".join(parts)
 
@@ -77,13 +70,13 @@ class Bench:
     ping_pong: PingPong = False
     stages: Stages = "stages"
 
-    def way(self, choice: PlannerChoice) -> StepMode:
-        """How a planner's plans are run.
+    def mode(self, choice: PlannerChoice) -> StepMode:
+        """The mode in which a planner's steps run.
 
         Raises:
             ConfigError: as it was asked for, they cannot be.
         """
-        from megatron_balance.simulator.training import step_mode
+        from megatron_balance.planning.choice import step_mode
 
         return step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
 
@@ -94,26 +87,32 @@ class Bench:
             ConfigError: a way of running that the planner or the model does not allow.
             InfeasibleError: a batch that does not fit.
         """
-        from megatron_balance.simulator.training import Pipeline, Ranks, plan_step
+        from megatron_balance.ir.step import EMPTY
+        from megatron_balance.planners.base import JointStages, StepContext
 
-        given, way = self.given, self.way(choice)
-        stage, pool = (Ranks(each, given.planning_cost(each)) for each in (given.cluster, self.pool.cluster))
-        pipeline = Pipeline(stage, pool, self.setup.interleave)
+        given, mode = self.given, self.mode(choice)
+        pool = self.pool.cluster
+        joint = JointStages(pool, given.planning_cost(pool), self.setup.interleave) if mode.joint else None
+        context = StepContext(given.cluster, given.model, given.planning_cost(), joint=joint, ping_pong=mode.ping_pong)
         begin = time.perf_counter()
         groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
-        runs = [plan_step(choice, group, way, given.model, pipeline) for group in progress(groups, f"{choice.name}: plan")]
+        steps: list[StepPlan] = []
+        carry = EMPTY
+        for group in progress(groups, f"{choice.name}: plan"):
+            step, carry = choice.plan_step(tuple(batch.lengths for batch in group), context, carry)
+            steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
-        return Planned(choice.name, tuple(runs), plan_ms)
+        return Planned(choice.name, mode, tuple(steps), plan_ms)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
-        """The figures of all steps (`simulator.report.summary`)."""
+        """The statistics of all steps (`simulator.report.summary`)."""
         from megatron_balance.simulator.report import summary
         from megatron_balance.simulator.training import simulate_planned
 
         machines = list(zip(self.perturbation.machines(self.machine), self.perturbation.machines(self.pool), strict=True))
         steps = [
-            simulate_planned(run, stage, pool, self.setup)
-            for run in progress(planned.runs, f"{planned.name}: simulate")
+            simulate_planned(step, stage, pool, self.setup)
+            for step in progress(planned.steps, f"{planned.name}: simulate")
             for stage, pool in machines
         ]
         return {**summary(steps), **planned.described()}
@@ -123,13 +122,13 @@ class Bench:
         from megatron_balance.analysis.statistics import figures
 
         plans = {
-            "tokens": [plan for run in planned.runs for plan in run.plans.microbatches],
-            "attention": [plan for run in planned.runs for plan in run.attention],
+            "tokens": [plan for step in planned.steps for plan in step.plans],
+            "attention": [plan for step in planned.steps for plan in step.attention],
         }
         return {key: fmean(figures(plan, self.given.model)["imbalance"][key] for plan in found) for key, found in plans.items()}
 
     def described(self) -> dict[str, Any]:
-        """What was simulated, for JSON."""
+        """Description of the bench, for JSON."""
         given = self.given
         return {
             "cluster": given.cluster.name,
@@ -141,7 +140,7 @@ class Bench:
         }
 
     def headline(self) -> str:
-        """The same in words."""
+        """Description of the bench, in words."""
         given = self.given
         cluster = given.cluster
         assumed = f" ({given.assumed})" if given.assumed else ""
@@ -188,12 +187,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_way_options(parser: argparse.ArgumentParser) -> None:
+def add_mode_options(parser: argparse.ArgumentParser) -> None:
     """Options of how training would run the plans; without them a step runs as training would run it."""
     parser.add_argument(
         "--ping-pong",
         choices=tuple(PING_PONG),
-        help="microbatches as two nano-batches interleaved, as the key ping_pong of a configuration (default auto: for planner distca)",
+        help="microbatches as two nano-batches interleaved, as the key ping_pong of a configuration (default auto: for planners made for it)",
     )
     parser.add_argument(
         "--stages",
@@ -264,7 +263,7 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     perturbation = Perturbation(args.spread, 20 if args.draws is None else args.draws, args.spread_seed)
     slow = _slowdown(args.slow, given.cluster.num_ranks)
     machine = Machine(given.cluster, given.model, _cost(args, given, given.cluster), slow)
-    return Bench(given, machine, setup, perturbation, args.microbatches, _pool(args, given, slow), *_way(args, given))
+    return Bench(given, machine, setup, perturbation, args.microbatches, _pool(args, given, slow), *_mode_keys(args, given))
 
 
 def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> Machine:
@@ -275,7 +274,7 @@ def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> M
     return Machine(cluster, given.model, _cost(args, given, cluster), slow * args.pipeline)
 
 
-def _way(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:
+def _mode_keys(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:
     """How training would run the plans: the command line's word, else the configuration's. A verb without the options: whole, apart."""
     if not hasattr(args, "stages"):
         return False, "stages"

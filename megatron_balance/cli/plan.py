@@ -16,8 +16,8 @@ from megatron_balance.cli import inputs, planfile
 from megatron_balance.errors import ConfigError, InvalidProgramError
 
 if TYPE_CHECKING:
-    from megatron_balance.config import PlannerChoice
     from megatron_balance.ir.plan import MicrobatchPlan
+    from megatron_balance.planning.choice import PlannerChoice
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
 
 if TYPE_CHECKING:
-    from megatron_balance.config import PlannerChoice
-    from megatron_balance.ir.plan import BatchPlan
+    from megatron_balance.ir.step import StepPlan
+    from megatron_balance.planning.choice import PlannerChoice
     from megatron_balance.report.cases import Asked, Case, Played
 
 MOST_RUNS = 2
@@ -125,7 +125,7 @@ def _check_baseline(name: str | None) -> None:
 
 
 def _plain(name: str, tokens_per_rank: int) -> PlannerChoice:
-    from megatron_balance.config import choose_planner
+    from megatron_balance.planning.choice import choose_planner
 
     return choose_planner(name, {"tokens_per_rank": tokens_per_rank})
 
@@ -146,7 +146,7 @@ class _Desk:
             cases, baseline, self.plan, self.play, given.assumed, _lengths_from(args, given), costs, explicit, given.tensor_parallel
         )
 
-    def plan(self, case: Case) -> tuple[BatchPlan, ...]:
+    def plan(self, case: Case) -> tuple[StepPlan, ...]:
         return self._at(case).plan(case.choice).steps
 
     def play(self, case: Case) -> Played:

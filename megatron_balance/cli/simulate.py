@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("simulate", help="step time, phases, memory and utilisation on a cluster", description=__doc__)
     inputs.add_options(parser)
     laboratory.add_options(parser)
-    laboratory.add_way_options(parser)
+    laboratory.add_mode_options(parser)
     parser.add_argument(
         "--trace",
         type=Path,
@@ -56,15 +56,15 @@ def run(args: argparse.Namespace) -> int:
 def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
     from megatron_balance.simulator.timeline import timeline
 
-    run = planned.runs[0]
-    if run.way.ping_pong:
+    step = planned.steps[0]
+    if planned.mode.ping_pong:
         raise ConfigError(
             f"--trace {path} is of one attention call, and {planned.name} runs two nano-batches interleaved; add --ping-pong false"
         )
-    if run.way.joint:
-        document = timeline(run.fullest_tick().plan, bench.pool, "replay")
+    if planned.mode.joint:
+        document = timeline(step.fullest_tick().plan, bench.pool, "replay")
     else:
-        document = timeline(run.plans.microbatches[0], bench.machine, bench.setup.policy)
+        document = timeline(step.plans[0], bench.machine, bench.setup.policy)
     try:
         path.write_text(json.dumps(document), encoding="utf-8")
     except OSError as error:

@@ -16,7 +16,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Program, RankProgram
 from megatron_balance.patterns.registry import PATTERNS, CommPattern, holds, pattern_of
 
-__all__ = ["PATTERNS", "CommPattern", "attention_layout", "expand", "holds", "layout", "project", "pattern_of"]
+__all__ = ["PATTERNS", "CommPattern", "attention_layout", "expand", "holds", "layout", "pattern_of", "project"]
 
 
 def attention_layout(plan: MicrobatchPlan, rank: int) -> Ints:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias, assert_never
+from typing import assert_never
 
 import numpy as np
 
@@ -32,12 +32,12 @@ from megatron_balance.ir.program import (
     Kind,
     Merge,
     Op,
+    Policy,
     Program,
     RankProgram,
 )
 from megatron_balance.ir.rows import Rows
 
-Policy: TypeAlias = Literal["keep", "replay"]
 POLICIES: tuple[Policy, ...] = ("keep", "replay")
 
 _REVERSED: dict[Collective, Collective] = {

@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron_balance.cost.modules import head_module, num_parameters
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.program import Policy
 
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 4
@@ -25,7 +26,6 @@ LOGIT_BYTES = 8
 PARTIAL_BYTES = 4
 """Partial outputs and their LSE are accumulated in fp32."""
 
-Policy = Literal["keep", "replay"]
 Recompute = Literal["none", "full"]
 
 

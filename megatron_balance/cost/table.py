@@ -9,7 +9,6 @@ with the key's name.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, suggest
 
 FORMAT = "megatron-balance cost table 1"
 """First key of the file; another number is another layout."""
@@ -273,8 +272,8 @@ def _not_negative(name: str, value: float) -> None:
 
 
 def _suggestion(word: str, known: tuple[str, ...] | list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    hint = suggest(word, known)
+    return f", {hint}" if hint else ""
 
 
 def _join(*parts: str) -> str:

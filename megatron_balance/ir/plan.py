@@ -1,7 +1,6 @@
 """What a planner decides: compact, hashable, printable; no object per rank and fragment, no tensors.
 
-Nesting: BatchPlan (one optimizer step) > MicrobatchPlan > the program of one attention call, which is never stored but
-projected per rank from the zones (`schedules.project`).
+`ir.step` has the plan of a whole optimizer step.
 """
 
 from __future__ import annotations
@@ -95,16 +94,6 @@ class MicrobatchPlan:
         return hashlib.sha256(to_json(self).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """All microbatches of one optimizer step, in order."""
-
-    microbatches: tuple[MicrobatchPlan, ...]
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256("".join(m.fingerprint() for m in self.microbatches).encode()).hexdigest()[:16]
-
-
 def to_json(plan: MicrobatchPlan) -> str:
     """The plan as one line of JSON with a fixed key order."""
     body = {
@@ -132,6 +121,11 @@ def from_json(text: str) -> MicrobatchPlan:
         loaded: Any = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"not a plan: {error}") from None
+    return from_body(loaded)
+
+
+def from_body(loaded: Any) -> MicrobatchPlan:
+    """The plan of parsed JSON; as `from_json`."""
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     found = body.get("format")
     if found != FORMAT:

@@ -37,6 +37,9 @@ from typing import Literal, TypeAlias
 
 from megatron_balance.ir.rows import Rows
 
+Policy: TypeAlias = Literal["keep", "replay"]
+"""Whether received keys and values are held for the backward, or communicated again."""
+
 
 class Kind(IntEnum):
     """What a region of values is."""

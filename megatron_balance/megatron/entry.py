@@ -58,9 +58,9 @@ def training(cfg_container: Any) -> Iterator[None]:
     from megatron.training import get_args
     from megatron.training.models import GPTModelConfig
 
-    from megatron_balance.config import load_config
     from megatron_balance.megatron.core_attention import layer_spec_of
     from megatron_balance.megatron.session import Session, opened
+    from megatron_balance.planning.run import load_config
 
     args: Any = get_args()
     check_arguments(args)

@@ -16,13 +16,13 @@ from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
-from megatron_balance.megatron.planning import PlannedStep
 from megatron_balance.megatron.tokens import job_device, read
 from megatron_balance.runtime.bind import Counters
-from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.training.lengths import PoolLengths, share_lengths
 from megatron_balance.training.microbatch import LocalMicrobatch, assemble, interleave
 from megatron_balance.training.nano_batches import by_nano_batch
+from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.tokens import TokenExchange
 
 MakeLocal: TypeAlias = Callable[[int], LocalMicrobatch]
@@ -37,7 +37,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     def schedule(
         *,
-        forward_step_func: Callable[..., Any],  # noqa: ARG001  ours takes its place; the log said so when the session began
+        forward_step_func: Callable[..., Any],
         data_iterator: Any,
         model: Any,
         num_microbatches: int,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from megatron_balance.config import RunConfig
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron.data import DocumentDataset
+from megatron_balance.planning.run import Run
 from megatron_balance.training.pool import Pool
 
 
@@ -17,7 +17,7 @@ class PlannedJob(Protocol):
 
     args: argparse.Namespace
     """Megatron's."""
-    config: RunConfig
+    config: Run
     joint: bool
     """Whether all pipeline stages attend together, tick by tick."""
     ping_pong: bool

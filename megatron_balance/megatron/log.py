@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-from megatron_balance.config import RunConfig, to_yaml
+from megatron_balance.planning.run import Run, to_yaml
 from megatron_balance.training.log import LogTarget, ScalarWriter
 
 
-def log_target(args: argparse.Namespace, config: RunConfig) -> LogTarget:
+def log_target(args: argparse.Namespace, config: Run) -> LogTarget:
     """The target of this rank's records, from Megatron's arguments and ours."""
     folder, writes = Path(args.balance_log) if args.balance_log else None, args.rank == 0
     return LogTarget(

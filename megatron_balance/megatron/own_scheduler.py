@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import groupby
+from typing import Any
 
-from megatron_balance.config import planning_cost
+from megatron_balance.cost.base import CostModel
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, Scheduler, hybrid, plan_with
+from megatron_balance.planners.megatron_dynamic import Scheduler, hybrid
 from megatron_balance.planners.megatron_dynamic.group import Microbatch
-from megatron_balance.planning.ahead import PlanSpec
-from megatron_balance.planning.layers import with_layers
+from megatron_balance.planning.choice import PlannerChoice
 
 log = logging.getLogger(__name__)
 
@@ -21,24 +24,22 @@ PROBE = ((8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16), 1024, 8)
 """Lengths, tokens of a rank and ranks that a scheduler which works makes groups for."""
 
 
-def own_planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan] | None:
-    """The planner of `megatron_dynamic` with `rules: hybrid`, by Megatron's own code; None: another planner or rules, or no such code.
+def by_own_scheduler(choice: PlannerChoice) -> PlannerChoice | None:
+    """The planner with Megatron's own scheduler deciding its groups; None: its options follow no scheduler of Megatron's, or none works.
 
     A batch that Megatron's scheduler fails on is planned by our rules for the same, and the log says so, once.
     """
-    if spec.name != "megatron_dynamic" or spec.options.get("rules") != "hybrid":
+    plan_with = choice.planner.plan_with(choice.options) if choice.planner.plan_with is not None else None
+    scheduler = own_scheduler() if plan_with is not None else None
+    if plan_with is None or scheduler is None:
         return None
-    scheduler = own_scheduler()
-    if scheduler is None:
-        return None
-    options = MegatronDynamicOptions(**spec.options)
-    cost = planning_cost(spec.cluster, spec.model, spec.plan_costs)
     groups = _Guarded(scheduler)
 
-    def plan(batch: Batch) -> MicrobatchPlan:
-        return with_layers(plan_with(groups, batch, spec.cluster, spec.model, options), spec.cluster, cost, spec.layers)
+    def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: Any) -> MicrobatchPlan:
+        del cost  # groups follow from lengths
+        return plan_with(groups, batch, cluster, model, options)
 
-    return plan
+    return dataclasses.replace(choice, planner=dataclasses.replace(choice.planner, plan=plan))
 
 
 class _Guarded:

@@ -28,12 +28,12 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_balance.compile.ping_pong import forward as interleaved
-from megatron_balance.config import PING_PONG_BY_DEFAULT, RunConfig
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
+from megatron_balance.planning.run import Run
 from megatron_balance.runtime.attention import AttentionCall
 from megatron_balance.training.layer_runs import layer_runs
 
@@ -69,9 +69,9 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
-    """Whether microbatches run as two nano-batches; by default with planner distca, where every
-    flag allows it.
+def wanted(args: argparse.Namespace, config: Run) -> bool:
+    """Whether microbatches run as two nano-batches; by default with planners made for it,
+    where every flag allows it.
 
     Raises:
         ConfigError: they shall be, and something does not allow it.
@@ -80,7 +80,7 @@ def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
         return False
     reasons = [reason for refused, reason in REFUSALS if refused(args)]
     if config.ping_pong == "auto":
-        if config.planner.name != PING_PONG_BY_DEFAULT:
+        if not config.planner.planner.ping_pong:
             return False
         if reasons:
             log.warning("microbatches run whole, not as two nano-batches: %s", "; ".join(reasons))
@@ -90,7 +90,7 @@ def wanted(args: argparse.Namespace, config: RunConfig) -> bool:
     return True
 
 
-def able(model: torch.nn.Module, config: RunConfig) -> bool:
+def able(model: torch.nn.Module, config: Run) -> bool:
     """Whether every layer of a model can be taken apart at core attention.
 
     Raises:

@@ -17,24 +17,26 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_balance.config import RunConfig, planning_cost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.megatron import core_attention, ping_pong, rope
+from megatron_balance.ir.step import EMPTY
+from megatron_balance.megatron import carry, core_attention, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
 from megatron_balance.megatron.groups import make_pool
 from megatron_balance.megatron.log import log_target
-from megatron_balance.megatron.planning import StepPlanner
-from megatron_balance.megatron.tick_planning import JointStepPlanner
+from megatron_balance.megatron.planning import step_plans
 from megatron_balance.megatron.tokens import job_device
-from megatron_balance.planners import PLANNERS
+from megatron_balance.planning import choice
+from megatron_balance.planning.choice import planning_cost
+from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
 from megatron_balance.training.log import StepLog
+from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 class Session:
     """Created before Megatron is initialised; complete once the process groups exist."""
 
-    def __init__(self, args: argparse.Namespace, config: RunConfig, te_patched: bool) -> None:
+    def __init__(self, args: argparse.Namespace, config: Run, te_patched: bool) -> None:
         """Take Megatron's validated `args`; pools and planners are made later."""
         self.args = args
         self.config = config
@@ -56,7 +58,9 @@ class Session:
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
-        self._planners: dict[bool, StepPlanner] = {}
+        self._planners: dict[bool, StepPlans] = {}
+        self._carry = EMPTY
+        carry.save(EMPTY, args)
         self._prepared: set[int] = set()
 
     @property
@@ -120,10 +124,10 @@ class Session:
         return self._cluster_of(self.pool.joint.size, self.pool.joint_ranks_per_node)
 
     def _cluster_of(self, num_ranks: int, ranks_per_node: int) -> Cluster:
-        choice = self.config.cluster
-        if choice is None:
+        cluster = self.config.cluster
+        if cluster is None:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
-        return of_pool(choice.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size)
+        return of_pool(cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size)
 
     def model(self) -> Model:
         """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
@@ -143,12 +147,32 @@ class Session:
             vocab_size=args.padded_vocab_size or args.vocab_size or 1,
         )
 
-    def planner(self, forward_only: bool) -> StepPlanner:
-        """The planner of training steps, or of evaluation; they share nothing."""
+    def planner(self, forward_only: bool) -> StepPlans:
+        """The plans of training steps, or of evaluation; they share nothing."""
         if forward_only not in self._planners:
             ahead = self.config.plan_ahead and not forward_only
-            self._planners[forward_only] = JointStepPlanner(self, ahead, forward_only) if self.joint else StepPlanner(self, ahead)
+            self._planners[forward_only] = step_plans(self, ahead=ahead, evaluation=forward_only)
+            if not forward_only:
+                self._planners[forward_only].restore(self._carry)
         return self._planners[forward_only]
+
+    def resume(self, checkpoint_args: argparse.Namespace) -> None:
+        """Go on from a checkpoint with these arguments, with what the planner carried when it was saved.
+
+        Raises:
+            ConfigError: another planner's carry.
+        """
+        self._carry = carry.saved(checkpoint_args)
+        assert self.config.planner is not None
+        self.config.planner.check_carry(self._carry)
+        if False in self._planners:
+            self._planners[False].restore(self._carry)
+        carry.save(self._carry, self.args)
+
+    def end_step(self) -> None:
+        """A training step is over: the next checkpoint is saved with what it carries on."""
+        if False in self._planners:
+            carry.save(self._planners[False].keep_carry(), self.args)
 
     def prepare(self, model: Any) -> None:
         """Check and adapt a model at its first step: planned attention, positions, varying shapes.
@@ -173,20 +197,16 @@ class Session:
         self.steps.close()
 
 
-def attends_jointly(args: argparse.Namespace, config: RunConfig) -> bool:
+def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
     """Whether the attention of all pipeline stages is planned together.
 
     Raises:
         ConfigError: it shall be, and the planner or a flag does not allow it.
     """
-    if args.pipeline_model_parallel_size == 1 or config.planner is None or config.pipeline == "stages":
+    if args.pipeline_model_parallel_size == 1 or config.planner is None:
         return False
-    if config.pipeline is None and PLANNERS[config.planner.name].plan_owned is None:
+    if not choice.attends_jointly(config.planner, config.pipeline, "'pipeline: stages'"):
         return False
-    if PLANNERS[config.planner.name].plan_owned is None:
-        raise ConfigError(
-            f"pipeline: joint: planner {config.planner.name} plans each stage for itself; choose distca, or 'pipeline: stages'"
-        )
     check_joint_arguments(args)
     return True
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, suggest
 
 T = TypeVar("T")
 Kind: TypeAlias = Literal["exact", "simulated", "measured"]
@@ -52,7 +51,7 @@ class Progress(Protocol):
         ...
 
 
-def silent(items: Sequence[T], what: str, /) -> Iterable[T]:  # noqa: ARG001  the shape of `Progress`
+def silent(items: Sequence[T], what: str, /) -> Iterable[T]:
     """No progress shown."""
     return items
 
@@ -103,7 +102,6 @@ def of_name(known: Mapping[str, T], name: str, missing: str) -> T:
         ConfigError: no such name; the message has the closest one, or all.
     """
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+        hint = suggest(name, known) or f"there are {', '.join(known)}"
         raise ConfigError(f"{missing} {name!r}; {hint}")
     return known[name]

@@ -39,10 +39,11 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.solvers.capacity import check_each, check_pool
 from megatron_balance.solvers.groups import arrange, sizes
-from megatron_balance.solvers.placed import Frame, Members
+from megatron_balance.solvers.placed import Frame
 from megatron_balance.solvers.sized_groups import Groups, Limits, NoAnswerError, NoSolverError, Problem, greedy, improve
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     return _frame(cluster, model).microbatch(batch.lengths, _placement(groups, len(batch.lengths), cluster))
 
 
-def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> tuple[BatchPlan, Members]:
+def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: FlexSpOptions) -> StepPlan:
     """The microbatches of the sequence blaster; the batch may be larger than the pool.
 
     Raises:

@@ -36,10 +36,11 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.solvers.capacity import check_each, check_pool
 from megatron_balance.solvers.groups import blocks, rank_tokens, sizes
-from megatron_balance.solvers.placed import Frame, Members
+from megatron_balance.solvers.placed import Frame
 
 _RAISES = (1.0, 1.2, inf)
 """Factors on the limit of a rank's FLOPs, tried in turn."""
@@ -76,9 +77,8 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     return _frame(cluster, model).microbatch(batch.lengths, placed.ranks if placed is not None else everywhere)
 
 
-def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> tuple[BatchPlan, Members]:
-    """As many microbatches as memory asks for, FLOPs even over their sum; the batch may be larger
-    than the pool.
+def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> StepPlan:
+    """As many microbatches as memory asks for, FLOPs even over their sum; the batch may be larger than the pool.
 
     Raises:
         InfeasibleError: a sequence is larger than what the ranks hold.

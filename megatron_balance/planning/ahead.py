@@ -1,92 +1,43 @@
-"""Planning ahead: a background process that plans the coming batches while the current step runs.
+"""Planning ahead: a background process that plans the coming steps while the current one runs.
 
-The process is spawned, imports neither torch nor Megatron, and is never forked from a process that talks to others. What
-goes through the pipe is bytes of JSON. It answers in the order it was asked, so a result does not depend on timing.
+The process is spawned, imports neither torch nor Megatron, and is never forked from a process that
+talks to others. What goes through the pipe is lines of JSON. It answers in the order it was asked,
+so a result does not depend on timing, and each step is planned with what the one before carried.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread
 from typing import IO, Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
-from megatron_balance.planning.layers import Layers
+from megatron_balance.ir.step import Carry, StepPlan, from_body, to_json
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 log = logging.getLogger(__name__)
-
-_BETWEEN = "\t"
-"""Between the plans of an answer; JSON has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """Stages that attend together: all their ranks, and the model chunks of each."""
-
-    cluster: Cluster
-    num_chunks: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSpec:
-    """What the background process needs to make the planner: arguments of `megatron_balance.make_planner`.
-
-    With a `pipeline` it plans whole steps instead of microbatches.
-    """
-
-    name: str
-    cluster: Cluster
-    model: Model
-    layers: Layers
-    options: Mapping[str, Any]
-    plan_costs: str | None = None
-    pipeline: Pipeline | None = None
-
-    def to_json(self) -> str:
-        body = {
-            "name": self.name,
-            "cluster": dataclasses.asdict(self.cluster),
-            "model": dataclasses.asdict(self.model),
-            "layers": dataclasses.asdict(self.layers),
-            "options": dict(self.options),
-            "plan_costs": self.plan_costs,
-            "pipeline": None if self.pipeline is None else dataclasses.asdict(self.pipeline),
-        }
-        return json.dumps(body)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> PlanSpec:
-        """The spec that `to_json` wrote."""
-        body = json.loads(text)
-        given = body["pipeline"]
-        pipeline = None if given is None else Pipeline(Cluster(**given["cluster"]), given["num_chunks"])
-        cluster, model, layers = Cluster(**body["cluster"]), Model(**body["model"]), Layers(**body["layers"])
-        return cls(body["name"], cluster, model, layers, body["options"], body["plan_costs"], pipeline)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer. `plans`: none if the planner refused (planning on the spot will say why); `plan_s`: its own time, `waited_s`: ours."""
+    """An answer: a step that was planned with the carry `before`, and what it carries on, `after`.
 
-    plans: tuple[MicrobatchPlan, ...]
+    `step`: None if the planner refused (planning on the spot will say why). `plan_s`: seconds of
+    planning; `waited_s`: seconds that the training process waited for it.
+    """
+
+    step: StepPlan | None
+    before: Carry
+    after: Carry
     plan_s: float
     waited_s: float
-
-    @property
-    def plan(self) -> MicrobatchPlan | None:
-        """Of the one microbatch that was asked for."""
-        return self.plans[0] if self.plans else None
 
 
 class _Slot:
@@ -113,18 +64,19 @@ class PlanAhead:
         self._reader = Thread(target=_read, args=(self._process.stdout, self._queue), daemon=True)
         self._reader.start()
 
-    def submit(self, key: Hashable, lengths: Sequence[int]) -> None:
-        """Ask for the plan of a microbatch of these lengths, to be taken by `key`."""
-        self._ask(key, [int(n) for n in lengths])
+    def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
+        """Ask for the plan of a step of these microbatches, to be taken by `key`.
 
-    def submit_step(self, key: Hashable, lengths: Sequence[Sequence[int]]) -> None:
-        """Ask for the plans of a step of these microbatches (`planning.tick_planner`), to be taken by `key`."""
-        self._ask(key, [[int(n) for n in microbatch] for microbatch in lengths])
-
-    def _ask(self, key: Hashable, lengths: list[Any]) -> None:
+        `carry`: what the step before left; None: what the step that was asked for last leaves.
+        """
         slot = self._slots[key] = _Slot()
         self._queue.append(slot)
-        self._send(json.dumps(lengths))
+        given = "null" if carry is None else carry.to_json()
+        self._send(f'{{"lengths":{json.dumps([[int(n) for n in microbatch] for microbatch in lengths])},"carry":{given}}}')
+
+    def forget(self) -> None:
+        """Drop all answers that were not taken."""
+        self._slots.clear()
 
     def take(self, key: Hashable, timeout_s: float = 60.0) -> Ready | None:
         """The answer to `key`, waited for if need be; None if `key` was never asked or the process died (said in the log)."""
@@ -138,8 +90,10 @@ class PlanAhead:
                 log.warning("the planning process gave no answer (exit code %s); planning on the spot", self._process.poll())
                 return None
         waited = time.perf_counter() - start
-        seconds, _, text = slot.answer.decode().partition(" ")
-        return Ready(tuple(map(from_json, text.split(_BETWEEN))) if text else (), float(seconds), waited)
+        body: dict[str, Any] = json.loads(slot.answer)
+        before, after = (Carry.of(each["planner"], each["state"]) for each in (body["before"], body["after"]))
+        step = None if body["step"] is None else from_body(body["step"])
+        return Ready(step, before, after, body["plan_s"], waited)
 
     def close(self) -> None:
         """End the process; safe to call twice."""
@@ -169,28 +123,27 @@ def _read(stream: IO[bytes], queue: list[_Slot]) -> None:
 
 
 def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The process itself: the first line is a PlanSpec, each other line lengths; an answer is 'seconds plans' on one line."""
-    plan = _planner(PlanSpec.from_json(requests.readline()))
+    """The process itself: the first line is a PlanSpec, each other line a step; every answer is one line.
+
+    After a step that could not be planned, what it would have carried is unknown: steps that follow
+    it are not planned either, until one comes with a carry of its own.
+    """
+    planner = StepPlanner(PlanSpec.from_json(requests.readline()))
+    carry: Carry | None = Carry()
     for line in requests:
         start = time.perf_counter()
-        try:
-            text = _BETWEEN.join(map(to_json, plan(json.loads(line))))
-        except BalanceError:
-            text = ""  # the training process meets the same error itself, with its traceback
-        answers.write(f"{time.perf_counter() - start:.6f} {text}\n".encode())
+        body = json.loads(line)
+        before = carry if body["carry"] is None else Carry.of(body["carry"]["planner"], body["carry"]["state"])
+        text, carry = "null", None
+        if before is not None:
+            # An error is met again by the training process itself, with its traceback.
+            with suppress(BalanceError):
+                step, carry = planner.plan(body["lengths"], before)
+                text = to_json(step)
+        seconds = time.perf_counter() - start
+        pair = ",".join(f'"{name}":{(each or Carry()).to_json()}' for name, each in (("before", before), ("after", carry)))
+        answers.write(f'{{"plan_s":{seconds:.6f},{pair},"step":{text}}}\n'.encode())
         answers.flush()
-
-
-def _planner(spec: PlanSpec) -> Callable[[Any], Sequence[MicrobatchPlan]]:
-    """Plans of a microbatch, or with a pipeline of a step."""
-    if spec.pipeline is not None:
-        from megatron_balance.planning.tick_planner import TickPlanner
-
-        return TickPlanner(spec).flat
-    from megatron_balance import make_planner
-
-    planner = make_planner(spec.name, spec.cluster, spec.model, spec.layers, spec.plan_costs, **spec.options)
-    return lambda lengths: (planner(lengths),)
 
 
 if __name__ == "__main__":

@@ -13,51 +13,23 @@ leaves a node by a task table or by a remap is counted, NIC by NIC.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.cost.base import CostModel
-from megatron_balance.errors import ConfigError
+from megatron_balance.cost.remap import remap_s
+from megatron_balance.cost.remap import token_bytes as _token_bytes
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers, When
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns import dispatch
 from megatron_balance.solvers import remap
-from megatron_balance.solvers.remap import Objective, Sides, Solver
-
-When: TypeAlias = Literal["always", "pays", "never"]
-RemapWhen: TypeAlias = Literal["always", "pays"]
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """What lies around a planner.
-
-    `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC. `remap`: balance tokens outside
-    attention, `remap_when` always or where that saves time; `solver`, `objective` and `sides` as in `solvers.remap.solve`. `align`:
-    token counts outside attention are multiples of this (the tensor-parallel size).
-    """
-
-    routing: When = "never"
-    remap: bool = False
-    remap_when: RemapWhen = "always"
-    solver: Solver = "exact"
-    objective: Objective = "bottleneck"
-    sides: Sides = "both"
-    align: int = 1
-    pieces: int = 1
-
-    def __post_init__(self) -> None:
-        if self.pieces < 1:
-            raise ConfigError(f"routing: pieces {self.pieces}: a transfer has at least 1 piece on each NIC")
-        if self.align < 1:
-            raise ConfigError(f"remap: align {self.align}: must be at least 1 token")
 
 
 def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers: Layers) -> MicrobatchPlan:
@@ -91,24 +63,6 @@ def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostMo
     return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
 
 
-def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds to bring tokens from even to `tokens` a rank before attention, and their outputs back after it.
-
-    An estimate of what the best moves take, without solving for them: the longest time of a rank's link, and of a node's NICs for what
-    the node as a whole has above or below its share, one after the other; nothing of it hides behind attention.
-    """
-    size = cluster.node_size
-    mean = sum(tokens) / len(tokens)
-    most = max(max(tokens) - mean, mean - min(tokens))
-    if most < 1:
-        return 0.0
-    nodes = [sum(tokens[first : first + size]) for first in range(0, len(tokens), size)]
-    crossing = max(max(nodes) - mean * size, mean * size - min(nodes))
-    num_nics = ceil(size / cluster.ranks_per_nic)
-    seconds = cost.intra_node_s(float(most) * _token_bytes(cost), 2)
-    return seconds + (cost.inter_node_s(float(crossing) * _token_bytes(cost), 2, num_nics) if crossing >= 1 else 0.0)
-
-
 def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> float:
     """Seconds per token of a remap, which moves its query, keys and values one way and its output the other; latency left out.
 
@@ -118,10 +72,6 @@ def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> floa
     if inter_node:
         return cost.inter_node_s(num_bytes, 0, 1 / cluster.ranks_per_nic)
     return cost.intra_node_s(num_bytes, 0)
-
-
-def _token_bytes(cost: CostModel) -> float:
-    return cost.kv_bytes(1) + 2 * cost.query_bytes(1)
 
 
 def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When) -> Routing | None:

@@ -23,7 +23,7 @@ def plan_ticks(ticks: Sequence[Tick], plans: Sequence[MicrobatchPlan], plan_owne
     Args:
         ticks: of a step.
         plans: by microbatch, over the ranks of one stage; only where they leave tokens outside attention counts.
-        plan_homes: the planner, over the ranks of all stages. Asked once for ticks of the same microbatches.
+        plan_owned: the planner, over the ranks of all stages. Asked once for ticks of the same microbatches.
     """
     owned = [layouts(plan) for plan in plans]
     planned: dict[tuple[int | None, ...], MicrobatchPlan] = {}

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from megatron_balance.config import PlannerChoice
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
+from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup
@@ -54,7 +55,7 @@ class Played:
     """
 
     case: Case
-    steps: tuple[BatchPlan, ...]
+    steps: tuple[StepPlan, ...]
     row: Figures
 
     @property
@@ -68,7 +69,7 @@ class Played:
     @property
     def first_plan(self) -> MicrobatchPlan:
         """The first microbatch of the first step."""
-        return self.steps[0].microbatches[0]
+        return self.steps[0].plans[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Asked:
 
     cases: tuple[Case, ...]
     baseline: str
-    plan: Callable[[Case], tuple[BatchPlan, ...]]
+    plan: Callable[[Case], tuple[StepPlan, ...]]
     play: Callable[[Case], Played]
     assumed: str
     lengths: str
@@ -94,7 +95,7 @@ class Asked:
     gpus_per_rank: int
 
 
-def simulate(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> Figures:
+def simulate(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> Figures:
     """The summary of some steps on a machine that is as it was planned for."""
     return summary(simulate_plans(steps, machine, setup, Perturbation()))
 

@@ -21,7 +21,8 @@ import numpy as np
 from megatron_balance.cost.base import Floats
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
-from megatron_balance.ir.plan import NO_MOVES, BatchPlan, MicrobatchPlan
+from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures, Played, mean_step_s, simulate
 from megatron_balance.simulator.attention import Call, attention_call, linear_tokens
@@ -69,7 +70,7 @@ def of(played: Played) -> Figures:
     step_s = sum(seconds.values())
     other = max((part for part in PARTS if part not in COMPUTING), key=lambda part: seconds[part])
     computing = sum(seconds[part] for part in COMPUTING)
-    layer = _Layer.of(steps[0].microbatches[0], case.machine, case.setup)
+    layer = _Layer.of(steps[0].plans[0], case.machine, case.setup)
     limit = "compute" if computing >= seconds[other] else other
     return {
         "kind": "simulated",
@@ -86,7 +87,7 @@ def of(played: Played) -> Figures:
     }
 
 
-def _parts(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> dict[str, float]:
+def _parts(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> dict[str, float]:
     """Seconds of each of `PARTS`; they add up to a step, mean over steps."""
     even = replace(machine, slowdown=())
     # In the order of the module's docstring; gradients are synchronised over the same links and
@@ -151,13 +152,13 @@ def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine
     return attention_call(plan, machine, setup.policy, enter_s, setup.engine, setup.transport)
 
 
-def _each_microbatch(steps: Sequence[BatchPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:
+def _each_microbatch(steps: Sequence[StepPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:
     """Every plan, and how often a stage runs it in a mean step: its layers."""
     layers = machine.model.num_layers / setup.pipeline
-    return [(plan, layers / len(steps)) for step in steps for plan in step.microbatches]
+    return [(plan, layers / len(steps)) for step in steps for plan in step.plans]
 
 
-def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> tuple[float, float]:
+def _even_compute_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> tuple[float, float]:
     """Seconds of a step on each rank, outside attention and in it, if all ranks computed equally
     long.
     """
@@ -171,7 +172,7 @@ def _even_compute_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) 
     return linear, attention
 
 
-def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phases: dict[str, float]) -> float:
+def _experts_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup, phases: dict[str, float]) -> float:
     """Seconds of a step's exchanges of tokens with experts on other ranks; they hide behind
     nothing.
     """
@@ -181,7 +182,7 @@ def _experts_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup, phase
     return sum(phases[phase] - without_exchange[phase] for phase in ("forward_linear", "backward_linear"))
 
 
-def _remap_s(steps: Sequence[BatchPlan], machine: Machine, setup: Setup) -> float:
+def _remap_s(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> float:
     """Seconds that a step gains if no token needed a remap: each already at the rank where it
     attends.
     """
@@ -295,7 +296,7 @@ def _why(part: str, played: Played, layer: _Layer) -> str:
             )
         case "bubble":
             setup = played.case.setup
-            few = words.count(max(len(step.microbatches) for step in played.steps), "microbatch", "microbatches")
+            few = words.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
             return f"A step has {few} for {setup.pipeline} pipeline stages, which idle while the first comes in and the last goes out."
         case "gradient_sync":
             return "Every step has one, however many batches it has: more of them in a step (`--microbatches`) share it."

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_balance.config import PING_PONG_BY_DEFAULT, PlannerChoice, choose_planner, under_layers
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.plan import BatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import PlannerChoice, choose_planner, under_layers
 from megatron_balance.report.cases import Asked, Case, Figures, Progress, mean_step_s, simulate
 from megatron_balance.simulator.machine import Machine
 
@@ -53,7 +53,7 @@ class _Base:
     """The case that variants are compared with."""
 
     case: Case
-    steps: tuple[BatchPlan, ...]
+    steps: tuple[StepPlan, ...]
     step_s: float
 
 
@@ -149,11 +149,9 @@ def _other_planners(case: Case) -> Iterator[Try]:
 
 
 def _whole(case: Case, name: str) -> str:
-    """The options without which `simulate` would run the planner's microbatches, or its stages, as
-    training does: a report does not.
-    """
-    nano_batches = " --ping-pong false" if name == PING_PONG_BY_DEFAULT else ""
-    stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].plan_owned is not None else ""
+    """The options without which `simulate` would run the planner's microbatches, or its stages, as training does: a report does not."""
+    nano_batches = " --ping-pong false" if PLANNERS[name].ping_pong else ""
+    stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].joint else ""
     return nano_batches + stages
 
 

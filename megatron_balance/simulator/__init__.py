@@ -8,11 +8,12 @@ from typing import Any
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 
 
 def simulate(
-    plan: MicrobatchPlan | BatchPlan | Sequence[MicrobatchPlan | BatchPlan],
+    plan: MicrobatchPlan | StepPlan | Sequence[MicrobatchPlan | StepPlan],
     cluster: Cluster,
     model: Model,
     cost: MachineCost | None = None,
@@ -35,6 +36,6 @@ def simulate(
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation, setup_of, simulate_plans, summary
 
-    plans = [plan] if isinstance(plan, MicrobatchPlan | BatchPlan) else list(plan)
+    plans = [plan] if isinstance(plan, MicrobatchPlan | StepPlan) else list(plan)
     machine = Machine(cluster, model, cost if cost is not None else AnalyticCost(cluster, model))
     return summary(simulate_plans(plans, machine, setup_of(options), Perturbation()))

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
-from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.errors import ConfigError, suggest
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import Step, simulate_step
@@ -54,20 +54,21 @@ def setup_of(options: Mapping[str, Any]) -> Setup:
     known = [field.name for field in fields(Setup)]
     for name in options:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else f". Options: {', '.join(known)}"
-            raise ConfigError(f"simulate: unknown option {name!r}{hint}")
+            hint = suggest(name, known)
+            told = f", {hint}" if hint else f". Options: {', '.join(known)}"
+            raise ConfigError(f"simulate: unknown option {name!r}{told}")
     return Setup(**options)
 
 
-def simulate_plans(plans: Sequence[BatchPlan | MicrobatchPlan], machine: Machine, setup: Setup, perturbation: Perturbation) -> list[Step]:
+def simulate_plans(plans: Sequence[StepPlan | MicrobatchPlan], machine: Machine, setup: Setup, perturbation: Perturbation) -> list[Step]:
     """Simulate every plan, each a step, on every machine."""
     machines = list(perturbation.machines(machine))
     return [simulate_step(_microbatches(plan), each, setup) for plan in plans for each in machines]
 
 
-def _microbatches(plan: BatchPlan | MicrobatchPlan) -> tuple[MicrobatchPlan, ...]:
-    return plan.microbatches if isinstance(plan, BatchPlan) else (plan,)
+def _microbatches(plan: StepPlan | MicrobatchPlan) -> tuple[MicrobatchPlan, ...]:
+    """Every plan as a microbatch of its own; `simulator.training` runs nano-batches interleaved."""
+    return plan.plans if isinstance(plan, StepPlan) else (plan,)
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:

@@ -8,17 +8,13 @@ from typing import TypeAlias
 
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.step import StepPlan
 
 Placement: TypeAlias = Sequence[tuple[int, ...]]
 """The ranks that share each sequence: ascending, so that a ring crosses each node's border once."""
 
 INTER_NODE, INTRA_NODE, LOCAL = "inter_node", "intra_node", "local"
-
-Members: TypeAlias = tuple[tuple[int, ...], ...]
-"""The batch's ids of each microbatch's sequences, ascending: the i-th is sequence i of that
-microbatch's plan.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +39,13 @@ class Frame:
             zones(placement, cluster, self.pattern),
         )
 
-    def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> tuple[BatchPlan, Members]:
-        """The plans of microbatches 0, 1, ...; `microbatch_of`: by sequence."""
+    def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> StepPlan:
+        """The step of microbatches 0, 1, ..., each whole; `microbatch_of`: by sequence."""
         ids: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
         for seq, microbatch in enumerate(microbatch_of):
             ids[microbatch].append(seq)
         plans = (self.microbatch([lengths[seq] for seq in seqs], [placement[seq] for seq in seqs]) for seqs in ids)
-        return BatchPlan(tuple(plans)), tuple(map(tuple, ids))
+        return StepPlan.whole(tuple(plans), ids)
 
 
 def members(placement: Placement, fewest: int = 1) -> dict[tuple[int, ...], list[int]]:

@@ -18,16 +18,14 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.layers import Objective, Sides, Solver
 from megatron_balance.solvers import remap_exact, remap_milp
-from megatron_balance.solvers.remap_problem import Objective, Problem, Sides, balanced
-
-Solver: TypeAlias = Literal["exact", remap_milp.MilpSolver]
+from megatron_balance.solvers.remap_problem import Problem, balanced
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class Remapping:
     moves: Ints
 
 
-def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but two keyword-only, four with a default
+def solve(
     held: Ints,
     node_size: int,
     *,

@@ -11,16 +11,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.layers import MilpSolver
 from megatron_balance.solvers.remap_problem import Problem
 
 Floats: TypeAlias = NDArray[np.float64]
-MilpSolver: TypeAlias = Literal["gurobi", "highs", "ortools"]
 
 MAX_NODES = 10_000
 """Nodes of the branch-and-bound tree.

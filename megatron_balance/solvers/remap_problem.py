@@ -5,14 +5,11 @@ deficit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
-
-Objective: TypeAlias = Literal["bottleneck", "total"]
-Sides: TypeAlias = Literal["send", "both"]
+from megatron_balance.ir.layers import Objective, Sides
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan
+from megatron_balance.planning.place import NanoBatches
 from megatron_balance.simulator import pipeline
 from megatron_balance.training.lengths import PoolLengths
-from megatron_balance.training.nano_batches import NanoBatches
 from megatron_balance.training.pool import Pool
 
 Cost: TypeAlias = AnalyticCost | MeasuredCost

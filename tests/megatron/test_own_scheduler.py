@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_balance import Batch, Cluster, Model, make_planner
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.megatron import own_scheduler as own
 from megatron_balance.planners.megatron_dynamic import MegatronDynamicOptions, hybrid, plan_with
-from megatron_balance.planning.ahead import PlanSpec
-from megatron_balance.planning.layers import Layers
+from megatron_balance.planning.choice import planning_cost
+from megatron_balance.planning.step_planner import PlanSpec
 
 pytestmark = pytest.mark.megatron
 
@@ -62,6 +64,14 @@ SPEC = PlanSpec("megatron_dynamic", Cluster(8, 4), Model(8, 2, 16), Layers(), {"
 LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
 
 
+def planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan]:
+    """The planner by Megatron's own scheduler, layers included."""
+    choice = own.by_own_scheduler(spec.choice())
+    assert choice is not None
+    cost = planning_cost(spec.cluster, spec.model, None)
+    return lambda batch: choice.plan(batch, spec.cluster, spec.model, cost)
+
+
 def test_training_plans_by_megatrons_own_code(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[tuple[int, ...]] = []
     schedule = own._schedule
@@ -72,8 +82,7 @@ def test_training_plans_by_megatrons_own_code(monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.setattr(own, "_schedule", noted)
     with caplog.at_level(logging.INFO):
-        plan = own.own_planner(SPEC)
-    assert plan is not None
+        plan = planner(SPEC)
     assert "context-parallel groups by BalancedCPScheduler of megatron-core" in caplog.text
     asked.clear()
     made = plan(Batch(LENGTHS))
@@ -92,8 +101,7 @@ def test_a_batch_that_megatrons_code_fails_on_is_planned_by_our_rules(
         return schedule(lengths, tokens, num_ranks)
 
     monkeypatch.setattr(own, "_schedule", moody)
-    plan = own.own_planner(SPEC)
-    assert plan is not None
+    plan = planner(SPEC)
     with caplog.at_level(logging.WARNING):
         assert plan(Batch(LENGTHS)) == plan(Batch(LENGTHS))
     assert plan(Batch(LENGTHS)) == make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
@@ -101,5 +109,5 @@ def test_a_batch_that_megatrons_code_fails_on_is_planned_by_our_rules(
 
 
 def test_other_planners_and_rules_are_not_megatrons() -> None:
-    assert own.own_planner(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"})) is None
-    assert own.own_planner(dataclasses.replace(SPEC, name="te_ring", options={})) is None
+    assert own.by_own_scheduler(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"}).choice()) is None
+    assert own.by_own_scheduler(dataclasses.replace(SPEC, name="te_ring", options={}).choice()) is None

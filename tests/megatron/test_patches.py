@@ -18,6 +18,7 @@ pytestmark = pytest.mark.megatron
 
 MODULES = (
     "arguments",
+    "checkpoint_args",
     "context_parallel_groups",
     "data_iterator",
     "dataset_helpers",

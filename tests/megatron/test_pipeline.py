@@ -116,5 +116,5 @@ def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(planning, "check_agreement", lambda _fingerprint, groups: compared.append(groups))
     work = job(None)
     work.pool = Pool(single(), 1, (0,), (0,), stage=1, num_stages=2, joint_groups=Groups(1, 2, (4, 5), None))
-    planning.StepPlanner(work, ahead=False).plan(((30, 20),))
+    planning.step_plans(work, ahead=False).plan(((30, 20),))
     assert [groups.size for groups in compared] == [2]

@@ -16,7 +16,6 @@ pytest.importorskip("megatron.training")
 from megatron.core import num_microbatches_calculator
 
 from megatron_balance.compile.layouts import layouts
-from megatron_balance.config import choose_planner
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
@@ -24,10 +23,10 @@ from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron import planning
 from megatron_balance.megatron.session import of_pool
-from megatron_balance.megatron.tick_planning import JointStepPlanner
+from megatron_balance.planning.choice import choose_planner
+from megatron_balance.planning.place import aligned_nano_batches
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import tick_figures
-from megatron_balance.training.nano_batches import aligned_nano_batches as parts_alike
 from megatron_balance.training.pool import Pool
 
 pytestmark = pytest.mark.megatron
@@ -54,6 +53,7 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
     return SimpleNamespace(
         config=config,
         row_multiple=1,
+        joint=False,
         ping_pong=False,
         args=argparse.Namespace(**{**usual, **args}),
         train_data=data,
@@ -66,7 +66,7 @@ def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
 def joint_job(data: Data | None) -> Any:
     """Two stages of one rank, nano-batches interleaved."""
     work = job(data, "distca", micro_batch_size=1, seq_length=600, virtual_pipeline_model_parallel_size=None)
-    work.ping_pong = True
+    work.joint = work.ping_pong = True
     work.config.planner = choose_planner("distca", {"block": 8})
     work.joint_cluster = lambda: Cluster(num_ranks=2, ranks_per_node=1)
     return work
@@ -85,9 +85,9 @@ def step(first: int) -> tuple[tuple[int, ...], ...]:
 
 
 def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pytest.LogCaptureFixture) -> None:
-    here = planning.StepPlanner(job(None), ahead=True)
+    here = planning.step_plans(job(None), ahead=True)
     work = job(Data())
-    planner = planning.StepPlanner(work, ahead=True)
+    planner = planning.step_plans(work, ahead=True)
     try:
         for first in (0, 2, 4, 6):
             work.args.consumed_train_samples = first
@@ -100,10 +100,11 @@ def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pyte
 def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_ticks(caplog: pytest.LogCaptureFixture) -> None:
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2, 1, 1, False)
-    here, ahead = (JointStepPlanner(joint_job(data), ahead=True, forward_only=False) for data in (None, Data()))
+    jobs = [joint_job(data) for data in (None, Data())]
+    here, ahead = (planning.step_plans(job, ahead=True) for job in jobs)
     try:
         for first in (0, 2, 4, 6):
-            here._job.args.consumed_train_samples = ahead._job.args.consumed_train_samples = first
+            jobs[0].args.consumed_train_samples = jobs[1].args.consumed_train_samples = first
             lengths = SAMPLES[first : first + 2]
             planned = ahead.plan(lengths)
             assert (planned.wait_s == planned.plan_s) == (first == 0), "all but the first step are planned ahead"
@@ -118,12 +119,12 @@ def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_tic
     finally:
         ahead.close()
     assert "planning on the spot" not in caplog.text
-    assert parts_alike(((5,), (6,)), ping_pong=True) == (((0,),), ((0,),)), "nobody has a second half"
+    assert aligned_nano_batches(((5,), (6,)), ping_pong=True) == (((0,),), ((0,),)), "nobody has a second half"
 
 
 def test_figures_of_ticks_count_each_half_once() -> None:
     work = joint_job(None)
-    planned = JointStepPlanner(work, ahead=False, forward_only=False).plan(((300, 200, 40), (170,), (90, 90)))
+    planned = planning.step_plans(work, ahead=False).plan(((300, 200, 40), (170,), (90, 90)))
     cost = AnalyticCost(work.joint_cluster(), work.model())
     both, first, second = (
         tick_figures(nano_batches, work.model(), cost, 1) for nano_batches in (planned.ticks, planned.ticks[:1], planned.ticks[1:])
@@ -139,7 +140,7 @@ def test_figures_of_ticks_count_each_half_once() -> None:
 
 def test_lengths_that_were_not_expected_are_planned_on_the_spot_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     work = job(Data(lies=True))
-    planner = planning.StepPlanner(work, ahead=True)
+    planner = planning.step_plans(work, ahead=True)
     try:
         with caplog.at_level(logging.WARNING):
             for first in (0, 2, 4):
@@ -153,7 +154,7 @@ def test_lengths_that_were_not_expected_are_planned_on_the_spot_and_said_once(ca
 
 
 def test_a_step_that_runs_again_is_not_planned_again() -> None:
-    planner = planning.StepPlanner(job(None), ahead=False)
+    planner = planning.step_plans(job(None), ahead=False)
     first = planner.plan(step(0))
     assert planner.plan(step(0)) is first
     assert planner.plan(step(2)) is not first
@@ -163,7 +164,7 @@ def test_the_capacity_of_a_rank_is_its_share_of_full_samples() -> None:
     assert planning.tokens_per_rank(64, 2, 4) == 32
     with pytest.raises(ConfigError, match="not divisible"):
         planning.tokens_per_rank(63, 1, 2)
-    planner = planning.StepPlanner(job(None, seq_length=16), ahead=False)
+    planner = planning.step_plans(job(None, seq_length=16), ahead=False)
     assert planner.plan(((24, 24),)).plans[0].num_tokens == 48  # zeppelin's slack of 1.5 over 16 x 2 tokens
     with pytest.raises(InfeasibleError, match="49 tokens"):
         planner.plan(((24, 25),))
@@ -174,7 +175,7 @@ def test_ranks_that_hold_tokens_have_room_for_those_of_ranks_that_only_serve(poo
     work = job(None)
     work.config.planner = choose_planner("distca", {"servers": "pool", "pool_ranks": pool_ranks})
     work.cluster = lambda: Cluster(num_ranks=4, ranks_per_node=2)
-    planner, holders = planning.StepPlanner(work, ahead=False), 4 - pool_ranks
+    planner, holders = planning.step_plans(work, ahead=False), 4 - pool_ranks
     assert planner.plan(((512,),)).plans[0].num_tokens == 4 * 128  # two samples of 64 tokens for each of four ranks
     with pytest.raises(InfeasibleError, match=f"{holders} ranks x {held} tokens"):
         planner.plan(((held * holders + 1,),))
@@ -184,7 +185,7 @@ def test_under_sequence_parallelism_ranks_hold_multiples_of_its_size() -> None:
     work = job(None, seq_length=512)
     work.cluster = lambda: Cluster(num_ranks=4, ranks_per_node=2)
     work.row_multiple = 2
-    (plan,) = planning.StepPlanner(work, ahead=False).plan(((300, 140, 20, 7),)).plans
+    (plan,) = planning.step_plans(work, ahead=False).plan(((300, 140, 20, 7),)).plans
     rows = layouts(plan)
     counts = np.bincount(rows[:, 0], rows[:, 3] - rows[:, 2], 4)
     assert sorted(counts % 2) == [0, 0, 0, 1]  # 467 tokens: one rank has the odd one

@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("megatron.training")
+
+import torch
+
+from megatron_balance.ir.step import EMPTY, Carry
+from megatron_balance.megatron import carry
 from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Train, assert_same_training, started, write_corpus
 from tests.support.megatron_run import Result
 
@@ -47,6 +54,21 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
         assert resumed.column(name) == whole.column(name)[saved:], f"{name} after the resume"
     assert elsewhere.column("loss") == pytest.approx(resumed.column("loss"), rel=1e-5)
+    assert_a_carry_was_saved_and_another_planners_is_refused(tmp_path / f"iter_{saved:07}", train, saving)
+
+
+def assert_a_carry_was_saved_and_another_planners_is_refused(checkpoint: Path, train: Train, saving: dict[str, Any]) -> None:
+    """All planners carry nothing, and that went through the resumes on 4 and on 2 ranks; here something is put in its place."""
+    common = torch.load(checkpoint / "common.pt", weights_only=False)
+    assert carry.saved(common["args"]) == EMPTY
+    carry.save(Carry.of("delays", {"held": [3]}), common["args"])
+    torch.save(common, checkpoint / "common.pt")
+
+    def refused(result: Result) -> None:
+        assert result.codes == (2, 2), result.tail(result.failed or 0)
+        assert "planner te_ring cannot take over what planner delays carried" in one_line(result)
+
+    train(2, "te_ring", {**saving, "save": None}, expect=refused, deadline_s=60)
 
 
 def test_evaluation_is_planned_too(train: Train) -> None:

@@ -13,9 +13,10 @@ from megatron_balance.errors import DataError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planning.layers import Layers
+from megatron_balance.planning.place import nano_batches_of
 from megatron_balance.training.lengths import share_lengths
 from megatron_balance.training.microbatch import assemble
-from megatron_balance.training.nano_batches import by_nano_batch, nano_batches_of
+from megatron_balance.training.nano_batches import by_nano_batch
 from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
 from megatron_balance.training.sequences import Sequences
 from megatron_balance.training.tokens import TokenExchange

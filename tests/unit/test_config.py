@@ -9,24 +9,14 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
-from megatron_balance.config import (
-    CONFIGS,
-    RemapChoice,
-    RunConfig,
-    capacity,
-    choose_planner,
-    load_cluster,
-    load_config,
-    load_model,
-    names,
-    resolved,
-    to_yaml,
-)
+from megatron_balance.config import CONFIGS, RemapChoice, RunConfig, load_cluster, load_model, names
 from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.planning.choice import capacity, choose_planner
 from megatron_balance.planning.layers import Layers
+from megatron_balance.planning.run import load_config, resolved, to_yaml
 
 CLUSTERS = ["a800", "a800-ib", "emulated", "h100", "h200", "h800"]
 MODELS = [

@@ -16,20 +16,16 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
-
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
 from megatron_balance.analysis.statistics import figures
-from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.compile.pipeline import project
 from megatron_balance.patterns import dispatch
-from megatron_balance.planning.ahead import Pipeline, PlanSpec
 from megatron_balance.planning.layers import Layers
-from megatron_balance.planning.tick_planner import TickPlanner
-from megatron_balance.runtime import routes
+from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.solvers.nano_batches import nano_batches
+from megatron_balance.runtime.lower import routes
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
@@ -115,15 +111,12 @@ def _pipeline_step(num_stages: int, stage: Cluster, num_microbatches: int, token
     one phase, and each plan is bound for the phases of its ticks.
     """
     joint = Cluster(num_stages * stage.num_ranks, stage.ranks_per_node)
-    spec = PlanSpec("distca", stage, MODEL, Layers(), {"tokens_per_rank": tokens_per_rank}, None, Pipeline(joint, num_chunks=1))
+    spec = PlanSpec(
+        "distca", stage, MODEL, Layers(), {"tokens_per_rank": tokens_per_rank}, None, Pipeline(joint, num_chunks=1), ping_pong=True
+    )
     microbatches = [long_tailed(8 * stage.num_ranks, stage.num_ranks * tokens_per_rank, seed) for seed in range(num_microbatches)]
-    parts = [nano_batches(lengths) for lengths in microbatches]
-    steps = [
-        [[lengths[i] for i in part[nano_batch]] for lengths, part in zip(microbatches, parts, strict=True)]
-        for nano_batch in range(NUM_NANO_BATCHES)
-    ]
-    planner = TickPlanner(spec)
-    ping_pong = [planner.plan(step)[1] for step in steps]
+    planner = StepPlanner(spec)
+    ping_pong = planner.plan(microbatches)[0].ticks
     groups = Groups(MIDDLE, joint.num_ranks, tuple(range(joint.num_ranks)), None)
 
     def bind_all(of_phase: bool) -> None:
@@ -136,7 +129,7 @@ def _pipeline_step(num_stages: int, stage: Cluster, num_microbatches: int, token
                 bind(planned, MIDDLE, SHAPE, groups=groups, policy="replay", nano_batch=nano_batch, phases=phases)
 
     size = f"step of {len(ping_pong[0])} ticks, {num_stages} x {stage.num_ranks} ranks, {num_microbatches} microbatches in nano-batches"
-    yield Measurement(f"plan a {size}: distca", None, lambda: [planner.plan(step) for step in steps])
+    yield Measurement(f"plan a {size}: distca", None, lambda: planner.plan(microbatches))
     yield Measurement(f"bind one's {size}: distca", None, partial(bind_all, of_phase=True))
     yield Measurement(f"bind one's {size}, both phases: distca", None, partial(bind_all, of_phase=False))
 

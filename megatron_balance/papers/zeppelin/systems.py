@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_balance.config import choose_layers, choose_planner, load_cluster, load_model
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
-from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import When
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planning.layers import When
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planning.choice import choose_layers, choose_planner
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.step import Setup, simulate_step
 from megatron_balance.workloads.distributions import K
@@ -82,7 +83,7 @@ class System:
     def plans(self, case: Case, lengths: Sequence[int]) -> tuple[MicrobatchPlan, ...]:
         """The microbatches of a step: one, unless the system makes its own."""
         choice = choose_planner(self.planner, self.options, layers=choose_layers(self.planner, self.routing, self.remap))
-        return choice.plan_step([Batch(tuple(lengths))], case.cluster, case.model, case.cost).microbatches
+        return choice.plan_step((tuple(lengths),), StepContext(case.cluster, case.model, case.cost))[0].plans
 
     def step_s(self, case: Case, lengths: Sequence[int]) -> float:
         """Simulated seconds of a training step."""

@@ -27,7 +27,7 @@ all ranks together take the microbatch. Sequences that share a group share one r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -37,12 +37,13 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.megatron_dynamic import dynamic, hybrid
 from megatron_balance.planners.megatron_dynamic.group import Microbatch, Scheduler
 from megatron_balance.solvers.capacity import check_each, check_pool
 from megatron_balance.solvers.groups import rank_tokens
-from megatron_balance.solvers.placed import Frame, Members
+from megatron_balance.solvers.placed import Frame
 
 RULES: dict[str, Scheduler] = {"dynamic": dynamic.schedule, "hybrid": hybrid.schedule}
 
@@ -81,6 +82,11 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     return plan_with(RULES[options.rules], batch, cluster, model, options)
 
 
+def plan_by(options: MegatronDynamicOptions) -> Callable[..., MicrobatchPlan] | None:
+    """`plan_with`, if a scheduler other than ours may stand in for these rules: Megatron's releases have one for `hybrid`."""
+    return plan_with if options.rules == "hybrid" else None
+
+
 def plan_with(scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: MegatronDynamicOptions) -> MicrobatchPlan:
     """`plan` with any scheduler."""
     capacity = _capacity(batch, cluster, options)
@@ -94,7 +100,7 @@ def plan_with(scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model
     return Frame("megatron_dynamic", cluster, model).microbatch(batch.lengths, placement)
 
 
-def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MegatronDynamicOptions) -> tuple[BatchPlan, Members]:
+def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MegatronDynamicOptions) -> StepPlan:
     """The microbatches that Megatron would run; the batch may be larger than the pool.
 
     Raises:

@@ -9,13 +9,11 @@ of its zones. A ring's rounds all wait for its slowest link: the one between nod
 Between nodes a message goes by one NIC, or where transfers are routed by all NICs of both nodes if
 that is faster (Eq. 1). Routed rings that cross the same node share its NICs.
 
-Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what
-`weight_tokens` weighs. With a remap these are even whatever the placement, and what counts is what
-the remap moves (section 3.4): a rank's tokens above or below the mean travel as queries, keys and
-values before attention and as outputs after it, inside a node over the rank's link, and where a
-node as a whole is above or below its share, over the node's NICs. Filling these in the best way
-(Eq. 2, `solvers.remap`) is the remap's business; the price takes an estimate of it
-(`layers.remap_s`).
+Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what `weight_tokens` weighs. With a
+remap these are even whatever the placement, and what counts is what the remap moves (section 3.4): a rank's tokens above or below
+the mean travel as queries, keys and values before attention and as outputs after it, inside a node over the rank's link, and where a
+node as a whole is above or below its share, over the node's NICs. Filling these in the best way (Eq. 2, `solvers.remap`) is the
+remap's business; the price takes an estimate of it (`cost.remap`).
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.remap import remap_s
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.planning.layers import remap_s
 from megatron_balance.solvers.groups import rank_tokens
 from megatron_balance.solvers.placed import Placement, members
 

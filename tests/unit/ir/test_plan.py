@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan, TaskTable, Zone, from_json, to_json
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone, from_json, to_json
 from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.step import StepPlan
 
 PLAN = MicrobatchPlan(
     "by_hand",
@@ -43,7 +44,7 @@ def test_the_fingerprint_is_the_same_on_every_host() -> None:
 )
 def test_the_fingerprint_differs_when_a_decision_differs(other: MicrobatchPlan) -> None:
     assert other.fingerprint() != PLAN.fingerprint()
-    assert BatchPlan((other,)).fingerprint() != BatchPlan((PLAN,)).fingerprint()
+    assert StepPlan.whole((other,)).fingerprint() != StepPlan.whole((PLAN,)).fingerprint()
 
 
 @pytest.mark.parametrize(

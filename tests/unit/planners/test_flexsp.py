@@ -111,10 +111,10 @@ def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> 
 
 def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
     cluster = Cluster(8, 4)
-    made, members = plan_batch(Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=5000))
-    assert len(made.microbatches) >= -(-sum(LENGTHS) // 40000)
-    assert sorted(seq for seqs in members for seq in seqs) == list(range(len(LENGTHS)))
-    for plan, seqs in zip(made.microbatches, members, strict=True):
+    made = plan_batch(Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=5000))
+    assert len(made.plans) >= -(-sum(LENGTHS) // 40000)
+    assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(LENGTHS)))
+    for plan, (seqs,) in zip(made.plans, made.members, strict=True):
         assert plan.lengths == tuple(LENGTHS[seq] for seq in seqs)
         assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 5000
         verify(plan)

@@ -87,9 +87,9 @@ def test_ranks_keep_within_their_capacity_unless_only_all_of_them_hold_the_batch
 @given(lengths=st.lists(st.integers(1, 400), max_size=14), cluster=st.sampled_from([Cluster(4, 2), Cluster(6, 3), Cluster(8, 4)]))
 def test_microbatches_hold_every_sequence_once_within_the_capacity(lengths: list[int], cluster: Cluster) -> None:
     options = HybridDpOptions(tokens_per_rank=100)
-    made, members = plan_batch(Batch(tuple(lengths)), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
-    assert sorted(seq for seqs in members for seq in seqs) == list(range(len(lengths)))
-    for plan, seqs in zip(made.microbatches, members, strict=True):
+    made = plan_batch(Batch(tuple(lengths)), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
+    assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(lengths)))
+    for plan, (seqs,) in zip(made.plans, made.members, strict=True):
         assert plan.lengths == tuple(lengths[seq] for seq in seqs)
         assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 100
 
@@ -98,12 +98,12 @@ def test_microbatches_even_out_flops_over_their_sum() -> None:
     # More short sequences than memory holds: those ranks run more microbatches while the ring's
     # ranks have done their part.
     cluster, lengths = Cluster(8, 4), (32000, *[1000] * 256)
-    made, _ = plan_batch(Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=8000))
-    assert len(made.microbatches) > 1
-    verify(made.microbatches[0])
-    work = [sum(rank) for rank in zip(*(flops(plan) for plan in made.microbatches), strict=True)]
+    made = plan_batch(Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=8000))
+    assert len(made.plans) > 1
+    verify(made.plans[0])
+    work = [sum(rank) for rank in zip(*(flops(plan) for plan in made.plans), strict=True)]
     assert max(work) <= 1.05 * sum(work) / 8 * 1.001
-    assert len({zone.ranks for zone in made.microbatches[-1].zones if isinstance(zone, Zone)}) < 8
+    assert len({zone.ranks for zone in made.plans[-1].zones if isinstance(zone, Zone)}) < 8
 
 
 def test_a_sequence_longer_than_the_pool_is_named() -> None:

@@ -110,10 +110,10 @@ def test_a_capacity_equal_to_the_average_is_legal(rules: str) -> None:
 def test_microbatches_are_those_of_the_schedule(rules: str) -> None:
     cluster, lengths = Cluster(8, 4), (300, 100, 90, 80, 70, 60, 50, 300, 300, 40, 20, 7)
     options = MegatronDynamicOptions(tokens_per_rank=100, rules=rules)  # pyright: ignore[reportArgumentType]
-    made, members = plan_batch(Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
+    made = plan_batch(Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
     schedule = RULES[rules](lengths, 100, 8)
-    assert len(made.microbatches) == len(schedule) > 1
-    for plan, seqs, groups in zip(made.microbatches, members, schedule, strict=True):
+    assert len(made.plans) == len(schedule) > 1
+    for plan, (seqs,), groups in zip(made.plans, made.members, schedule, strict=True):
         assert plan.lengths == tuple(lengths[seq] for seq in seqs)
         verify(plan)
         first, ranks_of = 0, {}

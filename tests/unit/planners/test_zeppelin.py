@@ -12,11 +12,12 @@ import pytest
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
 from megatron_balance.analysis.statistics import figures
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.remap import remap_s
 from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.plan import Zone
 from megatron_balance.planners.zeppelin import ZeppelinOptions, costed, pricing, printed
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
-from megatron_balance.planning.layers import Layers, remap_s
 from megatron_balance.solvers.packing import least_loaded
 from megatron_balance.solvers.placed import Placement
 

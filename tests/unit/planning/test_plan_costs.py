@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatron_balance import Cluster, Model, make_planner
-from megatron_balance.config import load_config, planning_cost
 from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve, LayerTable, LinkTable, Source, save_table
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.plan import TaskTable, Zone
-from megatron_balance.planning.ahead import PlanAhead, PlanSpec
+from megatron_balance.planning.ahead import PlanAhead
+from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.layers import Layers
+from megatron_balance.planning.run import load_config
+from megatron_balance.planning.step_planner import PlanSpec
 from tests.support.cli import CommandLine
 
 CLUSTER, MODEL = Cluster(8, 4), Model(8, 8, 16)
@@ -67,12 +70,13 @@ def test_the_process_that_plans_ahead_has_the_same_table(slow: Path) -> None:
     spec = PlanSpec("zeppelin", CLUSTER, MODEL, Layers(), {"tokens_per_rank": 4200}, str(slow))
     ahead = PlanAhead(spec)
     try:
-        ahead.submit("first", LENGTHS)
+        ahead.submit("first", (LENGTHS,))
         ready = ahead.take("first")
     finally:
         ahead.close()
     assert ready is not None
-    assert ready.plan == make_planner("zeppelin", CLUSTER, MODEL, Layers(), slow, tokens_per_rank=4200)(LENGTHS)
+    assert ready.step is not None
+    assert ready.step.plans[0] == make_planner("zeppelin", CLUSTER, MODEL, Layers(), slow, tokens_per_rank=4200)(LENGTHS)
 
 
 def test_command_line_and_configuration_name_the_table(slow: Path, quick: Path, tmp_path: Path, run: CommandLine) -> None:

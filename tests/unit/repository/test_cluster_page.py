@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.cli import build_parser
-from megatron_balance.config import CommunicationChoice, load_config
+from megatron_balance.config import CommunicationChoice
+from megatron_balance.planning.run import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()

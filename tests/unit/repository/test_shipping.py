@@ -20,7 +20,8 @@ import yaml
 
 import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
-from megatron_balance.config import CONFIGS, load_cluster, load_config, load_model, names
+from megatron_balance.config import CONFIGS, load_cluster, load_model, names
+from megatron_balance.planning.run import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SLURM = ROOT / "scripts" / "slurm"

@@ -20,7 +20,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import BatchPlan, MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.simulator import collective, pipeline
 from megatron_balance.simulator import step as step_module
@@ -228,7 +229,7 @@ def test_simulate_takes_plans_and_whole_batches():
     assert {"step_s", "tokens_per_s", "phases_s", "peak_bytes_per_rank", "utilisation"} <= set(one)
     assert one["tokens_per_s"] == pytest.approx(3500 / one["step_s"]["median"])
     assert len(one["peak_bytes_per_rank"]) == 4
-    two = simulate([BatchPlan((planned, planned))], cluster, LLAMA, policy="replay")
+    two = simulate([StepPlan.whole((planned, planned))], cluster, LLAMA, policy="replay")
     assert two["step_s"]["median"] > one["step_s"]["median"]
     assert max(two["peak_bytes_per_rank"]) < max(one["peak_bytes_per_rank"])
     with pytest.raises(ConfigError, match="unknown option 'overlap', did you mean 'overlap_sync'"):

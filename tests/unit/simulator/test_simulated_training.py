@@ -6,28 +6,19 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_balance.config import choose_planner
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import StepPlan
+from megatron_balance.planners.base import JointStages, StepContext
+from megatron_balance.planning.choice import PingPong, Stages, StepMode, choose_planner, step_mode
 from megatron_balance.planning.tick_order import ticks
 from megatron_balance.simulator.joint import most_held, simulate_joint
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup, parts_of
 from megatron_balance.simulator.step import simulate_step
-from megatron_balance.simulator.training import (
-    PingPong,
-    Pipeline,
-    Ranks,
-    Stages,
-    StepMode,
-    StepPlan,
-    plan_step,
-    simulate_planned,
-    step_mode,
-)
+from megatron_balance.simulator.training import simulate_planned
 from tests.unit.simulator.test_simulated_ticks import planned, whole
 
 MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096, vocab_size=32000)
@@ -39,13 +30,14 @@ def machine(num_ranks: int) -> Machine:
     return Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
 
 
-def step_of(lengths: list[tuple[int, ...]], way: StepMode, setup: Setup) -> StepPlan:
-    stage, pool = (Ranks(each.cluster, each.cost) for each in (machine(4), machine(4 * setup.pipeline)))
-    return plan_step(DISTCA, [Batch(each) for each in lengths], way, MODEL, Pipeline(stage, pool))
+def step_of(lengths: list[tuple[int, ...]], mode: StepMode, setup: Setup) -> StepPlan:
+    stage, pool = machine(4), machine(4 * setup.pipeline)
+    joint = JointStages(pool.cluster, pool.cost) if mode.joint else None
+    return DISTCA.plan_step(tuple(lengths), StepContext(stage.cluster, MODEL, stage.cost, joint=joint, ping_pong=mode.ping_pong))[0]
 
 
 @pytest.mark.parametrize(
-    ("choice", "num_stages", "ping_pong", "stages", "way"),
+    ("choice", "num_stages", "ping_pong", "stages", "mode"),
     [
         (DISTCA, 1, "auto", None, StepMode(ping_pong=True)),
         (DISTCA, 1, False, "joint", StepMode()),
@@ -56,9 +48,9 @@ def step_of(lengths: list[tuple[int, ...]], way: StepMode, setup: Setup) -> Step
     ],
 )
 def test_plans_run_as_the_keys_of_a_configuration_say(
-    choice: object, num_stages: int, ping_pong: PingPong, stages: Stages, way: StepMode
+    choice: object, num_stages: int, ping_pong: PingPong, stages: Stages, mode: StepMode
 ) -> None:
-    assert step_mode(choice, num_stages, ping_pong, stages) == way  # pyright: ignore[reportArgumentType]
+    assert step_mode(choice, num_stages, ping_pong, stages) == mode  # pyright: ignore[reportArgumentType]
 
 
 def test_what_training_refuses_is_refused() -> None:
@@ -77,7 +69,7 @@ def test_in_ticks_every_microbatch_has_as_many_nano_batches_as_the_others() -> N
     assert [len(parts_of(each)) for each in run.microbatches] == [2, 2]
     assert [each.tick for each in run.ticks[0]] == [each.tick for each in run.ticks[1]] == list(ticks(2, 2))
     assert all(each.plan.num_ranks == 8 for nano_batch in run.ticks for each in nano_batch)
-    assert sum(plan.num_tokens for plan in run.plans.microbatches) == 13_000
+    assert sum(plan.num_tokens for plan in run.plans) == 13_000
     assert all(cell is not None for cell in run.fullest_tick().tick.cells)
 
 

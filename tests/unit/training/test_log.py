@@ -21,12 +21,12 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan
+from megatron_balance.planning.place import NanoBatches
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import Job
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.log import LogTarget, StepLog
-from megatron_balance.training.nano_batches import NanoBatches
 from megatron_balance.training.pool import Pool
 
 LENGTHS = (30, 20, 40)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.analysis.wire import of_transfers
-from megatron_balance.config import ClusterChoice, choose_planner, load_cluster
+from megatron_balance.config import ClusterChoice, load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.arrays import as_array
@@ -23,6 +23,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.patterns import dispatch
+from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import linear_s
 from megatron_balance.simulator.tables import Tables

@@ -29,14 +29,15 @@ from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile import ping_pong as ping_pong_order
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.ir.plan import BatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import entry, ping_pong, session
 from megatron_balance.megatron.data import PADDING
-from megatron_balance.megatron.planning import StepPlanner
+from megatron_balance.megatron.planning import step_plans
 from megatron_balance.runtime import attention
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
 from megatron_balance.training import binding
+from megatron_balance.training.plans import StepPlans
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
 from tools.bench.emulated.exchanges import exchanges_of
@@ -242,7 +243,7 @@ class _Meter(Meter):
 
     def __init__(self, rank: int, controller: Controller, run: Run) -> None:
         super().__init__(rank, controller, run)
-        self._planners: dict[int, StepPlanner] = {}
+        self._planners: dict[int, StepPlans] = {}
         self._at = -1
 
     def install(self) -> None:
@@ -255,14 +256,14 @@ class _Meter(Meter):
         megatron_training.train_step = self._measured(megatron_training.train_step)
         megatron_training.finalize_model_grads = self.reduced(megatron_training.finalize_model_grads)
 
-    def _planner(self, job: session.Session) -> StepPlanner:
+    def _planner(self, job: session.Session) -> StepPlans:
         """Of this step's variant, in `job`'s place."""
         variant = self.run.steps[self._at].variant
         if variant not in self._planners:
             job = copy.copy(job)
             job.config = job.config.model_copy(update={"planner": self.run.variants[variant].choice()})
             job.ping_pong = self.run.variants[variant].ping_pong
-            self._planners[variant] = StepPlanner(job, ahead=False)
+            self._planners[variant] = step_plans(job, ahead=False)
         return self._planners[variant]
 
     def _bind(self, *args: Any, **kwargs: Any) -> Bound:
@@ -360,7 +361,7 @@ def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
     for zone in (zone for plan in plans for zone in plan.zones):
         zones[zone.name] = zones.get(zone.name, 0) + len(zone.seqs)
     return {
-        "fingerprint": BatchPlan(tuple(plans)).fingerprint() if len(plans) > 1 else plans[0].fingerprint(),
+        "fingerprint": StepPlan.whole(tuple(plans)).fingerprint() if len(plans) > 1 else plans[0].fingerprint(),
         "zones": zones,
         "moved_tokens": sum(row[2] for plan in plans for row in plan.moves),
         "routed_zones": [zone for plan in plans if plan.routing is not None for zone in plan.routing.zones],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_balance.config import PlannerChoice, choose_planner
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import PlannerChoice, choose_planner
 from megatron_balance.planning.layers import Layers
 
 

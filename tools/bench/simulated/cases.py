@@ -10,7 +10,6 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.config import choose_planner
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.memory import Policy
 from megatron_balance.cost.table import CostTable
@@ -19,6 +18,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.layers import Layers
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.batches import PAPER_TOKENS, draw_batches

@@ -18,11 +18,11 @@ from megatron.training import training as megatron_training
 
 from megatron_balance.megatron import session
 from megatron_balance.megatron.pipeline_ticks import TickRun
-from megatron_balance.megatron.planning import PlannedStep, StepPlanner
-from megatron_balance.megatron.tick_planning import JointStepPlanner
+from megatron_balance.megatron.planning import step_plans
 from megatron_balance.runtime.bind import Bound, bind
 from megatron_balance.runtime.trace import Trace, exchange_s
 from megatron_balance.training import binding
+from megatron_balance.training.plans import PlannedStep, StepPlans
 from tools.bench.distca.pipeline.job import TOGETHER, cut
 from tools.bench.distca.pipeline.report import Idle, warms_up
 from tools.bench.emulated import device
@@ -48,7 +48,7 @@ class _Step(MeasuredStep):
 class _Planned:
     """A planner whose step begins when it has planned."""
 
-    def __init__(self, planner: StepPlanner, begin: Callable[[], None]) -> None:
+    def __init__(self, planner: StepPlans, begin: Callable[[], None]) -> None:
         self._planner, self._begin = planner, begin
 
     def plan(self, lengths: tuple[tuple[int, ...], ...]) -> PlannedStep:
@@ -83,7 +83,7 @@ class _Meter(Meter):
         """Of this step's variant."""
         variant = self.run.steps[self._at].variant
         if variant not in self._planners:
-            made = JointStepPlanner(job, ahead=False, forward_only=False) if variant == TOGETHER else StepPlanner(job, ahead=False)
+            made = step_plans(job, ahead=False, joint=variant == TOGETHER)
             self._planners[variant] = _Planned(made, self.begin)
         return self._planners[variant]
 

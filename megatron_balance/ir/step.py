@@ -1,0 +1,216 @@
+"""The plan of one training step, and what a planner carries from one step to the next.
+
+Nesting: StepPlan (one optimizer step) > MicrobatchPlan > the program of one attention call, which
+is never stored but projected per rank from the zones (`compile.pipeline`).
+
+Sequences of a step are numbered as the data loader deals them, microbatch by microbatch, from 0.
+A sequence that a planner held back in an earlier step has a negative number: -1 is the last one
+that was dealt before this step, -2 the one before that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeAlias, cast
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir import plan as plans
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.tick import Cell, Tick, TickPlan
+from megatron_balance.ir.tick import fingerprint as fingerprint_of_ticks
+
+FORMAT = "megatron-balance step 1"
+
+Lengths: TypeAlias = tuple[tuple[int, ...], ...]
+"""By microbatch, the lengths in tokens of its sequences."""
+
+Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
+"""By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A planner's memory from one step to the next: plain JSON data, saved with a checkpoint.
+
+    `planner`: whose it is; empty: nothing is carried. `state`: canonical JSON text. Nothing in it
+    may depend on the number of ranks, since a run may go on with another number.
+    """
+
+    planner: str = ""
+    state: str = "null"
+
+    @classmethod
+    def of(cls, planner: str, state: Any) -> Carry:
+        """The carry of a planner, of plain JSON data (lists, dicts with string keys, numbers, text)."""
+        return cls(planner, json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.planner
+
+    def value(self) -> Any:
+        """The data that `of` was given; tuples come back as lists."""
+        return json.loads(self.state)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return f'{{"planner":{json.dumps(self.planner)},"state":{self.state}}}'
+
+    @classmethod
+    def from_json(cls, text: str) -> Carry:
+        """The carry that `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is not a carry.
+        """
+        try:
+            body: Any = json.loads(text)
+            return cls.of(str(body["planner"]), body["state"]) if body["planner"] else EMPTY
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"not a planner's carry: {type(error).__name__}: {error}; got {text!r:.80}") from None
+
+
+EMPTY = Carry()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The microbatches of one step: who is in them, how each attends, and in which ticks.
+
+    `plans`: of every nano-batch (of a microbatch that runs whole: one), microbatch by microbatch.
+    `ticks`: by nano-batch, where all pipeline stages attend together. Then `plans` say where
+    tokens are owned, and the ticks how they attend.
+    """
+
+    members: Members
+    plans: tuple[MicrobatchPlan, ...]
+    ticks: tuple[tuple[TickPlan, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = [len(seqs) for microbatch in self.members for seqs in microbatch]
+        if sizes != [len(plan.lengths) for plan in self.plans]:
+            raise ValueError(
+                f"expected one plan for each nano-batch, of as many sequences; got {sizes} sequences and plans of "
+                f"{[len(plan.lengths) for plan in self.plans]}"
+            )
+
+    @classmethod
+    def whole(cls, plans: Sequence[MicrobatchPlan], members: Sequence[Sequence[int]] | None = None) -> StepPlan:
+        """A step of microbatches that run whole; without `members` their sequences are as dealt."""
+        if members is None:
+            members = dealt([plan.lengths for plan in plans])
+        return cls(tuple((tuple(seqs),) for seqs in members), tuple(plans))
+
+    @property
+    def plans_of(self) -> tuple[range, ...]:
+        """By microbatch, which of `plans` are its nano-batches'."""
+        ends = [0, *accumulate(len(microbatch) for microbatch in self.members)]
+        return tuple(range(begin, end) for begin, end in pairwise(ends))
+
+    @property
+    def microbatches(self) -> tuple[tuple[MicrobatchPlan, ...], ...]:
+        """By microbatch, the plans of its nano-batches."""
+        return tuple(tuple(self.plans[i] for i in of) for of in self.plans_of)
+
+    @property
+    def attention(self) -> tuple[MicrobatchPlan, ...]:
+        """The plans of all that attends: ticks, or nano-batches where there are none."""
+        return tuple(each.plan for nano_batch in self.ticks for each in nano_batch) or self.plans
+
+    def fullest_tick(self) -> TickPlan:
+        """The first tick in which the most stages have a pass of their own."""
+        return max(self.ticks[0], key=lambda each: sum(cell is not None for cell in each.tick.cells))
+
+    def is_dealt(self) -> bool:
+        """Whether every microbatch has the sequences that the data loader dealt it, held-back ones excluded."""
+        in_order = [sorted(chain.from_iterable(microbatch)) for microbatch in self.members]
+        return list(chain.from_iterable(in_order)) == list(range(sum(map(len, in_order))))
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that differ when any decision differs; equal on every host.
+
+        Members count where they are not as dealt; halves of a dealt microbatch count by their lengths.
+        """
+        parts = [_digest(each.fingerprint() for each in self.plans)]
+        parts += [fingerprint_of_ticks(each) for each in self.ticks]
+        parts += [] if self.is_dealt() else [repr(self.members)]
+        return parts[0] if len(parts) == 1 else _digest(parts)
+
+
+def dealt(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """By microbatch, the numbers of its sequences as dealt."""
+    ends = [0, *accumulate(map(len, lengths))]
+    return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
+
+
+def text(step: StepPlan) -> str:
+    """The step for people: a line for each nano-batch, and one for each tick."""
+    return "\n".join(_lines(step)) + "\n"
+
+
+def _lines(step: StepPlan) -> Iterator[str]:
+    yield f"step {step.fingerprint()}, {len(step.members)} microbatches"
+    for m, (seqs, of) in enumerate(zip(step.members, step.plans_of, strict=True)):
+        for n, at in enumerate(of):
+            plan = step.plans[at]
+            numbers = " ".join(f"s{seq}" for seq in seqs[n])
+            yield f"microbatch {m}.{n} {plan.planner} {plan.fingerprint()} {plan.num_tokens} tokens: {numbers}".rstrip(": ")
+    for n, ticks in enumerate(step.ticks):
+        for at, each in enumerate(ticks):
+            cells = " ".join("-" if cell is None else f"m{cell.microbatch}.c{cell.chunk}" for cell in each.tick.cells)
+            yield f"tick {at}.{n} {'backward' if each.tick.backward else 'forward'} {each.plan.fingerprint()}: {cells}"
+
+
+def to_json(step: StepPlan) -> str:
+    """The step as one line of JSON with a fixed key order; ticks of the same microbatches share a plan."""
+    ticks: list[str] = []
+    for nano_batch in step.ticks:
+        known: dict[int, tuple[int, MicrobatchPlan]] = {}  # by identity: hashing a large plan for each tick takes longer than all the rest
+        rows = [[each.tick.backward, each.tick.cells, known.setdefault(id(each.plan), (len(known), each.plan))[0]] for each in nano_batch]
+        texts = ",".join(plans.to_json(plan) for _, plan in known.values())
+        ticks.append(f'{{"plans":[{texts}],"ticks":{json.dumps(rows, separators=(",", ":"))}}}')
+    members = json.dumps(step.members, separators=(",", ":"))
+    of = ",".join(map(plans.to_json, step.plans))
+    return f'{{"format":{json.dumps(FORMAT)},"members":{members},"plans":[{of}],"ticks":[{",".join(ticks)}]}}'
+
+
+def from_json(source: str) -> StepPlan:
+    """The step that `to_json` wrote.
+
+    Raises:
+        ConfigError: the text is not a step, or one of another format.
+    """
+    try:
+        loaded: Any = json.loads(source)
+    except ValueError as error:
+        raise ConfigError(f"not the plan of a step: {error}") from None
+    return from_body(loaded)
+
+
+def from_body(loaded: Any) -> StepPlan:
+    """The step of parsed JSON; as `from_json`."""
+    body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
+    given = body.get("format")
+    if given != FORMAT:
+        raise ConfigError(f"not the plan of a step of this version: format is {given!r}, expected {FORMAT!r}")
+    try:
+        members = tuple(tuple(tuple(int(seq) for seq in seqs) for seqs in microbatch) for microbatch in body["members"])
+        return StepPlan(members, tuple(map(plans.from_body, body["plans"])), tuple(map(_ticks_from_body, body["ticks"])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"damaged plan of a step: {type(error).__name__}: {error}") from None
+
+
+def _ticks_from_body(body: dict[str, Any]) -> tuple[TickPlan, ...]:
+    known = list(map(plans.from_body, body["plans"]))
+    rows: list[tuple[bool, list[tuple[int, int] | None], int]] = body["ticks"]
+    return tuple(
+        TickPlan(Tick(backward, tuple(None if cell is None else Cell(*cell) for cell in cells)), known[at]) for backward, cells, at in rows
+    )
+
+
+def _digest(parts: Iterator[str] | Sequence[str]) -> str:
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]

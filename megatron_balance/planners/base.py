@@ -1,0 +1,142 @@
+"""The protocol every planner meets: `plan_step(lengths, context, carry) -> (StepPlan, carry)`.
+
+Most planners only place one microbatch, `plan(batch, cluster, model, cost, options)`;
+`planning.place` lifts them to steps. A planner of whole steps (one that deals sequences into
+microbatches itself, holds some back, or asks other planners) gives `plan_step` instead.
+Whatever else is particular to a planner is a field of its entry, never its name in another file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from megatron_balance.cost.base import CostModel
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.step import Carry, Lengths, StepPlan
+
+NO_LAYERS = Layers()
+
+Scheduler: TypeAlias = Callable[[Sequence[int], int, int], list[tuple[tuple[int, tuple[int, ...]], ...]]]
+"""From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups from
+the first rank on: the number of ranks and the sequences of each."""
+
+
+@runtime_checkable
+class PlanStep(Protocol):
+    """A planner of whole steps: pure, and equal on every rank."""
+
+    def __call__(self, lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+        """The plan of a step, and what the next step is planned with.
+
+        Args:
+            lengths: of the step's sequences in tokens, microbatch by microbatch as dealt.
+            context: what is planned for, equal at every step.
+            carry: what the step before returned; `EMPTY` at the first one.
+
+        Raises:
+            InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
+            ConfigError: options out of range; a carry of another planner.
+        """
+        ...
+
+
+class Lookup(Protocol):
+    """Another planner from the registry, with options and layers (default: that planner's own)."""
+
+    def __call__(self, name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep: ...
+
+
+@dataclass(frozen=True, slots=True)
+class JointStages:
+    """Pipeline stages that attend together: the ranks of all stages, and the model chunks of each."""
+
+    cluster: Cluster
+    cost: CostModel
+    num_chunks: int = 1
+
+
+def _no_registry(name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep:
+    del options, layers
+    raise LookupError(f"no registry to look up planner {name} in; plan by planning.choice.PlannerChoice.plan_step")
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What steps are planned for, beside their lengths.
+
+    `cluster`: the ranks of one pipeline stage; `cost`: of that cluster.
+    """
+
+    cluster: Cluster
+    model: Model
+    cost: CostModel
+    joint: JointStages | None = None
+    """All stages, where they attend together. None: each stage attends for itself."""
+    ping_pong: bool = False
+    """Whether microbatches of two sequences or more run as two nano-batches."""
+    own_microbatches: bool = True
+    """Whether a planner may deal the sequences into microbatches of its own; else they stay where they were dealt."""
+    may_carry: bool = True
+    """Whether another step follows that can take what this one holds back; not in evaluation, nor for a microbatch alone."""
+    forward_only: bool = False
+    """Whether the step has no backward pass: evaluation."""
+    options: Any = None
+    """Of the planner that is asked, as its own dataclass."""
+    layers: Layers = NO_LAYERS
+    """Around the planner that is asked."""
+    planner: Lookup = _no_registry
+    """The registry, for planners that ask other planners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """An entry of the registry: how a system plans, and its traits.
+
+    `options`: a frozen dataclass of plain fields with defaults, always with `tokens_per_rank: int |
+    None = None`, the capacity of a rank; options `remapped` and `routed`, where a planner has them,
+    follow the layers of a run. `layers`: remapping and routing that the system comes with.
+    """
+
+    plan: Callable[[Batch, Cluster, Model, CostModel, Any], MicrobatchPlan] | None
+    """Place one microbatch. None: `plan_step` is asked for a step of one microbatch."""
+    options: type[Any]
+    layers: Layers = NO_LAYERS
+    plan_step: PlanStep | None = None
+    """Plan a whole step. None: its microbatches are placed one by one (`planning.place`)."""
+    plan_batch: Callable[[Batch, Cluster, Model, CostModel, Any], StepPlan] | None = None
+    """Make microbatches of the system's own from a batch that may be larger than the pool; None: as dealt."""
+    plan_owned: Callable[[tuple[int, ...], Rows, Cluster, Model, CostModel, Any], MicrobatchPlan] | None = None
+    """Plan attention for tokens wherever they are owned, so also for those of several pipeline stages at once: from lengths, and rows
+    (rank, seq, start, stop) of owners, to a plan with these owners, whatever ranks have none."""
+    num_holders: Callable[[Cluster, Any], int] | None = None
+    """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold some."""
+    ping_pong: bool = False
+    """Whether microbatches run as two nano-batches unless somebody says otherwise."""
+    room: Callable[[Any], float] | None = None
+    """Tokens that a rank must have room for, over the mean tokens per rank; None: no more than the mean."""
+    plan_with: Callable[[Any], PlanWith | None] | None = None
+    """Plan by another scheduler of context-parallel groups, if the options allow one: training hands it Megatron's own."""
+
+    @property
+    def joint(self) -> bool:
+        """Whether the attention of several pipeline stages can be planned together."""
+        return self.plan_owned is not None
+
+
+@runtime_checkable
+class PlanWith(Protocol):
+    """Place one microbatch by a scheduler of context-parallel groups."""
+
+    def __call__(self, scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: Any, /) -> MicrobatchPlan: ...
+
+
+def slack(options: Any) -> float:
+    """The room of a planner that spreads tokens unevenly by its option `slack`."""
+    return float(options.slack)

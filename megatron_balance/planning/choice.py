@@ -1,0 +1,225 @@
+"""A planner chosen from the registry: its options checked, its layers around it, and how training runs its plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.measured import MeasuredCost
+from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
+from megatron_balance.cost.table import load_table
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers, When
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.base import Planner, PlanStep, StepContext
+from megatron_balance.planning.place import place, place_microbatches
+from megatron_balance.strict_yaml import checked, unknown_name
+
+PingPong: TypeAlias = bool | Literal["auto"]
+Stages: TypeAlias = Literal["joint", "stages"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerChoice(PlannerSection):
+    """A planner by name, its options as that planner's own frozen dataclass, and the layers around it.
+
+    `given`: the options that somebody set; the others are defaults, or follow from the layers.
+    """
+
+    options: Any = None
+    layers: Layers = Layers()
+    planner: Planner = field(kw_only=True)
+    """Its entry of the registry."""
+
+    def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: CostModel) -> MicrobatchPlan:
+        """The plan of one microbatch, layers included.
+
+        Raises:
+            InfeasibleError: a batch that the ranks cannot hold.
+            ConfigError: as `num_holders`, or options out of range.
+        """
+        context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
+        if self.planner.plan is not None:
+            self.num_holders(cluster)
+            return place(self.planner, batch, self._asked(context))
+        step, _ = self.plan_step((batch.lengths,), context)
+        (plan,) = step.plans
+        return plan
+
+    def plan_step(self, lengths: Lengths, context: StepContext, carry: Carry = EMPTY, /) -> tuple[StepPlan, Carry]:
+        """The plan of one step, layers included, and what the next step is planned with.
+
+        Raises:
+            InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
+            ConfigError: as `num_holders`; stages that the planner cannot plan together; interleaved
+                stages, and microbatches that do not come in whole groups; a carry of another planner.
+        """
+        self.num_holders(context.cluster)
+        if context.joint is not None and not self.planner.joint:
+            raise ConfigError(f"planner {self.name} cannot plan several pipeline stages together; these can: {joint_planners()}")
+        self.check_carry(carry)
+        plan_step = self.planner.plan_step or place_microbatches(self.planner)
+        step, after = plan_step(lengths, self._asked(context), carry)
+        assert after.is_empty or (context.may_carry and after.planner == self.name), after
+        return step, after
+
+    def check_carry(self, carry: Carry) -> None:
+        """Reject what another planner carried.
+
+        Raises:
+            ConfigError: the carry is not empty, and this planner cannot read it.
+        """
+        if not carry.is_empty and (carry.planner != self.name or self.planner.plan_step is None):
+            raise ConfigError(
+                f"planner {self.name} cannot take over what planner {carry.planner} carried from the step before (sequences that it "
+                f"held back would be lost); go on with planner {carry.planner}, or start anew from the weights alone (--finetune)"
+            )
+
+    def num_holders(self, cluster: Cluster) -> int:
+        """Number of ranks of the cluster that hold tokens; the others only serve attention.
+
+        Raises:
+            ConfigError: options that leave no rank for either, or a remap, which would give tokens to those that are to hold none.
+        """
+        of = self.planner.num_holders
+        num_holders = cluster.num_ranks if of is None else of(cluster, self.options)
+        if self.layers.remap and num_holders < cluster.num_ranks:
+            raise ConfigError(
+                f"planner {self.name} keeps {cluster.num_ranks - num_holders} of {cluster.num_ranks} ranks for attention alone (servers: "
+                "pool), and a remap would give them tokens again outside attention. Leave out the remap (--no-remap, remap: false), or "
+                "let all ranks hold tokens (servers: in_place)"
+            )
+        return num_holders
+
+    def _asked(self, context: StepContext) -> StepContext:
+        return dataclasses.replace(context, options=self.options, layers=self.layers, planner=_look_up)
+
+
+def _look_up(name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep:
+    return choose_planner(name, options, f"planner {name}", layers).plan_step
+
+
+def joint_planners() -> str:
+    """Names of the planners that plan several pipeline stages together."""
+    return ", ".join(name for name, planner in PLANNERS.items() if planner.joint) or "none"
+
+
+def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner", layers: Layers | None = None) -> PlannerChoice:
+    """The planner `name` with options checked against that planner's own dataclass, and with `layers` or the planner's own.
+
+    Raises:
+        ConfigError: no such planner or option, or a wrong type; `where` says in which file or option.
+    """
+    if name not in PLANNERS:
+        raise ConfigError(f"{where}: {unknown_name('unknown planner', name, PLANNERS)}. Planners: {', '.join(PLANNERS)}")
+    planner = PLANNERS[name]
+    keys = checked(planner.options, given, where, "")
+    if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
+        raise ConfigError(f"{where}: tokens_per_rank: expected at least 1 token, got {keys['tokens_per_rank']}")
+    chosen = PlannerChoice(name, MappingProxyType(keys), options=planner.options(**keys), planner=planner)
+    return under_layers(chosen, layers if layers is not None else planner.layers)
+
+
+def choose_layers(name: str, routing: When | RoutingChoice | None = None, remapping: bool | RemapChoice | None = None) -> Layers:
+    """The layers around planner `name`: its own, but for what is given. A remap that is asked for is made whether it pays or not."""
+    layers = PLANNERS[name].layers
+    if isinstance(routing, RoutingChoice):
+        layers = dataclasses.replace(layers, routing=routing.when, pieces=routing.pieces)
+    elif routing is not None:
+        layers = dataclasses.replace(layers, routing=routing)
+    if remapping is None:
+        return layers
+    if not remapping:
+        return dataclasses.replace(layers, remap=False, remap_when="always")
+    how = remapping if isinstance(remapping, RemapChoice) else RemapChoice()
+    return dataclasses.replace(layers, remap=True, remap_when=how.when, solver=how.solver, objective=how.objective, sides=how.sides)
+
+
+def under_layers(choice: PlannerChoice, layers: Layers) -> PlannerChoice:
+    """`choice` with other layers, on which a planner's options `routed` and `remapped` count unless somebody set them."""
+    follow = {"routed": layers.routing != "never", "remapped": layers.remap}
+    names = {each.name for each in dataclasses.fields(choice.options)} - set(choice.given)
+    options = dataclasses.replace(choice.options, **{name: value for name, value in follow.items() if name in names})
+    return dataclasses.replace(choice, options=options, layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMode:
+    """How training runs a step.
+
+    `ping_pong`: microbatches of two sequences or more run as two nano-batches. `pipeline`: whether
+    its stages attend together or each for itself; None: there is one.
+    """
+
+    ping_pong: bool = False
+    pipeline: Stages = None
+
+    @property
+    def joint(self) -> bool:
+        return self.pipeline == "joint"
+
+
+def step_mode(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> StepMode:
+    """How training runs this planner's plans under the keys `ping_pong` and `pipeline` of a configuration.
+
+    Raises:
+        ConfigError: stages shall attend together, which the planner cannot plan.
+    """
+    ping_pong = choice.planner.ping_pong if ping_pong == "auto" else ping_pong
+    if num_stages == 1:
+        return StepMode(ping_pong)
+    return StepMode(ping_pong, "joint" if attends_jointly(choice, stages, "'stages'") else "stages")
+
+
+def attends_jointly(choice: PlannerChoice, stages: Stages, otherwise: str) -> bool:
+    """Whether several pipeline stages attend together under the key `pipeline`; `otherwise`: how to ask for the opposite.
+
+    Raises:
+        ConfigError: they shall, and the planner cannot plan that.
+    """
+    if stages == "joint" and not choice.planner.joint:
+        raise ConfigError(f"pipeline: joint: planner {choice.name} plans each stage for itself; choose {joint_planners()}, or {otherwise}")
+    return choice.planner.joint and stages != "stages"
+
+
+def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> AnalyticCost | MeasuredCost:
+    """The cost model planners plan by: the cost table of that file, or data sheets.
+
+    Raises:
+        ConfigError: no such table, or one measured for another head dim.
+    """
+    if table is None:
+        return AnalyticCost(cluster, model)
+    return MeasuredCost(load_table(Path(table)), cluster, model)
+
+
+def capacity(cluster: Cluster, model: Model) -> int:
+    """Tokens a rank can hold in a microbatch, when nobody says: (90 % of memory - its share of the state) / bytes per token.
+
+    The state is taken as sharded over all ranks. A rough number, there so that planning works without being told; a training
+    job knows better (`--tokens-per-rank`).
+
+    Raises:
+        ConfigError: the model's state alone does not fit.
+    """
+    free_bytes = 0.9 * cluster.memory_bytes - model_state_bytes(model) / cluster.num_ranks
+    tokens = int(free_bytes / activation_bytes_per_token(model))
+    if tokens < 1:
+        raise ConfigError(
+            f"{model.name} does not fit {cluster.name}: parameters, gradients and optimizer need "
+            f"{model_state_bytes(model) / cluster.num_ranks / 1e9:.0f} GB on each of {cluster.num_ranks} ranks, which have "
+            f"{cluster.memory_bytes / 1e9:.0f} GB. Use more ranks or say --tokens-per-rank"
+        )
+    return tokens

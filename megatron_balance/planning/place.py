@@ -1,0 +1,105 @@
+"""Lift a planner that places microbatches to a planner of steps: the one adapter there is.
+
+Microbatches are as dealt, or the system's own; they run whole or as two nano-batches (docs/adr/0013);
+pipeline stages attend each for itself or together, tick by tick (docs/adr/0014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TypeAlias
+
+from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt
+from megatron_balance.planners.base import JointStages, Planner, PlanStep, StepContext
+from megatron_balance.planning.layers import with_layers
+from megatron_balance.planning.tick_order import ticks
+from megatron_balance.planning.ticks import PlanOwned, plan_ticks
+from megatron_balance.solvers.nano_batches import nano_batches
+
+NanoBatches: TypeAlias = tuple[tuple[int, ...], ...]
+"""Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole."""
+
+
+def place_microbatches(planner: Planner) -> PlanStep:
+    """`plan_step` of a planner that places one microbatch at a time and carries nothing."""
+
+    def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+        assert carry.is_empty, carry  # the registry's door lets no other planner's carry in
+        return _place(planner, lengths, context), EMPTY
+
+    return plan_step
+
+
+def nano_batches_of(lengths: Sequence[int], *, ping_pong: bool) -> NanoBatches:
+    """The nano-batches of a microbatch; one sequence alone makes no second half."""
+    if ping_pong and len(lengths) >= NUM_NANO_BATCHES:
+        return nano_batches(lengths)
+    return (tuple(range(len(lengths))),)
+
+
+def aligned_nano_batches(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[NanoBatches, ...]:
+    """Every microbatch in as many nano-batches as the others, since their sequences meet in one attention call.
+
+    The second nano-batch of a microbatch may be empty.
+    """
+    if ping_pong and any(len(lengths) >= NUM_NANO_BATCHES for lengths in microbatches):
+        return tuple(nano_batches(lengths) for lengths in microbatches)
+    return tuple(nano_batches_of(lengths, ping_pong=False) for lengths in microbatches)
+
+
+def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan:
+    members = dealt(lengths)
+    pooled = tuple(chain.from_iterable(lengths))
+    if planner.plan_batch is not None and context.own_microbatches:
+        own = planner.plan_batch(Batch(pooled), context.cluster, context.model, context.cost, context.options)
+        if not context.ping_pong:
+            plans = tuple(with_layers(plan, context.cluster, context.cost, context.layers) for plan in own.plans)
+            return _with_ticks(planner, replace(own, plans=plans), context)
+        members = tuple(nano_batch for (nano_batch,) in own.members)
+    microbatches = [[pooled[seq] for seq in seqs] for seqs in members]
+    if context.joint is not None:
+        parts = aligned_nano_batches(microbatches, ping_pong=context.ping_pong)
+    else:
+        parts = tuple(nano_batches_of(each, ping_pong=context.ping_pong) for each in microbatches)
+    split = tuple(tuple(tuple(seqs[i] for i in part) for part in of) for seqs, of in zip(members, parts, strict=True))
+    plans = tuple(place(planner, Batch(tuple(pooled[seq] for seq in part)), context) for part in chain.from_iterable(split))
+    return _with_ticks(planner, StepPlan(split, plans), context)
+
+
+def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
+    """The plan of one microbatch or nano-batch, layers included."""
+    assert planner.plan is not None
+    plan = planner.plan(batch, context.cluster, context.model, context.cost, context.options)
+    return with_layers(plan, context.cluster, context.cost, context.layers)
+
+
+def _with_ticks(planner: Planner, step: StepPlan, context: StepContext) -> StepPlan:
+    """The step with its ticks, where all stages attend together."""
+    if context.joint is None:
+        return step
+    num_stages = context.joint.cluster.num_ranks // context.cluster.num_ranks
+    order = ticks(num_stages, len(step.members), context.joint.num_chunks, forward_only=context.forward_only)
+    by_nano_batch = zip(*step.microbatches, strict=True)
+    return replace(step, ticks=tuple(plan_ticks(order, plans, _joint_planner(planner, context, context.joint)) for plans in by_nano_batch))
+
+
+def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -> PlanOwned:
+    """Plan the attention of a tick; no remap, since every rank keeps its own stage's tokens."""
+    plan_owned = planner.plan_owned
+    if plan_owned is None:
+        raise ConfigError("this planner plans the attention of each pipeline stage for itself")
+    layers = replace(context.layers, remap=False)
+
+    def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
+        return with_layers(
+            plan_owned(lengths, owned, joint.cluster, context.model, joint.cost, context.options), joint.cluster, joint.cost, layers
+        )
+
+    return plan

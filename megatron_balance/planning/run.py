@@ -1,0 +1,68 @@
+"""The configuration of a run, its planner looked up in the registry: what the command line and training load."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import InstanceOf
+
+from megatron_balance.config import RemapChoice, RoutingChoice, RunConfig, read_config
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import PlannerChoice, choose_layers, choose_planner, under_layers
+from megatron_balance.strict_yaml import STRICT, checked
+
+
+class Run(RunConfig):
+    """A run whose planner has been chosen, with its options checked and its layers."""
+
+    model_config = STRICT
+
+    planner: InstanceOf[PlannerChoice] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  models are frozen
+    """The planner, its options and layers. Required in training."""
+
+
+def load_config(path: str | Path) -> Run:
+    """The configuration in a YAML file.
+
+    Raises:
+        ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing or mistyped key.
+    """
+    config = read_config(path, tuple(PLANNERS))
+    section, planner = config.planner, None
+    if section is not None:
+        where = f"{section.source}: {section.where or 'planner'}"
+        given = section.given
+        if section.name in PLANNERS:
+            given = checked(PLANNERS[section.name].options, given, section.source, section.where, ("name",))
+        planner = choose_planner(section.name, given, where)
+        planner = under_layers(planner, choose_layers(section.name, config.routing, config.remap))
+    keys: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+    keys["planner"] = planner
+    return Run(**keys)
+
+
+def resolved(config: Run) -> dict[str, Any]:
+    """Everything the run was told and every default it took, as plain data; written beside every result."""
+    planner, cluster, model = config.planner, config.cluster, config.model
+    told = {"routing", "remap"} if planner is not None else set[str]()  # then the planner's layers say so
+    body = config.model_dump(exclude={"source", "planner", "cluster", "model"} | told, exclude_none=True, mode="json")
+    sections: dict[str, Any] = {}
+    if planner is not None:
+        sections["planner"] = {"name": planner.name, **dataclasses.asdict(planner.options)}
+        layers = planner.layers
+        how = RemapChoice(when=layers.remap_when, solver=layers.solver, objective=layers.objective, sides=layers.sides)
+        sections["routing"] = RoutingChoice(when=layers.routing, pieces=layers.pieces).model_dump()
+        sections["remap"] = how.model_dump() if layers.remap else False
+    if cluster is not None:
+        sections["cluster"] = dict(cluster.given)
+    if model is not None:
+        sections["model"] = dataclasses.asdict(model)
+    return {**sections, **body}
+
+
+def to_yaml(config: Run) -> str:
+    """`resolved(config)` as YAML that `load_config` reads back."""
+    return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(resolved(config), sort_keys=False)

@@ -1,0 +1,96 @@
+"""Plan the steps of a run by one spec, in the training process and in the one that plans ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import EMPTY, Carry, StepPlan
+from megatron_balance.planners.base import JointStages, StepContext
+from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages that attend together: all their ranks, and the model chunks of each."""
+
+    cluster: Cluster
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """All that another process needs to plan the same steps: a planner, and what it plans for.
+
+    Microbatches stay as dealt. `pipeline`: stages that attend together, None: each for itself.
+    """
+
+    name: str
+    cluster: Cluster
+    model: Model
+    layers: Layers
+    options: Mapping[str, Any]
+    plan_costs: str | None = None
+    pipeline: Pipeline | None = None
+    ping_pong: bool = False
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"options": dict(self.options)}
+        return json.dumps(body, default=dataclasses.asdict)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PlanSpec:
+        """The spec that `to_json` wrote."""
+        body = json.loads(text)
+        body |= {"cluster": Cluster(**body["cluster"]), "model": Model(**body["model"]), "layers": Layers(**body["layers"])}
+        if body["pipeline"] is not None:
+            body["pipeline"] = Pipeline(Cluster(**body["pipeline"]["cluster"]), body["pipeline"]["num_chunks"])
+        return cls(**body)
+
+    def choice(self) -> PlannerChoice:
+        """The planner of the registry that the spec names.
+
+        Raises:
+            ConfigError: no such planner or option.
+        """
+        return choose_planner(self.name, dict(self.options), "planner", self.layers)
+
+
+class StepPlanner:
+    """Plans the steps of a spec; `choice`: the planner, where it is not the registry's own."""
+
+    def __init__(self, spec: PlanSpec, choice: PlannerChoice | None = None) -> None:
+        """Look up the planner and read its cost table."""
+        self.choice = choice or spec.choice()
+        joint = None
+        if spec.pipeline is not None:
+            cost = planning_cost(spec.pipeline.cluster, spec.model, spec.plan_costs)
+            joint = JointStages(spec.pipeline.cluster, cost, spec.pipeline.num_chunks)
+        self._context = StepContext(
+            spec.cluster,
+            spec.model,
+            planning_cost(spec.cluster, spec.model, spec.plan_costs),
+            joint=joint,
+            ping_pong=spec.ping_pong,
+            own_microbatches=False,
+        )
+        self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
+
+    def plan(self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY) -> tuple[StepPlan, Carry]:
+        """The plan of a training step, and what the next one is planned with; as `PlannerChoice.plan_step`."""
+        return self.choice.plan_step(_frozen(lengths), self._context, carry)
+
+    def plan_evaluation(self, lengths: Sequence[Sequence[int]]) -> StepPlan:
+        """The plan of a step without a backward pass, which carries nothing."""
+        return self.choice.plan_step(_frozen(lengths), self._evaluation)[0]
+
+
+def _frozen(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(n) for n in microbatch) for microbatch in lengths)

@@ -1,0 +1,106 @@
+"""The protocol every planner meets: a planner of steps, with a carry, above other planners; traits are fields of its entry."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import megatron_balance
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.base import Planner, StepContext
+from megatron_balance.planning.choice import StepMode, choose_planner, step_mode
+
+CLUSTER, MODEL = Cluster(4, 2), Model(8, 2, 16)
+CONTEXT = StepContext(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
+STEP: Lengths = ((4000, 300, 20), (900, 900))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortOrLongOptions:
+    """Options of the composite planner."""
+
+    tokens_per_rank: int | None = None
+    long: int = 1000
+
+
+def short_or_long(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+    """Ask one planner for steps with a long sequence and another for the rest; carry the number of steps."""
+    seen = 0 if carry.is_empty else carry.value()["steps"]
+    name = "te_ring" if max(map(max, lengths)) > context.options.long else "packing"
+    step, _ = context.planner(name, {"tokens_per_rank": context.options.tokens_per_rank}, context.layers)(lengths, context, EMPTY)
+    return step, Carry.of("short_or_long", {"steps": seen + 1}) if context.may_carry else EMPTY
+
+
+@pytest.fixture
+def composite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "short_or_long", Planner(None, ShortOrLongOptions, plan_step=short_or_long, ping_pong=True))
+
+
+@pytest.mark.usefixtures("composite")
+def test_a_planner_may_ask_other_planners_through_the_registry() -> None:
+    chosen = choose_planner("short_or_long", {"long": 3999})
+    long, carry = chosen.plan_step(STEP, CONTEXT)
+    short, carry = chosen.plan_step(STEP[1:], CONTEXT, carry)
+    assert long == choose_planner("te_ring", {}).plan_step(STEP, CONTEXT)[0]
+    assert short == choose_planner("packing", {}).plan_step(STEP[1:], CONTEXT)[0]
+    assert carry == Carry.of("short_or_long", {"steps": 2})
+    assert chosen.plan(Batch(STEP[0]), CLUSTER, MODEL, CONTEXT.cost) == long.plans[0], "a microbatch is a step of one, with no carry"
+
+
+@pytest.mark.usefixtures("composite")
+def test_layers_and_traits_of_a_planner_of_steps_are_those_of_its_entry() -> None:
+    chosen = choose_planner("short_or_long", {}, layers=Layers(remap=True))
+    step, _ = chosen.plan_step(((4001, 30, 30),), CONTEXT)
+    assert step == choose_planner("te_ring", {}, layers=Layers(remap=True)).plan_step(((4001, 30, 30),), CONTEXT)[0]
+    assert step_mode(chosen, 2) == StepMode(ping_pong=True, pipeline="stages")
+
+
+@pytest.mark.usefixtures("composite")
+@pytest.mark.parametrize("name", ["short_or_long", "te_ring"])
+def test_the_carry_of_another_planner_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"planner {name} cannot take over what planner delays carried .* go on with planner delays"):
+        choose_planner(name, {}).plan_step(STEP, CONTEXT, Carry.of("delays", {"held": [3]}))
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_planners_of_today_carry_nothing(name: str) -> None:
+    step, carry = choose_planner(name, {}).plan_step(STEP, CONTEXT)
+    assert carry == EMPTY
+    assert sum(plan.num_tokens for plan in step.plans) == sum(map(sum, STEP))
+    pooled = [n for microbatch in STEP for n in microbatch]
+    for microbatch, plans in zip(step.members, step.microbatches, strict=True):
+        for seqs, plan in zip(microbatch, plans, strict=True):
+            assert plan.lengths == tuple(pooled[seq] for seq in seqs)
+
+
+def test_microbatches_stay_as_dealt_where_their_number_is_not_the_planners() -> None:
+    from dataclasses import replace
+
+    for name in PLANNERS:
+        step, _ = choose_planner(name, {}).plan_step(STEP, replace(CONTEXT, own_microbatches=False))
+        assert step.members == (((0, 1, 2),), ((3, 4),))
+
+
+def test_no_file_outside_planners_and_papers_decides_by_a_planners_name() -> None:
+    """A comparison with a planner's name, or a table keyed by it, is a trait that is missing in its entry."""
+    package = Path(megatron_balance.__file__).parent
+    found: list[str] = []
+    for path in sorted(package.rglob("*.py")):
+        if path.relative_to(package).parts[0] in ("planners", "papers"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            compared += [key for key in node.keys if key is not None] if isinstance(node, ast.Dict) else []
+            names = [each.value for each in compared if isinstance(each, ast.Constant) and each.value in PLANNERS]
+            found += [f"{path.relative_to(package)}:{node.lineno}: {name}" for name in names]  # pyright: ignore[reportAttributeAccessIssue]
+    assert not found

@@ -1,0 +1,155 @@
+"""Steps of a training job: what is carried goes from step to step in order, through reruns, checkpoints and plans made ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.base import Planner, StepContext
+from megatron_balance.planning.ahead import Ready
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.training.plans import Samples, StepPlans
+
+SAMPLES = tuple((10 + n, 5) for n in range(12))
+
+
+@dataclass(frozen=True, slots=True)
+class CountingOptions:
+    """Options of the planner that counts its steps."""
+
+    tokens_per_rank: int | None = None
+
+
+def counting(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+    """Carry the lengths of every step so far."""
+    step, _ = context.planner("te_ring", {})(lengths, context, EMPTY)
+    seen = [] if carry.is_empty else carry.value()
+    return step, Carry.of("counting", [*seen, lengths[0][0]]) if context.may_carry else EMPTY
+
+
+@pytest.fixture(autouse=True)
+def planner(monkeypatch: pytest.MonkeyPatch) -> StepPlanner:
+    monkeypatch.setitem(PLANNERS, "counting", Planner(None, CountingOptions, plan_step=counting))
+    return StepPlanner(PlanSpec("counting", Cluster(2, 2), Model(4, 2, 16), Layers(), {}))
+
+
+class Ahead:
+    """The planning process, in this one."""
+
+    def __init__(self, planner: StepPlanner) -> None:
+        self.planner, self.carry = planner, EMPTY
+        self.answers: dict[Hashable, Ready] = {}
+        self.asked: list[Hashable] = []
+
+    def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
+        before = self.carry if carry is None else carry
+        step, self.carry = self.planner.plan(lengths, before)
+        self.answers[key] = Ready(step, before, self.carry, 1.0, 0.0)
+        self.asked.append(key)
+
+    def take(self, key: Hashable) -> Ready | None:
+        return self.answers.pop(key, None)
+
+    def forget(self) -> None:
+        self.answers.clear()
+
+    def close(self) -> None:
+        pass
+
+
+class Job:
+    """One microbatch of one sample a step."""
+
+    def __init__(self, planner: StepPlanner, *, ahead: bool = False, evaluation: bool = False) -> None:
+        self.consumed = 0
+        self.compared: list[str] = []
+        self.ahead = Ahead(planner) if ahead else None
+        samples = Samples(lambda: self.consumed, lambda: 1, 1, SAMPLES.__getitem__, len(SAMPLES))
+        self.plans = StepPlans(
+            planner,
+            samples,
+            self.compared.append,
+            agreement_every=1,
+            ahead=self.ahead,  # pyright: ignore[reportArgumentType]
+            evaluation=evaluation,
+        )
+
+    def step(self, sample: int | None = None) -> Carry:
+        """Plan and end a step; `sample`: read in place of the one that comes."""
+        self.plans.plan((SAMPLES[self.consumed if sample is None else sample],))
+        self.consumed += 1
+        return self.plans.keep_carry()
+
+
+def carried(*samples: int) -> Carry:
+    return Carry.of("counting", [SAMPLES[n][0] for n in samples])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_step_is_planned_with_what_the_one_before_carried(planner: StepPlanner, ahead: bool) -> None:
+    job = Job(planner, ahead=ahead)
+    assert [job.step() for _ in range(4)] == [carried(*range(n)) for n in (1, 2, 3, 4)]
+    assert len(set(job.compared)) == 4, "what is carried is compared, too"
+    if job.ahead is not None:
+        assert job.ahead.asked == [(n, 1) for n in (1, 2, 3, 4, 5)], "each step once"
+
+
+def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what_it_began_with(planner: StepPlanner) -> None:
+    job = Job(planner)
+    saved = job.step()
+    first = job.plans.plan((SAMPLES[1],))
+    assert job.plans.plan((SAMPLES[1],)) is first
+    assert saved == carried(0), "nobody ended the step yet"
+    resumed = Job(planner)
+    resumed.consumed = 1
+    resumed.plans.restore(saved)
+    assert resumed.plans.plan((SAMPLES[1],)).step == first.step
+    assert resumed.step() == job.step() == carried(0, 1)
+
+
+def test_a_step_of_other_lengths_mends_the_chain_of_plans_made_ahead(planner: StepPlanner) -> None:
+    job = Job(planner, ahead=True)
+    assert job.ahead is not None
+    job.step()
+    job.step(sample=9)
+    assert job.step() == carried(0, 9, 2), "planned on the spot, or ahead with the carry of what was read"
+    assert job.step() == carried(0, 9, 2, 3)
+    assert job.ahead.asked.count((2, 1)) == 2, "what followed the wrong carry was asked for again"
+
+
+def test_evaluation_carries_nothing(planner: StepPlanner) -> None:
+    job = Job(planner, evaluation=True)
+    assert [job.step(), job.step()] == [EMPTY, EMPTY]
+
+
+def test_the_carry_of_another_planner_is_not_restored(planner: StepPlanner) -> None:
+    with pytest.raises(ConfigError, match="planner counting cannot take over what planner delays carried"):
+        Job(planner).plans.restore(Carry.of("delays", []))
+
+
+def test_sequences_in_other_microbatches_than_they_were_dealt_to_are_refused(planner: StepPlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+        step, _ = counting(lengths, context, carry)
+        return StepPlan((((1, 0),),), step.plans), EMPTY
+
+    def moved(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+        step, _ = counting(lengths, context, carry)
+        return StepPlan((((0, -1),),), step.plans), EMPTY
+
+    for plan_step, refused in ((swapped, False), (moved, True)):
+        entry = Planner(None, CountingOptions, plan_step=plan_step)
+        monkeypatch.setitem(PLANNERS, "counting", entry)
+        job = Job(StepPlanner(PlanSpec("counting", Cluster(2, 2), Model(4, 2, 16), Layers(), {})))
+        if refused:
+            with pytest.raises(ConfigError, match="planner counting moves sequences to other microbatches or steps"):
+                job.step()
+        else:
+            job.step()
