@@ -136,7 +136,7 @@ def remap(program: RankProgram, linear: Ints, regions: Ints, heads: tuple[int, i
     again = ((0, Exchange(0, as_rows(ends.again))),) if remap_in else ()
     return replace(
         program,
-        linear_layout=as_rows(linear),
+        owned=as_rows(linear),
         forward=(*remap_in, *(_later(op) if isinstance(op, Exchange) else op for op in program.forward), *remap_out),
         num_exchanges=program.num_exchanges + 2,
         replays=(*again, *((at + 1, _later(op)) for at, op in program.replays)),

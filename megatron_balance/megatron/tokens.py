@@ -17,10 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.compile.layouts import RANK, SEQ, START, STOP, layouts
+from megatron_balance.compile.layouts import layouts
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import BalanceError, DataError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.megatron.data import Sequences, unpack
@@ -187,10 +188,10 @@ def _sends(mine: Sequence[Sequences], shared: PoolLengths, plans: Sequence[Micro
     parts, destinations = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     for plan, owners, start in zip(plans, shared.owners, starts, strict=True):
         rows = layouts(plan)
-        rows = rows[owners[rows[:, SEQ]] == pool.rank]
-        row, tokens = ranges(start[rows[:, SEQ]] + rows[:, START], start[rows[:, SEQ]] + rows[:, STOP])
+        rows = rows[owners[rows[:, Placed.SEQ]] == pool.rank]
+        row, tokens = ranges(start[rows[:, Placed.SEQ]] + rows[:, Placed.START], start[rows[:, Placed.SEQ]] + rows[:, Placed.STOP])
         parts.append(tokens)
-        destinations.append(rows[row, RANK])
+        destinations.append(rows[row, Placed.RANK])
         counts += np.bincount(destinations[-1], minlength=pool.size)
     order = np.argsort(np.concatenate(destinations), kind="stable")
     return counts.tolist(), np.concatenate(parts)[order]

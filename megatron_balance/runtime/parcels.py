@@ -1,6 +1,6 @@
-"""What a message looks like on the way: its tensors, their bytes, and the pieces that a routed pair of ranks is cut into.
+"""The wire format (`analysis.wire`) on tensors: packing messages into bytes, and reading them where they arrive.
 
-Source, target and proxies compute the same sizes with the functions here, from rows, heads and element types alone.
+Source, target and proxies compute the same sizes, from rows, heads and element types alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_balance.ir.program import Kind
+from megatron_balance.analysis import wire
+from megatron_balance.analysis.wire import ALIGN, Carried, padded
+from megatron_balance.analysis.wire import piece_bounds as cut
 
-ALIGN = 16  # bytes; every element type starts at a multiple of its size
+__all__ = ["ALIGN", "Carried", "Form", "as_bytes", "cut", "joined", "pack", "padded", "parcel_bytes", "shapes", "unpacked", "wide_dtype"]
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-Carried: TypeAlias = tuple[Kind, int, int]
-"""(kind, rows, heads) of one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,42 +37,13 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
-    """The tensors that carry a message: keys with values, outputs with their LSE, their gradient with both."""
-    kind, rows, heads = message
-    match kind:
-        case Kind.Q:
-            return (((rows, heads, form.dim), form.dtype),)
-        case Kind.KV:
-            return (((2, rows, heads, form.dim), form.dtype),)
-        case Kind.OUT:
-            return ((rows, heads, form.dim), form.dtype), ((rows, heads), form.wide)
-        case Kind.OUT_GRAD:
-            return ((2, rows, heads, form.dim), form.dtype), ((rows, heads), form.wide)
-        case Kind.Q_GRAD:
-            return (((rows, heads, form.dim), form.wide),)
-        case Kind.KV_GRAD:
-            return (((2, rows, heads, form.dim), form.wide),)
-
-
-def padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN) * ALIGN
+    """The tensors that carry a message (`wire.tensor_shapes`), with their types."""
+    return tuple((shape, form.wide if wide else form.dtype) for shape, wide in wire.tensor_shapes(message, form.dim))
 
 
 def parcel_bytes(messages: Sequence[Carried], form: Form) -> int:
     """Bytes of all messages from one rank to another in one exchange, packed one after the other, each tensor aligned."""
-    at = total = 0
-    for message in messages:
-        for shape, dtype in shapes(message, form):
-            total = at + prod(shape) * dtype.itemsize
-            at = padded(total)
-    return total
-
-
-def cut(num_bytes: int, count: int) -> list[tuple[int, int]]:
-    """[start, stop) of `count` near-equal pieces, cut at multiples of ALIGN; empty ones where there are too few bytes."""
-    blocks = -(-num_bytes // ALIGN)
-    bounds = [min(num_bytes, blocks * i // count * ALIGN) for i in range(count + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return wire.parcel_bytes(messages, wire.Sizes(form.dim, form.dtype.itemsize, form.wide.itemsize))
 
 
 def as_bytes(x: Tensor) -> Tensor:

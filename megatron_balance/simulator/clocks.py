@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.wire import DST, KIND, is_collective
+from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir.columns import Message
+from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.machine import Bools, fair_ends
-from megatron_balance.simulator.tables import Table, Tables
+from megatron_balance.simulator.tables import Tables, ZoneTable
 from megatron_balance.simulator.work import ADD, ADDED, STORED
 
 COPIED, MOVED = range(2)
@@ -127,7 +128,7 @@ class Clocks:
     def row_bytes(self, kind: Kind) -> int:
         """Bytes of a token, all heads."""
         payload = self.machine.payload
-        heads = self.plan.num_kv_heads if kind in (Kind.KV, Kind.KV_GRAD) else self.plan.num_heads
+        heads = self.plan.num_kv_heads if kind in KEY_SIDE else self.plan.num_heads
         return heads * (payload.row_bytes[kind] + (payload.lse_bytes if kind in (Kind.OUT, Kind.OUT_GRAD) else 0))
 
     def exchange(self, messages: Ints, index: int, traffic_class: int) -> tuple[Floats, Floats, Floats]:
@@ -145,23 +146,27 @@ class Clocks:
         arrived = self.carry(sent, posted, traffic_class)
         values, lse = self.machine.payload.tensors(messages)
         stored, added = (
-            self.pack_s(np.bincount(messages[:, DST], weights=(values + lse) * np.isin(messages[:, KIND], kinds), minlength=len(ranks)))
+            self.pack_s(
+                np.bincount(
+                    messages[:, Message.DST], weights=(values + lse) * np.isin(messages[:, Message.KIND], kinds), minlength=len(ranks)
+                )
+            )
             for kinds in (STORED, ADDED)
         )
         placed = (stored + ADD * added) * self.slow
         return posted, arrived, placed
 
-    def is_routed(self, table: Table) -> bool:
+    def is_routed(self, table: ZoneTable) -> bool:
         """Whether the zone's transfers between nodes go over all NICs."""
         routing = self.plan.routing
         return routing is not None and table.index in routing.zones and self.machine.nics.per_node > 1
 
-    def is_together(self, table: Table) -> bool:
+    def is_together(self, table: ZoneTable) -> bool:
         """Whether the zone's collectives are one call each: not routed, and its ranks have a communicator."""
         ranks, machine = tuple(table.ranks.tolist()), self.machine
         return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
-    def all_together(self, table: Table, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool) -> Floats:
+    def all_together(self, table: ZoneTable, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool) -> Floats:
         """When each rank of the zone has what a collective brings it; without a communicator, or routed, it is many transfers."""
         ranks, machine = table.ranks, self.machine
         if not self.is_together(table):

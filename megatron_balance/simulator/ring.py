@@ -10,7 +10,7 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
 from megatron_balance.simulator.machine import Bools
-from megatron_balance.simulator.tables import Table
+from megatron_balance.simulator.tables import Hops, ZoneTable
 from megatron_balance.simulator.work import ADD
 
 
@@ -44,8 +44,8 @@ class Turn:
 class Ring:
     """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits for the one before, and a launch."""
 
-    def __init__(self, clocks: Clocks, table: Table) -> None:
-        self.clocks, self.table, self.machine = clocks, table, clocks.machine
+    def __init__(self, clocks: Clocks, table: ZoneTable, hops: Hops) -> None:
+        self.clocks, self.table, self.hops, self.machine = clocks, table, hops, clocks.machine
         self.ranks, self.size = table.ranks, len(table.ranks)
         self.done, self.ready = clocks.done[self.ranks], clocks.ready[self.ranks]
         self.free = clocks.free[:, :, self.ranks]
@@ -184,7 +184,7 @@ class Ring:
         return tokens[(place - step * (rounds - 1)) % self.size, rounds]
 
     def _forward(self) -> None:
-        turn, num_bytes = self._turn(self._blocks(self.table.hops, 1), Kind.KV, 1)
+        turn, num_bytes = self._turn(self._blocks(self.hops.forward, 1), Kind.KV, 1)
         run_s, opened = self.table.forward_s, self.clocks.opened[self.ranks]
         self._pack(num_bytes[0])
         posted = self.ready
@@ -211,7 +211,7 @@ class Ring:
         again: Turn | None = None
         posted = self.ready
         if replay:
-            again, copied = self._turn(self._blocks(self.table.back, -1), Kind.KV, -1)
+            again, copied = self._turn(self._blocks(self.hops.backward, -1), Kind.KV, -1)
             self._share_traffic_classes(again, copied, back, num_bytes)
             self.ready = np.maximum(self.ready, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
             self._pack(copied[0])
@@ -236,7 +236,7 @@ class Ring:
     def _returning(self) -> Floats:
         """Tokens [rounds, G] whose gradients each group index sends back: of the block that had come to it in that round."""
         place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
-        return self.table.hops[(place - rounds) % self.size, rounds]
+        return self.hops.forward[(place - rounds) % self.size, rounds]
 
     def _share_traffic_classes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
         """Keys and gradients leave by the same link at the same time: each has half of it while the other needs it."""
