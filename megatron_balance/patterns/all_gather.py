@@ -34,6 +34,7 @@ class AllGather(ZigzagPattern):
     """One collective brings all keys and values; queries and outputs stay."""
 
     routing = "never"
+    merges_remap = False
     traffic = AllTogether
 
     def num_exchanges(self, zone: Zone) -> int:
@@ -72,6 +73,7 @@ class AllGather(ZigzagPattern):
 
     def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
         """One block a rank, to all the others."""
+        del across
         if len(zone.ranks) == 1:
             return []
         shared = shared_tokens(of_zone(zone, context.lengths))
@@ -101,6 +103,7 @@ class AllGather(ZigzagPattern):
         held = [fragments(placed, i) for i in range(size)]
         launch = np.repeat(np.arange(size), [len(rows) for rows in held])
         pairs = prefix_pairs(np.concatenate(held), context)
-        blocks = np.repeat(shared_tokens(placed)[:, None] * float(context.num_kv_heads), size, axis=1)
+        token_heads = (shared_tokens(placed) * context.num_kv_heads).astype(np.float64)
+        blocks = np.repeat(token_heads[:, None], size, axis=1)
         launches = Launches(pairs, launch, np.zeros(size), np.arange(size)[:, None])
         return ZoneRounds(np.array(zone.ranks), launches, AllTogether({Kind.KV: blocks}, {}, gathers=True))

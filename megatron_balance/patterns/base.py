@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer
+from megatron_balance.ir.intervals import overlaps
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
 
@@ -202,7 +203,10 @@ ZoneTraffic: TypeAlias = HopByHop | AllTogether | PointToPoint
 
 @dataclass(frozen=True, slots=True)
 class ZoneRounds:
-    """What a simulator runs of a zone, round by round. `traffic` is None where nothing moves."""
+    """Launches and traffic of a zone, to be simulated round by round.
+
+    `traffic` is None where nothing moves. Of several rounds only where it is `HopByHop`.
+    """
 
     ranks: Ints
     launches: Launches
@@ -217,6 +221,9 @@ class CommPattern(ABC, Generic[Z]):
 
     "pays": it leaves a node at one rank; "never": every rank uses its own NIC already; "by_load":
     where the busiest NIC of `messages` gains more than passing on inside the node costs."""
+
+    merges_remap: bool = True
+    """Whether owners make first hops for holders (`first_hops`); not where the first exchange is a collective."""
 
     hops_again: bool = True
     """Whether a replayed backward makes the forward's `first_hops` again."""
@@ -253,7 +260,7 @@ class CommPattern(ABC, Generic[Z]):
 
     def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]; of one rank and zone in order."""
-        tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             for rank in self.ranks(zone, len(wanted)):
                 if wanted[rank]:
@@ -316,10 +323,20 @@ class CommPattern(ABC, Generic[Z]):
 
     # The remap
 
+    def first_transfers(self, zone: Z, context: Context) -> Ints:
+        """Transfers of all ranks in the zone's first exchange."""
+        tables = [np.empty((0, Transfer.WIDTH), dtype=np.int64)]
+        for rank, program in self._programs(zone, context, attends=False):
+            for op in program.ops:
+                if isinstance(op, Exchange) and op.id == context.base:
+                    rows = as_array(op.transfers)
+                    tables.append(rows[rows[:, Transfer.SRC] == rank])
+        return np.concatenate(tables)
+
     def first_senders(self, zone: Z, rank: int, num_ranks: int) -> Ints:
-        """Ranks that may send to `rank` in `first_hops` what another rank owns."""
-        del zone, rank, num_ranks
-        return np.empty(0, dtype=np.int64)
+        """Ranks that may send to `rank` in the first exchange something that another rank owns."""
+        del rank
+        return np.array(self.ranks(zone, num_ranks) if self.merges_remap else (), dtype=np.int64)
 
     def first_hops(self, zones: Sequence[ZoneAt[Z]], context: Context, remote: Ints) -> FirstHops:
         """Transfers of the zones' first exchanges that owners make for holders, so that a hop is saved.
@@ -327,8 +344,24 @@ class CommPattern(ABC, Generic[Z]):
         `remote`: rows of `ir.columns.RemoteHeld`. What is owned by the target is not among them: it
         stays in the zone's exchange, since the target has handed it over.
         """
-        del zones, context, remote
-        return NO_FIRST_HOPS
+        hops = [NO_FIRST_HOPS]
+        for index, zone in zones if self.merges_remap else ():
+            rows, own = self.first_transfers(zone, context), remote_of([(index, zone)], remote)
+            if not len(rows) or not len(own):
+                continue
+            sides = (rows, Transfer.SRC, Transfer.SEQ), (own, RemoteHeld.HOLDER, RemoteHeld.SEQ)
+            keys = np.concatenate([table[:, [rank, seq]] for table, rank, seq in sides])
+            key = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)  # of a rank and a sequence
+            wanted = np.column_stack([key[: len(rows)], rows[:, [Transfer.START, Transfer.STOP]]])
+            held = np.column_stack([key[len(rows) :], own[:, [RemoteHeld.START, RemoteHeld.STOP]]])
+            row, region, both = intersections(wanted, held)
+            sent = rows[row]
+            sent[:, [Transfer.START, Transfer.STOP]] = both[:, [Fragment.START, Fragment.STOP]]
+            sent[:, Transfer.SRC] = own[region, RemoteHeld.OWNER]
+            moved = sent[:, Transfer.SRC] != sent[:, Transfer.DST]
+            region = region[moved]
+            hops.append(FirstHops(sent[moved], own[region, RemoteHeld.HOLDER], own[region, RemoteHeld.ZONE]))
+        return FirstHops(*(np.concatenate(columns) for columns in zip(*hops, strict=True)))
 
     # Starting early, routing, coupling
 
@@ -370,7 +403,7 @@ class CommPattern(ABC, Generic[Z]):
         rows = np.concatenate([np.empty((0, Message.WIDTH), dtype=np.int64), *(each.each_pair() for each in self.messages(zone, context))])
         is_output = rows[:, Message.KIND] == Kind.OUT
         launches = Launches(np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None])
-        return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]) if len(rows) else None)
+        return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
 
     def _programs(self, zone: Z, context: Context, *, attends: bool = True) -> Iterator[tuple[int, ZoneProgram]]:
         context = replace(context, attends=attends, replays=False)
@@ -378,6 +411,20 @@ class CommPattern(ABC, Generic[Z]):
 
 
 NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.empty((2, 0), dtype=np.int64))
+
+
+def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
+    """(row of `wanted`, row of `held`, tokens of both) of every pair that shares tokens, by row of `wanted`, then of `held`.
+
+    Rows of both, and tokens, are (seq, start, stop).
+    """
+    row, other = overlaps(wanted, held)
+    order = np.lexsort((other, row))
+    row, other = row[order], other[order]
+    both = wanted[row]
+    both[:, Fragment.START] = np.maximum(both[:, Fragment.START], held[other, Fragment.START])
+    both[:, Fragment.STOP] = np.minimum(both[:, Fragment.STOP], held[other, Fragment.STOP])
+    return row, other, both
 
 
 def causal_pairs(num_queries: Ints) -> Ints:

@@ -13,16 +13,14 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
-from megatron_balance.ir.columns import Held, Pair, Placed, RemoteHeld, Task, Transfer, Value
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.columns import Held, Pair, Placed, Task, Transfer, Value
+from megatron_balance.ir.intervals import held_twice, union
 from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import (
-    NO_FIRST_HOPS,
     CommPattern,
     Context,
-    FirstHops,
     Launches,
     Load,
     PointToPoint,
@@ -33,13 +31,12 @@ from megatron_balance.patterns.base import (
     ZoneRounds,
     attend,
     exchange,
+    intersections,
     merge,
     messages_of,
-    remote_of,
     task_pairs,
+    transfers_of,
 )
-
-_SHIFT = 40  # a token's position needs fewer bits than this
 
 
 class Dispatch(CommPattern[TaskTable]):
@@ -84,7 +81,7 @@ class Dispatch(CommPattern[TaskTable]):
     def place_all(self, zones: Sequence[ZoneAt[TaskTable]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         del lengths
-        tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             placed = as_array(zone.fragments)
             placed = placed[wanted[placed[:, Placed.RANK]]]
@@ -123,35 +120,15 @@ class Dispatch(CommPattern[TaskTable]):
 
     def messages(self, zone: TaskTable, context: Context, *, across: bool = False) -> list[ZoneMessages]:
         """Messages of the way in and of the way back, one a transfer."""
+        del across
         both = transfers(zone, context.num_heads, context.num_kv_heads)
         return [ZoneMessages(messages_of(step, as_array(rows))) for step, rows in enumerate(both)]
 
     # The remap
 
-    def first_senders(self, zone: TaskTable, rank: int, num_ranks: int) -> Ints:
-        """All ranks: any may hold what a task of `rank` needs."""
-        del zone, rank
-        return np.arange(num_ranks)
-
-    def first_hops(self, zones: Sequence[ZoneAt[TaskTable]], context: Context, remote: Ints) -> FirstHops:
-        """Inputs that come from the owner of what a holder would send."""
-        hops = [NO_FIRST_HOPS]
-        for index, zone in zones:
-            rows = as_array(transfers(zone, context.num_heads, context.num_kv_heads)[0])
-            own = remote_of([(index, zone)], remote)
-            sides = (rows, Transfer.SRC, Transfer.SEQ), (own, RemoteHeld.HOLDER, RemoteHeld.SEQ)
-            keys = np.concatenate([table[:, [rank, seq]] for table, rank, seq in sides])
-            key = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)  # of a rank and a sequence
-            wanted = np.column_stack([key[: len(rows)], rows[:, [Transfer.START, Transfer.STOP]]])
-            held = np.column_stack([key[len(rows) :], own[:, [RemoteHeld.START, RemoteHeld.STOP]]])
-            row, region, start, stop = _intersections(wanted, held)
-            sent = rows[row]
-            sent[:, Transfer.START], sent[:, Transfer.STOP] = start, stop
-            sent[:, Transfer.SRC] = own[region, RemoteHeld.OWNER]
-            moved = sent[:, Transfer.SRC] != sent[:, Transfer.DST]
-            region = region[moved]
-            hops.append(FirstHops(sent[moved], own[region, RemoteHeld.HOLDER], own[region, RemoteHeld.ZONE]))
-        return FirstHops(*(np.concatenate(columns) for columns in zip(*hops, strict=True)))
+    def first_transfers(self, zone: TaskTable, context: Context) -> Ints:
+        """The way in."""
+        return as_array(transfers(zone, context.num_heads, context.num_kv_heads)[0])
 
     # Starting early, coupling
 
@@ -205,12 +182,9 @@ def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int) -> tuple[Rows,
     tasks, owned = _visible(zone), as_array(zone.fragments)
     there: list[Ints] = []
     for kind, start_column, heads in ((Kind.Q, Task.Q_START, num_heads), (Kind.KV, Task.K_START, num_kv_heads)):
-        needs = _union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]])
-        need, source, start, stop = _intersections(needs[:, Placed.FRAGMENT], owned[:, Placed.FRAGMENT])
-        rows = np.zeros((len(need), Transfer.WIDTH), dtype=np.int64)
-        rows[:, Transfer.KIND], rows[:, Transfer.SEQ] = kind, owned[source, Placed.SEQ]
-        rows[:, Transfer.START], rows[:, Transfer.STOP], rows[:, Transfer.HEAD_STOP] = start, stop, heads
-        rows[:, Transfer.SRC], rows[:, Transfer.DST] = owned[source, Placed.RANK], needs[need, Placed.RANK]
+        needs = union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]])
+        need, source, both = intersections(needs[:, Placed.FRAGMENT], owned[:, Placed.FRAGMENT])
+        rows = transfers_of(kind, both, (0, heads), owned[source, Placed.RANK], needs[need, Placed.RANK])
         there.append(rows[rows[:, Transfer.SRC] != rows[:, Transfer.DST]])
     back = there[0].copy()
     back[:, Transfer.KIND] = Kind.OUT
@@ -218,65 +192,17 @@ def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int) -> tuple[Rows,
     return as_rows(np.concatenate(there)), as_rows(back)
 
 
-def _union(intervals: Ints) -> Ints:
-    """Rows (a, b, start, stop) in order: of each (a, b), disjoint intervals that cover the tokens of its `intervals`.
-
-    `intervals`: rows of the same form. Touching ones are joined, empty ones left out.
-    """
-    rows = intervals[intervals[:, 2] < intervals[:, 3]]
-    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
-    fresh = np.ones(len(rows), dtype=bool)
-    fresh[1:] = (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
-    reach = np.maximum.accumulate((np.cumsum(fresh) << _SHIFT) | rows[:, 3])  # the group, then the furthest end so far in it
-    fresh[1:] |= rows[1:, 2] > (reach[:-1] & ((1 << _SHIFT) - 1))
-    begin = np.flatnonzero(fresh)
-    disjoint = rows[begin]
-    if len(rows):
-        disjoint[:, 3] = reach[np.append(begin[1:], len(rows)) - 1] & ((1 << _SHIFT) - 1)
-    return disjoint
-
-
-def _intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """(row of wanted, row of held, start, stop) of all tokens that a row of both has, by row of `wanted`, then of `held`.
-
-    Rows of both are (seq, start, stop).
-    """
-    order = np.argsort((held[:, 0] << _SHIFT) | held[:, 1], kind="stable")
-    seq, start, stop = held[order].T
-    # What ends before a row begins is met by no later row: the furthest end so far bounds the search from below.
-    reach = np.maximum.accumulate((seq << _SHIFT) | stop)
-    begin, end = ((wanted[:, 0] << _SHIFT) | wanted[:, column] for column in (1, 2))
-    first, last = np.searchsorted(reach, begin, side="right"), np.searchsorted((seq << _SHIFT) | start, end, side="left")
-    row, other = ranges(first, last)
-    low, high = np.maximum(wanted[row, 1], start[other]), np.minimum(wanted[row, 2], stop[other])
-    meet = (low < high) & (wanted[row, 0] == seq[other])
-    row, other, low, high = row[meet], order[other[meet]], low[meet], high[meet]
-    order = np.lexsort((other, row))
-    return row[order], other[order], low[order], high[order]
-
-
 def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
     """Regions of which a rank holds two partials or more once all outputs are at the owner.
 
     `tasks`: of the rank; `owned`: rows (seq, start, stop) of its fragments; `brought`: transfers of outputs to it.
     """
-    # One partial however many pairs the launch had.
-    computed = _union(tasks[:, [Task.RANK, Task.SEQ, Task.Q_START, Task.Q_STOP]])
-    _, at, start, stop = _intersections(computed[:, Placed.FRAGMENT], owned)  # only what stays here
-    seq = np.concatenate([owned[at, 0], brought[:, Transfer.SEQ]])
-    start = np.concatenate([start, brought[:, Transfer.START]])
-    stop = np.concatenate([stop, brought[:, Transfer.STOP]])
-    # The number of partials that lie over one another behind each boundary.
-    boundary = np.concatenate([(seq << _SHIFT) | start, (seq << _SHIFT) | stop])
-    order = np.argsort(boundary, kind="stable")
-    boundary, held = boundary[order], np.cumsum(np.repeat([1, -1], len(seq))[order])
-    begin = np.flatnonzero(held[:-1] >= 2)
-    twice = np.stack([np.zeros_like(begin), boundary[begin] >> _SHIFT, boundary[begin], boundary[begin + 1]], 1)
-    twice[:, 2:] &= (1 << _SHIFT) - 1
-    regions = _union(twice)
-    values = np.zeros((len(regions), Value.WIDTH), dtype=np.int64)
-    values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, regions[:, Placed.FRAGMENT]
-    values[:, Value.HEAD_STOP] = num_heads
+    # One partial however many pairs the launch had; only what stays here is not among the transfers.
+    computed = union(tasks[:, [Task.RANK, Task.SEQ, Task.Q_START, Task.Q_STOP]])
+    _, _, kept = intersections(computed[:, Placed.FRAGMENT], owned)
+    twice = held_twice(np.concatenate([kept, brought[:, Transfer.SPAN]]))
+    values = np.zeros((len(twice), Value.WIDTH), dtype=np.int64)
+    values[:, Value.KIND], values[:, Value.SPAN], values[:, Value.HEAD_STOP] = Kind.OUT, twice, num_heads
     return values
 
 

@@ -87,6 +87,7 @@ class HeadExchange(CommPattern[Zone]):
     """Two all-to-alls around one launch: tokens become heads, then heads become tokens."""
 
     routing = "never"
+    merges_remap = False
     traffic = AllTogether
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:

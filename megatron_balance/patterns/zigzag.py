@@ -207,8 +207,8 @@ class ZigzagPattern(CommPattern[Zone]):
     def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
         """Each sequence with the ranks that hold some of it, ascending."""
         placed = of_zone(zone, context.lengths)
-        for seq, first, parts in zip(zone.seqs, placed.first.tolist(), placed.parts.tolist(), strict=True):
-            yield seq, sorted(zone.ranks[(first + at) % placed.size] for at in range(parts))
+        for seq, first, parts in zip(zone.seqs, placed.first, placed.parts, strict=True):
+            yield seq, sorted(zone.ranks[(int(first) + at) % placed.size] for at in range(int(parts)))
 
     def load(self, zones: Sequence[Zone], context: Context) -> Load:
         """Attention pairs and received tokens of the zones, over all ranks of the plan."""

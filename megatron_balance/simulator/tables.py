@@ -126,8 +126,10 @@ class Tables:
     def _remap_first_hops(self, hops: FirstHops) -> None:
         """Leave to the remap the first hops that owners make for holders."""
         self.first_hops.append(messages_of(0, hops.rows))
-        for index in np.unique(hops.zones).tolist():
-            table, of_zone = self.zones[index], hops.zones == index
+        for table in self.zones:
+            of_zone = hops.zones == table.index
+            if not of_zone.any():
+                continue
             targets = np.isin(table.ranks, hops.rows[of_zone, Transfer.DST])
             spared = spared_messages(hops)[of_zone]
             match table.traffic:
