@@ -149,4 +149,5 @@ class InterNodeTraffic:
 
     def _across(self, rows: Ints) -> Ints:
         src, dst = self.nics.node(rows[:, Message.SRC]), self.nics.node(rows[:, Message.DST])
-        return rows[(src != dst) & (rows[:, Message.TOKENS] != 0)]
+        across = (src != dst) & (rows[:, Message.TOKENS] != 0)
+        return rows if across.all() else rows[across]

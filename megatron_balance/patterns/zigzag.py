@@ -133,12 +133,13 @@ def pairs_per_rank(placed: Zigzag) -> Ints:
         block = whole[begin : begin + step]
         lo, hi = block * edges // (2 * size), block * (2 * size - edges) // (2 * size)
         pairs += np.diff((causal_pairs(lo) - causal_pairs(hi)).sum(axis=0))
-    # The others: position by position.
-    seq, position = ranges(np.zeros_like(placed.parts[short]), placed.parts[short])
-    length, parts = placed.lengths[short][seq], placed.parts[short][seq]
-    (a, b), (c, d) = chunk(length, parts, position), chunk(length, parts, 2 * parts - 1 - position)
-    seen = causal_pairs(b) - causal_pairs(a) + causal_pairs(d) - causal_pairs(c)
-    return pairs + sums((placed.first[short][seq] + position) % size, seen, size)
+    # Of the others a chunk is a token: each holder has queries p and 2 parts - 1 - p. The last query of
+    # an odd number of tokens is on the first holder, too; a lone token is all of its sequence.
+    first, parts, length = placed.first[short], placed.parts[short], placed.lengths[short]
+    steps = sums(first, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
+    steps -= sums(first + parts, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
+    pairs += np.cumsum(steps).reshape(2, size).sum(axis=0)  # holders are neighbours, the last rank's the first
+    return pairs + sums(first, np.where(length % 2 == 1, length, 0), size)
 
 
 def shared_tokens(placed: Zigzag) -> Ints:
