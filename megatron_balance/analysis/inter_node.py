@@ -26,7 +26,9 @@ _REMAP_IN = 0  # the exchange of a remap's inputs
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Messages of some exchanges: whether they are routed, or carried by a collective, which pads them."""
+    """Messages of some exchanges: whether they are routed, or carried by a collective, which pads
+    them.
+    """
 
     rows: Ints
     routed: bool = False
@@ -77,7 +79,9 @@ class InterNodeTraffic:
             self._attention.append(own)
 
     def _add_remap(self, last: int, hops: Ints) -> None:
-        """Inputs and outputs (exchange `last`) of what is remote, and the first hops that owners make."""
+        """Inputs and outputs (exchange `last`) of what is remote, and the first hops that owners
+        make.
+        """
         holder, owner, tokens = as_array(self.plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         heads, kv_heads = (0, self.plan.num_heads), (0, self.plan.num_kv_heads)
         moves = [
@@ -90,7 +94,9 @@ class InterNodeTraffic:
         self._blocks.append(_Block(np.concatenate([self._remap, hops]), self._is_routed(REMAP)))
 
     def received(self, payload: Payload) -> tuple[Ints, Ints]:
-        """Tokens of keys and values for attention that come from other nodes, and all bytes: int64 [num_ranks] each."""
+        """Tokens of keys and values for attention that come from other nodes, and all bytes: int64
+        [num_ranks] each.
+        """
         kv_tokens, num_bytes = np.zeros((2, self.plan.num_ranks), dtype=np.int64)
         row_bytes = payload.with_lse()
         attention = np.concatenate(self._attention)
@@ -109,7 +115,9 @@ class InterNodeTraffic:
         return kv_tokens, num_bytes
 
     def nic_bytes(self, payload: Payload) -> tuple[Ints, Ints, int]:
-        """Bytes that each NIC sends and receives, [nodes, NICs of a node], and the number of routed parcels."""
+        """Bytes that each NIC sends and receives, [nodes, NICs of a node], and the number of routed
+        parcels.
+        """
         sent, received = np.zeros((2, self.nics.num_nodes, self.nics.per_node), dtype=np.int64)
         for gather in self._gathers:
             # As gloo runs it: blocks as wide as the widest go round a ring of the ranks.

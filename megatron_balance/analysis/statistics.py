@@ -22,7 +22,8 @@ from megatron_balance.patterns.base import Context, Load
 
 
 def figures(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
-    """Statistics of one microbatch: one attention call, one layer, forward; lists have one entry a rank.
+    """Statistics of one microbatch: one attention call, one layer, forward; lists have one entry a
+    rank.
 
     A key-value token counts once on a rank that receives it, whatever part of its heads; a query
     token likewise. A partial output counts once for each rank that sends one of that token. Bytes
@@ -47,7 +48,9 @@ def figures(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[
     payload = Payload.of(model)
     load, tokens = _load(plan), tokens_per_rank(plan)
     row_bytes = payload.with_lse()
-    num_bytes = sum((load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64))
+    num_bytes = sum(
+        (load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64)
+    )
     remap = _Remap(plan, row_bytes)
     between = InterNodeTraffic(plan, NicOf(plan.num_ranks, plan.ranks_per_node, shared))
     kv_between, bytes_between = between.received(payload)
@@ -102,7 +105,8 @@ def _load(plan: MicrobatchPlan) -> Load:
 class _Remap:
     """Statistics of the remap. Arrays are int64 [num_ranks].
 
-    `given`: tokens that a rank attends to for others; `taken`: tokens of its own that others attend to.
+    `given`: tokens that a rank attends to for others; `taken`: tokens of its own that others attend
+    to.
     """
 
     def __init__(self, plan: MicrobatchPlan, row_bytes: Ints) -> None:

@@ -1,10 +1,11 @@
-"""Bytes on every link by the ops of a whole program, forward and backward, with its routes, as a kernel should count them.
+"""Bytes on every link by the ops of a whole program, forward and backward, with its routes, as a
+kernel should count them.
 
-For measurements and tests: it walks all transfers; `analysis.inter_node` counts the forward from the
-zones. A collective is counted as gloo runs it: an all-gather as a ring of blocks as wide as the
-widest, each rank sending to the next of the group (gloo/allgather.cc); an all-to-all directly between
-each pair of ranks (gloo/alltoallv.cc), and so a reduce-scatter, which on gloo is lowered to one
-(`runtime.comm`).
+For measurements and tests: it walks all transfers; `analysis.inter_node` counts the forward from
+the zones. A collective is counted as gloo runs it: an all-gather as a ring of blocks as wide as the
+widest, each rank sending to the next of the group (gloo/allgather.cc); an all-to-all directly
+between each pair of ranks (gloo/alltoallv.cc), and so a reduce-scatter, which on gloo is lowered to
+one (`runtime.comm`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from megatron_balance.patterns.base import messages_of
 class Traffic:
     """Payload bytes of one attention call, one layer.
 
-    By rank, int64 [num_ranks]: bytes that it sends and receives inside its node and to or from other
-    nodes, those that it passes on for others included. By NIC, int64 [nodes, NICs of a node]: bytes
-    that it sends and receives.
+    By rank, int64 [num_ranks]: bytes that it sends and receives inside its node and to or from
+    other nodes, those that it passes on for others included. By NIC, int64 [nodes, NICs of a node]:
+    bytes that it sends and receives.
     """
 
     intra_node_sent: Ints
@@ -81,7 +82,9 @@ def _direct(op: Exchange, parcels: Parcels) -> Ints:
 
 def _routed(op: Exchange, parcels: Parcels) -> list[Ints]:
     """The hops of every piece: to its send proxy, across, and from its receive proxy."""
-    packed = dict(zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True))
+    packed = dict(
+        zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True)
+    )
     counts: dict[tuple[int, ...], int] = {}
     for row in op.routes:
         counts[row[Route.PAIR]] = counts.get(row[Route.PAIR], 0) + 1

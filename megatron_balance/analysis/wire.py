@@ -1,4 +1,5 @@
-"""The wire format: tensors of a message, parcels of a pair of ranks, pieces of a routed parcel, and the NIC that they take.
+"""The wire format: tensors of a message, parcels of a pair of ranks, pieces of a routed parcel, and
+the NIC that they take.
 
 The one place that knows it, without torch: the executor packs by it (`runtime.parcels`), the
 simulator and plan statistics count by it. Messages are rows of `ir.columns.Message`.
@@ -19,7 +20,9 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Kind
 
 ALIGN = 16
-"""Bytes at a multiple of which every tensor of a packed parcel begins, and every piece ends; no element type is larger."""
+"""Bytes at a multiple of which every tensor of a packed parcel begins, and every piece ends; no
+element type is larger.
+"""
 
 _WITH_LSE = (Kind.OUT, Kind.OUT_GRAD)
 
@@ -31,14 +34,18 @@ Carried: TypeAlias = tuple[Kind, int, int]
 
 
 class TensorShape(NamedTuple):
-    """One tensor of a message. `wide`: of the type that partials are accumulated in, else of the model's."""
+    """One tensor of a message. `wide`: of the type that partials are accumulated in, else of the
+    model's.
+    """
 
     shape: tuple[int, ...]
     wide: bool
 
 
 class Sizes(NamedTuple):
-    """Head dim of an attention call, and bytes of an element of the model's type and of the wide one."""
+    """Head dim of an attention call, and bytes of an element of the model's type and of the wide
+    one.
+    """
 
     dim: int
     narrow_bytes: int
@@ -46,7 +53,9 @@ class Sizes(NamedTuple):
 
 
 def tensor_shapes(message: Carried, dim: int) -> tuple[TensorShape, ...]:
-    """Tensors that carry a message: keys with values, outputs with their LSE, their gradient with both."""
+    """Tensors that carry a message: keys with values, outputs with their LSE, their gradient with
+    both.
+    """
     kind, rows, heads = message
     match kind:
         case Kind.Q:
@@ -123,14 +132,18 @@ class Parcels:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Bytes of values. `row_bytes`, by kind: of one token and head, without its LSE; `lse_bytes`: of that."""
+    """Bytes of values. `row_bytes`, by kind: of one token and head, without its LSE; `lse_bytes`:
+    of that.
+    """
 
     row_bytes: tuple[int, ...]
     lse_bytes: int
 
     @classmethod
     def of(cls, model: Model) -> Payload:
-        """Inputs, outputs and output gradients travel in the model's type; LSE and gradients, which are summed, in fp32 or wider."""
+        """Inputs, outputs and output gradients travel in the model's type; LSE and gradients, which
+        are summed, in fp32 or wider.
+        """
         sizes = Sizes(model.head_dim, model.bytes_per_element, max(4, model.bytes_per_element))
         return cls(tuple(next(tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind), sizes.wide_bytes)
 
@@ -147,7 +160,9 @@ class Payload:
         return rows * np.array(self.row_bytes)[kinds], rows * self.lse_bytes * np.isin(kinds, _WITH_LSE)
 
     def parcels(self, rows: Ints) -> Parcels:
-        """Parcels by exchange, source and target. `rows`: of messages, in any order; those of one message are added up."""
+        """Parcels by exchange, source and target. `rows`: of messages, in any order; those of one
+        message are added up.
+        """
         messages = _summed(rows)
         values, lse = self.tensors(messages)
         last = np.where(lse > 0, lse, values)
@@ -184,7 +199,9 @@ def _begins(keys: Ints) -> Ints:
 
 
 def _summed(rows: Ints) -> Ints:
-    """One row for all messages that differ in tokens only, sorted, without those that come to nothing."""
+    """One row for all messages that differ in tokens only, sorted, without those that come to
+    nothing.
+    """
     rows = rows[np.lexsort(rows[:, Message.KEY].T[::-1])]
     begin = _begins(rows[:, Message.KEY])
     messages = rows[begin]
@@ -198,7 +215,9 @@ def _summed(rows: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class NicOf:
-    """The NIC that a rank uses: ranks are numbered node by node, neighbours share one. NICs are numbered node by node, too."""
+    """The NIC that a rank uses: ranks are numbered node by node, neighbours share one. NICs are
+    numbered node by node, too.
+    """
 
     num_ranks: int
     ranks_per_node: int
@@ -224,7 +243,9 @@ class NicOf:
 
 
 def is_collective(group: tuple[int, ...], num_ranks: int, ranks_per_node: int) -> bool:
-    """Whether these ranks have a process group of their own (`runtime.groups`): the pool, or a whole node of several."""
+    """Whether these ranks have a process group of their own (`runtime.groups`): the pool, or a
+    whole node of several.
+    """
     if group == tuple(range(num_ranks)):
         return num_ranks > 1
     whole = 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0

@@ -1,4 +1,6 @@
-"""All ranks' layouts at once, for what needs them all: the exchange of a step's tokens, and plan statistics of a remap."""
+"""All ranks' layouts at once, for what needs them all: the exchange of a step's tokens, and plan
+statistics of a remap.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def fragments(plan: MicrobatchPlan, ranks: Ints | None = None) -> Ints:
 
 
 def remote(plan: MicrobatchPlan, table: Ints) -> Ints:
-    """Tokens that a rank attends to and another owns: rows of `ir.columns.RemoteHeld`, by holder, then owner.
+    """Tokens that a rank attends to and another owns: rows of `ir.columns.RemoteHeld`, by holder,
+    then owner.
 
     `table`: the plan's `fragments`, of all ranks or of some, whose tokens alone are looked at.
     """
@@ -57,7 +60,9 @@ def remote_in(plan: MicrobatchPlan) -> Ints:
 
 
 def layouts(plan: MicrobatchPlan) -> Ints:
-    """Linear layouts of all ranks: rows of `ir.columns.Placed`, rank by rank in the order of its tokens outside attention."""
+    """Linear layouts of all ranks: rows of `ir.columns.Placed`, rank by rank in the order of its
+    tokens outside attention.
+    """
     table = fragments(plan)
     rows = table[:, Held.PLACED]
     if plan.moves:

@@ -1,8 +1,8 @@
 """Exchanges that every rank that takes part in them can start at once, when it enters a phase.
 
-What they send lies at the owner: they need no launch and no other exchange, and no exchange of their
-traffic class comes before them on any rank. `compile.ping_pong` issues them before another program's
-exchanges, on all ranks alike.
+What they send lies at the owner: they need no launch and no other exchange, and no exchange of
+their traffic class comes before them on any rank. `compile.ping_pong` issues them before another
+program's exchanges, on all ranks alike.
 """
 
 from __future__ import annotations

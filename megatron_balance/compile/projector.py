@@ -1,4 +1,6 @@
-"""One rank's program from a plan, and what the ranks of its node exchange with other nodes, where that is routed."""
+"""One rank's program from a plan, and what the ranks of its node exchange with other nodes, where
+that is routed.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ class Projector:
 
     @cached_property
     def _members(self) -> tuple[Ints, Ints]:
-        """Zones by member rank, and where those of each rank begin. Looked up: a plan may have a zone for each rank."""
+        """Zones by member rank, and where those of each rank begin. Looked up: a plan may have a
+        zone for each rank.
+        """
         ranks = [pattern_of(zone).ranks(zone, self.plan.num_ranks) for zone in self.plan.zones]
         sizes = np.array([len(members) for members in ranks], dtype=np.int64)
         members = np.fromiter(chain.from_iterable(ranks), np.int64, int(sizes.sum()))
         order = np.argsort(members, kind="stable")
-        return np.repeat(np.arange(len(ranks)), sizes)[order], np.searchsorted(members[order], np.arange(self.plan.num_ranks + 1))
+        return np.repeat(np.arange(len(ranks)), sizes)[order], np.searchsorted(
+            members[order], np.arange(self.plan.num_ranks + 1)
+        )
 
     def zones(self, rank: int) -> list[int]:
         """Indices of the zones that `rank` takes part in."""
@@ -64,7 +70,9 @@ class Projector:
         if remap_merge is not None:
             hops = remap.SentOn(*(rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)] for rows in remap_merge.sent_on))
             heads = (self.plan.num_heads, self.plan.num_kv_heads)
-            program = remap.remap(self.without_hops(program, remap_merge), remap_merge.linear(rank), remap_merge.own(rank), heads, hops)
+            program = remap.remap(
+                self.without_hops(program, remap_merge), remap_merge.linear(rank), remap_merge.own(rank), heads, hops
+            )
         program = program if self.replays else replace(program, replays=())
         if routing is None:
             return program
@@ -153,7 +161,9 @@ class Projector:
                         forward.append((op.id + remap_in, rows))
                 replays += [(at + remap_in, as_array(op.transfers)) for at, op in part.replays]
         if remap_merge is not None and REMAP in routed:
-            ends = remap.Ends.of(remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on)
+            ends = remap.Ends.of(
+                remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on
+            )
             forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]
             replays.append((0, ends.again))
         return route.Passing(forward, replays if self.replays else ())

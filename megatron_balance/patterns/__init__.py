@@ -30,12 +30,15 @@ def pattern_of(zone: AnyZone) -> CommPattern[Any]:
         InvalidProgramError: no such comm pattern.
     """
     if zone.pattern not in PATTERNS:
-        raise InvalidProgramError(f"zone {zone.name}: unknown comm pattern {zone.pattern!r}; known: {', '.join(PATTERNS)}")
+        raise InvalidProgramError(
+            f"zone {zone.name}: unknown comm pattern {zone.pattern!r}; known: {', '.join(PATTERNS)}"
+        )
     return PATTERNS[zone.pattern]
 
 
 def by_pattern(zones: Iterable[AnyZone]) -> list[tuple[CommPattern[Any], list[ZoneAt[Any]]]]:
-    """The zones of a plan by pattern, each with its index, for questions that a pattern answers for all of them at once.
+    """The zones of a plan by pattern, each with its index, for questions that a pattern answers for
+    all of them at once.
 
     Raises:
         InvalidProgramError: no such comm pattern.

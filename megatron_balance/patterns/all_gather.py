@@ -1,4 +1,5 @@
-"""All-gather: every rank receives all keys and values, then attends once (LLaMA 3's context parallelism).
+"""All-gather: every rank receives all keys and values, then attends once (LLaMA 3's context
+parallelism).
 
 Placement is zigzag (`patterns.zigzag`). Sequences that one rank holds do not travel.
 """
@@ -42,7 +43,9 @@ class AllGather(ZigzagPattern):
         return 1 if len(zone.ranks) > 1 else 0
 
     def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """One Exchange of all the sequences that more than one rank holds, then one Attend of each fragment over its prefix."""
+        """One Exchange of all the sequences that more than one rank holds, then one Attend of each
+        fragment over its prefix.
+        """
         size, index = len(zone.ranks), zone.ranks.index(rank)
         placed = of_zone(zone, context.lengths)
         ops: list[Op] = []
@@ -56,7 +59,9 @@ class AllGather(ZigzagPattern):
                 held.append(rows[is_shared[rows[:, Fragment.SEQ]]])
             heads = (0, context.num_kv_heads)
             tables = [transfers_of(Kind.KV, held[index], heads, rank, other) for other in zone.ranks if other != rank]
-            tables += [transfers_of(Kind.KV, held[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index]
+            tables += [
+                transfers_of(Kind.KV, held[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index
+            ]
             rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *tables])
             ops.append(exchange(context, 0, rows, "all_gather", zone.ranks))
         own = fragments(placed, index)

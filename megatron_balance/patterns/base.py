@@ -1,9 +1,9 @@
 """The protocol of a comm pattern: everything that the rest of the package asks of a zone.
 
 A pattern is one class in one file, with one line in `patterns.PATTERNS`. It must say which ranks
-take part, where tokens lie (`place`), and what one rank does (`num_exchanges`, `project`). All other
-questions have answers here that are worked out from those, from the ops of all the zone's ranks;
-a pattern overrides them where it knows a shorter way.
+take part, where tokens lie (`place`), and what one rank does (`num_exchanges`, `project`). All
+other questions have answers here that are worked out from those, from the ops of all the zone's
+ranks; a pattern overrides them where it knows a shorter way.
 
 `zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.
 """
@@ -74,7 +74,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class ZoneProgram:
-    """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by forward id."""
+    """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by
+    forward id.
+    """
 
     ops: list[Op]
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
@@ -82,7 +84,8 @@ class ZoneProgram:
 
 @dataclass(frozen=True, slots=True)
 class ZoneMessages:
-    """Messages of one exchange of a zone: rows of `ir.columns.Message`, EXCHANGE counted from the zone's first.
+    """Messages of one exchange of a zone: rows of `ir.columns.Message`, EXCHANGE counted from the
+    zone's first.
 
     `collective` and `group` as in `ir.program.Exchange`. In an "all_gather" a row goes to all the
     others of `group`, and its DST is -1 (`each_pair` writes them out).
@@ -103,7 +106,8 @@ class ZoneMessages:
 
 
 class Load:
-    """Per rank, int64 [num_ranks], over the zones of a pattern: attention pairs, and what reaches a rank.
+    """Per rank, int64 [num_ranks], over the zones of a pattern: attention pairs, and what reaches a
+    rank.
 
     `pairs`: causal pairs in units of all heads. `tokens` [kind]: tokens received, however many of
     their heads; `token_heads` [kind]: tokens times heads. Kinds: Q, KV, OUT.
@@ -153,7 +157,8 @@ class Startable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Kernel launches of a zone. `pairs`: rows of `ir.columns.Pair`; `launch` [len(pairs)]: of which launch.
+    """Kernel launches of a zone. `pairs`: rows of `ir.columns.Pair`; `launch` [len(pairs)]: of
+    which launch.
 
     `merging` [launches]: 1 where a forward launch merges its outputs into others; `of_round` [G,
     rounds]: which launch each rank runs in each round.
@@ -223,13 +228,17 @@ class CommPattern(ABC, Generic[Z]):
     where the busiest NIC of `messages` gains more than passing on inside the node costs."""
 
     merges_remap: bool = True
-    """Whether owners make first hops for holders (`first_hops`); not where the first exchange is a collective."""
+    """Whether owners make first hops for holders (`first_hops`); not where the first exchange is a
+    collective.
+    """
 
     hops_again: bool = True
     """Whether a replayed backward makes the forward's `first_hops` again."""
 
     starts_beside: bool = False
-    """Whether `startable` holds for all zones in a row whose patterns say so, not for the first only."""
+    """Whether `startable` holds for all zones in a row whose patterns say so, not for the first
+    only.
+    """
 
     traffic: type[ZoneTraffic] = PointToPoint
     """The form of `rounds(...).traffic`, where anything moves."""
@@ -259,7 +268,9 @@ class CommPattern(ABC, Generic[Z]):
         return rank in self.ranks(zone, rank + 1)
 
     def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]; of one rank and zone in order."""
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]; of one rank and
+        zone in order.
+        """
         tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             for rank in self.ranks(zone, len(wanted)):
@@ -313,7 +324,9 @@ class CommPattern(ABC, Generic[Z]):
         return [ZoneMessages(np.concatenate(tables[step]), *kinds[step]) for step in sorted(tables)]
 
     def largest_exchange(self, zone: Z, context: Context) -> Ints:
-        """The most key-value tokens, all heads, that one exchange brings each rank of the zone: int64 [G]."""
+        """The most key-value tokens, all heads, that one exchange brings each rank of the zone:
+        int64 [G].
+        """
         most = np.zeros(context.num_ranks, dtype=np.int64)
         for each in self.messages(zone, context):
             rows = each.each_pair()
@@ -339,7 +352,8 @@ class CommPattern(ABC, Generic[Z]):
         return np.array(self.ranks(zone, num_ranks) if self.merges_remap else (), dtype=np.int64)
 
     def first_hops(self, zones: Sequence[ZoneAt[Z]], context: Context, remote: Ints) -> FirstHops:
-        """Transfers of the zones' first exchanges that owners make for holders, so that a hop is saved.
+        """Transfers of the zones' first exchanges that owners make for holders, so that a hop is
+        saved.
 
         `remote`: rows of `ir.columns.RemoteHeld`. What is owned by the target is not among them: it
         stays in the zone's exchange, since the target has handed it over.
@@ -380,7 +394,9 @@ class CommPattern(ABC, Generic[Z]):
         return True
 
     def num_tasks(self, zone: Z, rank: int) -> int:
-        """Tasks that the planner listed for `rank`; 0 where the pattern itself says who attends to what."""
+        """Tasks that the planner listed for `rank`; 0 where the pattern itself says who attends to
+        what.
+        """
         del zone, rank
         return 0
 
@@ -392,7 +408,9 @@ class CommPattern(ABC, Generic[Z]):
     # Simulation
 
     def rounds(self, zone: Z, context: Context) -> ZoneRounds:
-        """Launches and traffic, to be simulated zone by zone: all inputs, one launch a rank, all outputs."""
+        """Launches and traffic, to be simulated zone by zone: all inputs, one launch a rank, all
+        outputs.
+        """
         ranks = np.array(self.ranks(zone, context.num_ranks))
         pairs, launch = [np.empty((0, Pair.WIDTH), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for place, (_, program) in enumerate(self._programs(zone, context)):
@@ -400,9 +418,13 @@ class CommPattern(ABC, Generic[Z]):
                 if isinstance(op, Attend):
                     pairs.append(as_array(op.pairs))
                     launch.append(np.full(len(op.pairs), place))
-        rows = np.concatenate([np.empty((0, Message.WIDTH), dtype=np.int64), *(each.each_pair() for each in self.messages(zone, context))])
+        rows = np.concatenate(
+            [np.empty((0, Message.WIDTH), dtype=np.int64), *(each.each_pair() for each in self.messages(zone, context))]
+        )
         is_output = rows[:, Message.KIND] == Kind.OUT
-        launches = Launches(np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None])
+        launches = Launches(
+            np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None]
+        )
         return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
 
     def _programs(self, zone: Z, context: Context, *, attends: bool = True) -> Iterator[tuple[int, ZoneProgram]]:
@@ -414,7 +436,8 @@ NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.emp
 
 
 def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
-    """(row of `wanted`, row of `held`, tokens of both) of every pair that shares tokens, by row of `wanted`, then of `held`.
+    """(row of `wanted`, row of `held`, tokens of both) of every pair that shares tokens, by row of
+    `wanted`, then of `held`.
 
     Rows of both, and tokens, are (seq, start, stop).
     """
@@ -461,14 +484,18 @@ def messages_of(step: int, transfers: Ints) -> Ints:
 
 
 def spared_messages(hops: FirstHops) -> Ints:
-    """Messages of negative tokens, exchange 0, by which the holders send less in their zones' first exchanges."""
+    """Messages of negative tokens, exchange 0, by which the holders send less in their zones' first
+    exchanges.
+    """
     rows = messages_of(0, hops.rows)
     rows[:, Message.SRC] = hops.holders
     rows[:, Message.TOKENS] *= -1
     return rows
 
 
-def messages_from(step: Ints | int, src: Ints | int, dst: Ints | int, kind: Kind, heads: tuple[int, int], tokens: Ints) -> Ints:
+def messages_from(
+    step: Ints | int, src: Ints | int, dst: Ints | int, kind: Kind, heads: tuple[int, int], tokens: Ints
+) -> Ints:
     """Rows of messages; the columns are broadcast against one another."""
     columns = np.broadcast_arrays(step, src, dst, np.int64(kind), *heads, tokens)
     return np.stack([column.ravel() for column in columns], axis=1).astype(np.int64)
@@ -500,7 +527,9 @@ def split_rows(table: Ints, counts: Ints) -> list[bytes]:
     return [table[a:b].tobytes() for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def exchange(context: Context, step: int, rows: Ints, collective: Collective = "p2p", group: tuple[int, ...] = ()) -> Exchange:
+def exchange(
+    context: Context, step: int, rows: Ints, collective: Collective = "p2p", group: tuple[int, ...] = ()
+) -> Exchange:
     """The exchange number `step` of the zone."""
     return Exchange(context.base + step, as_rows(rows), collective, group)
 

@@ -1,8 +1,8 @@
 """Dispatch: any task table of the (query, key) triangle.
 
 Queries and keys go to the rank of each task, outputs come back to the owner. The general comm
-pattern (DistCA, section 4): one Exchange in, one Attend a rank, one Exchange back, one Merge where a
-fragment's partials meet.
+pattern (DistCA, section 4): one Exchange in, one Attend a rank, one Exchange back, one Merge where
+a fragment's partials meet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from megatron_balance.patterns.base import (
 
 
 class Dispatch(CommPattern[TaskTable]):
-    """Every rank sends what the tasks of others need, attends its own tasks, and sends the outputs back."""
+    """Every rank sends what the tasks of others need, attends its own tasks, and sends the outputs
+    back.
+    """
 
     routing = "by_load"
     starts_beside = True
@@ -63,7 +65,9 @@ class Dispatch(CommPattern[TaskTable]):
     def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
         """The ops of `rank`."""
         there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
-        there, back = (rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)] for rows in (there, back))
+        there, back = (
+            rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)] for rows in (there, back)
+        )
         ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
         tasks = _visible(zone, rank) if context.attends else np.empty((0, Task.WIDTH), dtype=np.int64)
         if len(tasks):
@@ -151,13 +155,16 @@ class Dispatch(CommPattern[TaskTable]):
     def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
         """Inputs, one launch of every rank, outputs."""
         ranks = np.arange(context.num_ranks)
-        launches = Launches(_pairs(_visible(zone), context), as_array(zone.tasks)[:, Task.RANK], np.zeros(len(ranks)), ranks[:, None])
+        launches = Launches(
+            _pairs(_visible(zone), context), as_array(zone.tasks)[:, Task.RANK], np.zeros(len(ranks)), ranks[:, None]
+        )
         there, back = self.messages(zone, context)
         return ZoneRounds(ranks, launches, PointToPoint(there.rows, back.rows))
 
 
 def _visible(zone: TaskTable, rank: int | None = None) -> Ints:
-    """The tasks (of a rank) without queries that see none of their keys and keys that none of their queries sees.
+    """The tasks (of a rank) without queries that see none of their keys and keys that none of their
+    queries sees.
 
     Those stay at the owner.
     """
@@ -195,9 +202,11 @@ def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int) -> tuple[Rows,
 def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
     """Regions of which a rank holds two partials or more once all outputs are at the owner.
 
-    `tasks`: of the rank; `owned`: rows (seq, start, stop) of its fragments; `brought`: transfers of outputs to it.
+    `tasks`: of the rank; `owned`: rows (seq, start, stop) of its fragments; `brought`: transfers of
+    outputs to it.
     """
-    # One partial however many pairs the launch had; only what stays here is not among the transfers.
+    # One partial however many pairs the launch had; only what stays here is not among the
+    # transfers.
     computed = union(tasks[:, [Task.RANK, Task.SEQ, Task.Q_START, Task.Q_STOP]])
     _, _, kept = intersections(computed[:, Placed.FRAGMENT], owned)
     twice = held_twice(np.concatenate([kept, brought[:, Transfer.SPAN]]))
@@ -207,5 +216,7 @@ def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
 
 
 def task_table(name: str, fragments: Ints, tasks: Ints) -> TaskTable:
-    """A `TaskTable` from integer arrays [n, 4] (`ir.columns.Placed`) and [m, 6] (`ir.columns.Task`)."""
+    """A `TaskTable` from integer arrays [n, 4] (`ir.columns.Placed`) and [m, 6]
+    (`ir.columns.Task`).
+    """
     return TaskTable(name, as_rows(fragments), as_rows(tasks))

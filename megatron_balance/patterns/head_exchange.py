@@ -1,9 +1,9 @@
 """Head exchange: trade a slice of the tokens for a slice of the heads (DeepSpeed Ulysses).
 
-The tokens of the zone, one sequence after the other, are divided into G near-equal runs, one a rank.
-Query heads are divided into G near-equal spans; a rank gets the key-value heads that its span needs,
-so with fewer of those than ranks (GQA) a key-value head goes to several ranks and its gradients are
-summed at the owner. With fewer query heads than ranks some ranks attend nothing.
+The tokens of the zone, one sequence after the other, are divided into G near-equal runs, one a
+rank. Query heads are divided into G near-equal spans; a rank gets the key-value heads that its span
+needs, so with fewer of those than ranks (GQA) a key-value head goes to several ranks and its
+gradients are summed at the owner. With fewer query heads than ranks some ranks attend nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class HeadSlice(NamedTuple):
 def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadSlice]]:
     """The slices that each of `size` ranks attends.
 
-    Each slice maps its query heads evenly onto its key-value heads (one key-value head, or whole groups), as kernels need.
+    Each slice maps its query heads evenly onto its key-value heads (one key-value head, or whole
+    groups), as kernels need.
     """
     ratio = num_heads // num_kv_heads
     slices: list[list[HeadSlice]] = []
@@ -69,7 +70,9 @@ def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadS
 
 
 class Shares(NamedTuple):
-    """What each of G ranks holds and attends, int64 [G]: tokens, and numbers of query and key-value heads."""
+    """Tokens that each of G ranks holds and numbers of query and key-value heads that it attends,
+    int64 [G] each.
+    """
 
     runs: Ints
     query_heads: Ints
@@ -103,7 +106,9 @@ class HeadExchange(CommPattern[Zone]):
         return _run(np.array(zone.seqs, dtype=np.int64), lengths, len(zone.ranks), zone.ranks.index(rank))
 
     def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
-        """Exchange q and kv, Attend whole sequences with the rank's heads, Exchange the outputs back."""
+        """Exchange q and kv, Attend whole sequences with the rank's heads, Exchange the outputs
+        back.
+        """
         size, index = len(zone.ranks), zone.ranks.index(rank)
         seqs = np.array(zone.seqs, dtype=np.int64)
         slices = _slices(zone, context)
@@ -120,7 +125,8 @@ class HeadExchange(CommPattern[Zone]):
                 if slices[src]:
                     back.append(transfers_of(Kind.OUT, runs[dst], _query_heads(slices[src]), *ends))
         ops: list[Op] = []
-        # Every rank takes part in the collectives, or none does: nothing moves if the one holder has all the heads.
+        # Every rank takes part in the collectives, or none does: nothing moves if the one holder
+        # has all the heads.
         moves = any(len(runs[i]) and slices[j] for i in range(size) for j in range(size) if i != j)
         if moves:
             ops.append(exchange(context, 0, np.concatenate(there), "all_to_all", zone.ranks))
@@ -128,7 +134,8 @@ class HeadExchange(CommPattern[Zone]):
             ops.append(attend(rank, _whole_pairs(seqs, context.lengths, slices[index])))
         if moves:
             ops.append(exchange(context, 1, np.concatenate(back), "all_to_all", zone.ranks))
-        # The way back carries no inputs, so a replay has nothing to bring again; a rank without tokens could not tell.
+        # The way back carries no inputs, so a replay has nothing to bring again; a rank without
+        # tokens could not tell.
         silent = [(context.base + 1, exchange(context, 1, nothing))] if moves else []
         return ZoneProgram(ops, silent)
 
@@ -167,7 +174,8 @@ class HeadExchange(CommPattern[Zone]):
         for zone in zones:
             ranks, seqs = np.array(zone.ranks), np.array(zone.seqs, dtype=np.int64)
             runs, queries, keys = Shares.of(zone, context)
-            # Each rank computes all pairs of its share of the heads; cumulative rounding keeps the sum exact.
+            # Each rank computes all pairs of its share of the heads; cumulative rounding keeps the
+            # sum exact.
             pairs, stops = int(causal_pairs(context.lengths[seqs]).sum()), np.cumsum(queries)
             load.pairs[ranks] += [
                 pairs * b // context.num_heads - pairs * a // context.num_heads
@@ -179,7 +187,8 @@ class HeadExchange(CommPattern[Zone]):
             others = (runs.sum() - runs) * active
             load.receive(Kind.Q, ranks, others, queries)
             load.receive(Kind.KV, ranks, others, keys)
-            # Every rank with heads sends its partial of each of a rank's tokens; all of them together are all heads.
+            # Every rank with heads sends its partial of each of a rank's tokens; all of them
+            # together are all heads.
             load.tokens[Kind.OUT, ranks] += runs * (active.sum() - active)
             load.token_heads[Kind.OUT, ranks] += runs * (context.num_heads - queries)
         return load
@@ -241,7 +250,9 @@ def _kv_heads(slices: Sequence[HeadSlice]) -> tuple[int, int]:
 
 
 def _run_bounds(zone: Zone, lengths: Ints) -> Ints:
-    """Tokens of the concatenated sequences at which the runs begin, and their number: int64 [G + 1]."""
+    """Tokens of the concatenated sequences at which the runs begin, and their number: int64 [G +
+    1].
+    """
     total = int(lengths[np.array(zone.seqs, dtype=np.int64)].sum())
     return total * np.arange(len(zone.ranks) + 1) // len(zone.ranks)
 

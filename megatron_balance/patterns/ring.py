@@ -1,4 +1,5 @@
-"""Ring: keys and values go round the group, one hop a round, while queries stay (Ring Attention; Zeppelin, section 3.2).
+"""Ring: keys and values go round the group, one hop a round, while queries stay (Ring Attention;
+Zeppelin, section 3.2).
 
 Round t of G: group index i attends to the block that started at index i - t. A fragment goes round
 only as far as some rank still needs it. A replayed backward turns the other way, so that the block
@@ -41,7 +42,9 @@ from megatron_balance.patterns.base import (
 from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, of_zone, shared_tokens
 
 EXACT = 1 << 18
-"""Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by launch."""
+"""Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
+launch.
+"""
 
 _ROWS = 1 << 14
 """About so many rows are made at once, which keeps them in the cache."""
@@ -73,7 +76,9 @@ class Ring(ZigzagPattern):
             before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
             forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
             mirror = blocks.turned(-rounds % size) if context.replays else None
-            backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
+            backward = (
+                mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
+            )
             for t in range(1, size):
                 exchange_id = context.base + t - 1
                 if forward[t]:
@@ -161,11 +166,15 @@ class Ring(ZigzagPattern):
         """Launches of all rounds, and the blocks that walk round."""
         placed = of_zone(zone, context.lengths)
         traffic = HopByHop(*walks(placed)) if placed.size > 1 else None
-        return ZoneRounds(np.array(zone.ranks), ring_launches(placed, (context.num_heads, context.num_kv_heads)), traffic)
+        return ZoneRounds(
+            np.array(zone.ranks), ring_launches(placed, (context.num_heads, context.num_kv_heads)), traffic
+        )
 
 
 class Blocks:
-    """The blocks of keys that pass one rank: in round t the one that started at `source[t]`. Arrays are [rounds, S, 2]."""
+    """The blocks of keys that pass one rank: in round t the one that started at `source[t]`. Arrays
+    are [rounds, S, 2].
+    """
 
     def __init__(self, placed: Zigzag, source: Ints, num_kv_heads: int) -> None:
         self.placed = placed
@@ -177,7 +186,7 @@ class Blocks:
         self.there = (self.start < self.stop) & (self.position < placed.parts)[:, :, None]
 
     def turned(self, rounds: Ints) -> Blocks:
-        """The same blocks in another order: in round t the one of `rounds[t]` here."""
+        """Blocks in another order: in round t the one of `rounds[t]` here."""
         other = copy(self)
         other.position, other.start, other.stop, other.there = (
             array[rounds] for array in (self.position, self.start, self.stop, self.there)
@@ -189,17 +198,22 @@ class Blocks:
         return np.stack(reach_forward(self.placed, self.position), 2)
 
     def reach_backward(self) -> Ints:
-        """Hops after which a fragment has passed the last rank that needs it, turning the other way."""
+        """Hops after which a fragment has passed the last rank that needs it, turning the other
+        way.
+        """
         return np.stack(reach_backward(self.placed, self.position), 2)
 
     def transfers(self, rounds: Ints, reach: Ints, rank: int, source: int, target: int) -> list[bytes]:
-        """For each round, rows that `rank` sends to `target` (what it held a round ago) and receives from `source`."""
+        """For each round, rows that `rank` sends to `target` (what it held a round ago) and
+        receives from `source`.
+        """
         arrives = self.there & (reach >= rounds[:, None, None])
         moves = np.zeros((len(rounds), 2, *arrives.shape[1:]), dtype=bool)  # [rounds, sends or receives, S, 2]
         moves[1:, 1] = arrives[1:]
         moves[1:, 0] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
         counts = moves.sum(axis=(2, 3))
-        # Every fragment as a row; those that move are copied from there, which is faster than making them column by column.
+        # Every fragment as a row; those that move are copied from there, which is faster than
+        # making them column by column.
         fragments = np.empty((*self.start.shape, Transfer.WIDTH), dtype=np.int64)
         fragments[..., Transfer.KIND] = Kind.KV
         fragments[..., Transfer.HEAD_START], fragments[..., Transfer.HEAD_STOP] = 0, self.num_kv_heads
@@ -240,7 +254,9 @@ def reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
 
 
 def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
-    """Rounds and their rows interleaved of not much more than `_ROWS` rows; `counts`: rows of each round."""
+    """Rounds and their rows interleaved of not much more than `_ROWS` rows; `counts`: rows of each
+    round.
+    """
     ends = np.append(0, counts.cumsum())
     step = max(1, _ROWS * len(counts) // max(1, int(ends[-1])))
     for first in range(0, len(counts), step):
@@ -267,7 +283,11 @@ def _attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> 
     k_start, k_stop = blocks.start[:, :, key], blocks.stop[:, :, key]
     visible &= (q_start < q_stop) & (k_start < k_stop)
     queries = np.empty((*q_start.shape, 5), dtype=np.int64)  # as rows have them, to be copied
-    queries[..., Pair.SEQ], queries[..., Pair.Q_START], queries[..., Pair.Q_STOP] = placed.seqs[:, None], q_start, q_stop
+    queries[..., Pair.SEQ], queries[..., Pair.Q_START], queries[..., Pair.Q_STOP] = (
+        placed.seqs[:, None],
+        q_start,
+        q_stop,
+    )
     queries[..., Pair.Q_HEAD_START], queries[..., Pair.Q_HEAD_STOP] = 0, context.num_heads
     queries, k_start, k_stop = queries.reshape(-1, 5), k_start.ravel(), k_stop.ravel()
     # One merge row per query region and round: skip the second pair of the same query chunk.
@@ -294,9 +314,11 @@ def _attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> 
 
 
 def forward_hops(placed: Zigzag) -> Ints:
-    """Tokens [G, G] of the block of each group index in its n-th hop, turning forward; hop 0 is none.
+    """Tokens [G, G] of the block of each group index in its n-th hop, turning forward; hop 0 is
+    none.
 
-    All that several ranks hold goes all the way round, but for the chunks of position 0 (`reach_forward`).
+    All that several ranks hold goes all the way round, but for the chunks of position 0
+    (`reach_forward`).
     """
     size, several = placed.size, placed.parts > 1
     first = np.zeros_like(placed.lengths)
@@ -310,7 +332,9 @@ def forward_hops(placed: Zigzag) -> Ints:
 
 
 def walks(placed: Zigzag) -> tuple[Ints, Ints]:
-    """Tokens [G, G] of the block of a group index in its n-th hop, turning forward and turning the other way."""
+    """Tokens [G, G] of the block of a group index in its n-th hop, turning forward and turning the
+    other way.
+    """
     position = placed.position(np.arange(placed.size)[:, None])
     there = position < placed.parts
     lo, hi = (np.where(there, stop - start, 0) for start, stop in (placed.lo(position), placed.hi(position)))
@@ -382,7 +406,9 @@ def _launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
     together = np.rint(holds @ holds.T).astype(np.int64)
     source = (index[:, None] - index) % size
     kind = np.where(source == index[:, None], 0, np.where(source < index[:, None], 1, 2))
-    kinds, which = np.unique(kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True)
+    kinds, which = np.unique(
+        kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True
+    )
     order, shared = np.divmod(kinds, together.max(initial=0) + 1)
     chunk = np.maximum(1, np.rint(placed.lengths[~short] / (2 * size)).astype(np.int64))
     combinations: tuple[tuple[tuple[int, int], ...], ...] = (

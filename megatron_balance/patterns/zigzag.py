@@ -1,4 +1,5 @@
-"""Zigzag placement: each of G ranks holds chunks i and 2G-1-i of every sequence (Zeppelin, section 3.2; TE CP).
+"""Zigzag placement: each of G ranks holds chunks i and 2G-1-i of every sequence (Zeppelin, section
+3.2; TE CP).
 
 Chunks are near equal (their sizes differ by at most one token), so any length is legal without
 padding. A sequence shorter than 2G tokens cannot give every rank two tokens: it is divided into 2p
@@ -28,7 +29,9 @@ _BLOCK = 1 << 20
 """Cells of (rank, sequence) worked on at once, which bounds memory."""
 
 _LISTED = 1 << 12
-"""Zones of at most this many cells are listed together, fragment by fragment: a plan may have a zone for each rank."""
+"""Zones of at most this many cells are listed together, fragment by fragment: a plan may have a
+zone for each rank.
+"""
 
 _NARROW = 1 << 15
 """With fewer ranks, 2 G^2 fits 32 bits."""
@@ -36,9 +39,11 @@ _NARROW = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Zigzag:
-    """The division of the sequences of one zone among its `size` ranks. Arrays over the zone's sequences.
+    """The division of the sequences of one zone among its `size` ranks. Arrays over the zone's
+    sequences.
 
-    `parts[s]`: ranks that hold sequence s; `first[s]`: the group index of the rank that holds its chunk 0.
+    `parts[s]`: ranks that hold sequence s; `first[s]`: the group index of the rank that holds its
+    chunk 0.
     """
 
     size: int
@@ -48,7 +53,9 @@ class Zigzag:
     first: Ints
 
     def position(self, index: Ints) -> Ints:
-        """Place of group index `index` [..., 1] in each sequence's own order: [..., S]; >= parts: it holds nothing."""
+        """Place of group index `index` [..., 1] in each sequence's own order: [..., S]; >= parts:
+        it holds nothing.
+        """
         return (index - self.first) % self.size
 
     def lo(self, position: Ints) -> tuple[Ints, Ints]:
@@ -96,17 +103,19 @@ def tokens(lengths: Ints, size: int) -> Ints:
     held = np.zeros(size, dtype=np.int64)
     parts, first = holders(lengths, np.full(len(lengths), size), np.zeros_like(lengths))
     step, short = max(1, _BLOCK // size), parts < size
-    # All chunks have l / 2G tokens, rounded down, and some of the rest r: of two that lie alike from
-    # both ends, where the one begins is rounded down and where the other ends is rounded up. No more
-    # than 2 G^2 is counted with, so narrow numbers do, which divide faster.
+    # All chunks have l / 2G tokens, rounded down, and some of the rest r: of two that lie alike
+    # from both ends, where the one begins is rounded down and where the other ends is rounded up.
+    # No more than 2 G^2 is counted with, so narrow numbers do, which divide faster.
     whole, width = lengths[~short], 2 * size
     held += 2 * (whole // width).sum()
-    rest, edges = ((values % width).astype(np.uint32 if size < _NARROW else np.int64) for values in (whole, np.arange(size + 1)))
+    rest, edges = (
+        (values % width).astype(np.uint32 if size < _NARROW else np.int64) for values in (whole, np.arange(size + 1))
+    )
     for begin in range(0, len(whole), step):
         before = rest[begin : begin + step, None] * edges
         held += np.diff((before // width + (before + (width - 1)) // width).sum(axis=0, dtype=np.int64))
-    # The others lie end to end, with a token a chunk; where tokens are odd in number, the last chunk,
-    # which is on the rank that the first is on, has one more, and a lone token is alone.
+    # The others lie end to end, with a token a chunk; where tokens are odd in number, the last
+    # chunk, which is on the rank that the first is on, has one more, and a lone token is alone.
     rounds, more = divmod(int(parts[short].sum()), size)
     held += 2 * (rounds + (np.arange(size) < more))
     np.add.at(held, first[short], np.where(lengths[short] == 1, -1, lengths[short] % 2))
@@ -114,11 +123,15 @@ def tokens(lengths: Ints, size: int) -> Ints:
 
 
 def fragments(placed: Zigzag, index: int) -> Ints:
-    """Rows (seq, start, stop) that group index `index` holds, sequence by sequence, low chunk first."""
+    """Rows (seq, start, stop) that group index `index` holds, sequence by sequence, low chunk
+    first.
+    """
     position = placed.position(np.array(index))
     lo0, lo1 = placed.lo(position)
     hi0, hi1 = placed.hi(position)
-    rows = np.stack([np.repeat(placed.seqs, 2), np.stack([lo0, hi0], 1).ravel(), np.stack([lo1, hi1], 1).ravel()], axis=1)
+    rows = np.stack(
+        [np.repeat(placed.seqs, 2), np.stack([lo0, hi0], 1).ravel(), np.stack([lo1, hi1], 1).ravel()], axis=1
+    )
     return rows[np.repeat(position < placed.parts, 2) & (rows[:, 1] < rows[:, 2])]
 
 
@@ -126,15 +139,17 @@ def pairs_per_rank(placed: Zigzag) -> Ints:
     """Causal pairs of each group index, its queries with the keys before them: int64 [G]."""
     size, short = placed.size, placed.parts < placed.size
     pairs = np.zeros(size, dtype=np.int64)
-    # Sequences that all ranks hold: group index i holds the chunks between edges i and i + 1 from both ends.
+    # Sequences that all ranks hold: group index i holds the chunks between edges i and i + 1 from
+    # both ends.
     edges, whole = np.arange(size + 1), placed.lengths[~short, None]
     step = max(1, _BLOCK // size)
     for begin in range(0, len(whole), step):
         block = whole[begin : begin + step]
         lo, hi = block * edges // (2 * size), block * (2 * size - edges) // (2 * size)
         pairs += np.diff((causal_pairs(lo) - causal_pairs(hi)).sum(axis=0))
-    # Of the others a chunk is a token: each holder has queries p and 2 parts - 1 - p. The last query of
-    # an odd number of tokens is on the first holder, too; a lone token is all of its sequence.
+    # Of the others a chunk is a token: each holder has queries p and 2 parts - 1 - p. The last
+    # query of an odd number of tokens is on the first holder, too; a lone token is all of its
+    # sequence.
     first, parts, length = placed.first[short], placed.parts[short], placed.lengths[short]
     steps = sums(first, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
     steps -= sums(first + parts, np.where(length > 1, 2 * parts + 1, 0), 2 * size)
@@ -149,7 +164,9 @@ def shared_tokens(placed: Zigzag) -> Ints:
 
 
 class ZigzagPattern(CommPattern[Zone]):
-    """The common part of patterns whose zones are placed zigzag and whose queries stay where they are."""
+    """The common part of patterns whose zones are placed zigzag and whose queries stay where they
+    are.
+    """
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
         del num_ranks
@@ -168,8 +185,13 @@ class ZigzagPattern(CommPattern[Zone]):
         return 0, 0
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
-        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]: zone by zone, each as listed."""
-        sizes, counts = (np.array([len(of(zone)) for _, zone in zones], dtype=np.int64) for of in (attrgetter("ranks"), attrgetter("seqs")))
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]: zone by zone, each
+        as listed.
+        """
+        sizes, counts = (
+            np.array([len(of(zone)) for _, zone in zones], dtype=np.int64)
+            for of in (attrgetter("ranks"), attrgetter("seqs"))
+        )
         members = np.fromiter(chain.from_iterable(zone.ranks for _, zone in zones), np.int64, int(sizes.sum()))
         seqs = np.fromiter(chain.from_iterable(zone.seqs for _, zone in zones), np.int64, int(counts.sum()))
         stops = np.cumsum(counts)

@@ -1,10 +1,14 @@
-"""The two layers that lie around any planner's decision: remapping and routing (Zeppelin, sections 3.4 and 3.3).
+"""The two layers that lie around any planner's decision: remapping and routing (Zeppelin, sections
+3.4 and 3.3).
 
-A planner says where attention runs. `with_layers` adds to its plan where tokens live outside attention (`MicrobatchPlan.moves`) and
-which transfers between nodes go over all NICs (`MicrobatchPlan.routing`); `schedules.project` carries both out.
+A planner says where attention runs. `with_layers` adds to its plan where tokens live outside
+attention (`MicrobatchPlan.moves`) and which transfers between nodes go over all NICs
+(`MicrobatchPlan.routing`); `compile.pipeline` carries both out.
 
-When routing pays (`routing: pays`): Eq. (1) holds n b_inter, the direct transfer, against n b_intra (x1
-- 1) / x1 + n b_inter max(1 / x1, 1 / x2) + n b_intra (x2 - 1) / x2. Divided by n that does not depend
+When routing pays (`routing: pays`): Eq. (1) holds n b_inter, the direct transfer, against n b_intra
+    (x1
+- 1) / x1 + n b_inter max(1 / x1, 1 / x2) + n b_intra (x2 - 1) / x2. Divided by n that does not
+    depend
 on n, but each of the three steps has its own latency, so short transfers go directly
 (`Routing.min_tokens`). Eq. (1) takes the other NICs to be idle, which depends on the comm pattern
 (`CommPattern.routing`): it holds for a ring, which leaves a node at one rank; where every rank uses
@@ -40,11 +44,12 @@ RemapWhen: TypeAlias = Literal["always", "pays"]
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What lies around a planner.
+    """Layers around a planner.
 
-    `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC. `remap`: balance tokens outside
-    attention, `remap_when` always or where that saves time; `solver`, `objective` and `sides` as in `solvers.remap.solve`. `align`:
-    token counts outside attention are multiples of this (the tensor-parallel size).
+    `routing`: when transfers between nodes go over all NICs, with `pieces` of each on one NIC.
+    `remap`: balance tokens outside attention, `remap_when` always or where that saves time;
+    `solver`, `objective` and `sides` as in `solvers.remap.solve`. `align`: token counts outside
+    attention are multiples of this (the tensor-parallel size).
     """
 
     routing: When = "never"
@@ -75,7 +80,7 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers:
 
 def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
     """Rows (src, dst, tokens) that even out `held` tokens a rank."""
-    found = remap.solve(
+    solved = remap.solve(
         held,
         cluster.node_size,
         intra_s=_bandwidth_s(cost, cluster, inter_node=False),
@@ -85,20 +90,24 @@ def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Row
         sides=layers.sides,
         solver=layers.solver,
     )
-    return as_rows(found.moves)
+    return as_rows(solved.moves)
 
 
 def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds of one layer's forward pass that evening out `tokens` a rank saves in the linear parts, less what moving them takes."""
+    """Seconds of one layer's forward pass that evening out `tokens` a rank saves in the linear
+    parts, less what moving them takes.
+    """
     largest, mean = float(max(tokens)), sum(tokens) / len(tokens)
     return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
 
 
 def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds to bring tokens from even to `tokens` a rank before attention, and their outputs back after it.
+    """Seconds to bring tokens from even to `tokens` a rank before attention, and their outputs back
+    after it.
 
-    An estimate of what the best moves take, without solving for them: the longest time of a rank's link, and of a node's NICs for what
-    the node as a whole has above or below its share, one after the other; nothing of it hides behind attention.
+    An estimate of what the best moves take, without solving for them: the longest time of a rank's
+    link, and of a node's NICs for what the node as a whole has above or below its share, one after
+    the other; nothing of it hides behind attention.
     """
     size = cluster.node_size
     mean = sum(tokens) / len(tokens)
@@ -113,7 +122,8 @@ def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -
 
 
 def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> float:
-    """Seconds per token of a remap, which moves its query, keys and values one way and its output the other; latency left out.
+    """Seconds per token of a remap, which moves its query, keys and values one way and its output
+    the other; latency left out.
 
     Ranks that share a NIC move their tokens over it at the same time.
     """
@@ -145,7 +155,9 @@ def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When
 
 
 def fewest_routed_tokens(cost: CostModel, num_nics: int) -> int | None:
-    """From how many tokens' keys and values on a lone transfer is faster routed (Eq. 1, with latencies); None: never."""
+    """From how many tokens' keys and values on a lone transfer is faster routed (Eq. 1, with
+    latencies); None: never.
+    """
     num_bytes = cost.kv_bytes(1)
     extra_s = cost.routed_s(0, 1, num_nics) - cost.inter_node_s(0)
     saved_s = cost.inter_node_s(num_bytes) - cost.routed_s(num_bytes, 1, num_nics) + extra_s
@@ -158,7 +170,9 @@ def _moves_across(plan: MicrobatchPlan, cluster: Cluster) -> Ints:
 
 
 def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
-    """Whether routing this zone, or the remap, is worth while; `fewest_routed_tokens` says that a lone transfer is."""
+    """Whether routing this zone, or the remap, is worth while; `fewest_routed_tokens` says that a
+    lone transfer is.
+    """
     if index == REMAP:
         if not _moves_across(plan, cluster).size:
             return True  # an owner makes the first hop of a ring, which `fewest_routed_tokens` prices
@@ -173,21 +187,27 @@ def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, n
 
 
 def _remap_loads(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
-    """Bytes that each rank sends to other nodes, and that it receives from them, one array [R] each."""
+    """Bytes that each rank sends to other nodes, and that it receives from them, one array [R]
+    each.
+    """
     moves = _moves_across(plan, cluster)
     num_bytes = np.rint(moves[:, Move.TOKENS] * _token_bytes(cost)).astype(np.int64)
     return [np.bincount(moves[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in (Move.SRC, Move.DST)]
 
 
 def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
-    """The same of each exchange of a zone."""
+    """Bytes that each rank sends to other nodes, and that it receives from them, of each exchange
+    of a zone.
+    """
     loads: list[Ints] = []
     zone = plan.zones[index]
     for messages in pattern_of(zone).messages(zone, Context.of(plan), across=True):
         rows = messages.each_pair()
         rows = rows[rows[:, Message.SRC] // cluster.node_size != rows[:, Message.DST] // cluster.node_size]
         is_kv = rows[:, Message.KIND] == Kind.KV
-        heads = (rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]) / np.where(is_kv, plan.num_kv_heads, plan.num_heads)
+        heads = (rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]) / np.where(
+            is_kv, plan.num_kv_heads, plan.num_heads
+        )
         each = np.where(is_kv, cost.kv_bytes(1), cost.query_bytes(1)) * heads
         num_bytes = np.rint(each * rows[:, Message.TOKENS]).astype(np.int64)
         ends = (Message.SRC, Message.DST)
@@ -196,7 +216,9 @@ def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostMo
 
 
 def _spread_pays(load: Ints, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
-    """Whether the busiest NIC of a node would gain more from sharing its bytes with the others than that costs inside the node."""
+    """Whether the busiest NIC of a node would gain more from sharing its bytes with the others than
+    that costs inside the node.
+    """
     by_node = load.reshape(-1, cluster.node_size)
     padded = np.zeros((len(by_node), num_nics * cluster.ranks_per_nic), dtype=np.int64)
     padded[:, : cluster.node_size] = by_node

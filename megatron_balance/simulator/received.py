@@ -1,4 +1,6 @@
-"""Keys and values of others that a rank holds at once when a backward brings them again (policy `replay`)."""
+"""Keys and values of others that a rank holds at once when a backward brings them again (policy
+`replay`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from megatron_balance.patterns.base import Context
 
 
 def most_in_a_round(plan: MicrobatchPlan) -> Ints:
-    """For each rank the most key-value tokens that one exchange of attention brings it; a ring's largest block [num_ranks]."""
+    """For each rank the most key-value tokens that one exchange of attention brings it; a ring's
+    largest block [num_ranks].
+    """
     context = Context.of(plan)
     most = np.zeros(plan.num_ranks, dtype=np.int64)
     for zone in plan.zones:

@@ -16,10 +16,12 @@ from megatron_balance.simulator.work import ADD
 
 @dataclass(slots=True)
 class Turn:
-    """Transfers round the ring one way, by the group index that sends: seconds [rounds, G] of each hop (nan: none), and its link [G].
+    """Transfers round the ring one way, by the group index that sends: seconds [rounds, G] of each
+    hop (nan: none), and its link [G].
 
-    `legs`: of routed hops (nan: not routed), seconds to the proxies, between nodes, and from the proxies, calls included. `inside`,
-    `between`: how long each rank's transfers of a round keep it busy inside the node, and between nodes.
+    `legs`: of routed hops (nan: not routed), seconds to the proxies, between nodes, and from the
+    proxies, calls included. `inside`, `between`: how long each rank's transfers of a round keep it
+    busy inside the node, and between nodes.
     """
 
     seconds: Floats
@@ -42,7 +44,9 @@ class Turn:
 
 
 class Ring:
-    """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits for the one before, and a launch."""
+    """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits
+    for the one before, and a launch.
+    """
 
     def __init__(self, clocks: Clocks, table: ZoneTable, hops: Hops) -> None:
         self.clocks, self.table, self.hops, self.machine = clocks, table, hops, clocks.machine
@@ -52,7 +56,10 @@ class Ring:
         self.slow = clocks.slow[self.ranks]
         self.busy = np.zeros(self.size)
         contention = self.machine.cost.contention
-        self.drag = contention.slowdown(intra=True, inter=False) - 1.0, contention.slowdown(intra=False, inter=True) - 1.0
+        self.drag = (
+            contention.slowdown(intra=True, inter=False) - 1.0,
+            contention.slowdown(intra=False, inter=True) - 1.0,
+        )
 
     def run(self) -> None:
         if self.clocks.backward:
@@ -133,12 +140,16 @@ class Ring:
         clocks.nic_bytes += load[first:].reshape(2, -1)
 
     def _carry(self, turn: Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
-        """Run the transfers of a round; when each rank has what it receives (-inf: it receives nothing)."""
+        """Run the transfers of a round; when each rank has what it receives (-inf: it receives
+        nothing).
+        """
         seconds, free = turn.seconds[at], self.free[traffic_class]
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
         there = (place + turn.step) % self.size
-        begin = np.maximum(np.maximum(posted, free[turn.link, place]), np.maximum(posted[there], free[turn.link, there]))
+        begin = np.maximum(
+            np.maximum(posted, free[turn.link, place]), np.maximum(posted[there], free[turn.link, there])
+        )
         arrived = np.full(self.size, -np.inf)
         if turn.legs is not None:
             moving &= np.isnan(turn.legs[0][at])
@@ -150,12 +161,17 @@ class Ring:
         return arrived
 
     def _by_proxies(self, turn: Turn, at: int, posted: Floats, free: Floats, arrived: Floats) -> None:
-        """Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside the next one of the round before."""
+        """Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside
+        the next one of the round before.
+        """
         assert turn.legs is not None
         hop = np.flatnonzero(~np.isnan(turn.legs[0][at]) & ~np.isnan(turn.seconds[at]))
         there = (hop + turn.step) % self.size
         first = np.maximum(posted[hop], free[DISPATCH, hop]) + turn.legs[0][at, hop]
-        between = np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there])) + turn.legs[1][at, hop]
+        between = (
+            np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there]))
+            + turn.legs[1][at, hop]
+        )
         last = np.maximum(between, free[COMBINE, there]) + turn.legs[2][at, hop]
         free[DISPATCH, hop], free[COMBINE, there] = first, last
         free[INTER, hop], free[INTER, there] = between, between
@@ -179,7 +195,9 @@ class Ring:
         self.busy += seconds
 
     def _blocks(self, tokens: Floats, step: int) -> Floats:
-        """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later ones."""
+        """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later
+        ones.
+        """
         place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
         return tokens[(place - step * (rounds - 1)) % self.size, rounds]
 
@@ -202,7 +220,9 @@ class Ring:
         self.ready = posted
 
     def _backward(self) -> None:
-        """Rounds the other way: the gradients of a block walk its way back; `replay` brings the blocks again, furthest first."""
+        """Rounds the other way: the gradients of a block walk its way back; `replay` brings the
+        blocks again, furthest first.
+        """
         size, run_s, replay = self.size, self.table.backward_s, self.clocks.policy == "replay"
         back, num_bytes = self._turn(self._returning(), Kind.KV_GRAD, -1)
         added_s = np.array([ADD * self.clocks.pack_s(row) for row in np.roll(num_bytes, -1, axis=1)]) * self.slow
@@ -234,13 +254,18 @@ class Ring:
         self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
 
     def _returning(self) -> Floats:
-        """Tokens [rounds, G] whose gradients each group index sends back: of the block that had come to it in that round."""
+        """Tokens [rounds, G] whose gradients each group index sends back: of the block that had
+        come to it in that round.
+        """
         place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
         return self.hops.forward[(place - rounds) % self.size, rounds]
 
     def _share_traffic_classes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
-        """Keys and gradients leave by the same link at the same time: each has half of it while the other needs it."""
-        # The second block comes while the first gradients leave, and so on; the first comes alone, the last gradients leave alone.
+        """Keys and gradients leave by the same link at the same time: each has half of it while the
+        other needs it.
+        """
+        # The second block comes while the first gradients leave, and so on; the first comes alone,
+        # the last gradients leave alone.
         beside = moved[:0:-1]
         both = np.minimum(copied[1:], beside)
         for turn, rows, own in ((again, slice(1, None), copied[1:]), (back, slice(None, 0, -1), beside)):

@@ -1,8 +1,10 @@
-"""The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all ranks of a zone at once.
+"""The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all
+ranks of a zone at once.
 
-For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order, `compile.order`); what is simpler: the
-transfers of one exchange share links and NICs as if they all began together, and zones on other ranks take from a NIC what they need of
-it on average while both are at work (known from a run without them). Tests hold it against the event engine.
+For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order,
+`compile.order`); what is simpler: the transfers of one exchange share links and NICs as if they all
+began together, and zones on other ranks take from a NIC what they need of it on average while both
+are at work (known from a run without them). Tests hold it against the event engine.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Tables
 from megatron_balance.simulator.work import ADD
 
 
-def play(plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]) -> tuple[Outcome, Outcome]:
-    """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks] enters them."""
+def play(
+    plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]
+) -> tuple[Outcome, Outcome]:
+    """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks]
+    enters them.
+    """
     tables = Tables(plan, machine)
     return _phase(tables, policy, enter_s[0], backward=False), _phase(tables, policy, enter_s[1], backward=True)
 
@@ -43,7 +49,9 @@ def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -
 
 @dataclass(slots=True)
 class _Use:
-    """From when to when a zone is at work, and the bytes that it moves over each NIC, out and in [2, num_nics]."""
+    """From when to when a zone is at work, and the bytes that it moves over each NIC, out and in
+    [2, num_nics].
+    """
 
     begin_s: float
     end_s: float
@@ -55,12 +63,16 @@ class _Use:
 
 
 def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
-    """By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at the same time."""
+    """By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at
+    the same time.
+    """
     begin, end = np.array([use.begin_s for use in uses]), np.array([use.end_s for use in uses])
     rates = np.stack([use.nic_bytes / max(use.end_s - use.begin_s, 1e-12) for use in uses]) / machine.inter.bytes_per_s
     parts: list[Floats] = []
     for index, use in enumerate(uses):
-        overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None) / max(use.end_s - use.begin_s, 1e-12)
+        overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None) / max(
+            use.end_s - use.begin_s, 1e-12
+        )
         overlap[index] = 0.0
         others = np.tensordot(overlap, rates, 1)
         fair = rates[index] / np.maximum(rates[index] + others, 1e-12)
@@ -71,7 +83,9 @@ def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
 class _Run:
     """One phase, zone by zone. `taken`: the part of each NIC that each zone has beside the others."""
 
-    def __init__(self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool, taken: list[Floats] | None = None) -> None:
+    def __init__(
+        self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool, taken: list[Floats] | None = None
+    ) -> None:
         self.tables, self.taken = tables, taken
         self.clocks = Clocks(tables, policy, enter_s, backward=backward)
         self.uses: list[_Use] = []
@@ -91,7 +105,11 @@ class _Run:
             for table in zones:
                 self._enter(table)
         if self.clocks.plan.moves:
-            self._remap((Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,), remap_in=False, hops=self.clocks.backward)
+            self._remap(
+                (Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,),
+                remap_in=False,
+                hops=self.clocks.backward,
+            )
         end = np.maximum(
             np.maximum(self.clocks.done, self.clocks.late) + self.clocks.late_s,
             np.maximum(self.clocks.free.max(axis=(0, 1)), self.clocks.opened),
@@ -148,7 +166,9 @@ class _Run:
         holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         src, dst = (owner, holder) if remap_in else (holder, owner)
         heads = [(0, plan.num_kv_heads if kind in KEY_SIDE else plan.num_heads) for kind in kinds]
-        return np.concatenate([messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)])
+        return np.concatenate(
+            [messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)]
+        )
 
     def _collective(self, table: ZoneTable, traffic: Collectives) -> None:
         gathers = traffic.gathers
@@ -164,11 +184,20 @@ class _Run:
         self._together(table, traffic.input_grads, MOVED, ring=gathers, added=True)
 
     def _together(
-        self, table: ZoneTable, num_bytes: Floats, traffic_class: int, *, ring: bool = False, stored: bool = False, added: bool = False
+        self,
+        table: ZoneTable,
+        num_bytes: Floats,
+        traffic_class: int,
+        *,
+        ring: bool = False,
+        stored: bool = False,
+        added: bool = False,
     ) -> None:
-        """One collective of all ranks of a zone; what is moved follows the launch, what is copied comes before it.
+        """One collective of all ranks of a zone; what is moved follows the launch, what is copied
+        comes before it.
 
-        `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an all-to-all.
+        `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an
+        all-to-all.
         """
         if not num_bytes.size:
             return

@@ -1,4 +1,5 @@
-"""Zones as tables for `simulator.rounds`: seconds of every launch and tokens or bytes of every transfer, without the ops.
+"""Zones as tables for `simulator.rounds`: seconds of every launch and tokens or bytes of every
+transfer, without the ops.
 
 Launches and traffic of a zone are what its pattern says (`CommPattern.rounds`); here launches get
 prices, and the remap takes what owners send for holders.
@@ -37,7 +38,9 @@ GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
 @dataclass(slots=True)
 class Hops:
-    """Tokens [G, G] of the block that began at a group index in its n-th hop, forward and the other way (`HopByHop`)."""
+    """Tokens [G, G] of the block that began at a group index in its n-th hop, forward and the other
+    way (`HopByHop`).
+    """
 
     forward: Floats
     backward: Floats
@@ -47,7 +50,8 @@ class Hops:
 class Collectives:
     """Bytes [G, G] from rank to rank of a zone's collectives; an empty array: there is none.
 
-    `inputs`, `outputs` and their gradients; `gathers`: all-gathers and reduce-scatters, else all-to-alls.
+    `inputs`, `outputs` and their gradients; `gathers`: all-gathers and reduce-scatters, else
+    all-to-alls.
     """
 
     inputs: Floats
@@ -75,7 +79,8 @@ def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
 
 @dataclass(slots=True)
 class ZoneTable:
-    """One zone. `launch` [G, rounds]: the launch of each rank in each round; `forward_s`, `backward_s`: its seconds, same shape.
+    """One zone. `launch` [G, rounds]: the launch of each rank in each round; `forward_s`,
+    `backward_s`: its seconds, same shape.
 
     `traffic`: None where nothing moves. `waits`: ranks [G] whose first launch needs something that
     the remap brings; `waits_next`: whose second one does.
@@ -107,9 +112,13 @@ class Tables:
             holders = remote[remote[:, RemoteHeld.ZONE] == index, RemoteHeld.HOLDER] if len(remote) else remote[:, 0]
             waits = np.isin(rounds.ranks, holders)
             launch = rounds.launches.of_round + self._add(rounds.launches)
-            self.zones.append(ZoneTable(index, rounds.ranks, launch, self._traffic(rounds.traffic), waits, waits.copy()))
+            self.zones.append(
+                ZoneTable(index, rounds.ranks, launch, self._traffic(rounds.traffic), waits, waits.copy())
+            )
         self.first_hops: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
-        """Messages that the remap's first exchange carries beside those of the moves: first hops that owners make."""
+        """Messages that the remap's first exchange carries beside those of the moves: first hops
+        that owners make.
+        """
         for pattern, zones in by_pattern(plan.zones) if len(remote) else ():
             self._remap_first_hops(pattern.first_hops(zones, context, remote))
         self._price()

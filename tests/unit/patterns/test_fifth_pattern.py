@@ -13,6 +13,7 @@ from megatron_balance.analysis.statistics import figures
 from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.pipeline import attention_layout, expand
 from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.compile.verify import verify
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.arrays import Ints
@@ -20,7 +21,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Held
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import (
     CommPattern,
@@ -33,21 +34,24 @@ from megatron_balance.patterns.base import (
 )
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.report import placement
-from megatron_balance.simulator.attention import attention_call, coupled
+from megatron_balance.simulator.attention import EngineName, attention_call, coupled
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.received import most_in_a_round
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 
 MODEL = Model(4, 2, 16)
+ENGINES: tuple[EngineName, ...] = ("events", "rounds")
 
 
 class Broadcast(CommPattern[Zone]):
-    """All tokens lie on the first rank, which sends keys and values to all; the others attend thirds that they are sent the queries of."""
+    """All tokens lie on the first rank; every rank attends an equal part of each sequence's queries."""
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
+        del num_ranks
         return zone.ranks
 
     def num_exchanges(self, zone: Zone) -> int:
+        del zone
         return 2
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
@@ -68,10 +72,10 @@ class Broadcast(CommPattern[Zone]):
         there = [transfers_of(Kind.Q, part(zone.ranks.index(other)), heads, first, other) for other in others]
         there += [transfers_of(Kind.KV, whole, kv_heads, first, other) for other in others]
         back = [transfers_of(Kind.OUT, part(zone.ranks.index(other)), heads, other, first) for other in others]
-        ops = [exchange(context, 0, np.concatenate(there))] if there else []
-        ops.append(attend(rank, prefix_pairs(part(zone.ranks.index(rank)), context)))  # pyright: ignore[reportArgumentType]
+        ops: list[Op] = [exchange(context, 0, np.concatenate(there))] if there else []
+        ops.append(attend(rank, prefix_pairs(part(zone.ranks.index(rank)), context)))
         ops += [exchange(context, 1, np.concatenate(back))] if back else []
-        return ZoneProgram(ops)  # pyright: ignore[reportArgumentType]
+        return ZoneProgram(ops)
 
 
 @pytest.fixture
@@ -98,19 +102,20 @@ def test_it_is_remapped_and_routed(plan: MicrobatchPlan) -> None:
     assert layered.routing is not None
     verify(expand(layered, "replay"))
     assert_figures_are_those_of_the_ops(layered, ranks_per_nic=1)
-    # Its load decides whether routing pays: one rank of each node sends all, the other's NIC is idle.
+    # Its load decides whether routing pays: one rank of each node sends all, the other's NIC is
+    # idle.
     heavy = replace(plan, lengths=(300_000, 12, 7))
     paying = with_layers(heavy, cluster, cost, Layers(routing="pays"))
     assert paying.routing is not None
     assert 0 in paying.routing.zones
 
 
-@pytest.mark.parametrize("policy", ["keep", "replay"])
-def test_it_is_simulated_by_both_engines(plan: MicrobatchPlan, policy: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_simulated_by_both_engines(plan: MicrobatchPlan, policy: Policy) -> None:
     cluster = Cluster(4, 2)
     machine = Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
     alone = replace(plan, zones=(replace(plan.zones[0], seqs=(0, 1, 2)),))
-    exact, rounds = (attention_call(alone, machine, policy, name=name) for name in ("events", "rounds"))  # pyright: ignore[reportArgumentType]
+    exact, rounds = (attention_call(alone, machine, policy, name=name) for name in ENGINES)
     for a, b in zip(exact, rounds, strict=True):
         assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.15)
         assert b.bytes_moved.sum() == pytest.approx(a.bytes_moved.sum(), rel=1e-9)
