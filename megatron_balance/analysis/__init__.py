@@ -1,1 +1,1 @@
-"""What a plan or a program costs in tokens and bytes, without running it."""
+"""Statistics, traffic and wire format of a plan or a program, without running it."""

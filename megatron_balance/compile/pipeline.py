@@ -14,9 +14,9 @@ from megatron_balance.compile.transpose import Policy, transpose
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Program, RankProgram
-from megatron_balance.patterns.registry import PATTERNS, CommPattern, holds, pattern_of
+from megatron_balance.patterns import PATTERNS, CommPattern, pattern_of
 
-__all__ = ["PATTERNS", "CommPattern", "attention_layout", "expand", "holds", "layout", "pattern_of", "project"]
+__all__ = ["PATTERNS", "CommPattern", "attention_layout", "expand", "layout", "pattern_of", "project"]
 
 
 def attention_layout(plan: MicrobatchPlan, rank: int) -> Ints:

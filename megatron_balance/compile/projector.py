@@ -1,4 +1,6 @@
-"""One rank's program from a plan, and what the ranks around it have to do with it."""
+"""One rank's program from a plan, and what the ranks of its node exchange with other nodes, where
+that is routed.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,32 @@ from megatron_balance.compile import remap, route
 from megatron_balance.compile.remap_merge import RemapMerge
 from megatron_balance.compile.route import Nics
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.program import FRAGMENT_WIDTH, Exchange, Op, RankProgram
-from megatron_balance.patterns.base import Context, Share
-from megatron_balance.patterns.registry import pattern_of
+from megatron_balance.ir.columns import Fragment, Transfer
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan
+from megatron_balance.ir.program import Exchange, Op, RankProgram
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context, ZoneProgram
 
 
 class Projector:
-    """A plan with what has been worked out for some of its ranks. `replays`: whether programs say what a replayed backward brings again."""
+    """A plan with what has been worked out for some of its ranks.
+
+    `replays`: whether programs say what a replayed backward brings again.
+    """
 
     def __init__(self, plan: MicrobatchPlan, *, replays: bool = True) -> None:
         self.plan, self.replays = plan, replays
-        self.lengths = np.array(plan.lengths, dtype=np.int64)
+        self.context = Context.of(plan)
         self.counts = [pattern_of(zone).num_exchanges(zone) for zone in plan.zones]
         self.ends = list(accumulate(self.counts))
         self.total = sum(self.counts)
 
     @cached_property
     def _members(self) -> tuple[Ints, Ints]:
-        """Zones by member rank, and where those of each rank begin. Looked up: a plan may have a zone for each rank."""
-        everyone = range(self.plan.num_ranks)
-        ranks = [everyone if isinstance(zone, TaskTable) else zone.ranks for zone in self.plan.zones]
+        """Zones by member rank, and where those of each rank begin. Looked up: a plan may have a
+        zone for each rank.
+        """
+        ranks = [pattern_of(zone).ranks(zone, self.plan.num_ranks) for zone in self.plan.zones]
         sizes = np.array([len(members) for members in ranks], dtype=np.int64)
         members = np.fromiter(chain.from_iterable(ranks), np.int64, int(sizes.sum()))
         order = np.argsort(members, kind="stable")
@@ -46,11 +53,11 @@ class Projector:
     def attention_layout(self, rank: int) -> Ints:
         """Rows (seq, start, stop): the fragments that the zones place on `rank`, in order."""
         zones = [self.plan.zones[index] for index in self.zones(rank)]
-        placed = (pattern_of(zone).place(zone, self.lengths, rank) for zone in zones)
-        return np.concatenate([np.empty((0, FRAGMENT_WIDTH), dtype=np.int64), *placed])
+        placed = (pattern_of(zone).place(zone, self.context.lengths, rank) for zone in zones)
+        return np.concatenate([np.empty((0, Fragment.WIDTH), dtype=np.int64), *placed])
 
     def layout(self, rank: int) -> Ints:
-        """The same outside attention."""
+        """Rows (seq, start, stop): the fragments of `rank` outside attention, in order."""
         return self.remap_merge([rank]).linear(rank) if self.plan.moves else self.attention_layout(rank)
 
     def project(self, rank: int) -> RankProgram:
@@ -59,7 +66,7 @@ class Projector:
         around = self.node(rank) if routing is not None else range(rank, rank + 1)
         remap_merge = self.remap_merge(around) if self.plan.moves else None
         if remap_merge is not None:
-            hops = remap.SentOn(*(rows[(rows[:, 6:] == rank).any(axis=1)] for rows in remap_merge.sent_on))
+            hops = remap.SentOn(*(rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)] for rows in remap_merge.sent_on))
             heads = (self.plan.num_heads, self.plan.num_kv_heads)
             program = remap.remap(self.without_hops(program, remap_merge), remap_merge.linear(rank), remap_merge.own(rank), heads, hops)
         program = program if self.replays else replace(program, replays=())
@@ -78,9 +85,10 @@ class Projector:
 
     # Attention
 
-    def share(self, index: int, rank: int, *, attends: bool = True) -> Share:
+    def zone_program(self, index: int, rank: int, *, attends: bool = True) -> ZoneProgram:
+        """The part of `rank` in zone `index`; `attends`: more than its exchanges."""
         zone, base = self.plan.zones[index], self.ends[index] - self.counts[index]
-        context = Context(self.lengths, self.plan.num_heads, self.plan.num_kv_heads, base, attends, self.replays)
+        context = replace(self.context, base=base, attends=attends, replays=self.replays)
         return pattern_of(zone).project(zone, context, rank)
 
     def attention(self, rank: int) -> RankProgram:
@@ -89,10 +97,10 @@ class Projector:
         replays: list[tuple[int, Exchange]] = []
         queues: list[tuple[str, int]] = []
         for index in self.zones(rank):
-            share = self.share(index, rank)
-            ops += share.ops
-            replays += share.replays
-            queues.append((self.plan.zones[index].name, len(share.ops)))
+            part = self.zone_program(index, rank)
+            ops += part.ops
+            replays += part.replays
+            queues.append((self.plan.zones[index].name, len(part.ops)))
         owned = as_rows(self.attention_layout(rank))
         return RankProgram(rank, owned, tuple(ops), self.total, replays=tuple(replays), queues=tuple(queues))
 
@@ -131,7 +139,7 @@ class Projector:
         return frozenset(ids)
 
     def passing(self, rank: int, remap_merge: RemapMerge | None) -> route.Passing:
-        """What the other ranks of its node exchange with other nodes where that is routed."""
+        """Transfers of the other ranks of its node with other nodes, where these are routed."""
         assert self.plan.routing is not None
         forward: list[tuple[int, Ints]] = []
         replays: list[tuple[int, Ints]] = []
@@ -141,13 +149,13 @@ class Projector:
             for index in self.zones(other) if other != rank else ():
                 if index not in routed or not self.reaches_out(index, other):
                     continue
-                share = self.share(index, other, attends=False)
-                for op in share.ops:
+                part = self.zone_program(index, other, attends=False)
+                for op in part.ops:
                     if isinstance(op, Exchange):
                         rows = as_array(op.transfers)
                         rows = remap_merge.stays(rows) if remap_merge is not None and self.opens(index, op) else rows
                         forward.append((op.id + remap_in, rows))
-                replays += [(at + remap_in, as_array(op.transfers)) for at, op in share.replays]
+                replays += [(at + remap_in, as_array(op.transfers)) for at, op in part.replays]
         if remap_merge is not None and REMAP in routed:
             ends = remap.Ends.of(remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on)
             forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]
@@ -156,8 +164,5 @@ class Projector:
 
     def reaches_out(self, index: int, rank: int) -> bool:
         """Whether `rank` may exchange anything with other nodes in a zone of its own."""
-        zone, size = self.plan.zones[index], self.plan.ranks_per_node
-        if not isinstance(zone, Zone) or zone.pattern != "ring":
-            return True
-        at = zone.ranks.index(rank)
-        return any(zone.ranks[other % len(zone.ranks)] // size != rank // size for other in (at - 1, at + 1))
+        zone = self.plan.zones[index]
+        return pattern_of(zone).reaches_out(zone, rank, self.plan.ranks_per_node)

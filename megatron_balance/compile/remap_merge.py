@@ -1,87 +1,74 @@
-"""What a remap remaps among some ranks, and the first hops that the owners of it make for its holders (`compile.remap`)."""
+"""The first hops that owners make for holders, merged into the remap's exchange (`compile.remap`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_balance.compile import layouts, remap
 from megatron_balance.ir.arrays import Ints, as_array
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.program import TRANSFER_WIDTH, Kind
-from megatron_balance.patterns import dispatch
+from megatron_balance.ir.columns import Held, Move, Remote, RemoteHeld, Transfer
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns import by_pattern, pattern_of
+from megatron_balance.patterns.base import Context
 
 
 class RemapMerge:
     """A remapped plan as `ranks` know it; `zones[i]`: indices of the zones of rank `ranks[i]`.
 
-    `regions`: rows of `remap.remote` of which one of them is the owner or the holder, or that one of them is sent by an owner.
+    `regions`: rows of `ir.columns.Remote` of which one of them is the owner or the holder, or of
+    which one of them is sent a part by an owner.
     """
 
     def __init__(self, plan: MicrobatchPlan, ranks: Sequence[int], zones: Sequence[Sequence[int]]) -> None:
         self.plan = plan
         self.moves = as_array(plan.moves)
-        self.task_tables = [zone for zone in plan.zones if isinstance(zone, TaskTable)]
         self.table = layouts.fragments(plan, self._known(ranks, zones))
-        self._remote = layouts.remote(plan, self.table)
-        self._fragment = self.table[self._remote[:, layouts.FRAGMENT]]
-        self.regions = np.column_stack([self._fragment[:, layouts.SEQ], self._remote[:, 1:]])
-        self.sent_on = remap.SentOn(self._ring_hops(), self._task_table_hops())
+        remote = layouts.remote(plan, self.table)
+        self.regions = remote[:, RemoteHeld.REMOTE]
+        self.sent_on = self._first_hops(remote)
 
     def _known(self, ranks: Sequence[int], zones: Sequence[Sequence[int]]) -> Ints:
-        """`ranks`, the holders of what is theirs, and the givers from which something may come to them in the first exchange of a zone."""
-        holders, owned = self.moves[:, 0], self.moves[:, 1]
+        """Ranks whose layouts are needed.
+
+        `ranks`, the holders of what is theirs, and the holders in whose place an owner may send to
+        them in the first exchange of a zone.
+        """
+        holders, owners = self.moves[:, Move.SRC], self.moves[:, Move.DST]
         known, gives = np.zeros((2, self.plan.num_ranks), dtype=bool)
         gives[holders] = True
-        if self.task_tables:
-            known[holders] = True
-        known[holders[np.isin(owned, ranks)]] = True
+        known[holders[np.isin(owners, ranks)]] = True
         for rank, own in zip(ranks, zones, strict=True):
-            known[[before for before in self._before(rank, own) if gives[before]]] = True
+            for index in own:
+                zone = self.plan.zones[index]
+                senders = pattern_of(zone).first_senders(zone, rank, self.plan.num_ranks)
+                known[senders[gives[senders]]] = True
         known[list(ranks)] = True
         return np.flatnonzero(known)
 
-    def _before(self, rank: int, zones: Sequence[int]) -> Iterator[int]:
-        """The rank before `rank` in each of its rings."""
-        for index in zones:
-            zone = self.plan.zones[index]
-            if isinstance(zone, Zone) and zone.pattern == "ring":
-                yield zone.ranks[zone.ranks.index(rank) - 1]
+    def _first_hops(self, remote: Ints) -> remap.SentOn:
+        context = Context.of(self.plan)
+        nothing = np.empty((0, Transfer.WIDTH), dtype=np.int64)
+        once, again = [nothing], [nothing]
+        for pattern, zones in by_pattern(self.plan.zones):
+            hops = pattern.first_hops(zones, context, remote)
+            (again if pattern.hops_again else once).append(hops.rows)
+        return remap.SentOn(np.concatenate(once), np.concatenate(again))
 
     def layout(self, rank: int) -> Ints:
         """The attention layout of one of the ranks: rows (seq, start, stop)."""
-        begin, end = np.searchsorted(self.table[:, layouts.RANK], (rank, rank + 1))
-        return self.table[begin:end, layouts.SEQ : layouts.ZONE]
+        begin, end = np.searchsorted(self.table[:, Held.RANK], (rank, rank + 1))
+        return self.table[begin:end, Held.FRAGMENT]
 
     def linear(self, rank: int) -> Ints:
         """Its layout outside attention."""
-        return remap.linear_layout(self.layout(rank), rank, self.moves, self.regions[self.regions[:, remap.OWNER] == rank])
+        return remap.linear_layout(self.layout(rank), rank, self.moves, self.regions[self.regions[:, Remote.OWNER] == rank])
 
     def own(self, rank: int) -> Ints:
         """Regions that it attends to for others, then those that others attend to for it."""
-        return np.concatenate([self.regions[self.regions[:, column] == rank] for column in (remap.HOLDER, remap.OWNER)])
+        return np.concatenate([self.regions[self.regions[:, side] == rank] for side in (Remote.HOLDER, Remote.OWNER)])
 
     def stays(self, rows: Ints) -> Ints:
-        """What is left of the transfers of a zone's first exchange once owners have sent what is theirs."""
+        """Transfers of a zone's first exchange that are left once owners have sent what is theirs."""
         return remap.resourced(rows, self.regions)[0]
-
-    def _ring_hops(self) -> Ints:
-        """First hops of rings that owners make: each passes on what the holder would, whole fragments cut by owner."""
-        chosen = self._fragment[:, layouts.ON] == 1
-        regions, zones = self.regions[chosen], self._fragment[chosen, layouts.ZONE]
-        targets = [self._after(*place) for place in zip(zones.tolist(), regions[:, remap.HOLDER].tolist(), strict=True)]
-        rows = np.empty((len(regions), TRANSFER_WIDTH), dtype=np.int64)
-        rows[:, 0], rows[:, 1:4], rows[:, 6] = Kind.KV, regions[:, :3], regions[:, remap.OWNER]
-        rows[:, 4], rows[:, 5], rows[:, 7] = 0, self.plan.num_kv_heads, targets
-        return rows[rows[:, 6] != rows[:, 7]]
-
-    def _after(self, index: int, rank: int) -> int:
-        zone = self.plan.zones[index]
-        assert isinstance(zone, Zone), "a ring is a zone of ranks"
-        return zone.ranks[(zone.ranks.index(rank) + 1) % len(zone.ranks)]
-
-    def _task_table_hops(self) -> Ints:
-        """The same of task tables."""
-        tables = [as_array(dispatch.transfers(zone, self.plan.num_heads, self.plan.num_kv_heads)[0]) for zone in self.task_tables]
-        return np.concatenate([np.empty((0, TRANSFER_WIDTH), dtype=np.int64), *(remap.resourced(rows, self.regions)[1] for rows in tables)])

@@ -104,3 +104,40 @@ class Remote:
     WIDTH = 5
     SEQ, START, STOP, OWNER, HOLDER = range(5)
     FRAGMENT = slice(0, 3)
+
+
+class Message:
+    """What one exchange moves of one kind and head span from one rank to another (`analysis.wire`)."""
+
+    WIDTH = 7
+    EXCHANGE, SRC, DST, KIND, HEAD_START, HEAD_STOP, TOKENS = range(7)
+    ENDS = slice(1, 3)
+    """src, dst."""
+    PARCEL = slice(0, 3)
+    """exchange, src, dst: all that is packed together."""
+    KEY = slice(0, 6)
+    """All but the tokens."""
+
+
+class Held:
+    """A fragment that a rank attends to (`compile.layouts.fragments`).
+
+    `ZONE`: the index of its zone. `SENT_ON`: 1 where the first exchange of its zone sends it on.
+    """
+
+    WIDTH = 6
+    RANK, SEQ, START, STOP, ZONE, SENT_ON = range(6)
+    FRAGMENT = slice(1, 4)
+    PLACED = slice(0, 4)
+
+
+class RemoteHeld:
+    """A part of a `Held` fragment that another rank owns outside attention (`compile.layouts.remote`).
+
+    The first columns are those of `Remote`; `FRAGMENT`: the row of the table of fragments.
+    """
+
+    WIDTH = 8
+    SEQ, START, STOP, OWNER, HOLDER, ZONE, SENT_ON, FRAGMENT = range(8)
+    SPAN = slice(0, 3)
+    REMOTE = slice(0, 5)

@@ -23,12 +23,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.columns import Task
-from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.patterns import pattern_of
 from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters
@@ -266,8 +264,7 @@ def softmax_scale(config: Any) -> float:
 
 def num_tasks(bound: Bound) -> int:
     """The number of tasks of a rank in one attention call."""
-    task_tables = (zone for zone in bound.plan.zones if isinstance(zone, TaskTable))
-    return sum(int((as_array(zone.tasks)[:, Task.RANK] == bound.rank).sum()) for zone in task_tables)
+    return sum(pattern_of(zone).num_tasks(zone, bound.rank) for zone in bound.plan.zones)
 
 
 def _with_known_shapes(config: Any) -> Any:

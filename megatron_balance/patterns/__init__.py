@@ -1,1 +1,48 @@
-"""Communication patterns: how the ranks of a zone meet queries, keys and outputs. One file each."""
+"""Communication patterns: how the ranks of a zone meet queries, keys and outputs. One file each.
+
+A new pattern is a subclass of `base.CommPattern` in a file of its own and a line in `PATTERNS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.patterns.all_gather import AllGather
+from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
+from megatron_balance.patterns.dispatch import Dispatch
+from megatron_balance.patterns.head_exchange import HeadExchange
+from megatron_balance.patterns.ring import Ring
+
+PATTERNS: dict[str, CommPattern[Any]] = {
+    "ring": Ring(),
+    "all_gather": AllGather(),
+    "head_exchange": HeadExchange(),
+    "dispatch": Dispatch(),
+}
+
+
+def pattern_of(zone: AnyZone) -> CommPattern[Any]:
+    """The comm pattern of a zone.
+
+    Raises:
+        InvalidProgramError: no such comm pattern.
+    """
+    if zone.pattern not in PATTERNS:
+        raise InvalidProgramError(f"zone {zone.name}: unknown comm pattern {zone.pattern!r}; known: {', '.join(PATTERNS)}")
+    return PATTERNS[zone.pattern]
+
+
+def by_pattern(zones: Iterable[AnyZone]) -> list[tuple[CommPattern[Any], list[ZoneAt[Any]]]]:
+    """The zones of a plan by pattern, each with its index, for questions that a pattern answers for
+    all of them at once.
+
+    Raises:
+        InvalidProgramError: no such comm pattern.
+    """
+    groups: dict[str, list[ZoneAt[Any]]] = {}
+    for index, zone in enumerate(zones):
+        pattern_of(zone)
+        groups.setdefault(zone.pattern, []).append((index, zone))
+    return [(PATTERNS[name], members) for name, members in groups.items()]

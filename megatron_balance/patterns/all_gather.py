@@ -1,55 +1,112 @@
-"""All-gather: every rank of the group receives all keys and values, then attends once (LLaMA 3's context parallelism)."""
+"""All-gather: every rank receives all keys and values, then attends once (LLaMA 3's context
+parallelism).
+
+Placement is zigzag (`patterns.zigzag`). Sequences that one rank holds do not travel.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Fragment, Transfer
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
-from megatron_balance.patterns import zigzag
-from megatron_balance.patterns.base import Context, Share, attend, exchange
+from megatron_balance.ir.program import Kind, Op
+from megatron_balance.patterns.base import (
+    AllTogether,
+    Context,
+    Launches,
+    Load,
+    Startable,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    attend,
+    exchange,
+    messages_from,
+    prefix_pairs,
+    transfers_of,
+)
+from megatron_balance.patterns.ring import Ring
+from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, fragments, of_zone, shared_tokens
 
 
-def num_exchanges(zone: Zone) -> int:
-    return 1 if len(zone.ranks) > 1 else 0
+class AllGather(ZigzagPattern):
+    """One collective brings all keys and values; queries and outputs stay."""
 
+    routing = "never"
+    merges_remap = False
+    traffic = AllTogether
 
-def place(zone: Zone, lengths: Ints, rank: int) -> Ints:
-    """Rows (seq, start, stop) of `rank` in this zone."""
-    return zigzag.fragments(zigzag.zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks)), zone.ranks.index(rank))
+    def num_exchanges(self, zone: Zone) -> int:
+        """One, where there are other ranks."""
+        return 1 if len(zone.ranks) > 1 else 0
 
+    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
+        """One Exchange of all the sequences that more than one rank holds, then one Attend of each
+        fragment over its prefix.
+        """
+        size, index = len(zone.ranks), zone.ranks.index(rank)
+        placed = of_zone(zone, context.lengths)
+        ops: list[Op] = []
+        shared = placed.seqs[placed.parts > 1]
+        if size > 1 and len(shared):
+            is_shared = np.zeros(len(context.lengths), dtype=bool)
+            is_shared[shared] = True
+            held: list[Ints] = []
+            for i in range(size):
+                rows = fragments(placed, i)
+                held.append(rows[is_shared[rows[:, Fragment.SEQ]]])
+            heads = (0, context.num_kv_heads)
+            tables = [transfers_of(Kind.KV, held[index], heads, rank, other) for other in zone.ranks if other != rank]
+            tables += [transfers_of(Kind.KV, held[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index]
+            rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *tables])
+            ops.append(exchange(context, 0, rows, "all_gather", zone.ranks))
+        own = fragments(placed, index)
+        if len(own):
+            ops.append(attend(rank, prefix_pairs(own, context)))
+        return ZoneProgram(ops)
 
-def project(zone: Zone, context: Context, rank: int) -> Share:
-    """One Exchange of all the sequences that more than one rank holds, then one Attend of each fragment over its prefix."""
-    size, index = len(zone.ranks), zone.ranks.index(rank)
-    cut = zigzag.zigzag(context.lengths, np.array(zone.seqs, dtype=np.int64), size)
-    ops: list[Op] = []
-    shared = cut.seqs[cut.parts > 1]
-    if size > 1 and len(shared):
-        is_shared = np.zeros(len(context.lengths), dtype=bool)
-        is_shared[shared] = True
-        held: list[Ints] = []
-        for i in range(size):
-            rows = zigzag.fragments(cut, i)
-            held.append(rows[is_shared[rows[:, 0]]])
-        tables = [_transfers(held[index], rank, other, context) for other in zone.ranks if other != rank]
-        tables += [_transfers(held[i], other, rank, context) for i, other in enumerate(zone.ranks) if i != index]
-        ops.append(exchange(context, 0, np.concatenate(tables), "all_gather", zone.ranks))
-    own = zigzag.fragments(cut, index)
-    if len(own):
-        pairs = np.zeros((len(own), PAIR_WIDTH), dtype=np.int64)
-        pairs[:, :3] = own
-        pairs[:, 4] = context.num_heads
-        pairs[:, 6] = own[:, 2]
-        pairs[:, 8] = context.num_kv_heads
-        ops.append(attend(rank, pairs))
-    return Share(ops)
+    # Plan statistics and traffic between nodes
 
+    def receive(self, load: Load, ranks: Ints, placed: Zigzag, context: Context) -> None:
+        """Add all that others hold of what several ranks hold."""
+        shared = shared_tokens(placed)
+        load.receive(Kind.KV, ranks, shared.sum() - shared, context.num_kv_heads)
 
-def _transfers(regions: Ints, src: int, dst: int, context: Context) -> Ints:
-    rows = np.empty((len(regions), TRANSFER_WIDTH), dtype=np.int64)
-    rows[:, 0] = Kind.KV
-    rows[:, 1:4] = regions
-    rows[:, 4:] = 0, context.num_kv_heads, src, dst
-    return rows
+    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """One block a rank, to all the others."""
+        del across
+        if len(zone.ranks) == 1:
+            return []
+        shared = shared_tokens(of_zone(zone, context.lengths))
+        rows = messages_from(0, np.array(zone.ranks), -1, Kind.KV, (0, context.num_kv_heads), shared)
+        return [ZoneMessages(rows, "all_gather", zone.ranks)]
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """All that several ranks hold, on every rank of the zone."""
+        placed = of_zone(zone, context.lengths)
+        return np.full(placed.size, shared_tokens(placed).sum())
+
+    # Starting early
+
+    def startable(self, zone: Zone) -> Startable:
+        """The gather, and its replay."""
+        del zone
+        return Startable(forward=(0,), replays=(0,))
+
+    # Simulation
+
+    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+        """One gather and one launch; a zone on one rank is a ring of one."""
+        size = len(zone.ranks)
+        if size == 1:
+            return Ring().rounds(zone, context)
+        placed = of_zone(zone, context.lengths)
+        held = [fragments(placed, i) for i in range(size)]
+        launch = np.repeat(np.arange(size), [len(rows) for rows in held])
+        pairs = prefix_pairs(np.concatenate(held), context)
+        token_heads = (shared_tokens(placed) * context.num_kv_heads).astype(np.float64)
+        blocks = np.repeat(token_heads[:, None], size, axis=1)
+        launches = Launches(pairs, launch, np.zeros(size), np.arange(size)[:, None])
+        return ZoneRounds(np.array(zone.ranks), launches, AllTogether({Kind.KV: blocks}, {}, gathers=True))

@@ -1,39 +1,521 @@
-"""What every schedule is handed beside its zone, and how it hands back one rank's share."""
+"""The protocol of a comm pattern: everything that the rest of the package asks of a zone.
+
+A pattern is one class in one file, with one line in `patterns.PATTERNS`. It must say which ranks
+take part, where tokens lie (`place`), and what one rank does (`num_exchanges`, `project`). All
+other questions have answers here that are worked out from those, from the ops of all the zone's
+ranks; a pattern overrides them where it knows a shorter way.
+
+`zone` may be any type that names its pattern: nothing here looks inside but the pattern itself.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_balance.ir.arrays import Ints, as_rows
-from megatron_balance.ir.program import Attend, Collective, Exchange, Merge, Op
+from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
+from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer
+from megatron_balance.ir.intervals import overlaps
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+class AnyZone(Protocol):
+    """The part of a zone that does not depend on its pattern."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def seqs(self) -> tuple[int, ...]: ...
+
+
+Z = TypeVar("Z", bound=AnyZone)
+
+ZoneAt: TypeAlias = tuple[int, Z]
+"""A zone after its index in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Facts of the microbatch. `lengths`: int64 [num_seqs]; `base`: the zone's first exchange id. `attends`: whether anything but
-    exchanges is asked for; `replays`: whether the exchanges of a replayed backward are, where they are others.
+    """Facts of the microbatch around a zone.
+
+    `lengths`: int64 [num_seqs]. For projections: `base` is the zone's first exchange id; `attends`:
+    whether more than its exchanges is asked for; `replays`: whether the exchanges of a replayed
+    backward are, where they differ from the forward's.
     """
 
     lengths: Ints
     num_heads: int
     num_kv_heads: int
+    num_ranks: int
+    ranks_per_node: int
     base: int = 0
     attends: bool = True
     replays: bool = True
 
+    @classmethod
+    def of(cls, plan: MicrobatchPlan) -> Context:
+        lengths = np.array(plan.lengths, dtype=np.int64)
+        return cls(lengths, plan.num_heads, plan.num_kv_heads, plan.num_ranks, plan.ranks_per_node)
+
+    def crosses(self, src: Ints, dst: Ints | int) -> Bools:
+        """Whether transfers go from node to node."""
+        return src // self.ranks_per_node != dst // self.ranks_per_node
+
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by forward id."""
+class ZoneProgram:
+    """One rank's part of one zone: its forward ops and, for a replayed backward, exchanges by
+    forward id.
+    """
 
     ops: list[Op]
     replays: list[tuple[int, Exchange]] = field(default_factory=list[tuple[int, Exchange]])
 
 
-def cut_by(table: Ints, counts: Ints) -> list[bytes]:
-    """So many rows of `table` after one another as one little-endian block of bytes each."""
+@dataclass(frozen=True, slots=True)
+class ZoneMessages:
+    """Messages of one exchange of a zone: rows of `ir.columns.Message`, EXCHANGE counted from the
+    zone's first.
+
+    `collective` and `group` as in `ir.program.Exchange`. In an "all_gather" a row goes to all the
+    others of `group`, and its DST is -1 (`each_pair` writes them out).
+    """
+
+    rows: Ints
+    collective: Collective = "p2p"
+    group: tuple[int, ...] = ()
+
+    def each_pair(self) -> Ints:
+        """The rows with one target each."""
+        if self.collective != "all_gather":
+            return self.rows
+        size = len(self.group)
+        rows = np.repeat(self.rows, size, axis=0)
+        rows[:, Message.DST] = np.tile(self.group, len(self.rows))
+        return rows[rows[:, Message.SRC] != rows[:, Message.DST]]
+
+
+class Load:
+    """Per rank, int64 [num_ranks], over the zones of a pattern: attention pairs, and what reaches a
+    rank.
+
+    `pairs`: causal pairs in units of all heads. `tokens` [kind]: tokens received, however many of
+    their heads; `token_heads` [kind]: tokens times heads. Kinds: Q, KV, OUT.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.pairs = np.zeros(num_ranks, dtype=np.int64)
+        self.tokens = np.zeros((len(Kind), num_ranks), dtype=np.int64)
+        self.token_heads = np.zeros((len(Kind), num_ranks), dtype=np.int64)
+
+    def receive(self, kind: Kind, ranks: Ints, num_tokens: Ints, heads: Ints | int) -> None:
+        """Add tokens of one kind that reach distinct `ranks` with this number of their heads."""
+        self.tokens[kind, ranks] += num_tokens
+        self.token_heads[kind, ranks] += num_tokens * heads
+
+    def add(self, other: Load) -> None:
+        """Add the load of other zones."""
+        self.pairs += other.pairs
+        self.tokens += other.tokens
+        self.token_heads += other.token_heads
+
+
+class FirstHops(NamedTuple):
+    """Transfers of first exchanges that the owner of what is sent makes, in the remap's exchange.
+
+    `rows`: of `ir.columns.Transfer`, from the owner; `holders` [n]: the ranks that need not send
+    them; `zones` [n]: indices of the zones whose first exchange has them no more.
+    """
+
+    rows: Ints
+    holders: Ints
+    zones: Ints
+
+
+class Startable(NamedTuple):
+    """Exchanges of a zone, counted from its first, that can start when a phase is entered.
+
+    What they send lies at the owner and no launch and no other exchange comes before them, if the
+    zone is the first of the phase. `forward`: exchanges of the forward; `gradients`: forward
+    exchanges whose gradients can start in the backward; `replays`: those whose replay can.
+    """
+
+    forward: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    replays: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Kernel launches of a zone. `pairs`: rows of `ir.columns.Pair`; `launch` [len(pairs)]: of
+    which launch.
+
+    `merging` [launches]: 1 where a forward launch merges its outputs into others; `of_round` [G,
+    rounds]: which launch each rank runs in each round.
+    """
+
+    pairs: Ints
+    launch: Ints
+    merging: Floats
+    of_round: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class HopByHop:
+    """Blocks that walk round the zone's ranks, a hop a round, beside the launches.
+
+    `forward`, `backward` [G, G]: tokens of the block that began at a group index in its n-th hop
+    (hop 0 is none), in the forward, and in a replayed backward, which turns the other way.
+    """
+
+    forward: Ints
+    backward: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class AllTogether:
+    """One collective of all the zone's ranks before the launch and one after it.
+
+    `inputs`, `outputs`: by kind, tokens times heads [G, G] from the rank of a row to that of a
+    column; a kind that is not there does not travel. `gathers`: all-gather, else all-to-all.
+    """
+
+    inputs: Mapping[Kind, Floats]
+    outputs: Mapping[Kind, Floats]
+    gathers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PointToPoint:
+    """Messages to the launch and from it: rows of `ir.columns.Message`."""
+
+    inputs: Ints
+    outputs: Ints
+
+
+ZoneTraffic: TypeAlias = HopByHop | AllTogether | PointToPoint
+
+
+@dataclass(frozen=True, slots=True)
+class ZoneRounds:
+    """Launches and traffic of a zone, to be simulated round by round.
+
+    `traffic` is None where nothing moves. Of several rounds only where it is `HopByHop`.
+    """
+
+    ranks: Ints
+    launches: Launches
+    traffic: ZoneTraffic | None
+
+
+class CommPattern(ABC, Generic[Z]):
+    """How the ranks of a zone meet queries, keys and outputs."""
+
+    routing: Literal["pays", "never", "by_load"] = "by_load"
+    """Whether spreading transfers over all NICs of a node helps, where a lone transfer gains by it.
+
+    "pays": it leaves a node at one rank; "never": every rank uses its own NIC already; "by_load":
+    where the busiest NIC of `messages` gains more than passing on inside the node costs."""
+
+    merges_remap: bool = True
+    """Whether owners make first hops for holders (`first_hops`); not where the first exchange is a
+    collective.
+    """
+
+    hops_again: bool = True
+    """Whether a replayed backward makes the forward's `first_hops` again."""
+
+    starts_beside: bool = False
+    """Whether `startable` holds for all zones in a row whose patterns say so, not for the first
+    only.
+    """
+
+    traffic: type[ZoneTraffic] = PointToPoint
+    """The form of `rounds(...).traffic`, where anything moves."""
+
+    # What a pattern must say
+
+    @abstractmethod
+    def ranks(self, zone: Z, num_ranks: int) -> Sequence[int]:
+        """The ranks that take part, in order; `num_ranks`: of the plan."""
+
+    @abstractmethod
+    def place(self, zone: Z, lengths: Ints, rank: int) -> Ints:
+        """Rows (seq, start, stop) of `rank`, in the order of its tokens."""
+
+    @abstractmethod
+    def num_exchanges(self, zone: Z) -> int:
+        """Exchange ids that the zone uses in the forward."""
+
+    @abstractmethod
+    def project(self, zone: Z, context: Context, rank: int) -> ZoneProgram:
+        """The ops of `rank`."""
+
+    # Placement
+
+    def holds(self, zone: Z, rank: int) -> bool:
+        """Whether `rank` takes part in the zone."""
+        return rank in self.ranks(zone, rank + 1)
+
+    def place_all(self, zones: Sequence[ZoneAt[Z]], lengths: Ints, wanted: Bools) -> Ints:
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]; of one rank and
+        zone in order.
+        """
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            for rank in self.ranks(zone, len(wanted)):
+                if wanted[rank]:
+                    rows = self.place(zone, lengths, rank)
+                    table = np.zeros((len(rows), Held.WIDTH), dtype=np.int64)
+                    table[:, Held.RANK], table[:, Held.FRAGMENT], table[:, Held.ZONE] = rank, rows, index
+                    tables.append(table)
+        return np.concatenate(tables)
+
+    def tokens(self, zones: Sequence[Z], context: Context) -> Ints:
+        """Tokens that the zones place on each rank: int64 [num_ranks]."""
+        table = self.place_all(list(enumerate(zones)), context.lengths, np.ones(context.num_ranks, dtype=bool))
+        return sums(table[:, Held.RANK], table[:, Held.STOP] - table[:, Held.START], context.num_ranks)
+
+    def sequences(self, zone: Z, context: Context) -> Iterator[tuple[int, list[int]]]:
+        """Each sequence with the ranks that hold or attend some of it, ascending."""
+        everyone = sorted(self.ranks(zone, context.num_ranks))
+        yield from ((seq, everyone) for seq in zone.seqs)
+
+    # Plan statistics and traffic between nodes
+
+    def load(self, zones: Sequence[Z], context: Context) -> Load:
+        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
+        load = Load(context.num_ranks)
+        for zone in zones:
+            for rank, program in self._programs(zone, context):
+                load.pairs[rank] += _pairs_of(program.ops, context.num_heads)
+            for each in self.messages(zone, context):
+                rows = each.each_pair()
+                for kind in (Kind.Q, Kind.KV, Kind.OUT):
+                    chosen = rows[rows[:, Message.KIND] == kind]
+                    num_tokens = chosen[:, Message.TOKENS]
+                    heads = chosen[:, Message.HEAD_STOP] - chosen[:, Message.HEAD_START]
+                    load.tokens[kind] += sums(chosen[:, Message.DST], num_tokens, context.num_ranks)
+                    load.token_heads[kind] += sums(chosen[:, Message.DST], num_tokens * heads, context.num_ranks)
+        return load
+
+    def messages(self, zone: Z, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """Messages of the forward's exchanges; `across`: those inside a node may be left out."""
+        del across
+        tables: dict[int, list[Ints]] = {}
+        kinds: dict[int, tuple[Collective, tuple[int, ...]]] = {}
+        for rank, program in self._programs(zone, context, attends=False):
+            for op in program.ops:
+                if isinstance(op, Exchange):
+                    rows = as_array(op.transfers)
+                    step = op.id - context.base
+                    tables.setdefault(step, []).append(messages_of(step, rows[rows[:, Transfer.SRC] == rank]))
+                    kinds[step] = ("p2p", ()) if op.collective == "all_gather" else (op.collective, op.group)
+        return [ZoneMessages(np.concatenate(tables[step]), *kinds[step]) for step in sorted(tables)]
+
+    def largest_exchange(self, zone: Z, context: Context) -> Ints:
+        """The most key-value tokens, all heads, that one exchange brings each rank of the zone:
+        int64 [G].
+        """
+        most = np.zeros(context.num_ranks, dtype=np.int64)
+        for each in self.messages(zone, context):
+            rows = each.each_pair()
+            rows = rows[rows[:, Message.KIND] == Kind.KV]
+            most = np.maximum(most, sums(rows[:, Message.DST], rows[:, Message.TOKENS], context.num_ranks))
+        return most[np.array(self.ranks(zone, context.num_ranks))]
+
+    # The remap
+
+    def first_transfers(self, zone: Z, context: Context) -> Ints:
+        """Transfers of all ranks in the zone's first exchange."""
+        tables = [np.empty((0, Transfer.WIDTH), dtype=np.int64)]
+        for rank, program in self._programs(zone, context, attends=False):
+            for op in program.ops:
+                if isinstance(op, Exchange) and op.id == context.base:
+                    rows = as_array(op.transfers)
+                    tables.append(rows[rows[:, Transfer.SRC] == rank])
+        return np.concatenate(tables)
+
+    def first_senders(self, zone: Z, rank: int, num_ranks: int) -> Ints:
+        """Ranks that may send to `rank` in the first exchange something that another rank owns."""
+        del rank
+        return np.array(self.ranks(zone, num_ranks) if self.merges_remap else (), dtype=np.int64)
+
+    def first_hops(self, zones: Sequence[ZoneAt[Z]], context: Context, remote: Ints) -> FirstHops:
+        """Transfers of the zones' first exchanges that owners make for holders, so that a hop is
+        saved.
+
+        `remote`: rows of `ir.columns.RemoteHeld`. What is owned by the target is not among them: it
+        stays in the zone's exchange, since the target has handed it over.
+        """
+        hops = [NO_FIRST_HOPS]
+        for index, zone in zones if self.merges_remap else ():
+            rows, own = self.first_transfers(zone, context), remote_of([(index, zone)], remote)
+            if not len(rows) or not len(own):
+                continue
+            sides = (rows, Transfer.SRC, Transfer.SEQ), (own, RemoteHeld.HOLDER, RemoteHeld.SEQ)
+            keys = np.concatenate([table[:, [rank, seq]] for table, rank, seq in sides])
+            key = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)  # of a rank and a sequence
+            wanted = np.column_stack([key[: len(rows)], rows[:, [Transfer.START, Transfer.STOP]]])
+            held = np.column_stack([key[len(rows) :], own[:, [RemoteHeld.START, RemoteHeld.STOP]]])
+            row, region, both = intersections(wanted, held)
+            sent = rows[row]
+            sent[:, [Transfer.START, Transfer.STOP]] = both[:, [Fragment.START, Fragment.STOP]]
+            sent[:, Transfer.SRC] = own[region, RemoteHeld.OWNER]
+            moved = sent[:, Transfer.SRC] != sent[:, Transfer.DST]
+            region = region[moved]
+            hops.append(FirstHops(sent[moved], own[region, RemoteHeld.HOLDER], own[region, RemoteHeld.ZONE]))
+        return FirstHops(*(np.concatenate(columns) for columns in zip(*hops, strict=True)))
+
+    # Starting early, routing, coupling
+
+    def startable(self, zone: Z) -> Startable:
+        """Exchanges that can start before anything else of the zone."""
+        del zone
+        return Startable()
+
+    def crosses_nodes(self, zone: Z, context: Context) -> bool:
+        """Whether anything may go from node to node."""
+        return len({rank // context.ranks_per_node for rank in self.ranks(zone, context.num_ranks)}) > 1
+
+    def reaches_out(self, zone: Z, rank: int, ranks_per_node: int) -> bool:
+        """Whether `rank` may exchange anything with other nodes."""
+        del zone, rank, ranks_per_node
+        return True
+
+    def num_tasks(self, zone: Z, rank: int) -> int:
+        """Tasks that the planner listed for `rank`; 0 where the pattern itself says who attends to
+        what.
+        """
+        del zone, rank
+        return 0
+
+    def coupled(self, zone: Z, context: Context) -> Iterable[tuple[int, int]]:
+        """Pairs of ranks that wait for one another."""
+        first, *others = self.ranks(zone, context.num_ranks)
+        return ((first, other) for other in others) if zone.seqs else ()
+
+    # Simulation
+
+    def rounds(self, zone: Z, context: Context) -> ZoneRounds:
+        """Launches and traffic, to be simulated zone by zone: all inputs, one launch a rank, all
+        outputs.
+        """
+        ranks = np.array(self.ranks(zone, context.num_ranks))
+        pairs, launch = [np.empty((0, Pair.WIDTH), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for place, (_, program) in enumerate(self._programs(zone, context)):
+            for op in program.ops:
+                if isinstance(op, Attend):
+                    pairs.append(as_array(op.pairs))
+                    launch.append(np.full(len(op.pairs), place))
+        rows = np.concatenate([np.empty((0, Message.WIDTH), dtype=np.int64), *(each.each_pair() for each in self.messages(zone, context))])
+        is_output = rows[:, Message.KIND] == Kind.OUT
+        launches = Launches(np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None])
+        return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
+
+    def _programs(self, zone: Z, context: Context, *, attends: bool = True) -> Iterator[tuple[int, ZoneProgram]]:
+        context = replace(context, attends=attends, replays=False)
+        return ((rank, self.project(zone, context, rank)) for rank in self.ranks(zone, context.num_ranks))
+
+
+NO_FIRST_HOPS = FirstHops(np.empty((0, Transfer.WIDTH), dtype=np.int64), *np.empty((2, 0), dtype=np.int64))
+
+
+def intersections(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints]:
+    """(row of `wanted`, row of `held`, tokens of both) of every pair that shares tokens, by row of
+    `wanted`, then of `held`.
+
+    Rows of both, and tokens, are (seq, start, stop).
+    """
+    row, other = overlaps(wanted, held)
+    order = np.lexsort((other, row))
+    row, other = row[order], other[order]
+    both = wanted[row]
+    both[:, Fragment.START] = np.maximum(both[:, Fragment.START], held[other, Fragment.START])
+    both[:, Fragment.STOP] = np.minimum(both[:, Fragment.STOP], held[other, Fragment.STOP])
+    return row, other, both
+
+
+def causal_pairs(num_queries: Ints) -> Ints:
+    """Pairs of the first `num_queries` queries of a sequence with the keys that they see."""
+    return num_queries * (num_queries + 1) // 2
+
+
+def task_pairs(q_start: Ints, q_stop: Ints, k_start: Ints, k_stop: Ints) -> Ints:
+    """Visible pairs of rectangles: a trapezium once the queries start, cut off where the keys end."""
+    behind = causal_pairs(np.maximum(q_stop - k_start, 0)) - causal_pairs(np.maximum(q_start - k_start, 0))
+    beyond = causal_pairs(np.maximum(q_stop - k_stop, 0)) - causal_pairs(np.maximum(q_start - k_stop, 0))
+    return behind - beyond
+
+
+def _pairs_of(ops: Sequence[Op], num_heads: int) -> int:
+    """Pairs of a rank's launches, in units of all heads."""
+    total = 0
+    for op in ops:
+        if isinstance(op, Attend):
+            rows = as_array(op.pairs)
+            each = task_pairs(rows[:, Pair.Q_START], rows[:, Pair.Q_STOP], rows[:, Pair.K_START], rows[:, Pair.K_STOP])
+            total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
+    return total // num_heads
+
+
+def messages_of(step: int, transfers: Ints) -> Ints:
+    """Messages of transfer rows (`ir.program.Exchange`) of one exchange."""
+    rows = np.empty((len(transfers), Message.WIDTH), dtype=np.int64)
+    rows[:, Message.EXCHANGE], rows[:, Message.KIND] = step, transfers[:, Transfer.KIND]
+    rows[:, Message.ENDS] = transfers[:, Transfer.ENDS]
+    rows[:, Message.HEAD_START], rows[:, Message.HEAD_STOP] = transfers[:, Transfer.HEADS].T
+    rows[:, Message.TOKENS] = transfers[:, Transfer.STOP] - transfers[:, Transfer.START]
+    return rows
+
+
+def spared_messages(hops: FirstHops) -> Ints:
+    """Messages of negative tokens, exchange 0, by which the holders send less in their zones' first
+    exchanges.
+    """
+    rows = messages_of(0, hops.rows)
+    rows[:, Message.SRC] = hops.holders
+    rows[:, Message.TOKENS] *= -1
+    return rows
+
+
+def messages_from(step: Ints | int, src: Ints | int, dst: Ints | int, kind: Kind, heads: tuple[int, int], tokens: Ints) -> Ints:
+    """Rows of messages; the columns are broadcast against one another."""
+    columns = np.broadcast_arrays(step, src, dst, np.int64(kind), *heads, tokens)
+    return np.stack([column.ravel() for column in columns], axis=1).astype(np.int64)
+
+
+def transfers_of(kind: Kind, fragments: Ints, heads: tuple[int, int], src: Ints | int, dst: Ints | int) -> Ints:
+    """Transfer rows of `fragments`, rows (seq, start, stop, ...)."""
+    rows = np.empty((len(fragments), Transfer.WIDTH), dtype=np.int64)
+    rows[:, Transfer.KIND] = kind
+    rows[:, Transfer.SPAN] = fragments[:, : Fragment.WIDTH]
+    rows[:, Transfer.HEADS] = heads
+    rows[:, Transfer.SRC], rows[:, Transfer.DST] = src, dst
+    return rows
+
+
+def prefix_pairs(fragments: Ints, context: Context) -> Ints:
+    """Pairs of fragments, each over all keys up to its end, all heads."""
+    pairs = np.zeros((len(fragments), Pair.WIDTH), dtype=np.int64)
+    pairs[:, Pair.QUERY_SPAN] = fragments
+    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
+    pairs[:, Pair.K_STOP] = fragments[:, Fragment.STOP]
+    return pairs
+
+
+def split_rows(table: Ints, counts: Ints) -> list[bytes]:
+    """Consecutive runs of `counts` rows of `table`, each as one little-endian block of bytes."""
     ends = counts.cumsum().tolist()
     table = np.ascontiguousarray(table, dtype="<i8")
     return [table[a:b].tobytes() for a, b in zip([0, *ends], ends, strict=False)]
@@ -50,3 +532,8 @@ def attend(rank: int, pairs: Ints) -> Attend:
 
 def merge(rank: int, values: Ints) -> Merge:
     return Merge(rank, as_rows(values))
+
+
+def remote_of(zones: Sequence[ZoneAt[Z]], remote: Ints) -> Ints:
+    """Rows of `remote` (`ir.columns.RemoteHeld`) that lie in one of `zones`."""
+    return remote[np.isin(remote[:, RemoteHeld.ZONE], [index for index, _ in zones])]

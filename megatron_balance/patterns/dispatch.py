@@ -1,66 +1,182 @@
-"""Dispatch: any task table of the (query, key) triangle. Queries and keys go to the rank of each task, outputs come back to the owner.
+"""Dispatch: any task table of the (query, key) triangle.
 
-The general comm pattern (DistCA, section 4): one Exchange in, one Attend a rank, one Exchange back, one Merge where a fragment's
-partials meet.
+Queries and keys go to the rank of each task, outputs come back to the owner. The general comm
+pattern (DistCA, section 4): one Exchange in, one Attend a rank, one Exchange back, one Merge where
+a fragment's partials meet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints, as_array, as_rows
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
+from megatron_balance.ir.columns import Held, Pair, Placed, Task, Transfer, Value
+from megatron_balance.ir.intervals import held_twice, union
 from megatron_balance.ir.plan import TaskTable
-from megatron_balance.ir.program import MERGE_WIDTH, PAIR_WIDTH, Kind, Op
+from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns.base import Context, Share, attend, exchange, merge
+from megatron_balance.patterns.base import (
+    CommPattern,
+    Context,
+    Launches,
+    Load,
+    PointToPoint,
+    Startable,
+    ZoneAt,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    attend,
+    exchange,
+    intersections,
+    merge,
+    messages_of,
+    task_pairs,
+    transfers_of,
+)
 
-_SHIFT = 40  # a token's position needs fewer bits than this
-_RANK, _SEQ, _QUERIES, _KEYS = 0, 1, 2, 4  # columns of tasks: of two each, where the queries and the keys begin
 
+class Dispatch(CommPattern[TaskTable]):
+    """Every rank sends what the tasks of others need, attends its own tasks, and sends the outputs
+    back.
+    """
 
-def num_exchanges(zone: TaskTable) -> int:
-    """In and back, whether or not anything moves (unused ids cost nothing)."""
-    return 2 if zone.fragments else 0
+    routing = "by_load"
+    starts_beside = True
 
+    def ranks(self, zone: TaskTable, num_ranks: int) -> Sequence[int]:
+        """All ranks of the plan."""
+        del zone
+        return range(num_ranks)
 
-def place(zone: TaskTable, lengths: Ints, rank: int) -> Ints:
-    """Rows (seq, start, stop) of `rank`, as the planner listed them."""
-    del lengths
-    table = as_array(zone.fragments)
-    return table[table[:, 0] == rank][:, 1:]
+    def num_exchanges(self, zone: TaskTable) -> int:
+        """In and back, whether or not anything moves (unused ids cost nothing)."""
+        return 2 if zone.fragments else 0
 
+    def place(self, zone: TaskTable, lengths: Ints, rank: int) -> Ints:
+        """Rows (seq, start, stop) of `rank`, as the planner listed them."""
+        del lengths
+        table = as_array(zone.fragments)
+        return table[table[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
 
-def project(zone: TaskTable, context: Context, rank: int) -> Share:
-    """The ops of `rank`."""
-    there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
-    there, back = (rows[(rows[:, 6] == rank) | (rows[:, 7] == rank)] for rows in (there, back))
-    ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
-    tasks = _visible(zone, rank) if context.attends else np.empty((0, 6), dtype=np.int64)
-    if len(tasks):
-        pairs = np.zeros((len(tasks), PAIR_WIDTH), dtype=np.int64)
-        pairs[:, :3] = tasks[:, 1:4]
-        pairs[:, 4] = context.num_heads
-        pairs[:, 5:7] = tasks[:, 4:6]
-        pairs[:, 8] = context.num_kv_heads
-        ops.append(attend(rank, pairs))
-    if len(back):
-        ops.append(exchange(context, 1, back))
-    if context.attends:
-        values = _merges(tasks, place(zone, context.lengths, rank), back[back[:, 7] == rank], context.num_heads)
-        ops += [merge(rank, values)] if len(values) else []
-    return Share(ops)
+    def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
+        """The ops of `rank`."""
+        there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
+        there, back = (rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)] for rows in (there, back))
+        ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
+        tasks = _visible(zone, rank) if context.attends else np.empty((0, Task.WIDTH), dtype=np.int64)
+        if len(tasks):
+            ops.append(attend(rank, _pairs(tasks, context)))
+        if len(back):
+            ops.append(exchange(context, 1, back))
+        if context.attends:
+            brought = back[back[:, Transfer.DST] == rank]
+            values = _merges(tasks, self.place(zone, context.lengths, rank), brought, context.num_heads)
+            ops += [merge(rank, values)] if len(values) else []
+        return ZoneProgram(ops)
+
+    # Placement
+
+    def place_all(self, zones: Sequence[ZoneAt[TaskTable]], lengths: Ints, wanted: Bools) -> Ints:
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
+        del lengths
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            placed = as_array(zone.fragments)
+            placed = placed[wanted[placed[:, Placed.RANK]]]
+            rows = np.zeros((len(placed), Held.WIDTH), dtype=np.int64)
+            rows[:, Held.PLACED], rows[:, Held.ZONE] = placed, index
+            tables.append(rows)
+        return np.concatenate(tables)
+
+    def sequences(self, zone: TaskTable, context: Context) -> Iterator[tuple[int, list[int]]]:
+        """Each sequence with the ranks that hold or attend some of it, ascending."""
+        del context
+        columns = [(Placed.RANK, Placed.SEQ), (Task.RANK, Task.SEQ)]
+        both = [as_array(rows)[:, of] for rows, of in zip((zone.fragments, zone.tasks), columns, strict=True)]
+        ranks: dict[int, list[int]] = {}
+        for rank, seq in np.unique(np.concatenate(both), axis=0).tolist():
+            ranks.setdefault(seq, []).append(rank)
+        yield from ranks.items()
+
+    # Plan statistics and traffic between nodes
+
+    def load(self, zones: Sequence[TaskTable], context: Context) -> Load:
+        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
+        load, everyone = Load(context.num_ranks), np.arange(context.num_ranks)
+        for zone in zones:
+            tasks = as_array(zone.tasks)
+            pairs = task_pairs(*(tasks[:, at] for at in (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)))
+            load.pairs += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
+            for rows in transfers(zone, context.num_heads, context.num_kv_heads):
+                table = as_array(rows)
+                for kind in (Kind.Q, Kind.KV, Kind.OUT):
+                    own = table[table[:, Transfer.KIND] == kind]
+                    num_tokens = own[:, Transfer.STOP] - own[:, Transfer.START]
+                    heads = context.num_kv_heads if kind == Kind.KV else context.num_heads
+                    load.receive(kind, everyone, sums(own[:, Transfer.DST], num_tokens, context.num_ranks), heads)
+        return load
+
+    def messages(self, zone: TaskTable, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """Messages of the way in and of the way back, one a transfer."""
+        del across
+        both = transfers(zone, context.num_heads, context.num_kv_heads)
+        return [ZoneMessages(messages_of(step, as_array(rows))) for step, rows in enumerate(both)]
+
+    # The remap
+
+    def first_transfers(self, zone: TaskTable, context: Context) -> Ints:
+        """The way in."""
+        return as_array(transfers(zone, context.num_heads, context.num_kv_heads)[0])
+
+    # Starting early, coupling
+
+    def startable(self, zone: TaskTable) -> Startable:
+        """The inputs and their replay, and the gradients of the outputs that came back."""
+        del zone
+        return Startable(forward=(0,), gradients=(1,), replays=(0,))
+
+    def num_tasks(self, zone: TaskTable, rank: int) -> int:
+        """Rows of the table that name `rank`."""
+        return int((as_array(zone.tasks)[:, Task.RANK] == rank).sum())
+
+    def coupled(self, zone: TaskTable, context: Context) -> Iterable[tuple[int, int]]:
+        """Source and target of all inputs."""
+        there, _ = transfers(zone, context.num_heads, context.num_kv_heads)
+        return ((src, dst) for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist())
+
+    # Simulation
+
+    def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
+        """Inputs, one launch of every rank, outputs."""
+        ranks = np.arange(context.num_ranks)
+        launches = Launches(_pairs(_visible(zone), context), as_array(zone.tasks)[:, Task.RANK], np.zeros(len(ranks)), ranks[:, None])
+        there, back = self.messages(zone, context)
+        return ZoneRounds(ranks, launches, PointToPoint(there.rows, back.rows))
 
 
 def _visible(zone: TaskTable, rank: int | None = None) -> Ints:
-    """The tasks (of a rank) without queries that see none of their keys and keys that none of their queries sees: those stay at the owner."""
+    """The tasks (of a rank) without queries that see none of their keys and keys that none of their
+    queries sees.
+
+    Those stay at the owner.
+    """
     table = as_array(zone.tasks)
-    tasks = table.copy() if rank is None else table[table[:, _RANK] == rank]
-    tasks[:, 2] = np.maximum(tasks[:, 2], tasks[:, 4])
-    tasks[:, 5] = np.minimum(tasks[:, 5], tasks[:, 3])
+    tasks = table.copy() if rank is None else table[table[:, Task.RANK] == rank]
+    tasks[:, Task.Q_START] = np.maximum(tasks[:, Task.Q_START], tasks[:, Task.K_START])
+    tasks[:, Task.K_STOP] = np.minimum(tasks[:, Task.K_STOP], tasks[:, Task.Q_STOP])
     return tasks
+
+
+def _pairs(tasks: Ints, context: Context) -> Ints:
+    """Pairs of tasks, all heads."""
+    pairs = np.zeros((len(tasks), Pair.WIDTH), dtype=np.int64)
+    pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_SPAN] = tasks[:, Task.QUERY], tasks[:, Task.KEYS]
+    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
+    return pairs
 
 
 @lru_cache(maxsize=64)
@@ -68,72 +184,35 @@ def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int) -> tuple[Rows,
     """All transfers in and all transfers back, for every rank."""
     tasks, owned = _visible(zone), as_array(zone.fragments)
     there: list[Ints] = []
-    for kind, column, heads in ((Kind.Q, _QUERIES, num_heads), (Kind.KV, _KEYS, num_kv_heads)):
-        needs = _union(tasks[:, [_RANK, _SEQ, column, column + 1]])
-        need, at, start, stop = _met(needs[:, 1:], owned[:, 1:])
-        rows = np.column_stack([need, owned[at, 1], start, stop, need, need, owned[at, 0], needs[need, 0]])
-        rows[:, 0], rows[:, 4], rows[:, 5] = kind, 0, heads
-        there.append(rows[rows[:, 6] != rows[:, 7]])
-    back = there[0][:, [0, 1, 2, 3, 4, 5, 7, 6]]
-    back[:, 0] = Kind.OUT
+    for kind, start_column, heads in ((Kind.Q, Task.Q_START, num_heads), (Kind.KV, Task.K_START, num_kv_heads)):
+        needs = union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]])
+        need, source, both = intersections(needs[:, Placed.FRAGMENT], owned[:, Placed.FRAGMENT])
+        rows = transfers_of(kind, both, (0, heads), owned[source, Placed.RANK], needs[need, Placed.RANK])
+        there.append(rows[rows[:, Transfer.SRC] != rows[:, Transfer.DST]])
+    back = there[0].copy()
+    back[:, Transfer.KIND] = Kind.OUT
+    back[:, Transfer.SRC], back[:, Transfer.DST] = there[0][:, Transfer.DST], there[0][:, Transfer.SRC]
     return as_rows(np.concatenate(there)), as_rows(back)
 
 
-def _union(intervals: Ints) -> Ints:
-    """Rows (a, b, start, stop) in order: of each (a, b), disjoint intervals that cover the same tokens as its `intervals`, rows of the
-    same form. Touching ones are joined, empty ones left out.
-    """
-    rows = intervals[intervals[:, 2] < intervals[:, 3]]
-    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
-    fresh = np.ones(len(rows), dtype=bool)
-    fresh[1:] = (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
-    reach = np.maximum.accumulate((np.cumsum(fresh) << _SHIFT) | rows[:, 3])  # the group, then the furthest end so far in it
-    fresh[1:] |= rows[1:, 2] > (reach[:-1] & ((1 << _SHIFT) - 1))
-    begin = np.flatnonzero(fresh)
-    joined = rows[begin]
-    joined[:, 3] = reach[np.append(begin[1:], len(rows)) - 1] & ((1 << _SHIFT) - 1) if len(rows) else joined[:, 3]
-    return joined
-
-
-def _met(wanted: Ints, held: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """(row of wanted, row of held, start, stop) of all tokens that a row of both has, by row of `wanted`, then of `held`; rows of both
-    are (seq, start, stop).
-    """
-    order = np.argsort((held[:, 0] << _SHIFT) | held[:, 1], kind="stable")
-    seq, start, stop = held[order].T
-    # What ends before a row begins is met by no later row: the furthest end so far bounds the search from below.
-    reach = np.maximum.accumulate((seq << _SHIFT) | stop)
-    begin, end = ((wanted[:, 0] << _SHIFT) | wanted[:, column] for column in (1, 2))
-    row, found = ranges(np.searchsorted(reach, begin, side="right"), np.searchsorted((seq << _SHIFT) | start, end, side="left"))
-    low, high = np.maximum(wanted[row, 1], start[found]), np.minimum(wanted[row, 2], stop[found])
-    meet = (low < high) & (wanted[row, 0] == seq[found])
-    row, found, low, high = row[meet], order[found[meet]], low[meet], high[meet]
-    order = np.lexsort((found, row))
-    return row[order], found[order], low[order], high[order]
-
-
 def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
-    """Regions of which a rank holds two partials or more once all outputs are owner.
+    """Regions of which a rank holds two partials or more once all outputs are at the owner.
 
-    `tasks`: of the rank; `owned`: rows (seq, start, stop) of its fragments; `brought`: transfers of outputs to it.
+    `tasks`: of the rank; `owned`: rows (seq, start, stop) of its fragments; `brought`: transfers of
+    outputs to it.
     """
-    computed = _union(tasks[:, [_RANK, _SEQ, _QUERIES, _QUERIES + 1]])  # one partial however many pairs the launch had
-    _, at, start, stop = _met(computed[:, 1:], owned)  # only what stays here
-    seq = np.concatenate([owned[at, 0], brought[:, 1]])
-    start, stop = np.concatenate([start, brought[:, 2]]), np.concatenate([stop, brought[:, 3]])
-    # How many partials lie over one another behind each boundary.
-    boundary = np.concatenate([(seq << _SHIFT) | start, (seq << _SHIFT) | stop])
-    order = np.argsort(boundary, kind="stable")
-    boundary, held = boundary[order], np.cumsum(np.repeat([1, -1], len(seq))[order])
-    begin = np.flatnonzero(held[:-1] >= 2)
-    twice = np.stack([np.zeros_like(begin), boundary[begin] >> _SHIFT, boundary[begin], boundary[begin + 1]], 1)
-    twice[:, 2:] &= (1 << _SHIFT) - 1
-    joined = _union(twice)
-    values = np.zeros((len(joined), MERGE_WIDTH), dtype=np.int64)
-    values[:, 0], values[:, 1:4], values[:, 5] = Kind.OUT, joined[:, 1:], num_heads
+    # One partial however many pairs the launch had; only what stays here is not among the
+    # transfers.
+    computed = union(tasks[:, [Task.RANK, Task.SEQ, Task.Q_START, Task.Q_STOP]])
+    _, _, kept = intersections(computed[:, Placed.FRAGMENT], owned)
+    twice = held_twice(np.concatenate([kept, brought[:, Transfer.SPAN]]))
+    values = np.zeros((len(twice), Value.WIDTH), dtype=np.int64)
+    values[:, Value.KIND], values[:, Value.SPAN], values[:, Value.HEAD_STOP] = Kind.OUT, twice, num_heads
     return values
 
 
 def task_table(name: str, fragments: Ints, tasks: Ints) -> TaskTable:
-    """A `TaskTable` from integer arrays [n, 4] and [m, 6]."""
+    """A `TaskTable` from integer arrays [n, 4] (`ir.columns.Placed`) and [m, 6]
+    (`ir.columns.Task`).
+    """
     return TaskTable(name, as_rows(fragments), as_rows(tasks))

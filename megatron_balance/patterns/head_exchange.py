@@ -1,89 +1,264 @@
 """Head exchange: trade a slice of the tokens for a slice of the heads (DeepSpeed Ulysses).
 
-The tokens of the zone, one sequence after the other, are cut into G near-equal runs, one a rank. Query heads are cut into G
-near-equal spans; a rank gets the key-value heads that its span needs, so with fewer of those than ranks (GQA) a key-value
-head goes to several ranks and its gradients are summed at the owner. With fewer query heads than ranks some ranks attend nothing.
+The tokens of the zone, one sequence after the other, are divided into G near-equal runs, one a
+rank. Query heads are divided into G near-equal spans; a rank gets the key-value heads that its span
+needs, so with fewer of those than ranks (GQA) a key-value head goes to several ranks and its
+gradients are summed at the owner. With fewer query heads than ranks some ranks attend nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.columns import Held, Message, Pair, Transfer
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
-from megatron_balance.patterns.base import Context, Share, attend, exchange
+from megatron_balance.ir.program import Kind, Op
+from megatron_balance.patterns.base import (
+    AllTogether,
+    CommPattern,
+    Context,
+    Launches,
+    Load,
+    Startable,
+    ZoneAt,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    attend,
+    causal_pairs,
+    exchange,
+    messages_from,
+    transfers_of,
+)
+from megatron_balance.patterns.ring import Ring
 
 
-def num_exchanges(zone: Zone) -> int:
-    return 2 if len(zone.ranks) > 1 else 0
+class HeadSlice(NamedTuple):
+    """Query heads and the key-value heads that they need."""
+
+    head_start: int
+    head_stop: int
+    kv_start: int
+    kv_stop: int
 
 
-def place(zone: Zone, lengths: Ints, rank: int) -> Ints:
-    """Rows (seq, start, stop) of `rank`: its run of the concatenated tokens."""
-    return _run(np.array(zone.seqs, dtype=np.int64), lengths, len(zone.ranks), zone.ranks.index(rank))
+def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadSlice]]:
+    """The slices that each of `size` ranks attends.
 
-
-def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[tuple[int, int, int, int]]]:
-    """For each of `size` ranks the (head_start, head_stop, kv_start, kv_stop) it attends.
-
-    Each slice maps its query heads evenly onto its key-value heads (one key-value head, or whole groups), as kernels need.
+    Each slice maps its query heads evenly onto its key-value heads (one key-value head, or whole
+    groups), as kernels need.
     """
     ratio = num_heads // num_kv_heads
-    slices: list[list[tuple[int, int, int, int]]] = []
+    slices: list[list[HeadSlice]] = []
     for i in range(size):
         a, b = num_heads * i // size, num_heads * (i + 1) // size
-        own: list[tuple[int, int, int, int]] = []
+        own: list[HeadSlice] = []
         while a < b:
             whole = b // ratio * ratio
             if a % ratio == 0 and whole > a:
                 stop = whole
             else:
                 stop = min(b, (a // ratio + 1) * ratio)
-            own.append((a, stop, a // ratio, -(-stop // ratio)))
+            own.append(HeadSlice(a, stop, a // ratio, -(-stop // ratio)))
             a = stop
         slices.append(own)
     return slices
 
 
-def project(zone: Zone, context: Context, rank: int) -> Share:
-    """Exchange q and kv, Attend whole sequences with the rank's heads, Exchange the outputs back."""
-    size, index = len(zone.ranks), zone.ranks.index(rank)
-    seqs = np.array(zone.seqs, dtype=np.int64)
-    slices = head_slices(context.num_heads, context.num_kv_heads, size)
-    runs = [_run(seqs, context.lengths, size, i) for i in range(size)]
-    there: list[Ints] = []
-    back: list[Ints] = []
-    for i, other in enumerate(zone.ranks):
-        if i == index:
-            continue
-        for src, dst, who in ((index, i, (rank, other)), (i, index, (other, rank))):
-            if slices[dst]:
-                heads = (slices[dst][0][0], slices[dst][-1][1])
-                kv_heads = (slices[dst][0][2], slices[dst][-1][3])
-                there.append(_transfers(Kind.Q, runs[src], heads, who))
-                there.append(_transfers(Kind.KV, runs[src], kv_heads, who))
-            if slices[src]:
-                back.append(_transfers(Kind.OUT, runs[dst], (slices[src][0][0], slices[src][-1][1]), who))
-    ops: list[Op] = []
-    # Every rank takes part in the collectives, or none does: nothing moves if the one holder has all the heads.
-    moves = any(len(runs[i]) and slices[j] for i in range(size) for j in range(size) if i != j)
-    nothing = np.empty((0, TRANSFER_WIDTH), dtype=np.int64)
-    if moves:
-        ops.append(exchange(context, 0, np.concatenate([nothing, *there]), "all_to_all", zone.ranks))
-    if slices[index] and len(seqs):
-        pairs = np.zeros((len(slices[index]), len(seqs), PAIR_WIDTH), dtype=np.int64)
-        pairs[:, :, 0] = seqs
-        pairs[:, :, 2] = pairs[:, :, 6] = context.lengths[seqs]
-        for row, (start, stop, kv_start, kv_stop) in zip(pairs, slices[index], strict=True):
-            row[:, 3:5] = start, stop
-            row[:, 7:9] = kv_start, kv_stop
-        ops.append(attend(rank, pairs.reshape(-1, PAIR_WIDTH)))
-    if moves:
-        ops.append(exchange(context, 1, np.concatenate([nothing, *back]), "all_to_all", zone.ranks))
-    # The way back carries no inputs, so a replay has nothing to bring again; a rank without tokens could not tell.
-    silent = [(context.base + 1, exchange(context, 1, nothing))] if moves else []
-    return Share(ops, silent)
+class Shares(NamedTuple):
+    """Tokens that each of G ranks holds and numbers of query and key-value heads that it attends,
+    int64 [G] each.
+    """
+
+    runs: Ints
+    query_heads: Ints
+    kv_heads: Ints
+
+    @classmethod
+    def of(cls, zone: Zone, context: Context) -> Shares:
+        slices = _slices(zone, context)
+        heads = [own[-1].head_stop - own[0].head_start if own else 0 for own in slices]
+        kv_heads = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in slices]
+        return cls(_run_tokens(zone, context.lengths), np.array(heads), np.array(kv_heads))
+
+
+class HeadExchange(CommPattern[Zone]):
+    """Two all-to-alls around one launch: tokens become heads, then heads become tokens."""
+
+    routing = "never"
+    merges_remap = False
+    traffic = AllTogether
+
+    def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
+        del num_ranks
+        return zone.ranks
+
+    def num_exchanges(self, zone: Zone) -> int:
+        """There and back, where there are other ranks."""
+        return 2 if len(zone.ranks) > 1 else 0
+
+    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
+        """Rows (seq, start, stop) of `rank`: its run of the concatenated tokens."""
+        return _run(np.array(zone.seqs, dtype=np.int64), lengths, len(zone.ranks), zone.ranks.index(rank))
+
+    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
+        """Exchange q and kv, Attend whole sequences with the rank's heads, Exchange the outputs
+        back.
+        """
+        size, index = len(zone.ranks), zone.ranks.index(rank)
+        seqs = np.array(zone.seqs, dtype=np.int64)
+        slices = _slices(zone, context)
+        runs = [_run(seqs, context.lengths, size, i) for i in range(size)]
+        nothing = np.empty((0, Transfer.WIDTH), dtype=np.int64)
+        there, back = [nothing], [nothing]
+        for i, other in enumerate(zone.ranks):
+            if i == index:
+                continue
+            for src, dst, ends in ((index, i, (rank, other)), (i, index, (other, rank))):
+                if slices[dst]:
+                    there.append(transfers_of(Kind.Q, runs[src], _query_heads(slices[dst]), *ends))
+                    there.append(transfers_of(Kind.KV, runs[src], _kv_heads(slices[dst]), *ends))
+                if slices[src]:
+                    back.append(transfers_of(Kind.OUT, runs[dst], _query_heads(slices[src]), *ends))
+        ops: list[Op] = []
+        # Every rank takes part in the collectives, or none does: nothing moves if the one holder
+        # has all the heads.
+        moves = any(len(runs[i]) and slices[j] for i in range(size) for j in range(size) if i != j)
+        if moves:
+            ops.append(exchange(context, 0, np.concatenate(there), "all_to_all", zone.ranks))
+        if slices[index] and len(seqs):
+            ops.append(attend(rank, _whole_pairs(seqs, context.lengths, slices[index])))
+        if moves:
+            ops.append(exchange(context, 1, np.concatenate(back), "all_to_all", zone.ranks))
+        # The way back carries no inputs, so a replay has nothing to bring again; a rank without
+        # tokens could not tell.
+        silent = [(context.base + 1, exchange(context, 1, nothing))] if moves else []
+        return ZoneProgram(ops, silent)
+
+    # Placement
+
+    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
+        tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            seqs, ranks = np.array(zone.seqs, dtype=np.int64), np.array(zone.ranks)
+            ends = np.cumsum(lengths[seqs])
+            bounds = _run_bounds(zone, lengths)
+            edges = np.unique(np.concatenate([bounds, ends]))
+            begin, end = edges[:-1], edges[1:]
+            seq = np.searchsorted(ends, begin, side="right")
+            first = (ends - lengths[seqs])[seq]
+            rows = np.zeros((len(begin), Held.WIDTH), dtype=np.int64)
+            rows[:, Held.RANK] = ranks[np.searchsorted(bounds, begin, side="right") - 1]
+            rows[:, Held.SEQ], rows[:, Held.START], rows[:, Held.STOP] = seqs[seq], begin - first, end - first
+            rows[:, Held.ZONE] = index
+            tables.append(rows[wanted[rows[:, Held.RANK]]])
+        return np.concatenate(tables)
+
+    def tokens(self, zones: Sequence[Zone], context: Context) -> Ints:
+        """Tokens that the zones place on each rank: int64 [num_ranks]."""
+        tokens = np.zeros(context.num_ranks, dtype=np.int64)
+        for zone in zones:
+            tokens[np.array(zone.ranks)] += _run_tokens(zone, context.lengths)
+        return tokens
+
+    # Plan statistics and traffic between nodes
+
+    def load(self, zones: Sequence[Zone], context: Context) -> Load:
+        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
+        load = Load(context.num_ranks)
+        for zone in zones:
+            ranks, seqs = np.array(zone.ranks), np.array(zone.seqs, dtype=np.int64)
+            runs, queries, keys = Shares.of(zone, context)
+            # Each rank computes all pairs of its share of the heads; cumulative rounding keeps the
+            # sum exact.
+            pairs, stops = int(causal_pairs(context.lengths[seqs]).sum()), np.cumsum(queries)
+            load.pairs[ranks] += [
+                pairs * b // context.num_heads - pairs * a // context.num_heads
+                for a, b in zip((stops - queries).tolist(), stops.tolist(), strict=True)
+            ]
+            if len(ranks) == 1:
+                continue
+            active = (queries > 0).astype(np.int64)
+            others = (runs.sum() - runs) * active
+            load.receive(Kind.Q, ranks, others, queries)
+            load.receive(Kind.KV, ranks, others, keys)
+            # Every rank with heads sends its partial of each of a rank's tokens; all of them
+            # together are all heads.
+            load.tokens[Kind.OUT, ranks] += runs * (active.sum() - active)
+            load.token_heads[Kind.OUT, ranks] += runs * (context.num_heads - queries)
+        return load
+
+    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """Messages of both all-to-alls: to and from every rank that has heads."""
+        if len(zone.ranks) == 1:
+            return []
+        ranks, runs = np.array(zone.ranks), _run_tokens(zone, context.lengths)
+        there, back = ([np.empty((0, Message.WIDTH), dtype=np.int64)] for _ in range(2))
+        for rank, own in zip(zone.ranks, _slices(zone, context), strict=True):
+            if own:
+                others = context.crosses(ranks, rank) if across else ranks != rank
+                others, tokens = ranks[others], runs[others]
+                there.append(messages_from(0, others, rank, Kind.Q, _query_heads(own), tokens))
+                there.append(messages_from(0, others, rank, Kind.KV, _kv_heads(own), tokens))
+                back.append(messages_from(1, rank, others, Kind.OUT, _query_heads(own), tokens))
+        return [ZoneMessages(np.concatenate(rows), "all_to_all", zone.ranks) for rows in (there, back)]
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """All keys and values with the heads of a rank."""
+        runs, _, keys = Shares.of(zone, context)
+        return runs.sum() * keys // context.num_kv_heads * (len(runs) > 1)
+
+    # Starting early
+
+    def startable(self, zone: Zone) -> Startable:
+        """The inputs and their replay, and the gradients of the outputs that came back."""
+        del zone
+        return Startable(forward=(0,), gradients=(1,), replays=(0,))
+
+    # Simulation
+
+    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+        """An all-to-all, a launch and an all-to-all; a zone on one rank is a ring of one."""
+        size = len(zone.ranks)
+        if size == 1:
+            return Ring().rounds(zone, context)
+        seqs, slices = np.array(zone.seqs, dtype=np.int64), _slices(zone, context)
+        places = np.repeat(np.arange(size), [len(own) for own in slices])
+        pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
+        launches = Launches(pairs, np.repeat(places, len(seqs)), np.zeros(size), np.arange(size)[:, None])
+        runs, queries, keys = (values.astype(np.float64) for values in Shares.of(zone, context))
+        inputs = {Kind.Q: np.outer(runs, queries), Kind.KV: np.outer(runs, keys)}
+        outputs = {Kind.OUT: np.outer(queries, runs)}
+        return ZoneRounds(np.array(zone.ranks), launches, AllTogether(inputs, outputs, gathers=False))
+
+
+def _slices(zone: Zone, context: Context) -> list[list[HeadSlice]]:
+    return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
+
+
+def _query_heads(slices: Sequence[HeadSlice]) -> tuple[int, int]:
+    return slices[0].head_start, slices[-1].head_stop
+
+
+def _kv_heads(slices: Sequence[HeadSlice]) -> tuple[int, int]:
+    return slices[0].kv_start, slices[-1].kv_stop
+
+
+def _run_bounds(zone: Zone, lengths: Ints) -> Ints:
+    """Tokens of the concatenated sequences at which the runs begin, and their number: int64 [G +
+    1].
+    """
+    total = int(lengths[np.array(zone.seqs, dtype=np.int64)].sum())
+    return total * np.arange(len(zone.ranks) + 1) // len(zone.ranks)
+
+
+def _run_tokens(zone: Zone, lengths: Ints) -> Ints:
+    return np.diff(_run_bounds(zone, lengths))
 
 
 def _run(seqs: Ints, lengths: Ints, size: int, index: int) -> Ints:
@@ -97,10 +272,11 @@ def _run(seqs: Ints, lengths: Ints, size: int, index: int) -> Ints:
     return np.stack([seqs, start, stop], 1)[start < stop]
 
 
-def _transfers(kind: Kind, regions: Ints, heads: tuple[int, int], who: tuple[int, int]) -> Ints:
-    rows = np.empty((len(regions), TRANSFER_WIDTH), dtype=np.int64)
-    rows[:, 0] = kind
-    rows[:, 1:4] = regions
-    rows[:, 4:6] = heads
-    rows[:, 6:8] = who
-    return rows
+def _whole_pairs(seqs: Ints, lengths: Ints, slices: Sequence[HeadSlice]) -> Ints:
+    """Pairs of whole sequences with each slice of the heads in turn."""
+    pairs = np.zeros((len(slices), len(seqs), Pair.WIDTH), dtype=np.int64)
+    pairs[:, :, Pair.SEQ] = seqs
+    pairs[:, :, Pair.Q_STOP] = pairs[:, :, Pair.K_STOP] = lengths[seqs]
+    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
+    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
+    return pairs.reshape(-1, Pair.WIDTH)

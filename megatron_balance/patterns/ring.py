@@ -1,79 +1,188 @@
-"""Ring: keys and values go round the group, one hop a round, while queries stay (Ring Attention; Zeppelin, section 3.2).
+"""Ring: keys and values go round the group, one hop a round, while queries stay (Ring Attention;
+Zeppelin, section 3.2).
 
-Round t of G: group index i attends to the block that started at index i - t. A fragment goes round only as far as some
-rank still needs it. A replayed backward turns the other way, so that the block needed last in the forward pass, which the
-backward needs first, comes from its own rank, and its gradient walks the forward path back.
+Round t of G: group index i attends to the block that started at index i - t. A fragment goes round
+only as far as some rank still needs it. A replayed backward turns the other way, so that the block
+needed last in the forward pass, which the backward needs first, comes from its own rank, and its
+gradient walks the forward path back. Placement is zigzag (`patterns.zigzag`).
+
+With a remap the owner of tokens makes their first hop for the rank that attends to them. The
+replay's first hop is another, so there it stays with the holder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, sums
+from megatron_balance.ir.columns import Pair, RemoteHeld, Transfer, Value
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Attend, Exchange, Kind, Merge, Op
+from megatron_balance.ir.program import Attend, Exchange, Kind, Merge, Op
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns import zigzag
-from megatron_balance.patterns.base import Context, Share, cut_by
+from megatron_balance.patterns.base import (
+    Context,
+    FirstHops,
+    Floats,
+    HopByHop,
+    Launches,
+    Load,
+    Startable,
+    ZoneAt,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    messages_from,
+    remote_of,
+    split_rows,
+    transfers_of,
+)
+from megatron_balance.patterns.zigzag import Zigzag, ZigzagPattern, of_zone, shared_tokens
+
+EXACT = 1 << 18
+"""Rings of more cells (rank, round, sequence) are simulated by kind of launch, all others launch by
+launch.
+"""
 
 _ROWS = 1 << 14
 """About so many rows are made at once, which keeps them in the cache."""
 
 
-def num_exchanges(zone: Zone) -> int:
-    """Rounds that move something: G - 1."""
-    return len(zone.ranks) - 1
+class Ring(ZigzagPattern):
+    """Keys and values go round; queries and outputs stay."""
+
+    routing = "pays"
+    hops_again = False
+    traffic = HopByHop
+
+    def num_exchanges(self, zone: Zone) -> int:
+        """Rounds that move something: G - 1."""
+        return len(zone.ranks) - 1
+
+    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
+        """Ops of `rank`: G rounds of Exchange, Attend and Merge (the first round only attends)."""
+        size, index = len(zone.ranks), zone.ranks.index(rank)
+        placed = of_zone(zone, context.lengths)
+        rounds = np.arange(size)
+        blocks = Blocks(placed, (index - rounds) % size, context.num_kv_heads)
+        pairs, merges = _attention(placed, index, blocks, context) if context.attends else ([b""] * size,) * 2
+        ops: list[Op] = []
+        replays: list[tuple[int, Exchange]] = []
+        if pairs[0]:
+            ops.append(Attend(rank, Rows(Pair.WIDTH, pairs[0])))
+        if size > 1:
+            before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
+            forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
+            mirror = blocks.turned(-rounds % size) if context.replays else None
+            backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
+            for t in range(1, size):
+                exchange_id = context.base + t - 1
+                if forward[t]:
+                    ops.append(Exchange(exchange_id, Rows(Transfer.WIDTH, forward[t])))
+                if context.replays and (backward[size - t] or forward[t]):
+                    replays.append((exchange_id, Exchange(exchange_id, Rows(Transfer.WIDTH, backward[size - t]))))
+                if pairs[t]:
+                    ops += [Attend(rank, Rows(Pair.WIDTH, pairs[t])), Merge(rank, Rows(Value.WIDTH, merges[t]))]
+        return ZoneProgram(ops, replays)
+
+    def sends_on(self, held_by: Ints, position: Ints) -> tuple[Ints | int, Ints | int]:
+        """All that several ranks hold but the last chunk of a sequence, which no other rank needs."""
+        shared = (held_by > 1).astype(np.int64)
+        return shared, shared * (position > 0)
+
+    # Plan statistics and traffic between nodes
+
+    def receive(self, load: Load, ranks: Ints, placed: Zigzag, context: Context) -> None:
+        """Add what is passed on to each rank, round after round."""
+        arrived, hops = np.zeros(placed.size, dtype=np.int64), forward_hops(placed)
+        for origin in range(placed.size):  # its block is at place origin + n after n hops
+            arrived[origin:] += hops[origin, : placed.size - origin]
+            arrived[:origin] += hops[origin, placed.size - origin :]
+        load.receive(Kind.KV, ranks, arrived, context.num_kv_heads)
+
+    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """Messages of the hops; `across`: of the edges of the ring between nodes only."""
+        size = len(zone.ranks)
+        if size == 1:
+            return []
+        ranks = np.array(zone.ranks)
+        after = np.roll(ranks, -1)
+        edge = np.flatnonzero(context.crosses(ranks, after)) if across else np.arange(size)
+        if not len(edge):
+            return []
+        placed, rounds = of_zone(zone, context.lengths), np.arange(1, size)
+        tokens = forward_hops(placed)[(edge[:, None] - rounds + 1) % size, rounds]
+        heads = (0, context.num_kv_heads)
+        rows = messages_from(rounds - 1, ranks[edge][:, None], after[edge][:, None], Kind.KV, heads, tokens)
+        return [ZoneMessages(rows)]
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """The largest block, on every rank of the zone."""
+        placed = of_zone(zone, context.lengths)
+        return np.full(placed.size, shared_tokens(placed).max(initial=0))
+
+    # The remap
+
+    def first_senders(self, zone: Zone, rank: int, num_ranks: int) -> Ints:
+        """The rank before `rank`."""
+        del num_ranks
+        return np.array([zone.ranks[zone.ranks.index(rank) - 1]])
+
+    def first_hops(self, zones: Sequence[ZoneAt[Zone]], context: Context, remote: Ints) -> FirstHops:
+        """First hops to the rank after the holder, whole fragments divided by owner."""
+        own = remote_of(zones, remote)
+        own = own[own[:, RemoteHeld.SENT_ON] == 1]
+        after: dict[tuple[int, int], int] = {}
+        wanted = set(own[:, RemoteHeld.ZONE].tolist())
+        for index, zone in zones:
+            if index in wanted:
+                next_ranks = (*zone.ranks[1:], zone.ranks[0])
+                after.update(((index, rank), to) for rank, to in zip(zone.ranks, next_ranks, strict=True))
+        places = zip(own[:, RemoteHeld.ZONE].tolist(), own[:, RemoteHeld.HOLDER].tolist(), strict=True)
+        targets = np.array([after[place] for place in places], dtype=np.int64)
+        rows = transfers_of(Kind.KV, own, (0, context.num_kv_heads), own[:, RemoteHeld.OWNER], targets)
+        sent = rows[:, Transfer.SRC] != rows[:, Transfer.DST]
+        return FirstHops(rows[sent], own[sent, RemoteHeld.HOLDER], own[sent, RemoteHeld.ZONE])
+
+    # Starting early, routing
+
+    def startable(self, zone: Zone) -> Startable:
+        """The first hop, and that of the replay, which brings what the last exchange brought."""
+        return Startable(forward=(0,), replays=(self.num_exchanges(zone) - 1,))
+
+    def reaches_out(self, zone: Zone, rank: int, ranks_per_node: int) -> bool:
+        """Whether a neighbour is on another node."""
+        at = zone.ranks.index(rank)
+        neighbours = (zone.ranks[at - 1], zone.ranks[(at + 1) % len(zone.ranks)])
+        return any(other // ranks_per_node != rank // ranks_per_node for other in neighbours)
+
+    # Simulation
+
+    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+        """Launches of all rounds, and the blocks that walk round."""
+        placed = of_zone(zone, context.lengths)
+        traffic = HopByHop(*walks(placed)) if placed.size > 1 else None
+        return ZoneRounds(np.array(zone.ranks), ring_launches(placed, (context.num_heads, context.num_kv_heads)), traffic)
 
 
-def place(zone: Zone, lengths: Ints, rank: int) -> Ints:
-    """Rows (seq, start, stop) of `rank` in this zone."""
-    return zigzag.fragments(zigzag.zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks)), zone.ranks.index(rank))
+class Blocks:
+    """The blocks of keys that pass one rank: in round t the one that started at `source[t]`. Arrays
+    are [rounds, S, 2].
+    """
 
-
-def project(zone: Zone, context: Context, rank: int) -> Share:
-    """Ops of `rank`: G rounds of Exchange, Attend and Merge (the first round only attends)."""
-    size, index = len(zone.ranks), zone.ranks.index(rank)
-    cut = zigzag.zigzag(context.lengths, np.array(zone.seqs, dtype=np.int64), size)
-    rounds = np.arange(size)
-    blocks = _Blocks(cut, (index - rounds) % size, context.num_kv_heads)
-    pairs, merges = _attention(cut, index, blocks, context) if context.attends else ([b""] * size,) * 2
-    ops: list[Op] = []
-    replays: list[tuple[int, Exchange]] = []
-    if pairs[0]:
-        ops.append(Attend(rank, Rows(PAIR_WIDTH, pairs[0])))
-    if size > 1:
-        before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
-        forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
-        mirror = blocks.turned(-rounds % size) if context.replays else None
-        backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
-        for t in range(1, size):
-            exchange_id = context.base + t - 1
-            if forward[t]:
-                ops.append(Exchange(exchange_id, Rows(TRANSFER_WIDTH, forward[t])))
-            if context.replays and (backward[size - t] or forward[t]):
-                replays.append((exchange_id, Exchange(exchange_id, Rows(TRANSFER_WIDTH, backward[size - t]))))
-            if pairs[t]:
-                ops += [Attend(rank, Rows(PAIR_WIDTH, pairs[t])), Merge(rank, Rows(MERGE_WIDTH, merges[t]))]
-    return Share(ops, replays)
-
-
-class _Blocks:
-    """The blocks of keys that pass one rank: in round t the one that started at `source[t]`. Arrays are [rounds, S, 2]."""
-
-    def __init__(self, cut: zigzag.Zigzag, source: Ints, num_kv_heads: int) -> None:
-        self.cut = cut
+    def __init__(self, placed: Zigzag, source: Ints, num_kv_heads: int) -> None:
+        self.placed = placed
         self.num_kv_heads = num_kv_heads
-        self.position = cut.position(source[:, None])
-        lo, hi = cut.lo(self.position), cut.hi(self.position)
+        self.position = placed.position(source[:, None])
+        lo, hi = placed.lo(self.position), placed.hi(self.position)
         self.start = np.stack([lo[0], hi[0]], 2)
         self.stop = np.stack([lo[1], hi[1]], 2)
-        self.there = (self.start < self.stop) & (self.position < cut.parts)[:, :, None]
+        self.there = (self.start < self.stop) & (self.position < placed.parts)[:, :, None]
 
-    def turned(self, rounds: Ints) -> _Blocks:
-        """The same blocks, in round t the one that passes in `rounds[t]` here."""
+    def turned(self, rounds: Ints) -> Blocks:
+        """Blocks in another order: in round t the one of `rounds[t]` here."""
         other = copy(self)
         other.position, other.start, other.stop, other.there = (
             array[rounds] for array in (self.position, self.start, self.stop, self.there)
@@ -81,49 +190,69 @@ class _Blocks:
         return other
 
     def reach_forward(self) -> Ints:
-        """Hops after which a fragment has passed the last rank that needs it, turning forward.
-
-        The low chunk at position j is needed by all other positions, the high one by those below j; turning forward, the
-        last position before j again is j - 1. Position 0 has none behind it: its low chunk ends at the last position and
-        its high chunk stays.
-        """
-        first = self.position == 0
-        lo = np.where(first, self.cut.parts - 1, self.cut.size - 1)
-        return np.stack([lo, np.where(first, 0, self.cut.size - 1)], 2)
+        """Hops after which a fragment has passed the last rank that needs it, turning forward."""
+        return np.stack(reach_forward(self.placed, self.position), 2)
 
     def reach_backward(self) -> Ints:
-        """The same, turning the other way: high chunks end at position 0; low ones go on to position j + 1 if there is one."""
-        last = self.position >= self.cut.parts - 1
-        return np.stack([np.where(last, self.position, self.cut.size - 1), self.position], 2)
+        """Hops after which a fragment has passed the last rank that needs it, turning the other
+        way.
+        """
+        return np.stack(reach_backward(self.placed, self.position), 2)
 
     def transfers(self, rounds: Ints, reach: Ints, rank: int, source: int, target: int) -> list[bytes]:
-        """For each round, rows that `rank` sends to `target` (what it held a round ago) and receives from `source`."""
+        """For each round, rows that `rank` sends to `target` (what it held a round ago) and
+        receives from `source`.
+        """
         arrives = self.there & (reach >= rounds[:, None, None])
         moves = np.zeros((len(rounds), 2, *arrives.shape[1:]), dtype=bool)  # [rounds, sends or receives, S, 2]
         moves[1:, 1] = arrives[1:]
         moves[1:, 0] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
         counts = moves.sum(axis=(2, 3))
-        # Every fragment as a row; those that move are copied from there, which is faster than making them column by column.
-        fragments = np.empty((*self.start.shape, TRANSFER_WIDTH), dtype=np.int64)
-        fragments[..., 0], fragments[..., 4], fragments[..., 5] = Kind.KV, 0, self.num_kv_heads
-        fragments[..., 1] = self.cut.seqs[:, None]
-        fragments[..., 2], fragments[..., 3] = self.start, self.stop
-        fragments = fragments.reshape(-1, TRANSFER_WIDTH)
+        # Every fragment as a row; those that move are copied from there, which is faster than
+        # making them column by column.
+        fragments = np.empty((*self.start.shape, Transfer.WIDTH), dtype=np.int64)
+        fragments[..., Transfer.KIND] = Kind.KV
+        fragments[..., Transfer.HEAD_START], fragments[..., Transfer.HEAD_STOP] = 0, self.num_kv_heads
+        fragments[..., Transfer.SEQ] = self.placed.seqs[:, None]
+        fragments[..., Transfer.START], fragments[..., Transfer.STOP] = self.start, self.stop
+        fragments = fragments.reshape(-1, Transfer.WIDTH)
         # In a round there are two moves to a fragment, the first of which is of the round before.
         of_round = counts.sum(axis=1)
         at = np.flatnonzero(moves) - np.repeat((rounds + 1) * self.start[0].size, of_round)
         ends = np.tile(np.array([(rank, target), (source, rank)]), (len(rounds), 1))
-        found: list[bytes] = []
+        tables: list[bytes] = []
         for block, chosen in _in_turns(of_round):
             rows = fragments.take(at[chosen], axis=0)
             both = slice(2 * block.start, 2 * block.stop)
-            rows[:, 6:] = np.repeat(ends[both], counts.ravel()[both], axis=0)
-            found += cut_by(rows, of_round[block])
-        return found
+            rows[:, Transfer.ENDS] = np.repeat(ends[both], counts.ravel()[both], axis=0)
+            tables += split_rows(rows, of_round[block])
+        return tables
+
+
+def reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
+    """Hops [..., S] that the low and the high chunk of a position make, turning forward.
+
+    The low chunk at position j is needed by all other positions, the high one by those below j;
+    turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
+    low chunk ends at the last position and its high chunk stays.
+    """
+    first = position == 0
+    return np.where(first, placed.parts - 1, placed.size - 1), np.where(first, 0, placed.size - 1)
+
+
+def reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
+    """Hops [..., S] that both chunks make, turning the other way.
+
+    High chunks end at position 0; low ones go on to position j + 1 if there is one.
+    """
+    last = position >= placed.parts - 1
+    return np.where(last, position, placed.size - 1), position
 
 
 def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
-    """Rounds and their rows interleaved of not much more than `_ROWS` rows; `counts`: rows of each round."""
+    """Rounds and their rows interleaved of not much more than `_ROWS` rows; `counts`: rows of each
+    round.
+    """
     ends = np.append(0, counts.cumsum())
     step = max(1, _ROWS * len(counts) // max(1, int(ends[-1])))
     for first in range(0, len(counts), step):
@@ -131,28 +260,31 @@ def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(int(ends[first]), int(ends[last]))
 
 
-def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
+_COMBINATIONS = np.array([(0, 0), (1, 0), (1, 1)])
+"""(query chunk, key chunk) that may be visible; chunk 0 is the low one."""
+
+
+def _attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
     """Per round: the pairs that group index `index` attends, and the query regions to merge."""
-    mine = cut.position(np.array(index))
-    own = mine < cut.parts
-    (lo0, lo1), (hi0, hi1) = cut.lo(mine), cut.hi(mine)
+    mine = placed.position(np.array(index))
+    own = mine < placed.parts
+    (lo0, lo1), (hi0, hi1) = placed.lo(mine), placed.hi(mine)
     theirs = blocks.position
-    there = own & (theirs < cut.parts)
-    # (query chunk, key chunk) that are visible, by whose chunk comes first; chunk 0 is the low one.
+    there = own & (theirs < placed.parts)
+    # What is visible follows from whose chunk comes first.
     same, earlier, later = there & (theirs == mine), there & (theirs < mine), there & (theirs > mine)
-    visible = np.stack([same | earlier, same | earlier | later, same | later], 2)  # (lo, lo), (hi, lo), (hi, hi)
-    query_hi, key_hi = np.array([0, 1, 1]), np.array([0, 0, 1])
-    q_start, q_stop = np.stack([lo0, hi0], 1)[:, query_hi], np.stack([lo1, hi1], 1)[:, query_hi]
-    k_start, k_stop = blocks.start[:, :, key_hi], blocks.stop[:, :, key_hi]
+    visible = np.stack([same | earlier, same | earlier | later, same | later], 2)
+    query, key = _COMBINATIONS.T
+    q_start, q_stop = np.stack([lo0, hi0], 1)[:, query], np.stack([lo1, hi1], 1)[:, query]
+    k_start, k_stop = blocks.start[:, :, key], blocks.stop[:, :, key]
     visible &= (q_start < q_stop) & (k_start < k_stop)
     queries = np.empty((*q_start.shape, 5), dtype=np.int64)  # as rows have them, to be copied
-    queries[..., 0], queries[..., 1], queries[..., 2], queries[..., 3], queries[..., 4] = (
-        cut.seqs[:, None],
+    queries[..., Pair.SEQ], queries[..., Pair.Q_START], queries[..., Pair.Q_STOP] = (
+        placed.seqs[:, None],
         q_start,
         q_stop,
-        0,
-        context.num_heads,
     )
+    queries[..., Pair.Q_HEAD_START], queries[..., Pair.Q_HEAD_STOP] = 0, context.num_heads
     queries, k_start, k_stop = queries.reshape(-1, 5), k_start.ravel(), k_stop.ravel()
     # One merge row per query region and round: skip the second pair of the same query chunk.
     once = visible.copy()
@@ -163,11 +295,133 @@ def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context
     merges: list[bytes] = []
     for block, chosen in _in_turns(of_round):
         here = at[chosen]
-        rows = np.empty((len(here), PAIR_WIDTH), dtype=np.int64)
-        rows[:, :5] = queries.take(here % len(queries), axis=0)
-        rows[:, 5], rows[:, 6], rows[:, 7], rows[:, 8] = k_start[here], k_stop[here], 0, context.num_kv_heads
-        pairs += cut_by(rows, of_round[block])
-        values = np.empty((int(merged[block].sum()), MERGE_WIDTH), dtype=np.int64)
-        values[:, 0], values[:, 1:] = Kind.OUT, rows[first[chosen], :5]
-        merges += cut_by(values, merged[block])
+        rows = np.empty((len(here), Pair.WIDTH), dtype=np.int64)
+        rows[:, Pair.QUERY] = queries.take(here % len(queries), axis=0)
+        rows[:, Pair.K_START], rows[:, Pair.K_STOP] = k_start[here], k_stop[here]
+        rows[:, Pair.KV_HEAD_START], rows[:, Pair.KV_HEAD_STOP] = 0, context.num_kv_heads
+        pairs += split_rows(rows, of_round[block])
+        values = np.empty((int(merged[block].sum()), Value.WIDTH), dtype=np.int64)
+        values[:, Value.KIND], values[:, Value.REGION] = Kind.OUT, rows[first[chosen], Pair.QUERY]
+        merges += split_rows(values, merged[block])
     return pairs, merges
+
+
+# All ranks at once: blocks that walk
+
+
+def forward_hops(placed: Zigzag) -> Ints:
+    """Tokens [G, G] of the block of each group index in its n-th hop, turning forward; hop 0 is
+    none.
+
+    All that several ranks hold goes all the way round, but for the chunks of position 0
+    (`reach_forward`).
+    """
+    size, several = placed.size, placed.parts > 1
+    first = np.zeros_like(placed.lengths)
+    (lo0, lo1), (hi0, hi1) = placed.lo(first), placed.hi(first)
+    stays = sums(placed.first[several], (hi1 - hi0)[several], size)
+    gone = np.zeros((size, size + 1), dtype=np.int64)
+    np.add.at(gone, (placed.first[several], placed.parts[several]), (lo1 - lo0)[several])
+    tokens = (shared_tokens(placed) - stays)[:, None] - np.cumsum(gone[:, :size], axis=1)
+    tokens[:, 0] = 0
+    return tokens
+
+
+def walks(placed: Zigzag) -> tuple[Ints, Ints]:
+    """Tokens [G, G] of the block of a group index in its n-th hop, turning forward and turning the
+    other way.
+    """
+    position = placed.position(np.arange(placed.size)[:, None])
+    there = position < placed.parts
+    lo, hi = (np.where(there, stop - start, 0) for start, stop in (placed.lo(position), placed.hi(position)))
+    lo_reach, hi_reach = reach_backward(placed, position)
+    return forward_hops(placed), _walked(lo, lo_reach) + _walked(hi, hi_reach)
+
+
+def _walked(tokens: Ints, reach: Ints) -> Ints:
+    """Tokens [G, S] summed over sequences in each hop [G, G] up to their reach; hop 0 is none."""
+    size = len(tokens)
+    place = np.arange(size)[:, None] * (size + 1) + np.minimum(reach, size - 1) + 1
+    gone = np.bincount(place.ravel(), weights=tokens.ravel(), minlength=size * (size + 1)).reshape(size, size + 1)
+    moved = tokens.sum(axis=1)[:, None] - np.cumsum(gone.astype(np.int64), axis=1)[:, :size]
+    moved[:, 0] = 0
+    return moved
+
+
+# All ranks at once: launches
+
+
+def ring_launches(placed: Zigzag, heads: tuple[int, int]) -> Launches:
+    """The launches of every (group index, round); `heads`: of queries and of keys."""
+    exact = placed.size**2 * max(1, len(placed.seqs)) <= EXACT
+    return _each_launch(placed, heads) if exact else _launches_by_kind(placed, heads)
+
+
+def _each_launch(placed: Zigzag, heads: tuple[int, int]) -> Launches:
+    size = placed.size
+    index = np.arange(size)
+    position = placed.position(index[:, None])
+    own = position < placed.parts
+    start = np.stack([placed.lo(position)[0], placed.hi(position)[0]], 2)
+    stop = np.stack([placed.lo(position)[1], placed.hi(position)[1]], 2)
+    source = (index[:, None] - index) % size
+    theirs, both = position[source], own[:, None] & own[source]
+    mine = position[:, None]
+    same, earlier, later = both & (theirs == mine), both & (theirs < mine), both & (theirs > mine)
+    pairs: list[Ints] = []
+    launch: list[Ints] = []
+    for (query, key), visible in zip(_COMBINATIONS.tolist(), (same | earlier, both, same | later), strict=True):
+        i, t, s = np.nonzero(visible)
+        j = source[i, t]
+        rows = np.zeros((len(i), Pair.WIDTH), dtype=np.int64)
+        rows[:, Pair.SEQ], rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = placed.seqs[s], *heads
+        rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = start[i, s, query], stop[i, s, query]
+        rows[:, Pair.K_START], rows[:, Pair.K_STOP] = start[j, s, key], stop[j, s, key]
+        keep = (rows[:, Pair.Q_START] < rows[:, Pair.Q_STOP]) & (rows[:, Pair.K_START] < rows[:, Pair.K_STOP])
+        pairs.append(rows[keep])
+        launch.append((i * size + t)[keep])
+    merging = np.tile(index > 0, size).astype(np.float64)
+    return Launches(np.concatenate(pairs), np.concatenate(launch), merging, np.arange(size * size).reshape(size, size))
+
+
+_LO, _HI, _KEYS, _KEYS_HI = 4, 6, 0, 2  # where chunks of a kind begin, in chunks
+
+
+def _launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
+    """Launches by kind: whose keys come first, and how many short sequences both ranks hold.
+
+    A ring over 1,024 ranks has a million launches, but few kinds: sequences that every rank shares
+    are alike on all of them, up to a token a chunk, and those too short for that are chunks of a
+    token or two. A pair that occurs n times in a launch is one row with n times the heads, which
+    costs the same.
+    """
+    size = placed.size
+    index = np.arange(size)
+    short = placed.parts < size
+    holds = (((index[:, None] - placed.first[short]) % size) < placed.parts[short]).astype(np.float32)
+    together = np.rint(holds @ holds.T).astype(np.int64)
+    source = (index[:, None] - index) % size
+    kind = np.where(source == index[:, None], 0, np.where(source < index[:, None], 1, 2))
+    kinds, which = np.unique(kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True)
+    order, shared = np.divmod(kinds, together.max(initial=0) + 1)
+    chunk = np.maximum(1, np.rint(placed.lengths[~short] / (2 * size)).astype(np.int64))
+    combinations: tuple[tuple[tuple[int, int], ...], ...] = (
+        ((_LO, _LO), (_HI, _LO), (_HI, _HI)),
+        ((_LO, _KEYS), (_HI, _KEYS)),
+        ((_HI, _KEYS), (_HI, _KEYS_HI)),
+    )
+    pairs: list[Ints] = []
+    launch: list[Ints] = []
+    for number, (of, count) in enumerate(zip(order.tolist(), shared.tolist(), strict=True)):
+        for query, key in combinations[int(of)]:
+            rows = np.zeros((len(chunk) + (count > 0), Pair.WIDTH), dtype=np.int64)
+            alike = rows[: len(chunk)]
+            alike[:, Pair.SEQ], alike[:, Pair.Q_HEAD_STOP], alike[:, Pair.KV_HEAD_STOP] = placed.seqs[~short], *heads
+            alike[:, Pair.Q_START], alike[:, Pair.Q_STOP] = chunk * query, chunk * (query + 1)
+            alike[:, Pair.K_START], alike[:, Pair.K_STOP] = chunk * key, chunk * (key + 1)
+            if count:
+                rows[-1] = (-1, query, query + 1, 0, heads[0] * count, key, key + 1, 0, heads[1] * count)
+            pairs.append(rows)
+            launch.append(np.full(len(rows), number))
+    merging: Floats = (order > 0).astype(np.float64)
+    return Launches(np.concatenate(pairs), np.concatenate(launch), merging, which.reshape(size, size))

@@ -1,13 +1,18 @@
-"""The two layers that lie around any planner's decision: remapping and routing (Zeppelin, sections 3.4 and 3.3).
+"""The two layers that lie around any planner's decision: remapping and routing (Zeppelin, sections
+3.4 and 3.3).
 
-A planner says where attention runs. `with_layers` adds to its plan where tokens live outside attention (`MicrobatchPlan.moves`) and
-which transfers between nodes go over all NICs (`MicrobatchPlan.routing`); `schedules.project` carries both out.
+A planner says where attention runs. `with_layers` adds to its plan where tokens live outside
+attention (`MicrobatchPlan.moves`) and which transfers between nodes go over all NICs
+(`MicrobatchPlan.routing`); `compile.pipeline` carries both out.
 
-When routing pays (`routing: pays`): Eq. (1) holds n b_inter, the direct transfer, against n b_intra (x1 - 1) / x1 + n b_inter max(1 / x1,
-1 / x2) + n b_intra (x2 - 1) / x2. Divided by n that does not depend on n, but each of the three steps has its own latency, so short
-transfers go directly (`Routing.min_tokens`). Eq. (1) takes the other NICs to be idle. That holds for a ring, which leaves a node at one
-rank, and not for a head exchange or an all-gather, in which every rank uses its own NIC already: these are routed by `always` only. What
-leaves a node by a task table or by a remap is counted, NIC by NIC.
+When routing pays (`routing: pays`): Eq. (1) holds n b_inter, the direct transfer, against n b_intra
+    (x1
+- 1) / x1 + n b_inter max(1 / x1, 1 / x2) + n b_intra (x2 - 1) / x2. Divided by n that does not
+    depend
+on n, but each of the three steps has its own latency, so short transfers go directly
+(`Routing.min_tokens`). Eq. (1) takes the other NICs to be idle, which depends on the comm pattern
+(`CommPattern.routing`): it holds for a ring, which leaves a node at one rank; where every rank uses
+its own NIC already, only `always` routes. Elsewhere, and for a remap, the load of each NIC decides.
 """
 
 from __future__ import annotations
@@ -24,11 +29,13 @@ from megatron_balance.cost.remap import remap_s
 from megatron_balance.cost.remap import token_bytes as _token_bytes
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.layers import Layers, When
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
-from megatron_balance.patterns import dispatch
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
 from megatron_balance.solvers import remap
 
 
@@ -44,7 +51,7 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers:
 
 def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:
     """Rows (src, dst, tokens) that even out `held` tokens a rank."""
-    found = remap.solve(
+    solved = remap.solve(
         held,
         cluster.node_size,
         intra_s=_bandwidth_s(cost, cluster, inter_node=False),
@@ -54,17 +61,20 @@ def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Row
         sides=layers.sides,
         solver=layers.solver,
     )
-    return as_rows(found.moves)
+    return as_rows(solved.moves)
 
 
 def remap_saves_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds of one layer's forward pass that evening out `tokens` a rank saves in the linear parts, less what moving them takes."""
+    """Seconds of one layer's forward pass that evening out `tokens` a rank saves in the linear
+    parts, less what moving them takes.
+    """
     largest, mean = float(max(tokens)), sum(tokens) / len(tokens)
     return cost.linear_s(largest) - cost.linear_s(mean) - remap_s(tokens, cluster, cost)
 
 
 def _bandwidth_s(cost: CostModel, cluster: Cluster, *, inter_node: bool) -> float:
-    """Seconds per token of a remap, which moves its query, keys and values one way and its output the other; latency left out.
+    """Seconds per token of a remap, which moves its query, keys and values one way and its output
+    the other; latency left out.
 
     Ranks that share a NIC move their tokens over it at the same time.
     """
@@ -78,7 +88,8 @@ def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When
     num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
     if when == "never" or num_nics == 1 or cluster.num_nodes == 1:
         return None
-    zones = [index for index, zone in enumerate(plan.zones) if isinstance(zone, TaskTable) or _crosses(zone, cluster)]
+    context = Context.of(plan)
+    zones = [index for index, zone in enumerate(plan.zones) if pattern_of(zone).crosses_nodes(zone, context)]
     zones += [REMAP] if plan.moves and (zones or _moves_across(plan, cluster).size) else []
     min_tokens = 1
     if when == "pays":
@@ -91,54 +102,68 @@ def _routing(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, when: When
 
 
 def fewest_routed_tokens(cost: CostModel, num_nics: int) -> int | None:
-    """From how many tokens' keys and values on a lone transfer is faster routed (Eq. 1, with latencies); None: never."""
+    """From how many tokens' keys and values on a lone transfer is faster routed (Eq. 1, with
+    latencies); None: never.
+    """
     num_bytes = cost.kv_bytes(1)
     extra_s = cost.routed_s(0, 1, num_nics) - cost.inter_node_s(0)
     saved_s = cost.inter_node_s(num_bytes) - cost.routed_s(num_bytes, 1, num_nics) + extra_s
     return max(1, ceil(extra_s / saved_s)) if saved_s > 0 else None
 
 
-def _crosses(zone: Zone, cluster: Cluster) -> bool:
-    return len({cluster.node(rank) for rank in zone.ranks}) > 1
-
-
 def _moves_across(plan: MicrobatchPlan, cluster: Cluster) -> Ints:
     moves = as_array(plan.moves)
-    return moves[moves[:, 0] // cluster.node_size != moves[:, 1] // cluster.node_size]
+    return moves[moves[:, Move.SRC] // cluster.node_size != moves[:, Move.DST] // cluster.node_size]
 
 
 def _pays(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
-    """Whether routing this zone, or the remap, is worth while; `fewest_routed_tokens` says that a lone transfer is."""
-    zone = None if index == REMAP else plan.zones[index]
-    if isinstance(zone, Zone):
-        return zone.pattern == "ring"
-    if zone is None and not _moves_across(plan, cluster).size:
-        return True  # an owner that makes the first hop of a ring, as `fewest_routed_tokens` has it
-    loads = _remap_loads(plan, cluster, cost) if zone is None else _task_table_loads(zone, plan, cluster, cost)
+    """Whether routing this zone, or the remap, is worth while; `fewest_routed_tokens` says that a
+    lone transfer is.
+    """
+    if index == REMAP:
+        if not _moves_across(plan, cluster).size:
+            return True  # an owner makes the first hop of a ring, which `fewest_routed_tokens` prices
+        loads = _remap_loads(plan, cluster, cost)
+    else:
+        zone = plan.zones[index]
+        routing = pattern_of(zone).routing
+        if routing != "by_load":
+            return routing == "pays"
+        loads = _zone_loads(index, plan, cluster, cost)
     return any(_spread_pays(load, cluster, cost, num_nics) for load in loads)
 
 
 def _remap_loads(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
-    """Bytes that each rank sends to other nodes, and that it receives from them, one array [R] each."""
+    """Bytes that each rank sends to other nodes, and that it receives from them, one array [R]
+    each.
+    """
     moves = _moves_across(plan, cluster)
-    num_bytes = np.rint(moves[:, 2] * _token_bytes(cost)).astype(np.int64)
-    return [np.bincount(moves[:, column], num_bytes, plan.num_ranks).astype(np.int64) for column in (0, 1)]
+    num_bytes = np.rint(moves[:, Move.TOKENS] * _token_bytes(cost)).astype(np.int64)
+    return [np.bincount(moves[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in (Move.SRC, Move.DST)]
 
 
-def _task_table_loads(zone: TaskTable, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
-    """The same of the two exchanges of a task table."""
+def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostModel) -> list[Ints]:
+    """Bytes that each rank sends to other nodes, and that it receives from them, of each exchange
+    of a zone.
+    """
     loads: list[Ints] = []
-    for rows in dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads):
-        table = as_array(rows)
-        table = table[table[:, 6] // cluster.node_size != table[:, 7] // cluster.node_size]
-        each = np.where(table[:, 0] == Kind.KV, cost.kv_bytes(1), cost.query_bytes(1))
-        num_bytes = np.rint(each * (table[:, 3] - table[:, 2])).astype(np.int64)
-        loads += [np.bincount(table[:, column], num_bytes, plan.num_ranks).astype(np.int64) for column in (6, 7)]
+    zone = plan.zones[index]
+    for messages in pattern_of(zone).messages(zone, Context.of(plan), across=True):
+        rows = messages.each_pair()
+        rows = rows[rows[:, Message.SRC] // cluster.node_size != rows[:, Message.DST] // cluster.node_size]
+        is_kv = rows[:, Message.KIND] == Kind.KV
+        heads = (rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]) / np.where(is_kv, plan.num_kv_heads, plan.num_heads)
+        each = np.where(is_kv, cost.kv_bytes(1), cost.query_bytes(1)) * heads
+        num_bytes = np.rint(each * rows[:, Message.TOKENS]).astype(np.int64)
+        ends = (Message.SRC, Message.DST)
+        loads += [np.bincount(rows[:, end], num_bytes, plan.num_ranks).astype(np.int64) for end in ends]
     return loads
 
 
 def _spread_pays(load: Ints, cluster: Cluster, cost: CostModel, num_nics: int) -> bool:
-    """Whether the busiest NIC of a node would gain more from sharing its bytes with the others than that costs inside the node."""
+    """Whether the busiest NIC of a node would gain more from sharing its bytes with the others than
+    that costs inside the node.
+    """
     by_node = load.reshape(-1, cluster.node_size)
     padded = np.zeros((len(by_node), num_nics * cluster.ranks_per_nic), dtype=np.int64)
     padded[:, : cluster.node_size] = by_node

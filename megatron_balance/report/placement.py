@@ -1,14 +1,14 @@
-"""Where a plan puts each sequence: on one rank, on ranks of one node, or across nodes."""
+"""Place of each sequence of a plan: on one rank, on ranks of one node, or across nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.patterns import zigzag
+from megatron_balance.ir.columns import Move
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures
 
@@ -37,7 +37,14 @@ def of_plan(plan: MicrobatchPlan) -> Figures:
             }
         )
     longest = [
-        {"seq": seq, "length": length, "where": kind, "zone": zone, "num_ranks": len(ranks), "rank_runs": words.runs(ranks)}
+        {
+            "seq": seq,
+            "length": length,
+            "where": kind,
+            "zone": zone,
+            "num_ranks": len(ranks),
+            "rank_runs": words.runs(ranks),
+        }
         for seq, length, kind, zone, ranks in rows[:LISTED]
     ]
     return {
@@ -48,7 +55,7 @@ def of_plan(plan: MicrobatchPlan) -> Figures:
         "ranks_per_node": min(plan.ranks_per_node, plan.num_ranks),
         "kinds": kinds,
         "longest": longest,
-        "remapped_tokens": int(as_array(plan.moves)[:, 2].sum()),
+        "remapped_tokens": int(as_array(plan.moves)[:, Move.TOKENS].sum()),
         "routed": plan.routing is not None,
     }
 
@@ -61,30 +68,7 @@ def _kind(ranks: list[int], ranks_per_node: int) -> str:
 
 def _places(plan: MicrobatchPlan) -> Iterator[tuple[str, int, list[int]]]:
     """(zone, sequence, ranks that hold or attend some of it, in order)."""
-    lengths = np.array(plan.lengths, dtype=np.int64)
+    context = Context.of(plan)
     for zone in plan.zones:
-        if isinstance(zone, TaskTable):
-            yield from _of_task_table(zone)
-        else:
-            yield from _of_zone(zone, lengths)
-
-
-def _of_task_table(zone: TaskTable) -> Iterator[tuple[str, int, list[int]]]:
-    pairs = np.concatenate([as_array(zone.fragments)[:, :2], as_array(zone.tasks)[:, :2]])
-    ranks: dict[int, list[int]] = {}
-    for rank, seq in np.unique(pairs, axis=0).tolist():
-        ranks.setdefault(seq, []).append(rank)
-    for seq, found in ranks.items():
-        yield zone.name, seq, found
-
-
-def _of_zone(zone: Zone, lengths: np.ndarray) -> Iterator[tuple[str, int, list[int]]]:
-    everyone = sorted(zone.ranks)
-    if len(everyone) == 1 or zone.pattern == "head_exchange":  # every rank attends with some of the heads
-        for seq in zone.seqs:
-            yield zone.name, seq, everyone
-        return
-    cut = zigzag.zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks))
-    for seq, first, parts in zip(zone.seqs, cut.first, cut.parts, strict=True):
-        held = [zone.ranks[(int(first) + at) % cut.size] for at in range(int(parts))]
-        yield zone.name, seq, sorted(held)
+        for seq, ranks in pattern_of(zone).sequences(zone, context):
+            yield zone.name, seq, ranks

@@ -13,9 +13,9 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.columns import Transfer
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
-from megatron_balance.patterns import dispatch
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
 from megatron_balance.simulator import engine, rounds
 from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
@@ -122,14 +122,10 @@ def coupled(plan: MicrobatchPlan) -> Ints:
         low, high = sorted((find(a), find(b)))
         first[high] = low
 
+    context = Context.of(plan)
     for zone in plan.zones:
-        if isinstance(zone, TaskTable):
-            there, _ = dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads)
-            for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist():
-                join(src, dst)
-        elif zone.seqs:
-            for rank in zone.ranks[1:]:
-                join(zone.ranks[0], rank)
+        for a, b in pattern_of(zone).coupled(zone, context):
+            join(a, b)
     for holder, owner, _ in plan.moves:
         join(holder, owner)
     return np.array([find(rank) for rank in range(plan.num_ranks)], dtype=np.int64)

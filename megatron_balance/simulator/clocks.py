@@ -1,4 +1,6 @@
-"""The clocks of all ranks in a phase, and the transfers and collectives that any zone may ask for (`simulator.rounds`)."""
+"""The clocks of all ranks in a phase, and the transfers and collectives that any zone may ask for
+(`simulator.rounds`).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.wire import DST, KIND, is_collective
+from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir.columns import Message
+from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.machine import Bools, fair_ends
-from megatron_balance.simulator.tables import Table, Tables
+from megatron_balance.simulator.tables import Tables, ZoneTable
 from megatron_balance.simulator.work import ADD, ADDED, STORED
 
 COPIED, MOVED = range(2)
-"""Lanes (`compile.order`)."""
+"""Traffic classes (`compile.order`)."""
 
 INTRA, INTER, DISPATCH, COMBINE, TOGETHER = range(5)
-"""Streams of a lane; the last one is that of collectives."""
+"""Streams of a traffic class; the last one is that of collectives."""
 
 
 @dataclass(slots=True)
@@ -35,10 +38,11 @@ class Transfers:
 class Clocks:
     """The clocks of all ranks. All arrays are [num_ranks] unless said.
 
-    `done`: when the compute stream has done all it was given; `ready`: when it had come to the last start of what is copied;
-    `free` [lane, link, num_ranks]: when a stream is free; `opened`: when what a rank attends to is all there; `late`, `late_s`: when the
-    last of what no launch waits for comes, and how long it takes to put away. `share` [2, num_nics]: the part of each NIC, out and in, that
-    is free for what comes next; `nic_bytes`: what has gone over it since that was set.
+    `done`: when the compute stream has done all it was given; `ready`: when it had come to the last
+    start of what is copied; `free` [traffic class, link, num_ranks]: when a stream is free; `opened`: when
+    what a rank attends to is all there; `late`, `late_s`: when the last of what no launch waits for
+    comes, and how long it takes to unpack. `share` [2, num_nics]: the part of each NIC, out and in,
+    that is free for what comes next; `nic_bytes`: what has gone over it since that was set.
     """
 
     def __init__(self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> None:
@@ -60,7 +64,7 @@ class Clocks:
             self.ready[at] = np.maximum(self.ready[at], self.done[at])
 
     def settle(self, ranks: Ints) -> None:
-        """Wait for all that is still to come, and put it away."""
+        """Wait for all that is still to come, and unpack it."""
         self.done[ranks] = np.maximum(self.done[ranks], self.late[ranks]) + self.late_s[ranks]
         self.busy[ranks] += self.late_s[ranks]
         self.late_s[ranks] = 0.0
@@ -70,7 +74,9 @@ class Clocks:
         return np.array([self.cost.pack_s(size) if size else 0.0 for size in num_bytes.tolist()])
 
     def carry(self, transfers: Transfers, posted: Floats, traffic_class: int) -> Floats:
-        """Run the transfers of an exchange, each when both ends are `posted` and their streams free; when each rank has all it receives."""
+        """Run the transfers of an exchange, each when both ends are `posted` and their streams
+        free; when each rank has all it receives.
+        """
         machine = self.machine
         arrived = np.zeros(machine.num_ranks)
         src, dst, num_bytes, routed = transfers.src, transfers.dst, transfers.num_bytes, transfers.routed
@@ -96,7 +102,9 @@ class Clocks:
         return arrived
 
     def _end(self, uses: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
-        """When transfers [n] end that take the resources `uses` [n, k], each with so many bytes from then on."""
+        """When transfers [n] end that take the resources `uses` [n, k], each with so many bytes
+        from then on.
+        """
         if not uses.size:
             return np.zeros(len(uses))
         load = np.bincount(uses.ravel(), weights=num_bytes.ravel(), minlength=len(self.capacity))
@@ -105,7 +113,9 @@ class Clocks:
         return fair_ends(uses.ravel(), num_bytes.ravel(), begin_s.ravel(), rates).reshape(uses.shape).max(axis=1)
 
     def _by_proxies(self, src: Ints, dst: Ints, num_bytes: Floats, begin_s: Floats, rates: Floats) -> Floats:
-        """When routed transfers end: to the proxies of the source, between the nodes, from those of the target."""
+        """When routed transfers end: to the proxies of the source, between the nodes, from those of
+        the target.
+        """
         machine = self.machine
         per_node, first, here = machine.nics.per_node, 2 * machine.num_ranks, np.arange(machine.nics.per_node)
         passed_on = (num_bytes * (per_node - 1) / per_node)[:, None]
@@ -118,7 +128,7 @@ class Clocks:
         return self._end((machine.num_ranks + dst)[:, None], passed_on, at, rates)
 
     def routed(self, index: int, tokens: Ints | Floats) -> Bools:
-        """Which transfers of a zone, or of the remap, go over all NICs."""
+        """Mark the transfers of a zone, or of the remap, that go over all NICs: bool [n]."""
         routing = self.plan.routing
         if routing is None or index not in routing.zones or self.machine.nics.per_node == 1:
             return np.zeros(len(tokens), dtype=bool)
@@ -127,11 +137,13 @@ class Clocks:
     def row_bytes(self, kind: Kind) -> int:
         """Bytes of a token, all heads."""
         payload = self.machine.payload
-        heads = self.plan.num_kv_heads if kind in (Kind.KV, Kind.KV_GRAD) else self.plan.num_heads
+        heads = self.plan.num_kv_heads if kind in KEY_SIDE else self.plan.num_heads
         return heads * (payload.row_bytes[kind] + (payload.lse_bytes if kind in (Kind.OUT, Kind.OUT_GRAD) else 0))
 
     def exchange(self, messages: Ints, index: int, traffic_class: int) -> tuple[Floats, Floats, Floats]:
-        """One exchange of `messages`: when each rank began, when it has what it receives, and how long putting that away takes."""
+        """One exchange of `messages`: when each rank began, when it has what it receives, and how
+        long unpacking that takes.
+        """
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
         sent = Transfers(parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed)
@@ -145,24 +157,34 @@ class Clocks:
         arrived = self.carry(sent, posted, traffic_class)
         values, lse = self.machine.payload.tensors(messages)
         stored, added = (
-            self.pack_s(np.bincount(messages[:, DST], weights=(values + lse) * np.isin(messages[:, KIND], kinds), minlength=len(ranks)))
+            self.pack_s(
+                np.bincount(
+                    messages[:, Message.DST],
+                    weights=(values + lse) * np.isin(messages[:, Message.KIND], kinds),
+                    minlength=len(ranks),
+                )
+            )
             for kinds in (STORED, ADDED)
         )
         placed = (stored + ADD * added) * self.slow
         return posted, arrived, placed
 
-    def is_routed(self, table: Table) -> bool:
+    def is_routed(self, table: ZoneTable) -> bool:
         """Whether the zone's transfers between nodes go over all NICs."""
         routing = self.plan.routing
         return routing is not None and table.index in routing.zones and self.machine.nics.per_node > 1
 
-    def is_together(self, table: Table) -> bool:
-        """Whether the zone's collectives are one call each: not routed, and its ranks have a communicator."""
+    def is_together(self, table: ZoneTable) -> bool:
+        """Whether the zone's collectives are one call each: not routed, and its ranks have a
+        communicator.
+        """
         ranks, machine = tuple(table.ranks.tolist()), self.machine
         return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
-    def all_together(self, table: Table, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool) -> Floats:
-        """When each rank of the zone has what a collective brings it; without a communicator, or routed, it is many transfers."""
+    def all_together(self, table: ZoneTable, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool) -> Floats:
+        """When each rank of the zone has what a collective brings it; without a communicator, or
+        routed, it is many transfers.
+        """
         ranks, machine = table.ranks, self.machine
         if not self.is_together(table):
             routed = self.is_routed(table)

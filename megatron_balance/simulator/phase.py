@@ -12,13 +12,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_balance.analysis.wire import KIND, Parcels, cut, is_collective, of_transfers
+from megatron_balance.analysis.wire import Parcels, is_collective, piece_bounds
 from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collective_stream, hops, order, stream_name, traffic_class
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
-from megatron_balance.ir.columns import Pair, Transfer
+from megatron_balance.ir.columns import Message, Pair, Transfer
 from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
+from megatron_balance.patterns.base import messages_of
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Machine
@@ -181,16 +182,16 @@ def _handling(ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool) -> 
 
 def _values(rows: Ints, machine: Machine) -> tuple[Ints, Ints]:
     """Bytes of each transfer with its LSE, and its kind."""
-    messages = of_transfers(0, rows)
+    messages = messages_of(0, rows)
     values, lse = machine.payload.tensors(messages)
-    return values + lse, messages[:, KIND]
+    return values + lse, messages[:, Message.KIND]
 
 
 def _flows(op: Exchange, rank: int, machine: Machine) -> list[Flow]:
     """All hops of what `rank` sends in an exchange."""
     rows = as_array(op.transfers)
     rows = rows[rows[:, Transfer.SRC] == rank]
-    parcels = machine.payload.parcels(of_transfers(op.id, rows))
+    parcels = machine.payload.parcels(messages_of(op.id, rows))
     kinds: dict[int, list[int]] = {}
     for kind, dst in rows[:, [Transfer.KIND, Transfer.DST]].tolist():
         kinds.setdefault(dst, []).append(kind)
@@ -218,7 +219,7 @@ def _hops_of(
     if dst not in routes:
         crosses = bool(machine.crosses(np.array(src), np.array(dst)))
         return [Flow(exchange, "direct", stream_name("direct", crosses, of), src, dst, src, dst, direct)]
-    sizes = cut(np.array([packed]), len(routes[dst]))[:, 0].tolist()
+    sizes = [stop - start for start, stop in piece_bounds(packed, len(routes[dst]))]
     return [
         Flow(exchange, leg, stream_name(leg, True, of), a, b, src, dst, sizes[piece], piece)
         for _, _, piece, send_proxy, receive_proxy in routes[dst]
@@ -228,7 +229,7 @@ def _hops_of(
 
 
 def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:
-    parcels = machine.payload.parcels(of_transfers(op.id, rows))
+    parcels = machine.payload.parcels(messages_of(op.id, rows))
     place = np.zeros(machine.num_ranks, dtype=np.int64)
     place[list(op.group)] = np.arange(len(op.group))
     num_bytes: Floats = np.zeros((len(op.group), len(op.group)))

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.analysis.wire import HEAD_START, HEAD_STOP, TOKENS
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import Run, Step, order
 from megatron_balance.compile.ping_pong import Cuts, Segment, parts
@@ -27,7 +26,10 @@ from megatron_balance.compile.transpose import transpose
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.ir.columns import Message
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import PointToPoint
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import SMALL, EngineName, check_engine, linear_tokens
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
@@ -36,7 +38,7 @@ from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Phase, phase_of
 from megatron_balance.simulator.rounds import turned
-from megatron_balance.simulator.tables import Tables
+from megatron_balance.simulator.tables import Tables, ZoneTable
 
 SIMULATED = 3
 """Layers that are simulated at most; the others are counted like the last of them."""
@@ -88,10 +90,9 @@ def layers(
     """
     for nano_batch in nano_batches:
         machine.check(nano_batch)
-    task_tables = all(isinstance(zone, TaskTable) for nano_batch in nano_batches for zone in nano_batch.zones) and not any(
-        nano_batch.moves for nano_batch in nano_batches
-    )
-    rounds_apply = task_tables and mode.transport == "streams"
+    zones = [zone for nano_batch in nano_batches for zone in nano_batch.zones]
+    point_to_point = all(pattern_of(zone).traffic is PointToPoint for zone in zones)
+    rounds_apply = point_to_point and not any(nano_batch.moves for nano_batch in nano_batches) and mode.transport == "streams"
     check_engine(mode.engine, machine)
     if mode.engine == "rounds" and not rounds_apply:
         raise ConfigError("the engine 'rounds' runs nano-batches of task tables on streams only; use the engine 'events'")
@@ -304,8 +305,7 @@ class _OnClocks:
         """Messages of what goes to the launches, by zone."""
         messages: list[tuple[int, Ints]] = []
         for table in self.tables.zones:
-            assert table.tiles is not None, "task tables only"
-            there, back = table.tiles
+            there, back = _point_to_point(table)
             if self.clocks.backward:
                 messages.append((table.index, turned(back)))
             if not self.clocks.backward or self.run.mode.policy == "replay":
@@ -314,8 +314,8 @@ class _OnClocks:
 
     def _results(self) -> list[tuple[int, Ints]]:
         """Messages of what the launches compute, by zone."""
-        tiles = [(table.index, table.tiles) for table in self.tables.zones if table.tiles is not None]
-        return [(index, turned(there) if self.clocks.backward else back) for index, (there, back) in tiles]
+        both = [(table.index, _point_to_point(table)) for table in self.tables.zones]
+        return [(index, turned(there) if self.clocks.backward else back) for index, (there, back) in both]
 
     def _send(self, messages: Ints, index: int, traffic_class: int) -> _Coming:
         """Issue an exchange.
@@ -327,7 +327,13 @@ class _OnClocks:
         clocks.done, clocks.ready, clocks.busy = self.run.done.copy(), self.run.done.copy(), self.run.busy.copy()
         if self.run.mode.signal:
             messages = messages.copy()
-            messages[:, TOKENS], messages[:, HEAD_STOP] = 1, messages[:, HEAD_START] + 1
+            messages[:, Message.TOKENS], messages[:, Message.HEAD_STOP] = 1, messages[:, Message.HEAD_START] + 1
         _, arrived, placed = clocks.exchange(messages, index, traffic_class)
         self.run.done, self.run.busy = clocks.done, clocks.busy
         return _Coming(arrived, placed)
+
+
+def _point_to_point(table: ZoneTable) -> tuple[Ints, Ints]:
+    """Messages to a zone's launches, and from them."""
+    assert isinstance(table.traffic, PointToPoint), "point-to-point messages only"
+    return table.traffic.inputs, table.traffic.outputs

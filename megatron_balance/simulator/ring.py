@@ -10,16 +10,18 @@ from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
 from megatron_balance.simulator.machine import Bools
-from megatron_balance.simulator.tables import Table
+from megatron_balance.simulator.tables import Hops, ZoneTable
 from megatron_balance.simulator.work import ADD
 
 
 @dataclass(slots=True)
 class Turn:
-    """Transfers round the ring one way, by the group index that sends: seconds [rounds, G] of each hop (nan: none), and its link [G].
+    """Transfers round the ring one way, by the group index that sends: seconds [rounds, G] of each
+    hop (nan: none), and its link [G].
 
-    `legs`: of routed hops (nan: not routed), seconds to the proxies, between nodes, and from the proxies, calls included. `inside`,
-    `between`: how long each rank's transfers of a round keep it busy inside the node, and between nodes.
+    `legs`: of routed hops (nan: not routed), seconds to the proxies, between nodes, and from the
+    proxies, calls included. `inside`, `between`: how long each rank's transfers of a round keep it
+    busy inside the node, and between nodes.
     """
 
     seconds: Floats
@@ -42,17 +44,22 @@ class Turn:
 
 
 class Ring:
-    """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits for the one before, and a launch."""
+    """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits
+    for the one before, and a launch.
+    """
 
-    def __init__(self, clocks: Clocks, table: Table) -> None:
-        self.clocks, self.table, self.machine = clocks, table, clocks.machine
+    def __init__(self, clocks: Clocks, table: ZoneTable, hops: Hops) -> None:
+        self.clocks, self.table, self.hops, self.machine = clocks, table, hops, clocks.machine
         self.ranks, self.size = table.ranks, len(table.ranks)
         self.done, self.ready = clocks.done[self.ranks], clocks.ready[self.ranks]
         self.free = clocks.free[:, :, self.ranks]
         self.slow = clocks.slow[self.ranks]
         self.busy = np.zeros(self.size)
         contention = self.machine.cost.contention
-        self.drag = contention.slowdown(intra=True, inter=False) - 1.0, contention.slowdown(intra=False, inter=True) - 1.0
+        self.drag = (
+            contention.slowdown(intra=True, inter=False) - 1.0,
+            contention.slowdown(intra=False, inter=True) - 1.0,
+        )
 
     def run(self) -> None:
         if self.clocks.backward:
@@ -133,7 +140,9 @@ class Ring:
         clocks.nic_bytes += load[first:].reshape(2, -1)
 
     def _carry(self, turn: Turn, at: int, posted: Floats, traffic_class: int) -> Floats:
-        """Run the transfers of a round; when each rank has what it receives (-inf: it receives nothing)."""
+        """Run the transfers of a round; when each rank has what it receives (-inf: it receives
+        nothing).
+        """
         seconds, free = turn.seconds[at], self.free[traffic_class]
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
@@ -150,7 +159,9 @@ class Ring:
         return arrived
 
     def _by_proxies(self, turn: Turn, at: int, posted: Floats, free: Floats, arrived: Floats) -> None:
-        """Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside the next one of the round before."""
+        """Set `arrived` by the routed hops of a round, leg by leg: one round's is under way beside
+        the next one of the round before.
+        """
         assert turn.legs is not None
         hop = np.flatnonzero(~np.isnan(turn.legs[0][at]) & ~np.isnan(turn.seconds[at]))
         there = (hop + turn.step) % self.size
@@ -179,12 +190,14 @@ class Ring:
         self.busy += seconds
 
     def _blocks(self, tokens: Floats, step: int) -> Floats:
-        """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later ones."""
+        """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later
+        ones.
+        """
         place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
         return tokens[(place - step * (rounds - 1)) % self.size, rounds]
 
     def _forward(self) -> None:
-        turn, num_bytes = self._turn(self._blocks(self.table.hops, 1), Kind.KV, 1)
+        turn, num_bytes = self._turn(self._blocks(self.hops.forward, 1), Kind.KV, 1)
         run_s, opened = self.table.forward_s, self.clocks.opened[self.ranks]
         self._pack(num_bytes[0])
         posted = self.ready
@@ -202,7 +215,9 @@ class Ring:
         self.ready = posted
 
     def _backward(self) -> None:
-        """Rounds the other way: the gradients of a block walk its way back; `replay` brings the blocks again, furthest first."""
+        """Rounds the other way: the gradients of a block walk its way back; `replay` brings the
+        blocks again, furthest first.
+        """
         size, run_s, replay = self.size, self.table.backward_s, self.clocks.policy == "replay"
         back, num_bytes = self._turn(self._returning(), Kind.KV_GRAD, -1)
         added_s = np.array([ADD * self.clocks.pack_s(row) for row in np.roll(num_bytes, -1, axis=1)]) * self.slow
@@ -211,7 +226,7 @@ class Ring:
         again: Turn | None = None
         posted = self.ready
         if replay:
-            again, copied = self._turn(self._blocks(self.table.back, -1), Kind.KV, -1)
+            again, copied = self._turn(self._blocks(self.hops.backward, -1), Kind.KV, -1)
             self._share_traffic_classes(again, copied, back, num_bytes)
             self.ready = np.maximum(self.ready, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
             self._pack(copied[0])
@@ -234,13 +249,18 @@ class Ring:
         self.clocks.late_s[self.ranks] += np.where(returned > -np.inf, owed, 0.0)
 
     def _returning(self) -> Floats:
-        """Tokens [rounds, G] whose gradients each group index sends back: of the block that had come to it in that round."""
+        """Tokens [rounds, G] whose gradients each group index sends back: of the block that had
+        come to it in that round.
+        """
         place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
-        return self.table.hops[(place - rounds) % self.size, rounds]
+        return self.hops.forward[(place - rounds) % self.size, rounds]
 
     def _share_traffic_classes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
-        """Keys and gradients leave by the same link at the same time: each has half of it while the other needs it."""
-        # The second block comes while the first gradients leave, and so on; the first comes alone, the last gradients leave alone.
+        """Keys and gradients leave by the same link at the same time: each has half of it while the
+        other needs it.
+        """
+        # The second block comes while the first gradients leave, and so on; the first comes alone,
+        # the last gradients leave alone.
         beside = moved[:0:-1]
         both = np.minimum(copied[1:], beside)
         for turn, rows, own in ((again, slice(1, None), copied[1:]), (back, slice(None, 0, -1), beside)):

@@ -1,35 +1,38 @@
-"""The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all ranks of a zone at once.
+"""The round engine: the same calls as `simulator.engine`, zone by zone and round by round, all
+ranks of a zone at once.
 
-For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order, `compile.order`); what is simpler: the
-transfers of one exchange share links and NICs as if they all began together, and zones on other ranks take from a NIC what they need of
-it on average while both are at work (found by a run without them). What an owner sends on for a holder (`compile.remap.resourced`) the
-holder sends. Tests hold it against the event engine.
+For plans of many ranks. When a rank begins or ends what follows the same rules (streams in order,
+`compile.order`); what is simpler: the transfers of one exchange share links and NICs as if they all
+began together, and zones on other ranks take from a NIC what they need of it on average while both
+are at work (known from a run without them). Tests hold it against the event engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 
-from megatron_balance.analysis.wire import KIND, SRC
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable
-from megatron_balance.ir.program import Kind
+from megatron_balance.ir.columns import Message, Move
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan
+from megatron_balance.ir.program import KEY_SIDE, Kind
+from megatron_balance.patterns.base import PointToPoint, messages_from
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ring import Ring
-from megatron_balance.simulator.tables import Table, Tables
+from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Tables, ZoneTable
 from megatron_balance.simulator.work import ADD
-
-_GRAD_OF = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
 
 
 def play(plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]) -> tuple[Outcome, Outcome]:
-    """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks] enters them."""
+    """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks]
+    enters them.
+    """
     tables = Tables(plan, machine)
     return _phase(tables, policy, enter_s[0], backward=False), _phase(tables, policy, enter_s[1], backward=True)
 
@@ -44,7 +47,9 @@ def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -
 
 @dataclass(slots=True)
 class _Use:
-    """From when to when a zone is at work, and the bytes that it moves over each NIC, out and in [2, num_nics]."""
+    """From when to when a zone is at work, and the bytes that it moves over each NIC, out and in
+    [2, num_nics].
+    """
 
     begin_s: float
     end_s: float
@@ -56,17 +61,19 @@ class _Use:
 
 
 def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
-    """By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at the same time."""
+    """By zone, the part of each NIC [2, num_nics] that it has beside the zones that are at work at
+    the same time.
+    """
     begin, end = np.array([use.begin_s for use in uses]), np.array([use.end_s for use in uses])
     rates = np.stack([use.nic_bytes / max(use.end_s - use.begin_s, 1e-12) for use in uses]) / machine.inter.bytes_per_s
-    found: list[Floats] = []
+    parts: list[Floats] = []
     for index, use in enumerate(uses):
         overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None) / max(use.end_s - use.begin_s, 1e-12)
         overlap[index] = 0.0
         others = np.tensordot(overlap, rates, 1)
         fair = rates[index] / np.maximum(rates[index] + others, 1e-12)
-        found.append(np.maximum(1 - others, np.where(rates[index] > 0, fair, 1.0)).clip(0.05, 1.0))
-    return found
+        parts.append(np.maximum(1 - others, np.where(rates[index] > 0, fair, 1.0)).clip(0.05, 1.0))
+    return parts
 
 
 class _Run:
@@ -92,31 +99,38 @@ class _Run:
             for table in zones:
                 self._enter(table)
         if self.clocks.plan.moves:
-            self._remap((Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,), remap_in=False, hops=self.clocks.backward)
+            self._remap(
+                (Kind.Q_GRAD, Kind.KV_GRAD) if self.clocks.backward else (Kind.OUT,),
+                remap_in=False,
+                hops=self.clocks.backward,
+            )
         end = np.maximum(
             np.maximum(self.clocks.done, self.clocks.late) + self.clocks.late_s,
             np.maximum(self.clocks.free.max(axis=(0, 1)), self.clocks.opened),
         )
         return Outcome(end, self.clocks.busy + self.clocks.late_s, self.clocks.bytes_moved)
 
-    def _enter(self, table: Table) -> None:
+    def _enter(self, table: ZoneTable) -> None:
         """Run one zone, and note what it takes of the NICs."""
-        ranks, size = table.ranks, len(table.ranks)
+        ranks = table.ranks
         if self.taken is not None:
             self.clocks.share = self.taken[len(self.uses)]
         self.clocks.nic_bytes = np.zeros((2, self.clocks.machine.num_nics))
         begin = float(self.clocks.done[ranks].min())
-        if isinstance(table.zone, TaskTable):
-            self._task_table(table)
-        elif size == 1:
-            self._compute(table)
-        elif table.zone.pattern == "ring":
-            Ring(self.clocks, table).run()
-        else:
-            self._collective(table)
+        match table.traffic:
+            case None:
+                self._compute(table)
+            case Hops():
+                Ring(self.clocks, table, table.traffic).run()
+            case Collectives():
+                self._collective(table, table.traffic)
+            case PointToPoint():
+                self._point_to_point(table, table.traffic)
+            case _:
+                assert_never(table.traffic)
         self.uses.append(_Use(begin, float(self.clocks.done[ranks].max()), self.clocks.nic_bytes))
 
-    def _compute(self, table: Table) -> None:
+    def _compute(self, table: ZoneTable) -> None:
         """The one launch of each rank of a zone."""
         self.clocks.open(table.ranks, table.waits)
         seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
@@ -127,11 +141,11 @@ class _Run:
         """One exchange of the remap; `hops`: with the first hops that owners make for holders."""
         messages = self._moved(kinds, remap_in=remap_in)
         if hops:
-            first = np.concatenate(self.tables.opened)
+            first = np.concatenate(self.tables.first_hops)
             messages = np.concatenate([messages, first if remap_in else turned(first)])
         self.clocks.share = np.ones_like(self.clocks.share)
         if not remap_in:
-            self.clocks.settle(np.unique(messages[:, SRC]))
+            self.clocks.settle(np.unique(messages[:, Message.SRC]))
         posted, arrived, placed = self.clocks.exchange(messages, REMAP, COPIED if remap_in else MOVED)
         if remap_in:
             self.clocks.ready = posted
@@ -142,34 +156,40 @@ class _Run:
 
     def _moved(self, kinds: tuple[Kind, ...], *, remap_in: bool) -> Ints:
         """Messages of the moves."""
-        holder, owner, tokens = as_array(self.clocks.plan.moves).T
+        plan = self.clocks.plan
+        holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         src, dst = (owner, holder) if remap_in else (holder, owner)
-        found: list[Ints] = []
-        for kind in kinds:
-            heads = self.clocks.plan.num_kv_heads if kind in (Kind.KV, Kind.KV_GRAD) else self.clocks.plan.num_heads
-            zero = np.zeros(len(tokens), dtype=np.int64)
-            found.append(np.column_stack([zero, src, dst, zero + int(kind), zero, zero + heads, tokens]))
-        return np.concatenate(found)
+        heads = [(0, plan.num_kv_heads if kind in KEY_SIDE else plan.num_heads) for kind in kinds]
+        return np.concatenate([messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)])
 
-    def _collective(self, table: Table) -> None:
-        gather = table.zone.pattern == "all_gather"
+    def _collective(self, table: ZoneTable, traffic: Collectives) -> None:
+        gathers = traffic.gathers
         if not self.clocks.backward:
-            self._together(table, table.there, COPIED, ring=gather)
+            self._together(table, traffic.inputs, COPIED, ring=gathers)
             self._compute(table)
-            self._together(table, table.owned, MOVED, stored=True)
+            self._together(table, traffic.outputs, MOVED, stored=True)
             return
-        self._together(table, table.out_grads, COPIED, stored=True)
+        self._together(table, traffic.output_grads, COPIED, stored=True)
         if self.clocks.policy == "replay":
-            self._together(table, table.there, COPIED, ring=gather)
+            self._together(table, traffic.inputs, COPIED, ring=gathers)
         self._compute(table)
-        self._together(table, table.grads, MOVED, ring=gather, added=True)
+        self._together(table, traffic.input_grads, MOVED, ring=gathers, added=True)
 
     def _together(
-        self, table: Table, num_bytes: Floats, traffic_class: int, *, ring: bool = False, stored: bool = False, added: bool = False
+        self,
+        table: ZoneTable,
+        num_bytes: Floats,
+        traffic_class: int,
+        *,
+        ring: bool = False,
+        stored: bool = False,
+        added: bool = False,
     ) -> None:
-        """One collective of all ranks of a zone; what is moved follows the launch, what is copied comes before it.
+        """One collective of all ranks of a zone; what is moved follows the launch, what is copied
+        comes before it.
 
-        `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an all-to-all.
+        `ring`: an all-gather or, if what it brings is `added`, a reduce-scatter; else an
+        all-to-all.
         """
         if not num_bytes.size:
             return
@@ -200,9 +220,8 @@ class _Run:
             self.clocks.done[ranks] = np.maximum(self.clocks.done[ranks], arrived) + placed
             self.clocks.busy[ranks] += placed
 
-    def _task_table(self, table: Table) -> None:
-        assert table.tiles is not None
-        there, back = table.tiles
+    def _point_to_point(self, table: ZoneTable, traffic: PointToPoint) -> None:
+        there, back = traffic.inputs, traffic.outputs
         if not self.clocks.backward:
             self._messages(table, there, COPIED)
             self._compute(table)
@@ -215,8 +234,8 @@ class _Run:
         self._compute(table)
         self._messages(table, turned(there), MOVED)
 
-    def _messages(self, table: Table, messages: Ints, traffic_class: int) -> None:
-        """One exchange of a task table."""
+    def _messages(self, table: ZoneTable, messages: Ints, traffic_class: int) -> None:
+        """One exchange of a zone whose messages go from rank to rank."""
         posted, arrived, placed = self.clocks.exchange(messages, table.index, traffic_class)
         if traffic_class == MOVED:
             self.clocks.late = np.maximum(self.clocks.late, arrived)
@@ -228,11 +247,11 @@ class _Run:
 
 
 def turned(messages: Ints) -> Ints:
-    """The gradients of messages, the other way."""
-    turned = messages.copy()
-    turned[:, [1, 2]] = messages[:, [2, 1]]
+    """Messages of the gradients, which go the other way."""
+    back = messages.copy()
+    back[:, Message.SRC], back[:, Message.DST] = messages[:, Message.DST], messages[:, Message.SRC]
     grads = np.zeros(len(Kind), dtype=np.int64)
-    for kind, grad in _GRAD_OF.items():
+    for kind, grad in GRAD_OF.items():
         grads[kind] = grad
-    turned[:, KIND] = grads[messages[:, KIND]]
-    return turned
+    back[:, Message.KIND] = grads[messages[:, Message.KIND]]
+    return back

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megatron_balance.compile.layouts import RANK, SEQ, ZONE, fragments, layouts, remote
+from megatron_balance.compile.layouts import fragments, layouts, remote
 from megatron_balance.compile.pipeline import attention_layout, layout
+from megatron_balance.ir.columns import Held, Placed, RemoteHeld
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 
@@ -17,10 +18,13 @@ def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> Non
     planned = plan(planner, case)
     ranks = range(planned.num_ranks)
     rows, held = layouts(planned), fragments(planned)
-    assert [rows[rows[:, RANK] == rank][:, SEQ:].tolist() for rank in ranks] == [layout(planned, rank).tolist() for rank in ranks]
-    assert [held[held[:, RANK] == r][:, SEQ:ZONE].tolist() for r in ranks] == [attention_layout(planned, r).tolist() for r in ranks]
+    assert [rows[rows[:, Placed.RANK] == rank][:, Placed.FRAGMENT].tolist() for rank in ranks] == [
+        layout(planned, rank).tolist() for rank in ranks
+    ]
+    by_rank = [held[held[:, Held.RANK] == rank][:, Held.FRAGMENT].tolist() for rank in ranks]
+    assert by_rank == [attention_layout(planned, rank).tolist() for rank in ranks]
     some = np.arange(0, planned.num_ranks, 2)
-    assert fragments(planned, some).tolist() == held[held[:, RANK] % 2 == 0].tolist()
+    assert fragments(planned, some).tolist() == held[held[:, Held.RANK] % 2 == 0].tolist()
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
@@ -30,10 +34,15 @@ def test_remote_tokens_are_those_of_the_moves(planner: str, case: Case) -> None:
     if not planned.moves:
         return
     held = fragments(planned)
-    found: dict[tuple[int, int], int] = {}
-    for fragment, begin, end, linear_layout, holder in remote(planned, held).tolist():
-        rank, _, start, stop = held[fragment, :4].tolist()
-        assert rank == holder
-        assert start <= begin < end <= stop
-        found[holder, linear_layout] = found.get((holder, linear_layout), 0) + end - begin
-    assert found == {(src, dst): tokens for src, dst, tokens in planned.moves}
+    moved: dict[tuple[int, int], int] = {}
+    for row in remote(planned, held).tolist():
+        fragment = held[row[RemoteHeld.FRAGMENT]].tolist()
+        assert fragment[Held.RANK] == row[RemoteHeld.HOLDER]
+        assert [fragment[at] for at in (Held.SEQ, Held.ZONE, Held.SENT_ON)] == [
+            row[at] for at in (RemoteHeld.SEQ, RemoteHeld.ZONE, RemoteHeld.SENT_ON)
+        ]
+        start, stop = row[RemoteHeld.START], row[RemoteHeld.STOP]
+        assert fragment[Held.START] <= start < stop <= fragment[Held.STOP]
+        ends = row[RemoteHeld.HOLDER], row[RemoteHeld.OWNER]
+        moved[ends] = moved.get(ends, 0) + stop - start
+    assert moved == {(src, dst): tokens for src, dst, tokens in planned.moves}

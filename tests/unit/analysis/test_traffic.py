@@ -112,7 +112,7 @@ def test_sizes_are_those_that_the_executor_packs() -> None:
                 assert found.direct.tolist() == [sum(int(np.prod(shape)) * kind.itemsize for shape, kind in tensors)]
                 for count in (1, 3, 4, 8):
                     pieces = [stop - start for start, stop in wire.piece_bounds(int(found.packed[0]), count)]
-                    assert wire.cut(found.packed, count)[:, 0].tolist() == pieces
+                    assert wire.piece_bytes(found.packed, count)[:, 0].tolist() == pieces
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(1, 1), (4, 2), (8, 4), (6, 4), (4, 4), (4, 8), (4, 1)])

@@ -275,3 +275,14 @@ def test_splitting_and_joining_gives_the_whole_again(pattern: str) -> None:
 def test_a_tiling_is_made_of_arrays() -> None:
     task_table = dispatch.task_table("t", np.array([[0, 0, 0, 4]]), np.array([[0, 0, 0, 4, 0, 4]]))
     assert (task_table.fragments, task_table.tasks, task_table.seqs) == (Rows.of(4, [(0, 0, 0, 4)]), Rows.of(6, [(0, 0, 0, 4, 0, 4)]), (0,))
+
+
+def test_pairs_and_shared_tokens_of_a_rank_are_those_of_its_fragments() -> None:
+    lengths = np.array([1, 2, 3, 5, 7, 1, 16, 17, 33, 64, 1001, 4096])
+    for size in range(1, 36):
+        placed = zigzag(lengths, np.arange(len(lengths)), size)
+        held = [fragments(placed, rank) for rank in range(size)]
+        causal = [sum(b * (b + 1) // 2 - a * (a + 1) // 2 for _, a, b in rows.tolist()) for rows in held]
+        assert zigzag_module.pairs_per_rank(placed).tolist() == causal
+        shared = [int((rows[:, 2] - rows[:, 1])[placed.parts[rows[:, 0]] > 1].sum()) for rows in held]
+        assert zigzag_module.shared_tokens(placed).tolist() == shared

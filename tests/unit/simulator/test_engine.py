@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.traffic import traffic
-from megatron_balance.analysis.wire import Payload, cut, of_transfers
+from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, streams
 from megatron_balance.compile.pipeline import expand, project
@@ -30,6 +30,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
+from megatron_balance.patterns.base import messages_of
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events
@@ -294,7 +295,7 @@ def test_a_trace_is_json_with_one_track_for_each_stream_and_nothing_overlaps_in_
 
 def has_empty_piece(op: Exchange, machine: Machine) -> bool:
     """True if a routed parcel of the exchange has fewer blocks of bytes than pieces."""
-    parcels = Payload.of(machine.model).parcels(of_transfers(op.id, as_array(op.transfers)))
+    parcels = Payload.of(machine.model).parcels(messages_of(op.id, as_array(op.transfers)))
     packed = dict(zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed, strict=True))
     pieces = Counter(row[:2] for row in op.routes)
-    return any(bool((cut(np.array([packed[pair]]), count) == 0).any()) for pair, count in pieces.items())
+    return any(bool((piece_bytes(np.array([packed[pair]]), count) == 0).any()) for pair, count in pieces.items())

@@ -21,8 +21,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
-from megatron_balance.patterns import zigzag
-from megatron_balance.patterns.ring import _Blocks as Blocks
+from megatron_balance.patterns import ring, zigzag
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import tables
@@ -101,8 +100,8 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5), size=st.integers(2, 9))
 def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size):
     cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size)
-    forward, back = tables._walks(cut)
-    blocks = Blocks(cut, np.arange(size), 1)
+    forward, back = ring.walks(cut)
+    blocks = ring.Blocks(cut, np.arange(size), 1)
     tokens = np.where(blocks.there, blocks.stop - blocks.start, 0)
     for hop in range(1, size):
         assert forward[:, hop].tolist() == (tokens * (blocks.reach_forward() >= hop)).sum(axis=(1, 2)).tolist()
@@ -118,8 +117,9 @@ def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
     first = next(op for op in project(moved, 1).forward if isinstance(op, Exchange) and op.id == 1)
     rows = as_array(first.transfers)
     stays = int((rows[:, 3] - rows[:, 2])[(rows[:, 6] == 0) & (rows[:, 0] == Kind.KV)].sum())
-    table = tables.Tables(moved, machine).zones[0]
-    assert table.hops[0, 1] == stays
+    hops = tables.Tables(moved, machine).zones[0].traffic
+    assert isinstance(hops, tables.Hops)
+    assert hops.forward[0, 1] == stays
 
 
 @pytest.mark.parametrize("lengths", [(65536, 32768, 16384), (65536, 700, 300, 90, 17, 5, 2, 1)])
@@ -129,11 +129,13 @@ def test_launches_by_kind_cost_what_the_launches_themselves_do(lengths, monkeypa
     machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
     planned = pool("ring", size, 8, lengths, heads=32)
     each = tables.Tables(planned, machine).zones[0]
-    monkeypatch.setattr(tables, "EXACT", 0)
+    monkeypatch.setattr(ring, "EXACT", 0)
     by_kind = tables.Tables(planned, machine).zones[0]
     assert by_kind.forward_s == pytest.approx(each.forward_s, rel=0.02)
     assert by_kind.backward_s == pytest.approx(each.backward_s, rel=0.02)
-    assert np.array_equal(by_kind.hops, each.hops)
+    assert isinstance(by_kind.traffic, tables.Hops)
+    assert isinstance(each.traffic, tables.Hops)
+    assert np.array_equal(by_kind.traffic.forward, each.traffic.forward)
 
 
 def test_a_zone_that_meets_another_on_a_nic_has_less_of_it():

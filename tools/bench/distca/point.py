@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.analysis.wire import of_transfers
 from megatron_balance.config import ClusterChoice, load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats, Ints
@@ -23,6 +22,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.patterns import dispatch
+from megatron_balance.patterns.base import messages_of
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ping_pong import linear_s
@@ -120,7 +120,7 @@ def _busiest_nic(plan: MicrobatchPlan, on: Machine) -> tuple[float, float]:
 
 
 def _nic_bytes(rows: Ints, on: Machine) -> float:
-    parcels = on.payload.parcels(of_transfers(0, rows))
+    parcels = on.payload.parcels(messages_of(0, rows))
     across = on.crosses(parcels.src, parcels.dst)
     src, dst, num_bytes = parcels.src[across], parcels.dst[across], parcels.direct[across]
     return float(max(on.nics.sums(src, num_bytes).max(initial=0), on.nics.sums(dst, num_bytes).max(initial=0)))

@@ -1,0 +1,132 @@
+"""A pattern that says no more than it must: all other questions are answered from its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_balance import patterns
+from megatron_balance.analysis.statistics import figures
+from megatron_balance.compile.layouts import fragments
+from megatron_balance.compile.pipeline import attention_layout, expand
+from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.compile.verify import verify
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Held
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
+from megatron_balance.ir.program import Kind, Op
+from megatron_balance.ir.rows import Rows
+from megatron_balance.patterns.base import (
+    CommPattern,
+    Context,
+    ZoneProgram,
+    attend,
+    exchange,
+    prefix_pairs,
+    transfers_of,
+)
+from megatron_balance.planning.layers import Layers, with_layers
+from megatron_balance.report import placement
+from megatron_balance.simulator.attention import EngineName, attention_call, coupled
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.received import most_in_a_round
+from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
+
+MODEL = Model(4, 2, 16)
+ENGINES: tuple[EngineName, ...] = ("events", "rounds")
+
+
+class Broadcast(CommPattern[Zone]):
+    """All tokens lie on the first rank; every rank attends an equal part of each sequence's queries."""
+
+    def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
+        del num_ranks
+        return zone.ranks
+
+    def num_exchanges(self, zone: Zone) -> int:
+        del zone
+        return 2
+
+    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
+        rows = np.array([(seq, 0, lengths[seq]) for seq in zone.seqs], dtype=np.int64).reshape(-1, 3)
+        return rows if rank == zone.ranks[0] else rows[:0]
+
+    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
+        first, size = zone.ranks[0], len(zone.ranks)
+        whole = self.place(zone, context.lengths, first)
+        heads, kv_heads = (0, context.num_heads), (0, context.num_kv_heads)
+
+        def part(i: int) -> Ints:
+            rows = whole.copy()
+            rows[:, 1], rows[:, 2] = whole[:, 2] * i // size, whole[:, 2] * (i + 1) // size
+            return rows[rows[:, 1] < rows[:, 2]]
+
+        others = [other for other in zone.ranks[1:] if rank in (first, other)]
+        there = [transfers_of(Kind.Q, part(zone.ranks.index(other)), heads, first, other) for other in others]
+        there += [transfers_of(Kind.KV, whole, kv_heads, first, other) for other in others]
+        back = [transfers_of(Kind.OUT, part(zone.ranks.index(other)), heads, other, first) for other in others]
+        ops: list[Op] = [exchange(context, 0, np.concatenate(there))] if there else []
+        ops.append(attend(rank, prefix_pairs(part(zone.ranks.index(rank)), context)))
+        ops += [exchange(context, 1, np.concatenate(back))] if back else []
+        return ZoneProgram(ops)
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> MicrobatchPlan:
+    monkeypatch.setitem(patterns.PATTERNS, "broadcast", Broadcast())
+    zones = Zone("far", "broadcast", (1, 0, 3), (0, 2)), Zone("ring", "ring", (2, 3), (1,))
+    return MicrobatchPlan("by_hand", (30, 12, 7), 4, 2, 4, 2, zones)
+
+
+def test_it_is_verified_counted_and_laid_out(plan: MicrobatchPlan) -> None:
+    verify(expand(plan, "replay"))
+    assert_figures_are_those_of_the_ops(plan, ranks_per_nic=1)
+    held = fragments(plan)
+    for rank in range(4):
+        assert held[held[:, Held.RANK] == rank][:, Held.FRAGMENT].tolist() == attention_layout(plan, rank).tolist()
+    assert from_json(to_json(plan)) == plan
+
+
+def test_it_is_remapped_and_routed(plan: MicrobatchPlan) -> None:
+    cluster = Cluster(4, 2)
+    cost = AnalyticCost(cluster, MODEL)
+    layered = with_layers(plan, cluster, cost, Layers(routing="always", remap=True))
+    assert layered.moves
+    assert layered.routing is not None
+    verify(expand(layered, "replay"))
+    assert_figures_are_those_of_the_ops(layered, ranks_per_nic=1)
+    # Its load decides whether routing pays: one rank of each node sends all, the other's NIC is
+    # idle.
+    heavy = replace(plan, lengths=(300_000, 12, 7))
+    paying = with_layers(heavy, cluster, cost, Layers(routing="pays"))
+    assert paying.routing is not None
+    assert 0 in paying.routing.zones
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_simulated_by_both_engines(plan: MicrobatchPlan, policy: Policy) -> None:
+    cluster = Cluster(4, 2)
+    machine = Machine(cluster, MODEL, AnalyticCost(cluster, MODEL))
+    alone = replace(plan, zones=(replace(plan.zones[0], seqs=(0, 1, 2)),))
+    exact, rounds = (attention_call(alone, machine, policy, name=name) for name in ENGINES)
+    for a, b in zip(exact, rounds, strict=True):
+        assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.15)
+        assert b.bytes_moved.sum() == pytest.approx(a.bytes_moved.sum(), rel=1e-9)
+
+
+def test_the_rest_is_answered_too(plan: MicrobatchPlan) -> None:
+    assert coupled(plan).tolist() == [0, 0, 0, 0]
+    assert most_in_a_round(plan).tolist() == [37, 0, 6, 37]
+    assert prefetchable(plan, "replay") == (frozenset(), frozenset({0}))  # the ring alone says what starts at once
+    longest = placement.of_plan(plan)["longest"]
+    assert [(row["seq"], row["num_ranks"]) for row in longest] == [(0, 3), (1, 2), (2, 3)]
+    assert figures(plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]
+    moved = replace(plan, moves=Rows.of(3, [(1, 2, 5)]))
+    assert most_in_a_round(moved).tolist() == [37, 5, 6, 37]
