@@ -22,10 +22,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.columns import Region
+from megatron_balance.ir.intervals import overlaps
 from megatron_balance.ir.program import MOVED, PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op
 
-_SHIFT = 40
 _MOVED = np.array([kind in MOVED for kind in Kind])
 _COPIES, _MOVES, _COLLECTIVE = 1, 2, 4  # bits: which orders an exchange keeps to
 
@@ -162,7 +162,7 @@ class _Tables:
             readers, regions = launches.reads(Kind(kind))
             away = sent & (rows[:, 0] == kind)
             readers, regions = np.concatenate([readers, op_of[away]]), np.concatenate([regions, rows[away, 1:6]])
-            pairs.append(_met(readers, regions, op_of[there], rows[there, 1:6]))
+            pairs.append(_meet(readers, regions, op_of[there], rows[there, 1:6]))
         if pairs:
             self._set_needs(np.concatenate(pairs), len(ops))
 
@@ -214,16 +214,12 @@ def _marked(indices: Ints, size: int) -> list[bool]:
     return found.tolist()
 
 
-def _met(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
+def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
     """Rows (reader, bringer) for every read region [n, 5] and brought region [m, 5] that share a token and a head."""
-    begin = np.argsort((brings[:, 0] << _SHIFT) | brings[:, 1], kind="stable")
-    bringers, brings = bringers[begin], brings[begin]
-    start, stop = (brings[:, 0] << _SHIFT) | brings[:, 1], (brings[:, 0] << _SHIFT) | brings[:, 2]
-    low, high = (reads[:, 0] << _SHIFT) | reads[:, 1], (reads[:, 0] << _SHIFT) | reads[:, 2]
-    # What ends before a read begins is met by no later read: the furthest end so far bounds the search from below.
-    row, found = ranges(np.searchsorted(np.maximum.accumulate(stop), low, side="right"), np.searchsorted(start, high, side="left"))
-    meet = (stop[found] > low[row]) & (brings[found, 3] < reads[row, 4]) & (brings[found, 4] > reads[row, 3])
-    return np.column_stack([readers[row[meet]], bringers[found[meet]]])
+    read, brought = overlaps(reads, brings)
+    meet = brings[brought, Region.HEAD_START] < reads[read, Region.HEAD_STOP]
+    meet &= brings[brought, Region.HEAD_STOP] > reads[read, Region.HEAD_START]
+    return np.column_stack([readers[read[meet]], bringers[brought[meet]]])
 
 
 # Streams

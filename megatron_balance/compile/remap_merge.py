@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_balance.compile import layouts, remap
 from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.columns import Remote
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import TRANSFER_WIDTH, Kind
 from megatron_balance.patterns import dispatch
@@ -56,11 +57,11 @@ class RemapMerge:
 
     def linear(self, rank: int) -> Ints:
         """Its layout outside attention."""
-        return remap.linear_layout(self.layout(rank), rank, self.moves, self.regions[self.regions[:, remap.OWNER] == rank])
+        return remap.linear_layout(self.layout(rank), rank, self.moves, self.regions[self.regions[:, Remote.OWNER] == rank])
 
     def own(self, rank: int) -> Ints:
         """Regions that it attends to for others, then those that others attend to for it."""
-        return np.concatenate([self.regions[self.regions[:, column] == rank] for column in (remap.HOLDER, remap.OWNER)])
+        return np.concatenate([self.regions[self.regions[:, column] == rank] for column in (Remote.HOLDER, Remote.OWNER)])
 
     def stays(self, rows: Ints) -> Ints:
         """What is left of the transfers of a zone's first exchange once owners have sent what is theirs."""
@@ -70,9 +71,9 @@ class RemapMerge:
         """First hops of rings that owners make: each compile on what the holder would, whole fragments cut by owner."""
         chosen = self._fragment[:, layouts.ON] == 1
         regions, zones = self.regions[chosen], self._fragment[chosen, layouts.ZONE]
-        targets = [self._after(*place) for place in zip(zones.tolist(), regions[:, remap.HOLDER].tolist(), strict=True)]
+        targets = [self._after(*place) for place in zip(zones.tolist(), regions[:, Remote.HOLDER].tolist(), strict=True)]
         rows = np.empty((len(regions), TRANSFER_WIDTH), dtype=np.int64)
-        rows[:, 0], rows[:, 1:4], rows[:, 6] = Kind.KV, regions[:, :3], regions[:, remap.OWNER]
+        rows[:, 0], rows[:, 1:4], rows[:, 6] = Kind.KV, regions[:, :3], regions[:, Remote.OWNER]
         rows[:, 4], rows[:, 5], rows[:, 7] = 0, self.plan.num_kv_heads, targets
         return rows[rows[:, 6] != rows[:, 7]]
 

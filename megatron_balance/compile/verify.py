@@ -18,7 +18,7 @@ import numpy as np
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
-from megatron_balance.ir.intervals import Atoms, ranges
+from megatron_balance.ir.intervals import Atoms, key, ranges
 from megatron_balance.ir.program import (
     FRAGMENT_WIDTH,
     KEY_SIDE,
@@ -77,8 +77,8 @@ class _State:
         self.num_heads = self.atoms.num_head_atoms
         self.num_atoms = self.atoms.num_token_atoms * self.num_heads
         size = program.num_ranks * self.num_atoms
-        self.first = np.searchsorted(self.atoms.cuts, np.arange(len(self.lengths)) << 40)
-        self.last = np.searchsorted(self.atoms.cuts, (np.arange(len(self.lengths)) << 40) | self.lengths)
+        self.first = np.searchsorted(self.atoms.cuts, key(np.arange(len(self.lengths)), 0))
+        self.last = np.searchsorted(self.atoms.cuts, key(np.arange(len(self.lengths)), self.lengths))
         self.held = {kind: np.zeros(size, dtype=bool) for kind in (Kind.Q, Kind.KV, Kind.OUT_GRAD)}
         self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
         self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}

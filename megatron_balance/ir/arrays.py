@@ -23,8 +23,18 @@ def as_rows(table: Ints) -> Rows:
     return Rows(table.shape[1], np.ascontiguousarray(table, dtype="<i8").tobytes())
 
 
+def run_starts(changes: Bools, length: int) -> Bools:
+    """Mark where runs of equal elements begin: bool [length]. `changes` [length - 1]: an element differs from the one before."""
+    starts = np.ones(length, dtype=bool)
+    starts[1:] = changes
+    return starts
+
+
 def run_bounds(changes: Bools, length: int) -> Ints:
-    """Where runs of equal elements begin, and `length`: int64 [runs + 1]. `changes` [length - 1]: one differs from the one before."""
+    """Indices where runs of equal elements begin, and `length`: int64 [runs + 1] ([0] if there are none).
+
+    `changes` [length - 1]: an element differs from the one before.
+    """
     mask = np.ones(length + 1, dtype=bool)
     mask[1:length] = changes
     return np.flatnonzero(mask)
@@ -36,7 +46,7 @@ def concat(tables: list[Rows], width: int) -> Ints:
 
 
 def sums(index: Ints, amounts: Ints, size: int) -> Ints:
-    """For each of [0, size) the sum of the amounts whose index it is."""
-    found = np.zeros(size, dtype=np.int64)
-    np.add.at(found, index, amounts)
-    return found
+    """The sum of the amounts of each index in [0, size): int64 [size]."""
+    totals = np.zeros(size, dtype=np.int64)
+    np.add.at(totals, index, amounts)
+    return totals

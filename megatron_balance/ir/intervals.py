@@ -1,15 +1,49 @@
-"""Regions cut at every boundary that occurs: atoms are equal or disjoint, so sets of tokens become sets of integers."""
+"""Arithmetic on token intervals of many sequences at once: overlaps, unions, atoms.
+
+A token is one integer, `key(seq, position)`: keys ascend by sequence, then by position, so one sorted
+array serves the intervals of all sequences. No other module packs sequences and positions.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
-from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.arrays import Ints, run_bounds, run_starts
+from megatron_balance.ir.columns import Fragment
 
-_SHIFT = 40  # a token's position needs fewer bits than this
-_DENSE = 8  # a table with an entry a token is made where there are at most this many tokens a region
+POSITION_BITS = 40
+"""Positions of a sequence are below 2 ** POSITION_BITS."""
+
+_POSITION = (1 << POSITION_BITS) - 1
+_DENSE = 8  # a table with one entry per token is made where there are at most this many tokens a region
+
+
+@overload
+def key(seq: Ints, position: Ints | int) -> Ints: ...
+@overload
+def key(seq: int, position: int) -> int: ...
+def key(seq: Ints | int, position: Ints | int) -> Ints | int:
+    """One integer for each token; ascends by sequence, then by position."""
+    return (seq << POSITION_BITS) | position
+
+
+def key_seq(keys: Ints) -> Ints:
+    """The sequences of keys."""
+    return keys >> POSITION_BITS
+
+
+def key_position(keys: Ints) -> Ints:
+    """The positions of keys, each in its sequence."""
+    return keys & _POSITION
+
+
+def key_bounds(fragments: Ints) -> tuple[Ints, Ints]:
+    """Keys of the start and the stop of each row (seq, start, stop, ...)."""
+    seq = fragments[:, Fragment.SEQ] << POSITION_BITS
+    return seq | fragments[:, Fragment.START], seq | fragments[:, Fragment.STOP]
 
 
 def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
@@ -20,20 +54,72 @@ def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
     return row, start[row] + offset
 
 
+def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
+    """First and one past the last row of `held` that shares a token with each row of `wanted`.
+
+    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start). If rows of `held` overlap
+    one another, some rows between the bounds may share nothing; empty rows of `wanted` share nothing.
+    """
+    begin, end = key_bounds(wanted)
+    start, stop = key_bounds(held)
+    # No later row meets a row that ends before it begins: the furthest end so far bounds the search from below.
+    first = np.searchsorted(np.maximum.accumulate(stop), begin, side="right")
+    last = np.searchsorted(start, end, side="left")
+    return first, np.where(begin < end, last, 0)
+
+
+def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
+    """(row of `wanted`, row of `held`) of every pair that shares a token, by row of `wanted`.
+
+    Both have rows (seq, start, stop, ...), in any order; rows of `held` may overlap one another.
+    """
+    order = np.argsort(key(held[:, Fragment.SEQ], held[:, Fragment.START]), kind="stable")
+    held = held[order]
+    row, place = ranges(*overlap_bounds(wanted, held))
+    meet = key_bounds(held)[1][place] > key_bounds(wanted)[0][row]
+    return row[meet], order[place[meet]]
+
+
+def union(intervals: Ints) -> Ints:
+    """Disjoint intervals over the same tokens, ascending; touching ones are joined, empty ones left out.
+
+    Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank and a
+    sequence) within which intervals are joined.
+    """
+    rows = intervals[intervals[:, -2] < intervals[:, -1]]
+    rows = rows[np.lexsort(rows[:, -2::-1].T)]
+    fresh = run_starts((rows[1:, :-2] != rows[:-1, :-2]).any(axis=1), len(rows))
+    reach = np.maximum.accumulate(key(np.cumsum(fresh), rows[:, -1]))  # the group, then the furthest end so far in it
+    fresh[1:] |= rows[1:, -2] > key_position(reach[:-1])
+    first = np.flatnonzero(fresh)
+    joined = rows[first]
+    joined[:, -1] = key_position(reach[np.append(first[1:], len(rows)) - 1]) if len(rows) else joined[:, -1]
+    return joined
+
+
+def held_twice(fragments: Ints) -> Ints:
+    """Rows (seq, start, stop), ascending and disjoint: the tokens that two or more of `fragments` hold."""
+    boundary = np.concatenate(key_bounds(fragments))
+    order = np.argsort(boundary, kind="stable")
+    boundary, depth = boundary[order], np.cumsum(np.repeat([1, -1], len(fragments))[order])
+    first = np.flatnonzero(depth[:-1] >= 2)
+    start, stop = boundary[first], boundary[first + 1]
+    return union(np.column_stack([key_seq(start), key_position(start), key_position(stop)]))
+
+
 def _ascending(values: Ints) -> Ints:
     """The distinct values, ascending (sorting is several times faster here than NumPy's hashing `unique`)."""
     values = np.sort(values)
-    fresh = np.ones(len(values), dtype=bool)
-    fresh[1:] = values[1:] != values[:-1]
-    return values[fresh]
+    return values[run_starts(values[1:] != values[:-1], len(values))]
 
 
 @dataclass(frozen=True, slots=True)
 class Atoms:
-    """Elementary token runs and head runs of a set of regions.
+    """Elementary token runs and head runs of a set of regions: regions cut at every boundary that occurs.
 
-    `cuts`: sorted keys of every boundary, `seq << 40 | position`; token atom i runs from cuts[i] to cuts[i + 1].
-    `heads`: sorted head boundaries; head atom i runs from heads[i] to heads[i + 1].
+    Atoms are equal or disjoint, so sets of tokens become sets of integers. `cuts`: sorted keys of
+    every boundary; token atom i runs from cuts[i] to cuts[i + 1]. `heads`: sorted head boundaries;
+    head atom i runs from heads[i] to heads[i + 1].
     """
 
     cuts: Ints
@@ -48,13 +134,13 @@ class Atoms:
         np.maximum.at(longest, seq, stop)
         ends = np.cumsum(longest + 1)
         if not len(seq) or ends[-1] > _DENSE * len(seq):
-            return cls(_ascending(np.concatenate([(seq << _SHIFT) | start, (seq << _SHIFT) | stop])), _ascending(heads))
+            return cls(_ascending(np.concatenate([key(seq, start), key(seq, stop)])), _ascending(heads))
         first = ends - longest - 1
         marks = np.zeros(int(ends[-1]), dtype=bool)
         marks[first[seq] + start] = marks[first[seq] + stop] = True
         place = np.flatnonzero(marks)
         owner = np.searchsorted(first, place, side="right") - 1
-        return cls((owner << _SHIFT) | (place - first[owner]), _ascending(heads), (first, np.cumsum(marks) - marks))
+        return cls(key(owner, place - first[owner]), _ascending(heads), (first, np.cumsum(marks) - marks))
 
     @property
     def num_token_atoms(self) -> int:
@@ -69,20 +155,20 @@ class Atoms:
         if self.table is not None:
             first, atom = self.table
             return atom[first[seq] + start], atom[first[seq] + stop]
-        return np.searchsorted(self.cuts, (seq << _SHIFT) | start), np.searchsorted(self.cuts, (seq << _SHIFT) | stop)
+        return np.searchsorted(self.cuts, key(seq, start)), np.searchsorted(self.cuts, key(seq, stop))
 
     def head_range(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
         """First and one past the last head atom of each region."""
         return np.searchsorted(self.heads, start), np.searchsorted(self.heads, stop)
 
     def seq(self, token_atom: Ints) -> Ints:
-        return self.cuts[token_atom] >> _SHIFT
+        return key_seq(self.cuts[token_atom])
 
     def start(self, token_atom: Ints) -> Ints:
-        return self.cuts[token_atom] & ((1 << _SHIFT) - 1)
+        return key_position(self.cuts[token_atom])
 
     def stop(self, token_atom: Ints) -> Ints:
-        return self.cuts[token_atom + 1] & ((1 << _SHIFT) - 1)
+        return key_position(self.cuts[token_atom + 1])
 
     def expand(self, seq: Ints, start: Ints, stop: Ints, head_start: Ints, head_stop: Ints) -> tuple[Ints, Ints]:
         """(row, atom) of every atom of every region; an atom is token atom * num_head_atoms + head atom."""
@@ -93,28 +179,28 @@ class Atoms:
         again, head = ranges(first[row], last[row])
         return row[again], token[again] * self.num_head_atoms + head
 
+    def at(self, seq: Ints, position: Ints) -> Ints:
+        """The token atom that each position lies in."""
+        return np.searchsorted(self.cuts, key(seq, position), side="right") - 1
+
     def regions(self, group: Ints, atom: Ints) -> tuple[Ints, Ints]:
-        """Coalesce atoms, unique within each group, into regions: (group [n], rows (seq, start, stop, head_start, head_stop))."""
+        """Join atoms, unique within each group, into as few regions as possible: (group [n], `Region` rows)."""
         token, head = np.divmod(atom, self.num_head_atoms)
         # Along tokens first, per head atom; then along heads where the token runs are the same.
         order = np.argsort((group * self.num_head_atoms + head) * (self.num_token_atoms + 1) + token, kind="stable")
         group, token, head = group[order], token[order], head[order]
         seq = self.seq(token)
-        fresh = np.ones(len(token), dtype=bool)
-        fresh[1:] = (group[1:] != group[:-1]) | (head[1:] != head[:-1]) | (token[1:] != token[:-1] + 1) | (seq[1:] != seq[:-1])
-        begin = np.flatnonzero(fresh)
-        end = np.append(begin[1:], len(token)) - 1
-        table = np.stack([group[begin], token[begin], token[end], head[begin]], 1) if len(token) else np.empty((0, 4), dtype=np.int64)
-        first = last = table
+        changes = (group[1:] != group[:-1]) | (head[1:] != head[:-1]) | (token[1:] != token[:-1] + 1) | (seq[1:] != seq[:-1])
+        bounds = run_bounds(changes, len(token))
+        begin, end = bounds[:-1], bounds[1:] - 1
+        group, first, last, head = group[begin], token[begin], token[end], head[begin]
+        head_last = head
         if self.num_head_atoms > 1:
-            order = np.lexsort((table[:, 3], table[:, 2], table[:, 1], table[:, 0]))
-            table = table[order]
-            fresh = np.ones(len(table), dtype=bool)
-            fresh[1:] = (table[1:, :3] != table[:-1, :3]).any(axis=1) | (table[1:, 3] != table[:-1, 3] + 1)
-            begin = np.flatnonzero(fresh)
-            end = np.append(begin[1:], len(table)) - 1 if len(table) else begin
-            first, last = table[begin], table[end]
-        rows = np.stack(
-            [self.seq(first[:, 1]), self.start(first[:, 1]), self.stop(first[:, 2]), self.heads[first[:, 3]], self.heads[last[:, 3] + 1]], 1
-        )
-        return first[:, 0], rows
+            order = np.lexsort((head, last, first, group))
+            group, first, last, head = group[order], first[order], last[order], head[order]
+            changes = (group[1:] != group[:-1]) | (first[1:] != first[:-1]) | (last[1:] != last[:-1]) | (head[1:] != head[:-1] + 1)
+            bounds = run_bounds(changes, len(head))
+            begin, end = bounds[:-1], bounds[1:] - 1
+            group, first, last, head, head_last = group[begin], first[begin], last[begin], head[begin], head[end]
+        rows = np.stack([self.seq(first), self.start(first), self.stop(last), self.heads[head], self.heads[head_last + 1]], 1)
+        return group, rows

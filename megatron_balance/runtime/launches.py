@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from megatron_balance.ir.arrays import Ints, concat, run_bounds
+from megatron_balance.ir.intervals import key
+from megatron_balance.ir.intervals import union as union_of
 from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.kernels import Entries, Kernel
@@ -17,7 +19,6 @@ from megatron_balance.runtime.last_use import INPUTS
 from megatron_balance.runtime.lowered import GradLaunch, Launch, Operand, Packed
 from megatron_balance.runtime.regions import BUFFER, BUFFER_HEAD, BUFFER_ROW, NUM_HEADS, REGION, ROW, Run, Table, grouped_runs
 
-_SHIFT = 40
 _NOTHING = Packed((), 0, 0)
 _CONSECUTIVE = (None,)
 
@@ -105,7 +106,7 @@ class Launching:
             union = _union(regions[:, part])
             sizes = union[2] - union[1]
             runs = grouped_runs(sizes, table.resolve(union), np.zeros(len(sizes), dtype=np.int64), 1)[0]
-            at = ((union[0] << _SHIFT) | union[1]).searchsorted((regions[0, part] << _SHIFT) | regions[1, part], side="right") - 1
+            at = key(union[0], union[1]).searchsorted(key(regions[0, part], regions[1, part]), side="right") - 1
             row[part] = (sizes.cumsum() - sizes)[at] + regions[1, part] - union[1, at]
             found[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i], self.device))
         return found, row
@@ -199,15 +200,9 @@ def _final_rows(packed: Packed) -> Operand:
 
 def _union(regions: Ints) -> Ints:
     """Disjoint regions [5, m], in order, over the same tokens as `regions` [5, n] (which have the same heads)."""
-    begin, end = (regions[0] << _SHIFT) | regions[1], (regions[0] << _SHIFT) | regions[2]
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
-    reach = np.maximum.accumulate(end)
-    bounds = run_bounds(begin[1:] > reach[:-1], len(begin))
-    first, last = bounds[:-1], bounds[1:] - 1
-    union = np.tile(regions[:, :1], len(first))
-    union[0], union[1] = begin[first] >> _SHIFT, begin[first] & ((1 << _SHIFT) - 1)
-    union[2] = reach[last] & ((1 << _SHIFT) - 1)
+    spans = union_of(regions[:3].T)
+    union = np.tile(regions[:, :1], len(spans))
+    union[:3] = spans.T
     return union
 
 

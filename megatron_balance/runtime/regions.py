@@ -12,9 +12,8 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, run_bounds
-from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.intervals import key, key_bounds, ranges
 
-_SHIFT = 40
 REGION, ROW, COUNT, HEAD, NUM_HEADS, BUFFER, BUFFER_ROW, BUFFER_HEAD = range(8)
 
 
@@ -22,10 +21,10 @@ class Table:
     """The instances of one kind on one rank, as rows (seq, start, stop, head_start, head_stop, buffer, first row)."""
 
     def __init__(self, instances: Ints) -> None:
-        order = np.argsort((instances[:, 0] << _SHIFT) | instances[:, 1], kind="stable")
+        order = np.argsort(key(instances[:, 0], instances[:, 1]), kind="stable")
         self.columns = instances.T[:, order]
-        self.start = (self.columns[0] << _SHIFT) | self.columns[1]
-        self.stop = (self.columns[0] << _SHIFT) | self.columns[2]
+        self.start = key(self.columns[0], self.columns[1])
+        self.stop = key(self.columns[0], self.columns[2])
         self.disjoint = bool((self.stop[:-1] <= self.start[1:]).all())
 
     def resolve(self, regions: Ints) -> Ints:
@@ -34,7 +33,7 @@ class Table:
         Raises InvalidProgramError: part of a region is not held.
         """
         seq, start, stop, head_start, head_stop = regions
-        begin, end = (seq << _SHIFT) | start, (seq << _SHIFT) | stop
+        begin, end = key(seq, start), key(seq, stop)
         if not self.disjoint or not len(self.start):
             return self._resolve_overlapping(regions, begin, end)
         first = self.start.searchsorted(begin, side="right") - 1
@@ -89,11 +88,11 @@ def without(instances: Ints, regions: Ints) -> Ints:
     """Instances (see `Table`) without overlap, less the tokens of `regions` [m, 3], rows (seq, start, stop)."""
     if not len(regions):
         return instances
-    order = np.argsort((regions[:, 0] << _SHIFT) | regions[:, 1])
-    begin, end = ((regions[order, 0] << _SHIFT) | regions[order, column] for column in (1, 2))
+    order = np.argsort(key(regions[:, 0], regions[:, 1]))
+    begin, end = key_bounds(regions[order])
     end = np.maximum.accumulate(end)
     begin[1:] = np.maximum(begin[1:], end[:-1])
-    start, stop = ((instances[:, 0] << _SHIFT) | instances[:, column] for column in (1, 2))
+    start, stop = key_bounds(instances)
     gap_start, gap_stop = np.append(-1, end), np.append(begin, np.iinfo(np.int64).max)  # between the regions
     row, gap = ranges(np.searchsorted(gap_stop, start, side="right"), np.searchsorted(gap_start, stop, side="left"))
     low, high = np.maximum(start[row], gap_start[gap]), np.minimum(stop[row], gap_stop[gap])

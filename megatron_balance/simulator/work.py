@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.intervals import key
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.machine import Machine
 
@@ -22,8 +23,6 @@ STORED = (Kind.OUT, Kind.OUT_GRAD)
 
 ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 """What is added to what is held."""
-
-_SHIFT = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
 
 def _distinct(regions: Ints, launch: Ints, num_launches: int) -> Floats:
     """Tokens times heads of each launch's regions [n, 5], those that several of its pairs name counted once."""
-    order = np.lexsort((regions[:, 3], (regions[:, 0] << _SHIFT) | regions[:, 1], launch))
+    order = np.lexsort((regions[:, 3], key(regions[:, 0], regions[:, 1]), launch))
     regions, launch = regions[order], launch[order]
     fresh = np.ones(len(regions), dtype=bool)
     same = (regions[1:, [0, 1, 3]] == regions[:-1, [0, 1, 3]]).all(axis=1)
