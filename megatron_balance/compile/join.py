@@ -10,19 +10,8 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat
-from megatron_balance.ir.program import (
-    NO_ROUTES,
-    ROUTE_WIDTH,
-    TRANSFER_WIDTH,
-    Attend,
-    AttendGrad,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Program,
-    RankProgram,
-)
+from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.program import NO_ROUTES, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 
 
@@ -86,7 +75,7 @@ def _join_exchange(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Exch
             raise InvalidProgramError(
                 f"exchange {exchange_id}: rank {rank} sees {op.collective} in {op.group}, rank {shares[0][0]} {first.collective} in {first.group}"
             )
-    rows = concat([op.transfers for _, op in shares], TRANSFER_WIDTH)
+    rows = concat([op.transfers for _, op in shares], Transfer.WIDTH)
     listed_by = np.repeat([rank for rank, _ in shares], [len(op.transfers) for _, op in shares])
     sends, receives = rows[:, 6] == listed_by, rows[:, 7] == listed_by
     passed_on = ~(sends | receives)
@@ -119,7 +108,7 @@ def _join_routes(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Rows:
                 f"{'of which rank' if odd in on_the_way[row[:2]] else 'listed by rank'} {odd}"
                 f"{' does not know' if odd in on_the_way[row[:2]] else ', which is not on the way'}"
             )
-    return Rows.of(ROUTE_WIDTH, sorted(listed))
+    return Rows.of(Route.WIDTH, sorted(listed))
 
 
 def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Ints, routes: Ints) -> None:
@@ -182,7 +171,7 @@ def _silent(program: Program) -> Iterator[tuple[int, Exchange]]:
     exchanges = [op for op in program.forward if isinstance(op, Exchange)]
     for index, op in enumerate(exchanges):
         if not (as_array(op.transfers)[:, 0] <= Kind.KV).any():
-            yield index, Exchange(index, Rows(TRANSFER_WIDTH))
+            yield index, Exchange(index, Rows(Transfer.WIDTH))
 
 
 def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:

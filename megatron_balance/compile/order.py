@@ -22,9 +22,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
-from megatron_balance.ir.columns import Region
+from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.intervals import overlaps
-from megatron_balance.ir.program import MOVED, PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op
+from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op
 
 _MOVED = np.array([kind in MOVED for kind in Kind])
 _COPIES, _MOVES, _COLLECTIVE = 1, 2, 4  # bits: which orders an exchange keeps to
@@ -142,7 +142,7 @@ class _Tables:
     def __init__(self, ops: Sequence[Op], rank: int) -> None:
         exchanges = [i for i, op in enumerate(ops) if isinstance(op, Exchange)]
         tables = [op.transfers for op in ops if isinstance(op, Exchange)]
-        rows = concat(tables, TRANSFER_WIDTH)
+        rows = concat(tables, Transfer.WIDTH)
         op_of = np.repeat(np.array(exchanges, dtype=np.int64), [len(t) for t in tables])
         moved = is_moved(rows[:, 0])
         sent, brought = rows[:, 6] == rank, rows[:, 7] == rank
@@ -186,7 +186,7 @@ class _Launches:
     def __init__(self, ops: Sequence[Op]) -> None:
         indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
-        self.pairs = concat(tables, PAIR_WIDTH)
+        self.pairs = concat(tables, Pair.WIDTH)
         self.op_of = np.repeat(np.array(indices, dtype=np.int64), [len(t) for t in tables])
 
     def reads(self, kind: Kind) -> tuple[Ints, Ints]:

@@ -12,8 +12,9 @@ from megatron_balance.compile import remap, route
 from megatron_balance.compile.remap_merge import RemapMerge
 from megatron_balance.compile.route import Nics
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.program import FRAGMENT_WIDTH, Exchange, Op, RankProgram
+from megatron_balance.ir.program import Exchange, Op, RankProgram
 from megatron_balance.patterns.base import Context, Share
 from megatron_balance.patterns.registry import pattern_of
 
@@ -47,7 +48,7 @@ class Projector:
         """Rows (seq, start, stop): the fragments that the zones place on `rank`, in order."""
         zones = [self.plan.zones[index] for index in self.zones(rank)]
         placed = (pattern_of(zone).place(zone, self.lengths, rank) for zone in zones)
-        return np.concatenate([np.empty((0, FRAGMENT_WIDTH), dtype=np.int64), *placed])
+        return np.concatenate([np.empty((0, Fragment.WIDTH), dtype=np.int64), *placed])
 
     def layout(self, rank: int) -> Ints:
         """The same outside attention."""

@@ -8,9 +8,9 @@ import numpy as np
 
 from megatron_balance.compile import layouts, remap
 from megatron_balance.ir.arrays import Ints, as_array
-from megatron_balance.ir.columns import Remote
+from megatron_balance.ir.columns import Remote, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.program import TRANSFER_WIDTH, Kind
+from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import dispatch
 
 
@@ -72,7 +72,7 @@ class RemapMerge:
         chosen = self._fragment[:, layouts.ON] == 1
         regions, zones = self.regions[chosen], self._fragment[chosen, layouts.ZONE]
         targets = [self._after(*place) for place in zip(zones.tolist(), regions[:, Remote.HOLDER].tolist(), strict=True)]
-        rows = np.empty((len(regions), TRANSFER_WIDTH), dtype=np.int64)
+        rows = np.empty((len(regions), Transfer.WIDTH), dtype=np.int64)
         rows[:, 0], rows[:, 1:4], rows[:, 6] = Kind.KV, regions[:, :3], regions[:, Remote.OWNER]
         rows[:, 4], rows[:, 5], rows[:, 7] = 0, self.plan.num_kv_heads, targets
         return rows[rows[:, 6] != rows[:, 7]]
@@ -85,4 +85,4 @@ class RemapMerge:
     def _task_table_hops(self) -> Ints:
         """The same of task tables."""
         tables = [as_array(dispatch.transfers(zone, self.plan.num_heads, self.plan.num_kv_heads)[0]) for zone in self.task_tables]
-        return np.concatenate([np.empty((0, TRANSFER_WIDTH), dtype=np.int64), *(remap.resourced(rows, self.regions)[1] for rows in tables)])
+        return np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *(remap.resourced(rows, self.regions)[1] for rows in tables)])

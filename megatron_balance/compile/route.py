@@ -21,7 +21,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, run_bounds
-from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Exchange, Op, Program, RankProgram
+from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.program import Exchange, Op, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 
 
@@ -76,7 +77,7 @@ class _Pairs:
     @classmethod
     def between_nodes(cls, listed: Listed, nics: Nics) -> _Pairs:
         """Those on different nodes that move enough to be routed; none at all where a node has one NIC."""
-        rows = np.concatenate([np.empty((0, TRANSFER_WIDTH), dtype=np.int64), *(table for _, table in listed)])
+        rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *(table for _, table in listed)])
         number = np.repeat(np.array([at for at, _ in listed], dtype=np.int64), [len(table) for _, table in listed])
         across = rows[:, 6] // nics.ranks_per_node != rows[:, 7] // nics.ranks_per_node
         across &= nics.per_node > 1
@@ -119,12 +120,12 @@ def routes(pairs: Iterable[Pair], nics: Nics) -> Rows:
 def _routes(pairs: Ints, nics: Nics) -> Ints:
     """The same of pairs [n, 2], one pair after the other."""
     count = nics.pieces * nics.per_node
-    rows = np.empty((len(pairs), count, ROUTE_WIDTH), dtype=np.int64)
+    rows = np.empty((len(pairs), count, Route.WIDTH), dtype=np.int64)
     rows[:, :, :2] = pairs[:, None]
     rows[:, :, 2] = np.arange(count)
     for column in (0, 1):
         rows[:, :, 3 + column] = np.tile(nics.proxies(pairs[:, column]), (1, nics.pieces))
-    return rows.reshape(-1, ROUTE_WIDTH)
+    return rows.reshape(-1, Route.WIDTH)
 
 
 def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nics) -> RankProgram:
@@ -137,7 +138,7 @@ def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nic
     routed = _all_routed(exchanges, passing.forward, program.rank, nics)
     again = {at: op for at, op in program.replays if at in ids}
     # A rank that compile something on in the forward alone has nothing to bring again.
-    silent = {at: Exchange(at, Rows(TRANSFER_WIDTH)) for at, _ in passing.replays if at in routed}
+    silent = {at: Exchange(at, Rows(Transfer.WIDTH)) for at, _ in passing.replays if at in routed}
     replays = silent | dict(program.replays) | _all_routed(again, passing.replays, program.rank, nics)
     forward, queues = _weave(program, routed)
     return replace(program, forward=forward, queues=queues, replays=tuple(sorted(replays.items(), key=itemgetter(0))))
@@ -157,7 +158,7 @@ def _all_routed(own: dict[int, Exchange], others: Listed, rank: int, nics: Nics)
     found: dict[int, Exchange] = {}
     for at, taken, routing in zip(numbers, carried, pieces, strict=True):
         bare = own[at].transfers.data if at in own else b""
-        found[at] = Exchange(at, Rows(TRANSFER_WIDTH, bare + taken), routes=Rows(ROUTE_WIDTH, routing))
+        found[at] = Exchange(at, Rows(Transfer.WIDTH, bare + taken), routes=Rows(Route.WIDTH, routing))
     return found
 
 

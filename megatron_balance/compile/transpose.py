@@ -20,21 +20,9 @@ import numpy as np
 
 from megatron_balance.compile.join import join, routes_of, split
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat
+from megatron_balance.ir.columns import Pair, Transfer, Value
 from megatron_balance.ir.intervals import Atoms
-from megatron_balance.ir.program import (
-    MERGE_WIDTH,
-    PAIR_WIDTH,
-    TRANSFER_WIDTH,
-    Attend,
-    AttendGrad,
-    Collective,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Program,
-    RankProgram,
-)
+from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 
 Policy: TypeAlias = Literal["keep", "replay"]
@@ -128,7 +116,7 @@ def _inputs(op: Exchange) -> Exchange:
 
 def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
     """The transfers of each exchange as those of gradients, the other way; worked out for all of them at once."""
-    rows = concat([op.transfers for op in exchanges.values()], TRANSFER_WIDTH)
+    rows = concat([op.transfers for op in exchanges.values()], Transfer.WIDTH)
     back = np.empty_like(rows)
     back[:, 0] = _GRAD_OF[rows[:, 0]]
     back[:, 1:6] = rows[:, 1:6]
@@ -136,7 +124,7 @@ def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
     data, at = back.tobytes(), 0
     found: dict[int, Rows] = {}
     for exchange_id, op in exchanges.items():
-        found[exchange_id] = Rows(TRANSFER_WIDTH, data[at : at + len(op.transfers.data)])
+        found[exchange_id] = Rows(Transfer.WIDTH, data[at : at + len(op.transfers.data)])
         at += len(op.transfers.data)
     return found
 
@@ -151,7 +139,7 @@ def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:
     """`ops`, each followed by a Merge of the regions of which `rank` then holds two partial gradients or more."""
     table, origin = _events(ops, rank)
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
-    found: list[Ints] = [np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
+    found: list[Ints] = [np.empty((0, 1 + Value.WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
     for kind in (Kind.Q_GRAD, Kind.KV_GRAD):
         of_kind = table[:, 1] == kind
         rows, op_index = table[of_kind], origin[of_kind]
@@ -176,7 +164,7 @@ def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:
     for op, start, stop in zip(ops, ends, ends[1:], strict=False):
         yield op
         if start < stop:
-            yield Merge(rank, Rows(MERGE_WIDTH, values[start:stop].tobytes()))
+            yield Merge(rank, Rows(Value.WIDTH, values[start:stop].tobytes()))
 
 
 def _first_of(at: Ints, atom: Ints) -> Ints:
@@ -190,17 +178,17 @@ def _events(ops: Sequence[Op], rank: int) -> tuple[Ints, Ints]:
     """Rows (1 or 0, kind, region) of the partial gradients that `rank` gains by an op, or gives away; and the op of each."""
     launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, AttendGrad)]
     exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
-    (pairs, launch), (rows, exchange) = _listed(launches, PAIR_WIDTH), _listed(exchanges, TRANSFER_WIDTH)
+    (pairs, launch), (rows, exchange) = _listed(launches, Pair.WIDTH), _listed(exchanges, Transfer.WIDTH)
     moved = ((rows[:, 7] == rank) | (rows[:, 6] == rank)) & (rows[:, 0] >= Kind.Q_GRAD)
     rows, exchange, count = rows[moved], exchange[moved], len(pairs)
-    table = np.empty((2 * count + len(rows), 1 + MERGE_WIDTH), dtype=np.int64)
+    table = np.empty((2 * count + len(rows), 1 + Value.WIDTH), dtype=np.int64)
     queries, keys, carried = table[:count], table[count : 2 * count], table[2 * count :]
     queries[:, 0], queries[:, 1], queries[:, 2:] = 1, Kind.Q_GRAD, pairs[:, :5]
     keys[:, 0], keys[:, 1], keys[:, 2:] = 1, Kind.KV_GRAD, pairs[:, [0, 5, 6, 7, 8]]
     # Queries that see none of the keys, and keys that none of the queries sees, take no part.
     queries[:, 3] = np.maximum(pairs[:, 1], pairs[:, 5])
     keys[:, 4] = np.minimum(pairs[:, 6], pairs[:, 2])
-    carried[:, 0], carried[:, 1:] = rows[:, 7] == rank, rows[:, :MERGE_WIDTH]
+    carried[:, 0], carried[:, 1:] = rows[:, 7] == rank, rows[:, : Value.WIDTH]
     return table, np.concatenate([launch, launch, exchange])
 
 

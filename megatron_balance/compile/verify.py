@@ -18,20 +18,9 @@ import numpy as np
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.intervals import Atoms, key, ranges
-from megatron_balance.ir.program import (
-    FRAGMENT_WIDTH,
-    KEY_SIDE,
-    MOVED,
-    Attend,
-    AttendGrad,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Program,
-    is_remap_move,
-)
+from megatron_balance.ir.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, is_remap_move
 from megatron_balance.ir.text import op_lines
 
 _NEVER = -1
@@ -140,7 +129,7 @@ class _State:
 
     def place_owned(self) -> None:
         tables = [as_array(owned) for owned in self.program.owned]
-        owned = np.concatenate([np.empty((0, FRAGMENT_WIDTH), dtype=np.int64), *tables])
+        owned = np.concatenate([np.empty((0, Fragment.WIDTH), dtype=np.int64), *tables])
         self.owner_ranks = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self.owned_regions = np.concatenate([owned, np.tile([0, self.program.num_heads], (len(owned), 1))], axis=1)
         _, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Pair, Transfer
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
+from megatron_balance.ir.program import Kind, Op
 from megatron_balance.patterns import zigzag
 from megatron_balance.patterns.base import Context, Share, attend, exchange
 
@@ -38,7 +39,7 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
         ops.append(exchange(context, 0, np.concatenate(tables), "all_gather", zone.ranks))
     own = zigzag.fragments(cut, index)
     if len(own):
-        pairs = np.zeros((len(own), PAIR_WIDTH), dtype=np.int64)
+        pairs = np.zeros((len(own), Pair.WIDTH), dtype=np.int64)
         pairs[:, :3] = own
         pairs[:, 4] = context.num_heads
         pairs[:, 6] = own[:, 2]
@@ -48,7 +49,7 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
 
 
 def _transfers(regions: Ints, src: int, dst: int, context: Context) -> Ints:
-    rows = np.empty((len(regions), TRANSFER_WIDTH), dtype=np.int64)
+    rows = np.empty((len(regions), Transfer.WIDTH), dtype=np.int64)
     rows[:, 0] = Kind.KV
     rows[:, 1:4] = regions
     rows[:, 4:] = 0, context.num_kv_heads, src, dst

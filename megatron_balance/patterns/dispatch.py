@@ -11,10 +11,10 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
-from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.columns import Pair, Transfer, Value
 from megatron_balance.ir.intervals import held_twice, overlaps, union
 from megatron_balance.ir.plan import TaskTable
-from megatron_balance.ir.program import MERGE_WIDTH, PAIR_WIDTH, Kind, Op
+from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import Context, Share, attend, exchange, merge
 
@@ -40,7 +40,7 @@ def project(zone: TaskTable, context: Context, rank: int) -> Share:
     ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
     tasks = _visible(zone, rank) if context.attends else np.empty((0, 6), dtype=np.int64)
     if len(tasks):
-        pairs = np.zeros((len(tasks), PAIR_WIDTH), dtype=np.int64)
+        pairs = np.zeros((len(tasks), Pair.WIDTH), dtype=np.int64)
         pairs[:, :3] = tasks[:, 1:4]
         pairs[:, 4] = context.num_heads
         pairs[:, 5:7] = tasks[:, 4:6]
@@ -98,7 +98,7 @@ def _merges(tasks: Ints, owned: Ints, brought: Ints, num_heads: int) -> Ints:
     _, at, start, stop = _met(computed[:, 1:], owned)  # only what stays here
     kept = np.column_stack([owned[at, 0], start, stop])
     joined = held_twice(np.concatenate([kept, brought[:, Transfer.SPAN]]))
-    values = np.zeros((len(joined), MERGE_WIDTH), dtype=np.int64)
+    values = np.zeros((len(joined), Value.WIDTH), dtype=np.int64)
     values[:, 0], values[:, 1:4], values[:, 5] = Kind.OUT, joined, num_heads
     return values
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Pair, Transfer
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import PAIR_WIDTH, TRANSFER_WIDTH, Kind, Op
+from megatron_balance.ir.program import Kind, Op
 from megatron_balance.patterns.base import Context, Share, attend, exchange
 
 
@@ -68,17 +69,17 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
     ops: list[Op] = []
     # Every rank takes part in the collectives, or none does: nothing moves if the one holder has all the heads.
     moves = any(len(runs[i]) and slices[j] for i in range(size) for j in range(size) if i != j)
-    nothing = np.empty((0, TRANSFER_WIDTH), dtype=np.int64)
+    nothing = np.empty((0, Transfer.WIDTH), dtype=np.int64)
     if moves:
         ops.append(exchange(context, 0, np.concatenate([nothing, *there]), "all_to_all", zone.ranks))
     if slices[index] and len(seqs):
-        pairs = np.zeros((len(slices[index]), len(seqs), PAIR_WIDTH), dtype=np.int64)
+        pairs = np.zeros((len(slices[index]), len(seqs), Pair.WIDTH), dtype=np.int64)
         pairs[:, :, 0] = seqs
         pairs[:, :, 2] = pairs[:, :, 6] = context.lengths[seqs]
         for row, (start, stop, kv_start, kv_stop) in zip(pairs, slices[index], strict=True):
             row[:, 3:5] = start, stop
             row[:, 7:9] = kv_start, kv_stop
-        ops.append(attend(rank, pairs.reshape(-1, PAIR_WIDTH)))
+        ops.append(attend(rank, pairs.reshape(-1, Pair.WIDTH)))
     if moves:
         ops.append(exchange(context, 1, np.concatenate([nothing, *back]), "all_to_all", zone.ranks))
     # The way back carries no inputs, so a replay has nothing to bring again; a rank without tokens could not tell.
@@ -98,7 +99,7 @@ def _run(seqs: Ints, lengths: Ints, size: int, index: int) -> Ints:
 
 
 def _transfers(kind: Kind, regions: Ints, heads: tuple[int, int], who: tuple[int, int]) -> Ints:
-    rows = np.empty((len(regions), TRANSFER_WIDTH), dtype=np.int64)
+    rows = np.empty((len(regions), Transfer.WIDTH), dtype=np.int64)
     rows[:, 0] = kind
     rows[:, 1:4] = regions
     rows[:, 4:6] = heads

@@ -13,8 +13,9 @@ from copy import copy
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Pair, Transfer, Value
 from megatron_balance.ir.plan import Zone
-from megatron_balance.ir.program import MERGE_WIDTH, PAIR_WIDTH, TRANSFER_WIDTH, Attend, Exchange, Kind, Merge, Op
+from megatron_balance.ir.program import Attend, Exchange, Kind, Merge, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns import zigzag
 from megatron_balance.patterns.base import Context, Share, cut_by
@@ -43,7 +44,7 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
     ops: list[Op] = []
     replays: list[tuple[int, Exchange]] = []
     if pairs[0]:
-        ops.append(Attend(rank, Rows(PAIR_WIDTH, pairs[0])))
+        ops.append(Attend(rank, Rows(Pair.WIDTH, pairs[0])))
     if size > 1:
         before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
         forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
@@ -52,11 +53,11 @@ def project(zone: Zone, context: Context, rank: int) -> Share:
         for t in range(1, size):
             exchange_id = context.base + t - 1
             if forward[t]:
-                ops.append(Exchange(exchange_id, Rows(TRANSFER_WIDTH, forward[t])))
+                ops.append(Exchange(exchange_id, Rows(Transfer.WIDTH, forward[t])))
             if context.replays and (backward[size - t] or forward[t]):
-                replays.append((exchange_id, Exchange(exchange_id, Rows(TRANSFER_WIDTH, backward[size - t]))))
+                replays.append((exchange_id, Exchange(exchange_id, Rows(Transfer.WIDTH, backward[size - t]))))
             if pairs[t]:
-                ops += [Attend(rank, Rows(PAIR_WIDTH, pairs[t])), Merge(rank, Rows(MERGE_WIDTH, merges[t]))]
+                ops += [Attend(rank, Rows(Pair.WIDTH, pairs[t])), Merge(rank, Rows(Value.WIDTH, merges[t]))]
     return Share(ops, replays)
 
 
@@ -104,11 +105,11 @@ class _Blocks:
         moves[1:, 0] = self.there[:-1] & (reach[:-1] >= rounds[1:, None, None])
         counts = moves.sum(axis=(2, 3))
         # Every fragment as a row; those that move are copied from there, which is faster than making them column by column.
-        fragments = np.empty((*self.start.shape, TRANSFER_WIDTH), dtype=np.int64)
+        fragments = np.empty((*self.start.shape, Transfer.WIDTH), dtype=np.int64)
         fragments[..., 0], fragments[..., 4], fragments[..., 5] = Kind.KV, 0, self.num_kv_heads
         fragments[..., 1] = self.cut.seqs[:, None]
         fragments[..., 2], fragments[..., 3] = self.start, self.stop
-        fragments = fragments.reshape(-1, TRANSFER_WIDTH)
+        fragments = fragments.reshape(-1, Transfer.WIDTH)
         # In a round there are two moves to a fragment, the first of which is of the round before.
         of_round = counts.sum(axis=1)
         at = np.flatnonzero(moves) - np.repeat((rounds + 1) * self.start[0].size, of_round)
@@ -163,11 +164,11 @@ def _attention(cut: zigzag.Zigzag, index: int, blocks: _Blocks, context: Context
     merges: list[bytes] = []
     for block, chosen in _in_turns(of_round):
         here = at[chosen]
-        rows = np.empty((len(here), PAIR_WIDTH), dtype=np.int64)
+        rows = np.empty((len(here), Pair.WIDTH), dtype=np.int64)
         rows[:, :5] = queries.take(here % len(queries), axis=0)
         rows[:, 5], rows[:, 6], rows[:, 7], rows[:, 8] = k_start[here], k_stop[here], 0, context.num_kv_heads
         pairs += cut_by(rows, of_round[block])
-        values = np.empty((int(merged[block].sum()), MERGE_WIDTH), dtype=np.int64)
+        values = np.empty((int(merged[block].sum()), Value.WIDTH), dtype=np.int64)
         values[:, 0], values[:, 1:] = Kind.OUT, rows[first[chosen], :5]
         merges += cut_by(values, merged[block])
     return pairs, merges

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from megatron_balance.ir.arrays import Ints, concat, run_bounds
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.intervals import key
 from megatron_balance.ir.intervals import union as union_of
-from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Kind, Op, RankProgram
+from megatron_balance.ir.program import Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.entries import Fused, fuse, simple_pairs
 from megatron_balance.runtime.kernels import Entries, Kernel
 from megatron_balance.runtime.last_use import INPUTS
@@ -76,7 +77,7 @@ class Launching:
         tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
         if not indices:
             return None
-        pairs, launch, op_of = _by_heads(concat(tables, PAIR_WIDTH), np.repeat(indices, [len(t) for t in tables]))
+        pairs, launch, op_of = _by_heads(concat(tables, Pair.WIDTH), np.repeat(indices, [len(t) for t in tables]))
         count = len(op_of)
         pairs, launch = simple_pairs(pairs.T, launch)
         sides = zip((pairs[:5], pairs[[0, 5, 6, 7, 8]]), (values[kind] for kind in INPUTS), strict=True)

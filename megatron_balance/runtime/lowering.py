@@ -19,7 +19,8 @@ from megatron_balance.compile.ping_pong import Cuts, parts
 from megatron_balance.compile.prefetchable import Prefetchable
 from megatron_balance.compile.transpose import Policy, forward_id
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
-from megatron_balance.ir.program import MOVED, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
+from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.runtime.counters import counts
 from megatron_balance.runtime.kernels import Kernel
 from megatron_balance.runtime.last_use import INPUTS, last_uses
@@ -124,7 +125,7 @@ class Lowering:
         if self.program.remap_in:
             owned = [self.owner_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops]
         tables = [op.transfers if isinstance(op, Exchange) else None for op in ops]
-        rows = concat([t for t in tables if t is not None], TRANSFER_WIDTH)
+        rows = concat([t for t in tables if t is not None], Transfer.WIDTH)
         op_index = np.repeat([i for i, t in enumerate(tables) if t is not None], [len(t) for t in tables if t is not None]).astype(np.int64)
         mine = rows[:, 6] == self.program.rank
         sent = self.messages(rows[mine], op_index[mine], 7, [sends for sends, _ in owned])
@@ -335,7 +336,7 @@ def _resolve(regions: Ints, owner: Ints, table_of: Sequence[Table | None]) -> In
 def _kept(program: RankProgram, own: Ints) -> Ints:
     """The rows of the owner that a remap leaves there."""
     tables = [op.transfers for op in program.forward if isinstance(op, Exchange) and op.id < program.remap_in]
-    given = concat(tables, TRANSFER_WIDTH)
+    given = concat(tables, Transfer.WIDTH)
     return without(own, given[(given[:, 6] == program.rank) & (given[:, 0] == Kind.KV), 1:4])
 
 

@@ -12,7 +12,8 @@ from megatron_balance.compile.order import LEGS, Leg, Role, TrafficClass, hops, 
 from megatron_balance.compile.ping_pong import NUM_NANO_BATCHES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
-from megatron_balance.ir.program import TRANSFER_WIDTH, Exchange, Kind, Op
+from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.program import Exchange, Kind, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.runtime.lowered import Hop, Piece, ProxyRoute, RelayTask
 from megatron_balance.runtime.parcels import Carried
@@ -145,7 +146,7 @@ def _tables(
     the pairs that move anything that is not copied.
     """
     tables = [op.transfers for op in routed.values()]
-    rows = concat(tables, TRANSFER_WIDTH)
+    rows = concat(tables, Transfer.WIDTH)
     op_of = np.repeat(np.array(list(routed), dtype=np.int64), [len(t) for t in tables])
     moved: dict[int, set[tuple[int, int]]] = {}
     pairs = ((op_of << 40) | (rows[:, 6] << 20) | rows[:, 7])[is_moved(rows[:, 0])]

@@ -16,7 +16,8 @@ from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collec
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
-from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Machine
@@ -115,7 +116,7 @@ def _launch_seconds(
 ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
     """By rank and op: seconds of its launch and of the merging that belongs to it; and of a thread block that transfers wait for."""
     found = [(rank, index, op) for rank, own in enumerate(ops) for index, op in enumerate(own) if isinstance(op, Attend | AttendGrad)]
-    pairs = concat([op.pairs for _, _, op in found], PAIR_WIDTH)
+    pairs = concat([op.pairs for _, _, op in found], Pair.WIDTH)
     launch = np.repeat(np.arange(len(found)), [len(op.pairs) for _, _, op in found])
     merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in found], dtype=np.float64)
     costs = launches(pairs, launch, merging, machine, backward=backward)

@@ -15,8 +15,9 @@ from megatron_balance.analysis.wire import WIDTH, of_transfers
 from megatron_balance.compile import layouts, remap
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
-from megatron_balance.ir.program import PAIR_WIDTH, Kind
+from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import dispatch, head_exchange, zigzag
 from megatron_balance.patterns.zigzag import Zigzag
 from megatron_balance.simulator.machine import Bools, Machine
@@ -58,7 +59,7 @@ class Tables:
     def __init__(self, plan: MicrobatchPlan, machine: Machine) -> None:
         self.plan, self.machine = plan, machine
         self.lengths = np.array(plan.lengths, dtype=np.int64)
-        self.pairs: list[Ints] = [np.empty((0, PAIR_WIDTH), dtype=np.int64)]
+        self.pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
         self.launch: list[Ints] = [np.empty(0, dtype=np.int64)]
         self.merging: list[Floats] = []
         self.num_launches = 0
@@ -142,7 +143,7 @@ class Tables:
         held = [zigzag.fragments(cut, i) for i in range(len(ranks))]
         own = np.concatenate(held)
         launch = np.repeat(np.arange(len(ranks)), [len(rows) for rows in held])
-        pairs = np.zeros((len(own), PAIR_WIDTH), dtype=np.int64)
+        pairs = np.zeros((len(own), Pair.WIDTH), dtype=np.int64)
         pairs[:, :3] = own
         pairs[:, 4], pairs[:, 6], pairs[:, 8] = self.plan.num_heads, own[:, 2], self.plan.num_kv_heads
         first = self._add(pairs, launch, np.zeros(len(ranks)))
@@ -163,12 +164,12 @@ class Tables:
         queries = np.array([own[-1][1] - own[0][0] if own else 0 for own in slices], dtype=np.float64)
         keys = np.array([own[-1][3] - own[0][2] if own else 0 for own in slices], dtype=np.float64)
         parts = [(place, part) for place, own in enumerate(slices) for part in own]
-        pairs = np.zeros((len(parts), len(seqs), PAIR_WIDTH), dtype=np.int64)
+        pairs = np.zeros((len(parts), len(seqs), Pair.WIDTH), dtype=np.int64)
         pairs[:, :, 0], pairs[:, :, 2], pairs[:, :, 6] = seqs, self.lengths[seqs], self.lengths[seqs]
         heads = np.array([part for _, part in parts]).reshape(-1, 4)
         pairs[:, :, 3:5], pairs[:, :, 7:9] = heads[:, None, :2], heads[:, None, 2:]
         launch = np.repeat([place for place, _ in parts], len(seqs)).astype(np.int64)
-        first = self._add(pairs.reshape(-1, PAIR_WIDTH), launch, np.zeros(size))
+        first = self._add(pairs.reshape(-1, Pair.WIDTH), launch, np.zeros(size))
         table = Table(index, zone, ranks, (first + np.arange(size))[:, None])
         row, lse = self.machine.payload.row_bytes, self.machine.payload.lse_bytes
         table.there = np.outer(runs, queries * row[Kind.Q] + keys * row[Kind.KV])
@@ -179,7 +180,7 @@ class Tables:
 
     def _task_table(self, index: int, zone: TaskTable) -> Table:
         tasks = as_array(zone.tasks)
-        pairs = np.zeros((len(tasks), PAIR_WIDTH), dtype=np.int64)
+        pairs = np.zeros((len(tasks), Pair.WIDTH), dtype=np.int64)
         pairs[:, :3], pairs[:, 5:7] = tasks[:, 1:4], tasks[:, 4:6]
         pairs[:, 1] = np.maximum(tasks[:, 2], tasks[:, 4])
         pairs[:, 6] = np.minimum(tasks[:, 5], tasks[:, 3])
@@ -234,7 +235,7 @@ def _ring_launches(cut: Zigzag, heads: tuple[int, int]) -> tuple[Ints, Ints, Flo
     for query, key, visible in ((0, 0, same | earlier), (1, 0, both), (1, 1, same | later)):
         i, t, s = np.nonzero(visible)
         j = source[i, t]
-        rows = np.zeros((len(i), PAIR_WIDTH), dtype=np.int64)
+        rows = np.zeros((len(i), Pair.WIDTH), dtype=np.int64)
         rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4] = cut.seqs[s], start[i, s, query], stop[i, s, query], heads[0]
         rows[:, 5], rows[:, 6], rows[:, 8] = start[j, s, key], stop[j, s, key], heads[1]
         keep = (rows[:, 1] < rows[:, 2]) & (rows[:, 5] < rows[:, 6])
@@ -271,7 +272,7 @@ def _ring_kinds(cut: Zigzag, heads: tuple[int, int]) -> tuple[Ints, Ints, Floats
     where: list[Ints] = []
     for launch, (of, count) in enumerate(zip(order.tolist(), shared.tolist(), strict=True)):
         for query, key in combos[int(of)]:
-            rows = np.zeros((len(chunk) + (count > 0), PAIR_WIDTH), dtype=np.int64)
+            rows = np.zeros((len(chunk) + (count > 0), Pair.WIDTH), dtype=np.int64)
             rows[: len(chunk), 0], rows[: len(chunk), 4], rows[: len(chunk), 8] = cut.seqs[~short], heads[0], heads[1]
             for column, place in ((1, query), (2, query + 1), (5, key), (6, key + 1)):
                 rows[: len(chunk), column] = chunk * place

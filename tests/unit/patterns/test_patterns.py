@@ -12,7 +12,8 @@ from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.plan import MOVE_WIDTH, REMAP, MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.columns import Move
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.span import Span, tiles
@@ -189,7 +190,7 @@ def test_a_replayed_ring_turns_the_other_way() -> None:
 def test_a_program_without_replays_is_the_same_but_for_them(pattern: str) -> None:
     zone = Zone("pool", pattern, (0, 1, 2, 3), (0, 1))
     routing = Routing(1, (REMAP, 0))
-    remapped = MicrobatchPlan("by_hand", (9, 30), 4, 2, 4, 2, (zone,), Rows.of(MOVE_WIDTH, [(0, 1, 3), (3, 1, 2)]), routing)
+    remapped = MicrobatchPlan("by_hand", (9, 30), 4, 2, 4, 2, (zone,), Rows.of(Move.WIDTH, [(0, 1, 3), (3, 1, 2)]), routing)
     for rank in range(4):
         whole = project(remapped, rank)
         assert whole.replays

@@ -21,9 +21,10 @@ from megatron_balance.cost.base import Link
 from megatron_balance.cost.contention import Contention
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Program
+from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.simulator import engine
@@ -41,9 +42,9 @@ CALL, INTRA, INTER = 0.0005, Link(0.001, 1e6), Link(0.002, 1e5)
 def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1) -> Program:
     """One exchange (or each transfer in one of its own) of keys: (src, dst, tokens) of sequence `src`."""
     rows = [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in transfers]
-    ops = [Exchange(0, Rows.of(TRANSFER_WIDTH, rows))]
+    ops = [Exchange(0, Rows.of(Transfer.WIDTH, rows))]
     if exchanges > 1:
-        ops = [Exchange(at, Rows.of(TRANSFER_WIDTH, [row])) for at, row in enumerate(rows)]
+        ops = [Exchange(at, Rows.of(Transfer.WIDTH, [row])) for at, row in enumerate(rows)]
     owned = tuple(Rows.of(3, [(rank, 0, 10_000)]) for rank in range(num_ranks))
     return Program((10_000,) * num_ranks, 2, 2, owned, tuple(ops))
 
@@ -106,7 +107,7 @@ def test_a_piece_is_passed_on_when_it_has_come():
     program = moving(8, (0, 4, 128))
     op = program.forward[0]
     assert isinstance(op, Exchange)
-    program = replace(program, forward=(replace(op, routes=Rows.of(ROUTE_WIDTH, [(0, 4, 0, 1, 5)])),))
+    program = replace(program, forward=(replace(op, routes=Rows.of(Route.WIDTH, [(0, 4, 0, 1, 5)])),))
     stop = forward_s(program, machine)
     near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
     assert stop[[0, 1, 5, 4]] == pytest.approx([near, near + far, near + far + near, near + far + near])
