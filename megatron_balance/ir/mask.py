@@ -79,9 +79,11 @@ class Causal(Mask):
         return "causal"
 
     def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        del seq
         return 0 * query, query + 1
 
     def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
+        del seq
         return key, 0 * key + END
 
     def num_pairs(self, length: Positions) -> Positions:
@@ -98,9 +100,11 @@ class Full(Mask):
         return "full"
 
     def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        del seq
         return 0 * query, 0 * query + END
 
     def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
+        del seq
         return 0 * key, 0 * key + END
 
     def num_pairs(self, length: Positions) -> Positions:

@@ -105,7 +105,9 @@ class _Parser:
 
     def program(self) -> Program:
         number, line = self.lines[0] if self.lines else (1, "")
-        head = re.fullmatch(r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)(?: remap_in (\d+))?(?: mask (\w+))?", line)
+        head = re.fullmatch(
+            r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)(?: remap_in (\d+))?(?: mask (\w+))?", line
+        )
         if head is None or (head[6] or CAUSAL.name) not in MASKS:
             raise self.error(number, line, "expected 'program lengths ... heads H kv_heads G policy P [remap_in N] [mask M]'")
         self.num_heads, self.num_kv_heads = int(head[2]), int(head[3])

@@ -15,7 +15,7 @@ import torch
 
 from megatron_balance.compile import order
 from megatron_balance.compile.order import collective_stream, stream_name
-from megatron_balance.compile.ping_pong import Cuts, parts
+from megatron_balance.compile.ping_pong import Cuts, segments
 from megatron_balance.compile.prefetchable import Prefetchable
 from megatron_balance.compile.transpose import Policy, forward_id
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
@@ -238,7 +238,7 @@ class Lowering:
         exchange_steps = self.exchange_steps(ops, sides, zones, routed, forward=forward)
         steps: list[Step] = []
         prefetchable = self.prefetchable.forward if forward else self.prefetchable.backward
-        ordered, where = parts(ops, order.order(ops, self.program.rank), prefetchable)
+        ordered, where = segments(ops, order.order(ops, self.program.rank), prefetchable)
         begins: list[int] = []  # of each step in the order: its first one here
         for step in ordered:
             begins.append(len(steps))

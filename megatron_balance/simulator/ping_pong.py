@@ -18,7 +18,7 @@ import numpy as np
 from megatron_balance.analysis.wire import HEAD_START, HEAD_STOP, TOKENS
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import Run, Step, order
-from megatron_balance.compile.ping_pong import Cuts, Segment, parts
+from megatron_balance.compile.ping_pong import Cuts, Segment, segments
 from megatron_balance.compile.pipeline import project
 from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import transpose
@@ -196,7 +196,7 @@ class _NanoBatch:
             of_ranks: list[Cuts] = []
             for program in programs:
                 ops = program.backward if backward else program.forward
-                steps, cut = parts(ops, order(ops, program.rank), ahead[backward])
+                steps, cut = segments(ops, order(ops, program.rank), ahead[backward])
                 _reorder(phase, program.rank, steps)
                 of_ranks.append(cut)
             phases.append(phase)
