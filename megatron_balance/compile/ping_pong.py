@@ -51,7 +51,7 @@ class Cuts(NamedTuple):
     end: int
 
 
-def segments(ops: Sequence[Op], steps: Sequence[Step], prefetchable: frozenset[int]) -> tuple[tuple[Step, ...], Cuts]:
+def cut_segments(ops: Sequence[Op], steps: Sequence[Step], prefetchable: frozenset[int]) -> tuple[tuple[Step, ...], Cuts]:
     """Move the starts of prefetchable exchanges to the front of a rank's steps, and cut the steps into segments.
 
     `prefetchable`: ids of the exchanges that may be part of the start. Other exchanges that start at once change places

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_balance.compile.pipeline import pattern_of
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
+from megatron_balance.patterns.registry import pattern_of
 
 
 class Prefetchable(NamedTuple):
@@ -18,6 +18,9 @@ class Prefetchable(NamedTuple):
 
     forward: frozenset[int]
     backward: frozenset[int]
+
+
+NOT_PREFETCHABLE = Prefetchable(frozenset(), frozenset())
 
 
 def prefetchable(plan: MicrobatchPlan, policy: Policy) -> Prefetchable:
@@ -30,7 +33,7 @@ def prefetchable(plan: MicrobatchPlan, policy: Policy) -> Prefetchable:
         return Prefetchable(frozenset({0}), frozenset({0, 2} if policy == "replay" else {2}))
     zones = [zone for zone in plan.zones if pattern_of(zone).num_exchanges(zone)]
     if not zones:
-        return Prefetchable(frozenset(), frozenset())
+        return NOT_PREFETCHABLE
     if all(isinstance(zone, TaskTable) for zone in zones):
         num_exchanges = sum(pattern_of(zone).num_exchanges(zone) for zone in zones)
         inputs = frozenset(range(0, num_exchanges, 2))

@@ -15,8 +15,8 @@ import torch
 
 from megatron_balance.compile import order
 from megatron_balance.compile.order import collective_stream, stream_name
-from megatron_balance.compile.ping_pong import Cuts, segments
-from megatron_balance.compile.prefetchable import Prefetchable
+from megatron_balance.compile.ping_pong import Cuts
+from megatron_balance.compile.pipeline import PhaseOrder
 from megatron_balance.compile.transpose import Policy, forward_id
 from megatron_balance.ir.arrays import Ints, as_array, concat, run_bounds
 from megatron_balance.ir.columns import Transfer
@@ -51,12 +51,12 @@ class _Messages:
 
 
 class Setting(NamedTuple):
-    """What surrounds a rank's program. `prefetchable`: exchanges that may start at once; `nano_batch`: of two programs of the same ranks that run
+    """What surrounds a rank's program. `orders`: of its phases, forward and backward; `nano_batch`: of two programs of the same ranks that run
     interleaved, which one this is: their messages are told apart by it; `phases`: those that will run.
     """
 
     ranks_per_node: int
-    prefetchable: Prefetchable
+    orders: tuple[PhaseOrder, PhaseOrder]
     nano_batch: int
     phases: Collection[PhaseName]
 
@@ -73,7 +73,7 @@ class Lowering:
         self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, setting: Setting
     ) -> None:
         self.program = program
-        self.ranks_per_node, self.prefetchable, self.nano_batch, phases = setting
+        self.ranks_per_node, self.orders, self.nano_batch, phases = setting
         self.device = device
         owned = as_array(program.owned)
         sizes = owned[:, 2] - owned[:, 1]
@@ -237,8 +237,7 @@ class Lowering:
         routed, relay_tasks = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch)
         exchange_steps = self.exchange_steps(ops, sides, zones, routed, forward=forward)
         steps: list[Step] = []
-        prefetchable = self.prefetchable.forward if forward else self.prefetchable.backward
-        ordered, where = segments(ops, order.order(ops, self.program.rank), prefetchable)
+        _, ordered, where = self.orders[0 if forward else 1]
         begins: list[int] = []  # of each step in the order: its first one here
         for step in ordered:
             begins.append(len(steps))

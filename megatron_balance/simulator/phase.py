@@ -12,12 +12,13 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.wire import KIND, Parcels, cut, is_collective, of_transfers
-from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collective_stream, hops, order, stream_name, traffic_class
+from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collective_stream, hops, stream_name, traffic_class
+from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
+from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
 from megatron_balance.simulator.machine import Machine
@@ -78,15 +79,18 @@ class Phase:
     collectives: list[GroupExchange] = field(default_factory=list[GroupExchange])
 
 
-def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
-    """The tasks of a phase of all ranks. `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not)."""
+def phase_of(ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True, prefetched: bool = False) -> Phase:
+    """The tasks of a phase of all ranks. `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not).
+    `prefetched`: with the steps that may start early in front.
+    """
+    programs, orders = [each.program for each in ranks], [each.backward if backward else each.forward for each in ranks]
     ops = [program.backward if backward else program.forward for program in programs]
     run_s, blocks_s = _launch_seconds(ops, machine, backward=backward)
     phase = Phase([], [], [], [])
     groups: dict[int, Exchange] = {}
     sent: dict[int, list[Ints]] = {}
-    for program, own, launch_s, block_s in zip(programs, ops, run_s, blocks_s, strict=True):
-        steps = order(own, program.rank)
+    for program, ordered, own, launch_s, block_s in zip(programs, orders, ops, run_s, blocks_s, strict=True):
+        steps = ordered.prefetched if prefetched else ordered.steps
         pack, unpack = _handling(own, program.rank, machine, sums=sums)
         seconds = {Run: launch_s, Start: pack, Finish: unpack}
         phase.steps.append(steps)

@@ -128,5 +128,5 @@ def test_home_rows_follow_the_order_of_the_home() -> None:
 
 
 def test_a_program_without_sequences_gives_nothing() -> None:
-    program = parse("program lengths heads 2 kv_heads 1 policy keep\nhome r0\nforward\nbackward\n")
+    program = parse("program lengths heads 2 kv_heads 1 policy keep\nowner r0\nforward\nbackward\n")
     assert reference.run(program, [], [], [], 1.0, []) == reference.Result((), (), (), (), ())

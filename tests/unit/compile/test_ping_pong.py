@@ -12,10 +12,10 @@ from hypothesis import given, settings
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import Finish, Run, Start, Step, order, streams
-from megatron_balance.compile.ping_pong import Cuts, Segment, segments
-from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
+from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.prefetchable import prefetchable
-from megatron_balance.compile.transpose import POLICIES, Policy, transpose
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Op
@@ -34,8 +34,8 @@ DISPATCH = MicrobatchPlan(
 
 
 def programs_of(planned: MicrobatchPlan, policy: Policy, *, backward: bool) -> list[Sequence[Op]]:
-    ranks = [transpose(project(planned, rank), policy, merges=False) for rank in range(planned.num_ranks)]
-    return [rank.backward if backward else rank.forward for rank in ranks]
+    programs = [compiled.program for compiled in compile_ranks(planned, policy)]
+    return [program.backward if backward else program.forward for program in programs]
 
 
 def shown(segments: Sequence[Segment]) -> str:
@@ -80,7 +80,7 @@ def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) ->
 
 
 def cut_text(ops: Sequence[Op], rank: int, may_start: frozenset[int]) -> str:
-    steps, where = segments(ops, order(ops, rank), may_start)
+    steps, where = cut_segments(ops, order(ops, rank), may_start)
     words = [f"{type(step).__name__.lower()}{_id(ops[step.op])}" for step in steps]
     return " | ".join(" ".join(part) for part in (words[: where.attend], words[where.attend : where.end], words[where.end :]))
 
@@ -101,9 +101,9 @@ def test_a_dispatch_is_cut_behind_what_goes_out_and_before_what_comes_home() -> 
 
 
 def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
-    assert segments((), (), frozenset({0})) == ((), Cuts(0, 0))
+    assert cut_segments((), (), frozenset({0})) == ((), Cuts(0, 0))
     ops: list[Op] = [Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 4, 0, 1)]))]
-    assert segments(ops, (Run(0),), frozenset({0})) == ((Run(0),), Cuts(0, 1))
+    assert cut_segments(ops, (Run(0),), frozenset({0})) == ((Run(0),), Cuts(0, 1))
 
 
 # Two programs under way
@@ -140,7 +140,7 @@ def _joint(
     programs: Sequence[Sequence[Op]], rank: int, ahead: Sequence[frozenset[int]], segments: Sequence[Segment]
 ) -> list[tuple[int, int, Step]]:
     """All steps of a rank as (half, layer, step), interleaved."""
-    of_nano_batch = [segments(ops, order(ops, rank), ids) for ops, ids in zip(programs, ahead, strict=True)]
+    of_nano_batch = [cut_segments(ops, order(ops, rank), ids) for ops, ids in zip(programs, ahead, strict=True)]
     found: list[tuple[int, int, Step]] = []
     for nano_batch, layer, part in segments:
         steps, (attend, end) = of_nano_batch[nano_batch]

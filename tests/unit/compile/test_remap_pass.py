@@ -44,7 +44,7 @@ def test_a_rank_keeps_the_first_tokens_and_adds_what_it_gets() -> None:
 
 
 def test_inputs_come_first_and_outputs_go_back_last() -> None:
-    program = remap.with_remap(parse(programs.TWO_LAUNCHES.replace("owner r0 s0[0:4)\n", "owner r0 s0[0:4)\nhome r1\n")), moves((0, 1, 1)))
+    program = remap.with_remap(parse(programs.TWO_LAUNCHES.replace("owner r0 s0[0:4)\n", "owner r0 s0[0:4)\nowner r1\n")), moves((0, 1, 1)))
     expected = """\
 program lengths 4 heads 1 kv_heads 1 policy none remap_in 1
 owner r0 s0[0:3)

@@ -23,7 +23,7 @@ from tests.support import programs
 
 FOUR_NICS = Nics(4, 1)
 TWO_NICS = Nics(4, 2)
-ROUTED_CHAIN = programs.CHAIN.replace("owner r2 s0[4:6)\n", "owner r2 s0[4:6)\nhome r3\n")
+ROUTED_CHAIN = programs.CHAIN.replace("owner r2 s0[4:6)\n", "owner r2 s0[4:6)\nowner r3\n")
 
 
 def transfer(src: int, dst: int, tokens: int = 8) -> tuple[int, ...]:

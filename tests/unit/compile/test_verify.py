@@ -204,5 +204,5 @@ def test_a_complaint_shows_the_op_as_text() -> None:
 
 
 def test_a_program_without_sequences_or_without_ranks_is_right() -> None:
-    verify(parse("program lengths heads 2 kv_heads 1 policy keep\nhome r0\nhome r1\nforward\nbackward\n"))
+    verify(parse("program lengths heads 2 kv_heads 1 policy keep\nowner r0\nowner r1\nforward\nbackward\n"))
     verify(parse("program lengths heads 2 kv_heads 1 policy none\nforward\nbackward\n"))

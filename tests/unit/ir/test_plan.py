@@ -29,7 +29,7 @@ def test_a_plan_is_read_back_from_its_json() -> None:
 
 def test_the_fingerprint_is_the_same_on_every_host() -> None:
     # Written down once: a change here means that ranks of different versions would disagree.
-    assert PLAN.fingerprint() == "731964a36376cb14"
+    assert PLAN.fingerprint() == "58947843542b29dd"
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_the_fingerprint_differs_when_a_decision_differs(other: MicrobatchPlan) 
     ("source", "complaint"),
     [
         ("no json", r"not a plan: "),
-        ("[1, 2]", r"not a plan of this version: format is None"),
-        ('{"format": "something else"}', r"format is 'something else', expected 'megatron-balance plan 3'"),
+        ("[1, 2]", r"not a plan of this version: .*, got None"),
+        ('{"format": "something else"}', r"expected format 'megatron-balance plan 3', got 'something else'"),
         (json.dumps({"format": "megatron-balance plan 3"}), r"damaged plan: KeyError: 'planner'"),
         (to_json(PLAN).replace('"lengths":[9,4]', '"lengths":[9,4.5]'), r"damaged plan: .*expected a list of whole numbers"),
         (to_json(PLAN).replace("[1,1,0,4]", "[1,1,0]"), r"damaged plan: .*3 columns, expected 4"),

@@ -44,7 +44,7 @@ def test_heads_are_written_only_where_some_are_missing() -> None:
     [
         ("program lengths 8", "programme lengths 8", r"line 1: expected 'program lengths"),
         ("owner r1", "owner r2", r"line 3: owners are listed in order; expected r1"),
-        ("owner r1 s0[4:8)", "home", r"line 3: owners are listed in order; expected r1, got 'owner'"),
+        ("owner r1 s0[4:8)", "owner", r"line 3: owners are listed in order; expected r1, got 'owner'"),
         ("owner r1 s0[4:8)", "owner r1 s0[4-8)", r"line 3: expected a region like s0\[0:8\)"),
         ("forward\n", "forward\n  r1 <- r0 kv s0[0:4)\n", r"line 5: a row belongs to an exchange"),
         ("exchange 0 p2p", "exchange 0 broadcast", r"line 5: expected owner, forward, backward, exchange"),

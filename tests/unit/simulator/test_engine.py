@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatron_balance.analysis.traffic import traffic
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, streams
-from megatron_balance.compile.pipeline import expand, project
+from megatron_balance.compile.pipeline import compile_rank, expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
-from megatron_balance.compile.transpose import POLICIES, transpose
+from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.contention import Contention
@@ -50,8 +50,8 @@ def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1)
 
 
 def forward_s(program: Program, machine: Machine) -> np.ndarray:
-    programs = [split(program, rank) for rank in range(program.num_ranks)]
-    return engine.play(phase_of(programs, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
+    ranks = [in_order(split(program, rank)) for rank in range(program.num_ranks)]
+    return engine.play(phase_of(ranks, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
 
 
 def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
@@ -234,7 +234,7 @@ def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str)
     policy = POLICIES[case.seed % 2]
     call = events(planned, machine, policy, (np.zeros(planned.num_ranks), np.zeros(planned.num_ranks)), trace=True)
     for rank in range(planned.num_ranks):
-        program = transpose(project(planned, rank), policy, merges=False)
+        program = compile_rank(planned, rank, policy).program
         for outcome, ops in ((call.forward, program.forward), (call.backward, program.backward)):
             expected = {
                 stream: [op.id for issue in issues if isinstance(op := ops[issue.op], Exchange)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.analysis.traffic import traffic
 from megatron_balance.compile.join import split
-from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.pipeline import expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
@@ -40,9 +40,9 @@ def program(num_ranks: int, rows: list[tuple[int, int, int]], collective: Collec
 
 
 def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> Outcome:
-    programs = [split(of, rank) for rank in range(of.num_ranks)]
+    ranks = [in_order(split(of, rank)) for rank in range(of.num_ranks)]
     start = np.zeros(machine.num_ranks) if enter_s is None else np.array(enter_s)
-    return engine.play(phase_of(programs, machine, backward=False), machine, start, "sockets")
+    return engine.play(phase_of(ranks, machine, backward=False), machine, start, "sockets")
 
 
 def one_by_one(ways: list[tuple[int, int]]) -> Program:
