@@ -16,6 +16,7 @@ from megatron_balance.analysis.wire import DST, HEAD_START, HEAD_STOP, KIND, TOK
 from megatron_balance.compile import layouts
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array, sums
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Kind
@@ -238,7 +239,7 @@ class _Tally:
 
 def _causal(lengths: Ints) -> Ints:
     """Pairs of the first `lengths` queries of a sequence."""
-    return lengths * (lengths + 1) // 2
+    return CAUSAL.num_pairs(lengths)
 
 
 def _on_node(values: Ints, nodes: Ints) -> Ints:

@@ -27,7 +27,7 @@ class RemapMerge:
         self.table = layouts.fragments(plan, self._known(ranks, zones))
         self._remote = layouts.remote(plan, self.table)
         self._fragment = self.table[self._remote[:, layouts.FRAGMENT]]
-        self.regions = np.column_stack([self._fragment[:, layouts.SEQ], self._remote[:, 1:]])
+        self.regions = np.column_stack([self._fragment[:, layouts.SEQ], self._remote[:, layouts.BEGIN :]])
         self.sent_on = remap.SentOn(self._ring_hops(), self._task_table_hops())
 
     def _known(self, ranks: Sequence[int], zones: Sequence[Sequence[int]]) -> Ints:

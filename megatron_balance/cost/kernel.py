@@ -11,6 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -36,28 +39,32 @@ BACKWARD_EFFICIENCY = 63 / 73
 
 
 def tiles(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Of each pair of regions [n, 9] (`ir.program.Attend`), one head: tiles, thread blocks, tiles of the longest thread block.
+    """(tiles, thread blocks, tiles of the longest thread block) of each `Pair` row [n, 9], one head, causal.
 
     The query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may be full, causal or neither.
     """
-    num_q, num_k = pairs[:, 2] - pairs[:, 1], pairs[:, 6] - pairs[:, 5]
-    behind = pairs[:, 1] - pairs[:, 5]  # keys before the first query
+    num_q, num_k, behind = _sizes(pairs)
     blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
     before = -(-behind // TILE_TOKENS)
     last = np.clip(-(-(behind + num_q) // TILE_TOKENS), 0, widest)  # the last block need not be full
     return _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last, blocks, last
 
 
+def _sizes(pairs: Ints) -> tuple[Ints, Ints, Ints]:
+    """Queries, keys, and keys before the first query of each `Pair` row."""
+    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    return q_stop - q_start, k_stop - k_start, q_start - k_start
+
+
 def _clipped_sum(stop: Ints, top: Ints) -> Ints:
     """Sum over j = 1 .. stop of min(j, top); 0 if stop < 1."""
     rising = np.clip(stop, 0, top)
-    return rising * (rising + 1) // 2 + np.maximum(stop - top, 0) * top
+    return CAUSAL.num_pairs(rising) + np.maximum(stop - top, 0) * top
 
 
 def visible_pairs(pairs: Ints) -> Ints:
-    """(query, key) pairs of each pair of regions [n, 9] that the causal mask leaves, one head."""
-    num_q, num_k = pairs[:, 2] - pairs[:, 1], pairs[:, 6] - pairs[:, 5]
-    behind = pairs[:, 1] - pairs[:, 5]
+    """Number of (query, key) pairs of each `Pair` row [n, 9] that the causal mask shows, one head."""
+    num_q, num_k, behind = _sizes(pairs)
     return _clipped_sum(behind + num_q, num_k) - _clipped_sum(behind, num_k)
 
 

@@ -14,6 +14,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.megatron import nano_batches, session
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
@@ -164,7 +165,7 @@ def assemble(rows: torch.Tensor, owned: Ints, multiple: int, bound: Bound | None
     tensor-parallel size.
     """
     padding = multiple if not len(rows) else -len(rows) % multiple
-    positions = torch.from_numpy(ranges(owned[:, 1], owned[:, 2])[1]).to(rows.device)
+    positions = torch.from_numpy(ranges(*owned[:, Fragment.START :].T)[1]).to(rows.device)
     assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     positions = torch.nn.functional.pad(positions, (0, padding))

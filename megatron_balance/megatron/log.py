@@ -22,6 +22,7 @@ from megatron_balance.config import RunConfig, to_yaml
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron.groups import Pool
 from megatron_balance.megatron.tick_figures import BACKWARD, tick_figures
@@ -205,9 +206,9 @@ def before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
     """
     tokens, pairs = np.zeros(pool.size), np.zeros(pool.size)
     for lengths, owners in zip(shared.lengths, shared.owners, strict=True):
-        sizes = np.array(lengths, dtype=np.float64)
+        sizes = np.array(lengths, dtype=np.int64)
         np.add.at(tokens, owners, sizes)
-        np.add.at(pairs, owners, sizes * (sizes + 1) / 2)
+        np.add.at(pairs, owners, CAUSAL.num_pairs(sizes))
     readers = list(pool.readers)
     return {"tokens": _ratio(tokens[readers]), "attention": _ratio(pairs[readers])}
 

@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Task
 from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
@@ -287,7 +288,7 @@ def softmax_scale(config: Any) -> float:
 def num_tasks(bound: Bound) -> int:
     """Tasks that a rank has in one attention call."""
     task_tables = (zone for zone in bound.plan.zones if isinstance(zone, TaskTable))
-    return sum(int((as_array(zone.tasks)[:, 0] == bound.rank).sum()) for zone in task_tables)
+    return sum(int((as_array(zone.tasks)[:, Task.RANK] == bound.rank).sum()) for zone in task_tables)
 
 
 def _with_plans(batch: PlannedMicrobatch, bounds: Sequence[Bound], slots: Sequence[BackwardSlot]) -> PlannedMicrobatch:

@@ -21,6 +21,7 @@ from megatron_balance.compile.layouts import RANK, SEQ, START, STOP, layouts
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import BalanceError, DataError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.megatron.data import Sequences, unpack
@@ -147,7 +148,7 @@ def exchange(
     """
     device = job_device()
     owned = [layout(plan, pool.rank) for plan in plans]
-    counts = [int((rows[:, 2] - rows[:, 1]).sum()) for rows in owned]
+    counts = [int((rows[:, Fragment.STOP] - rows[:, Fragment.START]).sum()) for rows in owned]
     rows = torch.zeros(sum(counts), COLUMNS, dtype=torch.int64, device=device)
     if not pool.has_tokens:
         return list(rows.split(counts))
@@ -213,8 +214,8 @@ def _receives(owned: Sequence[Ints], shared: PoolLengths, num_ranks: int) -> tup
 
     Tokens arrive source by source; from one source in the order of microbatch and layout.
     """
-    sources = np.concatenate([np.empty(0, dtype=np.int64), *(o[h[:, 0]] for o, h in zip(shared.owners, owned, strict=True))])
-    sizes = np.concatenate([np.empty(0, dtype=np.int64), *(h[:, 2] - h[:, 1] for h in owned)])
+    sources = np.concatenate([np.empty(0, dtype=np.int64), *(o[h[:, Fragment.SEQ]] for o, h in zip(shared.owners, owned, strict=True))])
+    sizes = np.concatenate([np.empty(0, dtype=np.int64), *(h[:, Fragment.STOP] - h[:, Fragment.START] for h in owned)])
     order = np.argsort(sources, kind="stable")
     arrives = np.empty(len(order), dtype=np.int64)
     arrives[order] = np.cumsum(sizes[order]) - sizes[order]

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.intervals import key
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.program import Kind
+from megatron_balance.ir.visible import sees
 from megatron_balance.simulator.machine import Machine
 
 ADD = 1.5
@@ -40,14 +43,14 @@ class Launches:
 def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool) -> Launches:
     """Costs of launches [len(merging)]; `pairs` and `launch` as in `MachineCost.attend_s`. `merging`: 1 where a forward launch merges."""
     kernel = machine.cost.attend_s(pairs, launch, len(merging), backward=backward)
-    seen = pairs[:, 5] < pairs[:, 2]
+    seen = sees(pairs, CAUSAL)
     pairs, launch = pairs[seen], launch[seen]
-    queries = _distinct(pairs[:, [0, 1, 2, 3, 4]], launch, len(merging))
+    queries = _distinct(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
         return Launches(
             kernel, merging * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()])
         )
-    keys = _distinct(pairs[:, [0, 5, 6, 7, 8]], launch, len(merging))
+    keys = _distinct(pairs[:, Pair.KEY], launch, len(merging))
     sizes = machine.payload.row_bytes
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
     return Launches(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))

@@ -11,6 +11,7 @@ from typing import cast
 
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.kernel import TILE_TOKENS
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.papers.base import Effort, Row, Table
 from megatron_balance.papers.zeppelin.fig8 import DRAWN
 from megatron_balance.papers.zeppelin.systems import DATASETS, Case
@@ -24,7 +25,7 @@ BOTH_WAYS_NOTE = "the caption's 400 GB/s is both directions of the A800's NVLink
 def boundary(case: Case, link: Link) -> int:
     """The shortest sequence, in whole kernel tiles, whose causal attention takes at least as long as its keys and values on `link`."""
     length = TILE_TOKENS
-    while case.cost.attention_s(length * (length + 1) / 2, length) < link.time_s(case.cost.kv_bytes(length)):
+    while case.cost.attention_s(CAUSAL.num_pairs(length), length) < link.time_s(case.cost.kv_bytes(length)):
         length += TILE_TOKENS
     return length
 
