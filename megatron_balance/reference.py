@@ -1,8 +1,8 @@
 """All ranks of a program in one process, NumPy fp64, forward and backward: the judge of the executor.
 
-It takes every op at its word and shares nothing with the executor's lowering: a rank holds, for each kind of value, one table
-over all tokens and heads with a mask of what is there, and reading what the mask does not show is an error. Partials are
-kept apart until a Merge joins them. Clear rather than fast: meant for some thousand tokens.
+It takes every op at its word and shares nothing with the executor's lowering. For each kind of value a rank holds one
+table over all tokens and heads, with marks of what is there; reading what is not there is an error. Partials are kept
+apart until a Merge joins them. Clear rather than fast: meant for some thousand tokens.
 
 Shapes: T tokens of the whole batch (the sequences one after the other), H query heads, G key-value heads, D head_dim.
 """
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, is_remap_move
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import KIND_NAMES, op_lines
@@ -30,7 +31,7 @@ Cut: TypeAlias = tuple[slice, slice]  # tokens of the batch, heads
 
 @dataclass(frozen=True)
 class Result:
-    """What the ranks returned, put together: one array per sequence.
+    """Outputs and gradients of all ranks, put together: one array per sequence.
 
     `out` and `q_grad` [L, H, D], `lse` [L, H] (natural log of the summed exponentials of scaled scores), `k_grad` and
     `v_grad` [L, G, D]. Gradients are None after a forward alone.
@@ -53,8 +54,8 @@ def run(
     Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not complete at its owner.
     """
     if not program.lengths:
-        nothing = () if dout is not None else None
-        return Result((), (), nothing, nothing, nothing)
+        gradients = () if dout is not None else None
+        return Result((), (), gradients, gradients, gradients)
     machine = _Machine(program, q[0].shape[2], scale)
     machine.place(Kind.Q, _concat(q))
     machine.place(Kind.KV, np.concatenate([_concat(k), _concat(v)], axis=2))
@@ -217,7 +218,8 @@ class _Machine:
 
     def merge(self, op: Merge) -> None:
         for code, *region in op.values:
-            kind, cut = Kind(code), self.cut((region[0], region[1], region[2], region[3], region[4]))
+            seq, start, stop, head_start, head_stop = region
+            kind, cut = Kind(code), self.cut((seq, start, stop, head_start, head_stop))
             held = self.partials[kind][op.rank]
             parts = [(t.values[cut].copy(), t.there[cut].copy()) for t in held if t.there[cut].any()]
             values = self.table(kind).values[cut]
@@ -263,17 +265,21 @@ class _Machine:
     # What an attention op reads
 
     def blocks(self, op: Attend | AttendGrad) -> list[_Block]:
-        """The op's pairs, one block per sequence: all its queries by all its keys, with what it asks for and may be seen."""
+        """The op's pairs, one block per sequence: all its queries by all its keys, and the pairs that are asked for and visible."""
         blocks: list[_Block] = []
-        for seq in sorted({row[0] for row in op.pairs}):
-            rows = [row for row in op.pairs if row[0] == seq]
-            queries, heads, keys = (np.unique(np.concatenate([np.arange(r[a], r[a + 1]) for r in rows])) for a in (1, 3, 5))
+        for seq in sorted({row[Pair.SEQ] for row in op.pairs}):
+            rows = [row for row in op.pairs if row[Pair.SEQ] == seq]
+            queries, heads, keys = (
+                np.unique(np.concatenate([np.arange(*row[columns]) for row in rows]))
+                for columns in (Pair.Q_SPAN, Pair.Q_HEADS, Pair.K_SPAN)
+            )
             wanted = np.zeros((len(heads), len(queries), len(keys)), dtype=bool)
             for _, q0, q1, h0, h1, k0, k1, g0, g1 in rows:
                 if h0 // self.ratio < g0 or (h1 - 1) // self.ratio >= g1:
                     raise self.error(f"query heads [{h0}:{h1}) do not belong to key-value heads [{g0}:{g1})")
                 wanted[np.ix_((heads >= h0) & (heads < h1), (queries >= q0) & (queries < q1), (keys >= k0) & (keys < k1))] = True
-            wanted &= keys <= queries[:, None]
+            first, stop = self.program.mask.keys(np.full(len(queries), seq), queries)
+            wanted &= (keys >= first[:, None]) & (keys < stop[:, None])
             blocks.append(_Block(self.base[seq] + queries, heads, self.base[seq] + keys, wanted))
         return blocks
 

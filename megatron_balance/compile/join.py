@@ -1,4 +1,4 @@
-"""All ranks' projections to one program, and back."""
+"""Join the projections of all ranks to one program, and split it again."""
 
 from __future__ import annotations
 
@@ -9,30 +9,22 @@ from typing import assert_never
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat
-from megatron_balance.ir.program import (
-    NO_ROUTES,
-    ROUTE_WIDTH,
-    TRANSFER_WIDTH,
-    Attend,
-    AttendGrad,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Program,
-    RankProgram,
-)
+from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, concat
+from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.program import NO_ROUTES, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 
 
 def join(ranks: Sequence[RankProgram], lengths: tuple[int, ...], num_heads: int, num_kv_heads: int, policy: str | None = None) -> Program:
     """The program whose projections are `ranks` (one for each rank, in order).
 
-    Raises InvalidProgramError: a send that no one receives, a receive that no one sends, another order between two ranks,
-    or an exchange or a route that ranks describe differently.
+    Raises InvalidProgramError: a send without its receive or a receive without its send, another order between two
+    ranks, or a mask, an exchange or a route that ranks describe differently.
     """
     for rank in ranks:
+        if rank.mask != ranks[0].mask:
+            raise InvalidProgramError(f"rank {rank.rank} has mask {rank.mask.name}, rank {ranks[0].rank} {ranks[0].mask.name}")
         if rank.remap_in != ranks[0].remap_in:
             raise InvalidProgramError(f"rank {rank.rank} has {rank.remap_in} remap-in exchange, rank {ranks[0].rank} {ranks[0].remap_in}")
     return Program(
@@ -44,6 +36,7 @@ def join(ranks: Sequence[RankProgram], lengths: tuple[int, ...], num_heads: int,
         tuple(_merge_orders([r.backward for r in ranks])),
         policy,
         ranks[0].remap_in if ranks else 0,
+        ranks[0].mask if ranks else CAUSAL,
     )
 
 
@@ -67,69 +60,73 @@ def _merge_orders(ranks: Sequence[Sequence[Op]]) -> Iterator[Op]:
                 last = op.id
                 due.setdefault(op.id, []).append(rank)
     for exchange_id in sorted(due):
-        shares: list[tuple[int, Exchange]] = []
+        projections: list[tuple[int, Exchange]] = []
         for rank in due[exchange_id]:
             yield from advance(rank)
             op = ranks[rank][position[rank]]
             assert isinstance(op, Exchange)
-            shares.append((rank, op))
+            projections.append((rank, op))
             position[rank] += 1
-        yield _join_exchange(exchange_id, shares)
+        yield _join_exchange(exchange_id, projections)
     for rank in range(len(ranks)):
         yield from advance(rank)
 
 
-def _join_exchange(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Exchange:
-    first = shares[0][1]
-    for rank, op in shares:
+def _join_exchange(exchange_id: int, projections: list[tuple[int, Exchange]]) -> Exchange:
+    first = projections[0][1]
+    for rank, op in projections:
         if (op.collective, op.group) != (first.collective, first.group):
             raise InvalidProgramError(
-                f"exchange {exchange_id}: rank {rank} sees {op.collective} in {op.group}, rank {shares[0][0]} {first.collective} in {first.group}"
+                f"exchange {exchange_id}: rank {rank} lists {op.collective} in {op.group}, "
+                f"rank {projections[0][0]} {first.collective} in {first.group}"
             )
-    rows = concat([op.transfers for _, op in shares], TRANSFER_WIDTH)
-    listed_by = np.repeat([rank for rank, _ in shares], [len(op.transfers) for _, op in shares])
-    sends, receives = rows[:, 6] == listed_by, rows[:, 7] == listed_by
+    rows = concat([op.transfers for _, op in projections], Transfer.WIDTH)
+    listed_by = np.repeat([rank for rank, _ in projections], [len(op.transfers) for _, op in projections])
+    sends, receives = rows[:, Transfer.SRC] == listed_by, rows[:, Transfer.DST] == listed_by
     passed_on = ~(sends | receives)
-    routes = _join_routes(exchange_id, shares)
+    routes = _join_routes(exchange_id, projections)
     _check_proxies(exchange_id, rows[passed_on], listed_by[passed_on], rows[sends], as_array(routes))
     sent, received = _by_ranks(rows[sends]), _by_ranks(rows[receives])
-    if first.collective != "p2p" and {rank for rank, _ in shares} != set(first.group):
+    if first.collective != "p2p" and {rank for rank, _ in projections} != set(first.group):
         raise InvalidProgramError(
-            f"exchange {exchange_id}: {first.collective} in {first.group}, but only {sorted(r for r, _ in shares)} take part"
+            f"exchange {exchange_id}: {first.collective} in {first.group}, but only {sorted(r for r, _ in projections)} take part"
         )
     if sent.shape != received.shape or not (sent == received).all():
         raise InvalidProgramError(f"exchange {exchange_id}: {_difference(sent, received)}")
     return Exchange(exchange_id, as_rows(sent), first.collective, first.group, routes)
 
 
-def _join_routes(exchange_id: int, shares: list[tuple[int, Exchange]]) -> Rows:
+def _join_routes(exchange_id: int, projections: list[tuple[int, Exchange]]) -> Rows:
     """The routes of all pairs of ranks, each of which every rank on it lists in full."""
     listed: dict[tuple[int, ...], set[int]] = {}
-    for rank, op in shares:
+    for rank, op in projections:
         for row in op.routes:
             listed.setdefault(row, set()).add(rank)
     on_the_way: dict[tuple[int, ...], set[int]] = {}
     for src, dst, _, send_proxy, receive_proxy in listed:
         on_the_way.setdefault((src, dst), set()).update((src, dst, send_proxy, receive_proxy))
     for row, ranks in sorted(listed.items()):
-        if ranks != on_the_way[row[:2]]:
-            odd = min(ranks ^ on_the_way[row[:2]])
+        src, dst, piece, send_proxy, receive_proxy = row
+        if ranks != on_the_way[src, dst]:
+            odd = min(ranks ^ on_the_way[src, dst])
             raise InvalidProgramError(
-                f"exchange {exchange_id}: piece {row[2]} from rank {row[0]} to rank {row[1]} goes by ranks {row[3]} and {row[4]}, "
-                f"{'of which rank' if odd in on_the_way[row[:2]] else 'listed by rank'} {odd}"
-                f"{' does not know' if odd in on_the_way[row[:2]] else ', which is not on the way'}"
+                f"exchange {exchange_id}: piece {piece} from rank {src} to rank {dst} goes by ranks {send_proxy} and {receive_proxy}, "
+                f"{'of which rank' if odd in on_the_way[src, dst] else 'listed by rank'} {odd}"
+                f"{' does not know' if odd in on_the_way[src, dst] else ', which is not on the way'}"
             )
-    return Rows.of(ROUTE_WIDTH, sorted(listed))
+    return Rows.of(Route.WIDTH, sorted(listed))
 
 
 def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Ints, routes: Ints) -> None:
-    """Proxies list exactly what the source sends on the pairs that they serve."""
+    """Check that proxies list exactly what the source sends between the pairs of ranks that they serve."""
     expected: dict[tuple[int, int, int], Ints] = {}
     for src, dst, _, *proxies in routes.tolist():
         for proxy in {*proxies} - {src, dst}:
-            expected[proxy, src, dst] = sent[(sent[:, 6] == src) & (sent[:, 7] == dst)]
-    for proxy, src, dst in sorted({(p, *r) for p, r in zip(listed_by.tolist(), passed_on[:, 6:].tolist(), strict=True)} | set(expected)):
-        rows = passed_on[(listed_by == proxy) & (passed_on[:, 6] == src) & (passed_on[:, 7] == dst)]
+            expected[proxy, src, dst] = sent[_between(sent, src, dst)]
+    for proxy, src, dst in sorted(
+        {(p, *r) for p, r in zip(listed_by.tolist(), passed_on[:, Transfer.ENDS].tolist(), strict=True)} | set(expected)
+    ):
+        rows = passed_on[(listed_by == proxy) & _between(passed_on, src, dst)]
         if (proxy, src, dst) not in expected:
             raise InvalidProgramError(f"exchange {exchange_id}: rank {proxy} lists a transfer of other ranks, from {src} to {dst}")
         if rows.tolist() != expected[proxy, src, dst].tolist():
@@ -138,34 +135,37 @@ def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Int
             )
 
 
+def _between(rows: Ints, src: int, dst: int) -> Bools:
+    """Whether each `Transfer` row goes from `src` to `dst`."""
+    return (rows[:, Transfer.SRC] == src) & (rows[:, Transfer.DST] == dst)
+
+
 def routes_of(routes: Rows, transfers: Ints) -> Rows:
     """The routes of the pairs of ranks that `transfers` still has."""
     if not routes:
         return routes
     table = as_array(routes)
-    pairs = {(src, dst) for src, dst in transfers[:, 6:8].tolist()}
-    return as_rows(table[[(src, dst) in pairs for src, dst in table[:, :2].tolist()]])
+    pairs = {(src, dst) for src, dst in transfers[:, Transfer.ENDS].tolist()}
+    return as_rows(table[[(src, dst) in pairs for src, dst in table[:, Route.PAIR].tolist()]])
 
 
 def _by_ranks(rows: Ints) -> Ints:
-    return rows[np.lexsort((rows[:, 7], rows[:, 6]))]
+    return rows[np.lexsort((rows[:, Transfer.DST], rows[:, Transfer.SRC]))]
 
 
 def _difference(sent: Ints, received: Ints) -> str:
     def listed(rows: Ints) -> set[tuple[int, ...]]:
         return {tuple(row) for row in rows.tolist()}
 
-    lonely = sorted(listed(sent) - listed(received))
-    if lonely:
-        return f"rank {lonely[0][6]} sends {lonely[0][:6]} to rank {lonely[0][7]}, which does not expect it"
-    lonely = sorted(listed(received) - listed(sent))
-    if lonely:
-        return f"rank {lonely[0][7]} waits for {lonely[0][:6]} from rank {lonely[0][6]}, which does not send it"
+    for *value, src, dst in sorted(listed(sent) - listed(received)):
+        return f"rank {src} sends {tuple(value)} to rank {dst}, which does not expect it"
+    for *value, src, dst in sorted(listed(received) - listed(sent)):
+        return f"rank {dst} waits for {tuple(value)} from rank {src}, which does not send it"
     return "two ranks list the same transfers in different orders"
 
 
 def split(program: Program, rank: int) -> RankProgram:
-    """The projection of `rank`: what `join` would need to make `program` again (exchange ids are counted anew)."""
+    """The projection of `rank`, from which `join` would make `program` again (exchange ids are counted anew)."""
     return RankProgram(
         rank,
         program.owned[rank],
@@ -174,6 +174,7 @@ def split(program: Program, rank: int) -> RankProgram:
         tuple(_ops_of(program.backward, rank)),
         tuple(_silent(program)),
         remap_in=program.remap_in,
+        mask=program.mask,
     )
 
 
@@ -181,8 +182,8 @@ def _silent(program: Program) -> Iterator[tuple[int, Exchange]]:
     """Exchanges that carry no inputs: a replay skips them, which a rank without rows in them could not know."""
     exchanges = [op for op in program.forward if isinstance(op, Exchange)]
     for index, op in enumerate(exchanges):
-        if not (as_array(op.transfers)[:, 0] <= Kind.KV).any():
-            yield index, Exchange(index, Rows(TRANSFER_WIDTH))
+        if not (as_array(op.transfers)[:, Transfer.KIND] <= Kind.KV).any():
+            yield index, Exchange(index, Rows(Transfer.WIDTH))
 
 
 def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:
@@ -193,7 +194,7 @@ def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:
                 exchange_id = next(ids)
                 rows, pieces = as_array(transfers), as_array(routes)
                 served = {(src, dst) for src, dst, _, *proxies in pieces.tolist() if rank in (src, dst, *proxies)}
-                mine = np.array([rank in pair or tuple(pair) in served for pair in rows[:, 6:8].tolist()], dtype=bool)
+                mine = np.array([rank in pair or tuple(pair) in served for pair in rows[:, Transfer.ENDS].tolist()], dtype=bool)
                 if mine.any() or rank in group:
                     yield Exchange(
                         exchange_id, as_rows(rows[mine]), collective, group, routes_of(routes, rows[mine]) if served else NO_ROUTES

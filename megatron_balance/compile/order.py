@@ -1,13 +1,13 @@
-"""The order of one rank's steps, and what each of its streams does in turn, as data: executor and simulator read the same.
+"""The order of one rank's steps and the issues of each of its streams, as data for executor and simulator.
 
-An exchange starts as early as what it sends allows and ends where something it brought is first read (Zeppelin, section 3.2). In a
-ring the next round's keys are under way while the current ones are attended, and a later zone's first transfer starts while an
-earlier zone computes, but never before the earlier zone's transfers.
+An exchange starts as early as the values that it sends allow, and ends where something it brought is first read
+(Zeppelin, section 3.2). In a ring the next round's keys are under way while the current ones are attended, and a
+later zone's first transfer starts while an earlier zone computes, but never before the earlier zone's transfers.
 
-What is copied (queries, keys, output gradients) and what is moved (partial outputs, gradients) are two lanes. Within a lane the
-exchanges start in the order of their ids on every rank, so that transports that match messages by order (NCCL) can carry them; one
-lane may pass the other, as the keys of a replayed ring's next round pass the gradients of the current one. Collectives keep the
-order of their ids among each other whatever they carry.
+There are two traffic classes: copied values (queries, keys, output gradients) and moved ones (partial outputs,
+gradients). Within a class the exchanges start in the order of their ids on every rank, so that transports that
+match messages by order (NCCL) can carry them. One class may pass the other, as the keys of a replayed ring's next
+round pass the gradients of the current one. Collectives keep the order of their ids whatever they carry.
 
 This cannot deadlock: executed one after the other in the order of their ids, exchanges meet (`ir.program`); here a start only
 moves to the front of what it does not need, and an end only to the back.
@@ -22,10 +22,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
-from megatron_balance.ir.intervals import ranges
-from megatron_balance.ir.program import MOVED, PAIR_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Merge, Op
+from megatron_balance.ir.columns import Pair, Region, Transfer
+from megatron_balance.ir.intervals import overlaps
+from megatron_balance.ir.mask import CAUSAL, Mask
+from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op
+from megatron_balance.ir.visible import trim_pairs
 
-_SHIFT = 40
 _MOVED = np.array([kind in MOVED for kind in Kind])
 _COPIES, _MOVES, _COLLECTIVE = 1, 2, 4  # bits: which orders an exchange keeps to
 
@@ -45,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All that exchange `op` brings to this rank is there."""
+    """Exchange `op` is waited for: all that it brings to this rank is there."""
 
     op: int
 
@@ -62,9 +64,9 @@ Step: TypeAlias = Start | Finish | Run
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One thing that a stream does: the launches of attention op `op` (leg "run"), or one leg of exchange `op`.
+    """One entry of a stream: the launches of attention op `op` (leg "run"), or one leg of exchange `op`.
 
-    `roles`: as whom this rank takes part in the leg; proxies pass on bytes as they come, whatever the rank itself is at.
+    `roles`: those of this rank in the leg; proxies pass on bytes as they come, whatever the rank itself is at.
     """
 
     op: int
@@ -72,9 +74,12 @@ class Issue:
     roles: tuple[Role, ...] = ()
 
 
-def order(ops: Sequence[Op], rank: int) -> tuple[Step, ...]:
-    """Steps of one phase of a rank's program (merges are no steps: they are part of whatever brings the second partial)."""
-    tables = _Tables(ops, rank)
+def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL) -> tuple[Step, ...]:
+    """Steps of one phase of a rank's program, in the order in which they are issued.
+
+    Merges are no steps: they are part of whatever brings the second partial.
+    """
+    tables = _Needs(ops, rank, mask)
     steps = _Steps()
     for index, op in enumerate(ops):
         match op:
@@ -125,27 +130,28 @@ class _Steps:
                 return op in needs
 
     def _finish(self, needs: Sequence[int]) -> bool:
-        found = [op for op in needs if op in self.under_way]
-        for op in found:
+        due = [op for op in needs if op in self.under_way]
+        for op in due:
             self.steps.append(Finish(op))
             del self.under_way[op]
-        return bool(found)
+        return bool(due)
 
 
-class _Tables:
-    """What each op of a phase needs, looked up for all ops at once.
+class _Needs:
+    """Dependencies of each op of a phase, looked up for all ops at once.
 
     `needs[i]`: indices of the exchanges before op i that brought part of what it reads or sends; `orders[i]`: bits of the orders that
     exchange i keeps to; `produced[i]`: whether this rank sends partial results in it.
     """
 
-    def __init__(self, ops: Sequence[Op], rank: int) -> None:
+    def __init__(self, ops: Sequence[Op], rank: int, mask: Mask) -> None:
         exchanges = [i for i, op in enumerate(ops) if isinstance(op, Exchange)]
         tables = [op.transfers for op in ops if isinstance(op, Exchange)]
-        rows = concat(tables, TRANSFER_WIDTH)
+        rows = concat(tables, Transfer.WIDTH)
         op_of = np.repeat(np.array(exchanges, dtype=np.int64), [len(t) for t in tables])
-        moved = is_moved(rows[:, 0])
-        sent, brought = rows[:, 6] == rank, rows[:, 7] == rank
+        kinds = rows[:, Transfer.KIND]
+        moved = is_moved(kinds)
+        sent, brought = rows[:, Transfer.SRC] == rank, rows[:, Transfer.DST] == rank
         self.produced = _marked(op_of[moved & sent], len(ops))
         copies, moves = _marked(op_of[~moved], len(ops)), _marked(op_of[moved], len(ops))
         self.orders = [_COPIES * c + _MOVES * m for c, m in zip(copies, moves, strict=True)]
@@ -155,21 +161,22 @@ class _Tables:
             if op.collective != "p2p":
                 self.orders[i] |= _COLLECTIVE
         self.needs: list[tuple[int, ...]] = [()] * len(ops)
-        launches = _Launches(ops)
+        launches = _Launches(ops, mask)
         pairs: list[Ints] = []
-        for kind in np.flatnonzero(np.bincount(rows[brought, 0], minlength=len(Kind))).tolist():
-            there = brought & (rows[:, 0] == kind)
+        for kind in np.flatnonzero(np.bincount(kinds[brought], minlength=len(Kind))).tolist():
+            there, away = brought & (kinds == kind), sent & (kinds == kind)
             readers, regions = launches.reads(Kind(kind))
-            away = sent & (rows[:, 0] == kind)
-            readers, regions = np.concatenate([readers, op_of[away]]), np.concatenate([regions, rows[away, 1:6]])
-            pairs.append(_met(readers, regions, op_of[there], rows[there, 1:6]))
+            readers = np.concatenate([readers, op_of[away]])
+            regions = np.concatenate([regions, rows[away, Transfer.REGION]])
+            pairs.append(_meet(readers, regions, op_of[there], rows[there, Transfer.REGION]))
         if pairs:
             self._set_needs(np.concatenate(pairs), len(ops))
 
     def _set_needs(self, pairs: Ints, num_ops: int) -> None:
         """`pairs`: rows (reading op, bringing op), in any order, with repeats."""
-        code = pairs[:, 0] * num_ops + pairs[:, 1]
-        code = np.sort(code[pairs[:, 1] < pairs[:, 0]])
+        reader, bringer = pairs.T
+        code = reader * num_ops + bringer
+        code = np.sort(code[bringer < reader])
         if not len(code):
             return
         distinct = code[run_bounds(code[1:] != code[:-1], len(code))[:-1]]
@@ -181,56 +188,49 @@ class _Tables:
 
 
 class _Launches:
-    """What the launches of a phase read: all their pairs below one another."""
+    """All pairs of the launches of a phase below one another, without what the mask hides."""
 
-    def __init__(self, ops: Sequence[Op]) -> None:
+    def __init__(self, ops: Sequence[Op], mask: Mask) -> None:
         indices = [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
         tables = [op.pairs for op in ops if isinstance(op, Attend | AttendGrad)]
-        self.pairs = concat(tables, PAIR_WIDTH)
+        self.pairs = trim_pairs(concat(tables, Pair.WIDTH), mask)
         self.op_of = np.repeat(np.array(indices, dtype=np.int64), [len(t) for t in tables])
 
     def reads(self, kind: Kind) -> tuple[Ints, Ints]:
-        """(op [n], region [n, 5]) of all they read of a kind; of queries and keys that see none of each other, nothing."""
+        """(op [n], `Region` rows [n, 5]) of all that they read of a kind; empty rows where the mask hides all."""
         match kind:
             case Kind.Q | Kind.OUT_GRAD:
-                regions = self.pairs[:, :5].copy()
-                regions[:, 1] = np.maximum(regions[:, 1], self.pairs[:, 5])
+                return self.op_of, self.pairs[:, Pair.QUERY]
             case Kind.KV:
-                regions = self.pairs[:, [0, 5, 6, 7, 8]]
-                regions[:, 2] = np.minimum(regions[:, 2], self.pairs[:, 2])
+                return self.op_of, self.pairs[:, Pair.KEY]
             case Kind.OUT | Kind.Q_GRAD | Kind.KV_GRAD:
-                return self.op_of[:0], np.empty((0, 5), dtype=np.int64)
-        return self.op_of, regions
+                return self.op_of[:0], np.empty((0, Region.WIDTH), dtype=np.int64)
 
 
 def is_moved(kinds: Ints) -> Bools:
-    """Of each kind, whether its lane is "moved"."""
+    """Whether the traffic class of each kind is "moved"."""
     return _MOVED[kinds]
 
 
 def _marked(indices: Ints, size: int) -> list[bool]:
-    found = np.zeros(size, dtype=bool)
-    found[indices] = True
-    return found.tolist()
+    marks = np.zeros(size, dtype=bool)
+    marks[indices] = True
+    return marks.tolist()
 
 
-def _met(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
+def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
     """Rows (reader, bringer) for every read region [n, 5] and brought region [m, 5] that share a token and a head."""
-    begin = np.argsort((brings[:, 0] << _SHIFT) | brings[:, 1], kind="stable")
-    bringers, brings = bringers[begin], brings[begin]
-    start, stop = (brings[:, 0] << _SHIFT) | brings[:, 1], (brings[:, 0] << _SHIFT) | brings[:, 2]
-    low, high = (reads[:, 0] << _SHIFT) | reads[:, 1], (reads[:, 0] << _SHIFT) | reads[:, 2]
-    # What ends before a read begins is met by no later read: the furthest end so far bounds the search from below.
-    row, found = ranges(np.searchsorted(np.maximum.accumulate(stop), low, side="right"), np.searchsorted(start, high, side="left"))
-    meet = (stop[found] > low[row]) & (brings[found, 3] < reads[row, 4]) & (brings[found, 4] > reads[row, 3])
-    return np.column_stack([readers[row[meet]], bringers[found[meet]]])
+    read, brought = overlaps(reads, brings)
+    meet = brings[brought, Region.HEAD_START] < reads[read, Region.HEAD_STOP]
+    meet &= brings[brought, Region.HEAD_STOP] > reads[read, Region.HEAD_START]
+    return np.column_stack([readers[read[meet]], bringers[brought[meet]]])
 
 
 # Streams
 
 
 def traffic_class(kinds: Sequence[int]) -> TrafficClass:
-    """The lane of all that one exchange moves from one rank to another."""
+    """The traffic class of all that one exchange carries from one rank to another; `kinds`: of its transfers."""
     return "moved" if any(kind in MOVED for kind in kinds) else "copied"
 
 
@@ -240,42 +240,43 @@ def hops(route: Sequence[int]) -> list[tuple[Leg, int, int]]:
 
 
 def roles(route: Sequence[int], rank: int) -> list[tuple[Leg, Role]]:
-    """As whom `rank` takes part in each leg of a piece."""
+    """The roles of `rank` in each leg of a piece."""
     path = hops(route)
-    found: list[tuple[Leg, Role]] = []
+    taken: list[tuple[Leg, Role]] = []
     for at, (leg, a, b) in enumerate(path):
         if a == rank:
-            found.append((leg, "own" if at == 0 else relay_role(path[at - 1][0])))
+            taken.append((leg, "own" if at == 0 else relay_role(path[at - 1][0])))
         if b == rank:
-            found.append((leg, "own" if at == len(path) - 1 else relay_role(leg)))
-    return found
+            taken.append((leg, "own" if at == len(path) - 1 else relay_role(leg)))
+    return taken
 
 
 def relay_role(leg: Leg) -> Role:
-    """The proxy that a piece reaches by this leg and is passed on by."""
+    """The role of the proxy that a piece reaches by this leg and that passes it on."""
     return "send_proxy" if leg == "dispatch" else "receive_proxy"
 
 
 def streams(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[str, tuple[Issue, ...]]:
-    """What each stream of a rank does, in order: "compute", and those that its exchanges use.
+    """Issues of each stream of a rank, in order: of "compute", and of those that its exchanges use.
 
-    A transfer belongs to "inter_node" or "intra_node" by whether it crosses nodes; of a routed one, the way to the send proxies to
-    "dispatch", between the nodes to "inter_node", from the receive proxies to "combine". What is moved and not copied (see above) has
-    streams of its own: "inter_node moved" and so on; so have collectives: "inter_node collective" where their ranks are on several nodes.
+    A transfer belongs to "inter_node" or "intra_node" by whether it crosses nodes. Of a routed transfer, the leg to
+    the send proxies belongs to "dispatch", the one between the nodes to "inter_node", the one from the receive
+    proxies to "combine". Moved values have streams of their own ("inter_node moved" and so on), and so have
+    collectives ("inter_node collective" where their ranks are on several nodes).
     """
-    found: dict[str, list[Issue]] = {"compute": []}
+    issues: dict[str, list[Issue]] = {"compute": []}
     for step in order(ops, rank):
         match step:
             case Run(op):
-                found["compute"].append(Issue(op, "run"))
+                issues["compute"].append(Issue(op, "run"))
             case Start(index):
                 op = ops[index]
                 assert isinstance(op, Exchange)
-                for (stream, leg), parts in sorted(_parts(op, rank, ranks_per_node)):
-                    found.setdefault(stream, []).append(Issue(index, leg, parts))
+                for (stream, leg), taken in sorted(_legs(op, rank, ranks_per_node)):
+                    issues.setdefault(stream, []).append(Issue(index, leg, taken))
             case Finish():
                 pass
-    return {stream: tuple(issues) for stream, issues in found.items()}
+    return {stream: tuple(own) for stream, own in issues.items()}
 
 
 def stream_name(leg: Leg, crosses: bool, traffic_class: TrafficClass) -> str:
@@ -295,24 +296,24 @@ def collective_stream(group: Sequence[int], ranks_per_node: int) -> str:
     return "inter_node collective" if len({rank // ranks_per_node for rank in group}) > 1 else "intra_node collective"
 
 
-def _parts(op: Exchange, rank: int, ranks_per_node: int) -> Iterator[tuple[tuple[str, Leg], tuple[Role, ...]]]:
-    """(stream, leg) and roles of what `rank` does in an exchange."""
+def _legs(op: Exchange, rank: int, ranks_per_node: int) -> Iterator[tuple[tuple[str, Leg], tuple[Role, ...]]]:
+    """((stream, leg), roles) of every leg of an exchange that `rank` takes part in."""
     rows = as_array(op.transfers)
     kinds: dict[tuple[int, int], set[int]] = {}
-    for kind, src, dst in rows[:, [0, 6, 7]].tolist():
+    for kind, src, dst in rows[:, [Transfer.KIND, Transfer.SRC, Transfer.DST]].tolist():
         kinds.setdefault((src, dst), set()).add(kind)
     if op.collective != "p2p":
         yield (collective_stream(op.group, ranks_per_node), "direct"), ("own",)
         return
-    found: dict[tuple[str, Leg], set[Role]] = {}
+    legs: dict[tuple[str, Leg], set[Role]] = {}
     routed: set[tuple[int, int]] = set()
     for src, dst, _, send_proxy, receive_proxy in op.routes:
         routed.add((src, dst))
         for leg, role in roles((src, send_proxy, receive_proxy, dst), rank):
-            found.setdefault((stream_name(leg, True, traffic_class(list(kinds[src, dst]))), leg), set()).add(role)
+            legs.setdefault((stream_name(leg, True, traffic_class(list(kinds[src, dst]))), leg), set()).add(role)
     for (src, dst), carried in kinds.items():
         if (src, dst) not in routed:
             crosses = src // ranks_per_node != dst // ranks_per_node
-            found.setdefault((stream_name("direct", crosses, traffic_class(list(carried))), "direct"), set()).add("own")
-    for place, parts in found.items():
-        yield place, tuple(sorted(parts))
+            legs.setdefault((stream_name("direct", crosses, traffic_class(list(carried))), "direct"), set()).add("own")
+    for place, taken in legs.items():
+        yield place, tuple(sorted(taken))

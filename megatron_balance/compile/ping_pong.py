@@ -1,17 +1,20 @@
 """Two nano-batches interleaved, so that the exchanges of one run beside the computation of the other (DistCA, section 4.1, Fig. 7).
 
-A phase of an attention call is cut in three, by the order of its steps (`compile.order`): *start* issues what sends its inputs out,
-*attend* is everything up to the last launch and the start of what brings results back to the owner, *end* waits for that. Between the parts of one
-half lie those of the other, and *linear*: what a layer does behind attention and, as one step, what the next layer does before it.
+A phase of an attention call has three segments, cut from the order of its steps (`compile.order`). *start* issues
+the exchanges that send its inputs out. *attend* is everything up to the last launch and the start of the exchange
+that brings results back to their owners. *end* waits for that. A fourth one, *linear*, is the work of a layer behind
+attention and, as one step, that of the next layer before it. Between the segments of one nano-batch lie those of the
+other:
 
     A: end, linear, start   B: end, linear, start   A: attend   B: attend   A: end, linear, start   ...
 
-The inputs of A travel beside the linear step of B, those of B beside the attention of A, the outputs of A beside the attention of B,
-and those of B beside the linear step of A. The backward does the same in reverse: the reversal of *end* starts the call, that of *start*
-ends it. Executor and simulator take these turns; nothing else decides the order.
+The inputs of A travel beside the linear step of B, those of B beside the attention of A, the outputs of A beside the
+attention of B, and those of B beside the linear step of A. The backward does this in reverse: the reversal of *end*
+starts the call, that of *start* ends it. Executor and simulator follow this order of segments; nothing else decides it.
 
-What two ranks tell each other must come in one order on both (`compile.order`): a nano-batch's start is issued before the other nano-batch's attend
-on every rank, so only exchanges that every rank can start at once may be part of it. `compile.prefetchable` knows them.
+Two ranks must issue what they exchange in one order (`compile.order`). The start of one nano-batch is issued before
+the attend of the other on every rank, so only exchanges that every rank can start at once may be part of it:
+those of `compile.prefetchable`.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ _REVERSED: dict[SegmentKind, SegmentKind] = {"linear": "linear", "start": "end",
 
 
 class Segment(NamedTuple):
-    """One part of one nano-batch. A linear step belongs to the layer that it leads to: that of layer 0 has nothing before it, that of
-    number `num_layers` leads nowhere.
+    """One segment of one nano-batch.
+
+    A linear step belongs to the layer that it leads to: that of layer 0 has nothing before it, that of number
+    `num_layers` leads nowhere.
     """
 
     nano_batch: int
@@ -40,15 +45,17 @@ class Segment(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Where the steps of a phase are cut: steps [0, attend) are its start, [attend, end) its attend, [end, ...) its end."""
+    """Boundaries of a phase's segments: steps [0, attend) are its start, [attend, end) its attend, [end, ...) its end."""
 
     attend: int
     end: int
 
 
-def parts(ops: Sequence[Op], steps: Sequence[Step], prefetchable: frozenset[int]) -> tuple[tuple[Step, ...], Cuts]:
-    """A rank's steps with what may start early in front, and where they are cut. `prefetchable`: ids of the exchanges that may be part of the
-    start. Where something else starts at once too, it changes places with them: they are of different lanes, or in the order of their ids.
+def cut_segments(ops: Sequence[Op], steps: Sequence[Step], prefetchable: frozenset[int]) -> tuple[tuple[Step, ...], Cuts]:
+    """Move the starts of prefetchable exchanges to the front of a rank's steps, and cut the steps into segments.
+
+    `prefetchable`: ids of the exchanges that may be part of the start. Other exchanges that start at once change places
+    with them; that is allowed, since they are of another traffic class, or later in the order of ids.
     """
     leading = 0
     while leading < len(steps) and isinstance(steps[leading], Start):
@@ -66,32 +73,32 @@ def _id(op: Op) -> int:
 
 
 def forward(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[Segment, ...]:
-    """The turns of a forward pass through `num_layers` layers, nano-batches interleaved."""
-    segments: list[Segment] = []
+    """Segments of a forward pass through `num_layers` layers, in order, nano-batches interleaved."""
+    ordered: list[Segment] = []
     for layer in range(num_layers):
         for nano_batch in range(num_nano_batches):
-            segments += _between(nano_batch, layer)
-        segments += [Segment(nano_batch, layer, "attend") for nano_batch in range(num_nano_batches)]
+            ordered += _between(nano_batch, layer)
+        ordered += [Segment(nano_batch, layer, "attend") for nano_batch in range(num_nano_batches)]
     for nano_batch in range(num_nano_batches):
-        segments += _between(nano_batch, num_layers)[: 2 if num_layers else 1]
-    return tuple(segments)
+        ordered += _between(nano_batch, num_layers)[: 2 if num_layers else 1]
+    return tuple(ordered)
 
 
 def one_by_one(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[Segment, ...]:
-    """The same parts without interleaving: every exchange is waited for where it is issued (the ablation of DistCA's Fig. 11)."""
-    segments: list[Segment] = []
+    """Segments of a forward pass without interleaving: every exchange is waited for where it is issued (DistCA, Fig. 11)."""
+    ordered: list[Segment] = []
     for layer in range(num_layers):
         for nano_batch in range(num_nano_batches):
-            segments += [Segment(nano_batch, layer, part) for part in ("linear", "start", "attend", "end")]
-    return (*segments, *(Segment(nano_batch, num_layers, "linear") for nano_batch in range(num_nano_batches)))
+            ordered += [Segment(nano_batch, layer, part) for part in ("linear", "start", "attend", "end")]
+    return (*ordered, *(Segment(nano_batch, num_layers, "linear") for nano_batch in range(num_nano_batches)))
 
 
-def backward(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The turns of the backward pass, in which parts have the names of what they do: the reversal of an end is a start."""
-    return tuple(Segment(segment.nano_batch, segment.layer, _REVERSED[segment.part]) for segment in reversed(segments))
+def backward(forward_segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Segments of the backward pass, named by what they do: the reversal of an end is a start."""
+    return tuple(Segment(segment.nano_batch, segment.layer, _REVERSED[segment.part]) for segment in reversed(forward_segments))
 
 
 def _between(nano_batch: int, layer: int) -> list[Segment]:
-    """From the end of one layer's attention to the start of the next one's."""
+    """Segments from the end of one layer's attention to the start of the next one's."""
     ended = [Segment(nano_batch, layer - 1, "end")] if layer else []
     return [*ended, Segment(nano_batch, layer, "linear"), Segment(nano_batch, layer, "start")]

@@ -22,6 +22,9 @@ class Prefetchable(NamedTuple):
     backward: frozenset[int]
 
 
+NOT_PREFETCHABLE = Prefetchable(frozenset(), frozenset())
+
+
 def prefetchable(plan: MicrobatchPlan, policy: Policy) -> Prefetchable:
     """Exchanges of a plan that can start at once. Ids as in `compile.transpose`.
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from megatron_balance.compile import remap, route
 from megatron_balance.compile.remap_merge import RemapMerge
-from megatron_balance.compile.route import Nics
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
-from megatron_balance.ir.columns import Fragment, Transfer
+from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Op, RankProgram
 from megatron_balance.patterns import pattern_of
@@ -59,21 +58,6 @@ class Projector:
     def layout(self, rank: int) -> Ints:
         """Rows (seq, start, stop): the fragments of `rank` outside attention, in order."""
         return self.remap_merge([rank]).linear(rank) if self.plan.moves else self.attention_layout(rank)
-
-    def project(self, rank: int) -> RankProgram:
-        """The forward ops of `rank`."""
-        program, routing = self.attention(rank), self.plan.routing
-        around = self.node(rank) if routing is not None else range(rank, rank + 1)
-        remap_merge = self.remap_merge(around) if self.plan.moves else None
-        if remap_merge is not None:
-            hops = remap.SentOn(*(rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)] for rows in remap_merge.sent_on))
-            heads = (self.plan.num_heads, self.plan.num_kv_heads)
-            program = remap.remap(self.without_hops(program, remap_merge), remap_merge.linear(rank), remap_merge.own(rank), heads, hops)
-        program = program if self.replays else replace(program, replays=())
-        if routing is None:
-            return program
-        nics = Nics(self.plan.ranks_per_node, routing.ranks_per_nic, routing.min_tokens, routing.pieces)
-        return route.route(program, self.passing(rank, remap_merge), self.routed_ids(), nics)
 
     def node(self, rank: int) -> range:
         """The ranks of its node."""

@@ -1,13 +1,15 @@
 """The remapping layer (Zeppelin, section 3.4): inputs from the linear to the attention layout first, outputs back last.
 
-Outside attention a rank holds as many tokens as the others; for attention some of them are handed to the ranks that the planner
-chose. `MicrobatchPlan.moves` says how many: the last tokens of the attention layout of one rank are owned by another. Here they
-become the first exchange (queries, keys, values) and the last one (outputs) of any program; the backward follows by `transpose`.
+Outside attention all ranks own equally many tokens. For attention, some tokens go to the ranks that the
+planner chose: `MicrobatchPlan.moves` says how many of the last tokens of one rank's attention layout are owned
+by another. They become the first exchange of the program (remap in: queries, keys, values) and the last one
+(remap out: outputs); the backward follows by `transpose`.
 
-The first exchange hands its inputs over: the owner gives them up, so that a ring may pass them by later like any other rank's.
+The remap in moves its inputs: the owner gives them up, so that a ring may bring them by later like any other
+rank's.
 
-What a holder would pass on at once (the first hop of a ring) its owner sends to the next rank itself, in the same exchange: that saves
-one transfer on the way (`resourced`).
+The first hop of a ring would have the holder send on at once what it was just given. Its owner sends that to
+the next rank itself, in the remap in (remap merge): one transfer less on the way (`resourced`).
 """
 
 from __future__ import annotations
@@ -19,70 +21,68 @@ import numpy as np
 
 from megatron_balance.compile.join import join, split
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
-from megatron_balance.ir.program import FRAGMENT_WIDTH, TRANSFER_WIDTH, Exchange, Kind, Program, RankProgram
+from megatron_balance.ir.columns import Fragment, Move, Remote, Transfer
+from megatron_balance.ir.intervals import overlap_bounds
+from megatron_balance.ir.program import Exchange, Kind, Program, RankProgram
 from megatron_balance.ir.rows import Rows
-
-SEQ, START, STOP, OWNER, HOLDER = range(5)
-REMOTE_WIDTH = 5
-_SHIFT = 40  # a token's position needs fewer bits than this
 
 
 def remote(layout: Ints, holder: int, moves: Ints) -> Ints:
-    """Regions that `holder` attends to and that are owned by another rank: rows (seq, start, stop, owner, holder).
+    """`Remote` rows of the regions that `holder` attends to and another rank owns.
 
-    `layout`: the holder's attention layout, rows (seq, start, stop). `moves`: rows (src, dst, tokens) of the plan.
+    `layout`: the holder's attention layout, `Fragment` rows. `moves`: `Move` rows of the plan.
     """
-    own = moves[moves[:, 0] == holder]
-    sizes = layout[:, 2] - layout[:, 1]
+    given = moves[moves[:, Move.SRC] == holder]
+    sizes = layout[:, Fragment.STOP] - layout[:, Fragment.START]
     begin = np.cumsum(sizes) - sizes
-    end = int(sizes.sum()) - int(own[:, 2].sum())
-    parts: list[Ints] = [np.empty((0, REMOTE_WIDTH), dtype=np.int64)]
-    for dst, tokens in own[:, 1:].tolist():
-        cut = _cut(layout, begin, end, end + tokens)
-        parts.append(np.column_stack([cut, np.full(len(cut), dst), np.full(len(cut), holder)]))
+    end = int(sizes.sum()) - int(given[:, Move.TOKENS].sum())
+    parts: list[Ints] = [np.empty((0, Remote.WIDTH), dtype=np.int64)]
+    for _, dst, tokens in given.tolist():
+        fragments = _tokens_between(layout, begin, end, end + tokens)
+        parts.append(np.column_stack([fragments, np.full(len(fragments), dst), np.full(len(fragments), holder)]))
         end += tokens
     return np.concatenate(parts)
 
 
 def linear_layout(layout: Ints, rank: int, moves: Ints, received: Ints) -> Ints:
-    """The linear layout of `rank`: what it keeps of its attention layout, then what others attend to (`received`, rows of `remote`)."""
-    sizes = layout[:, 2] - layout[:, 1]
-    kept = int(sizes.sum()) - int(moves[moves[:, 0] == rank, 2].sum())
-    return np.concatenate([_cut(layout, np.cumsum(sizes) - sizes, 0, kept), received[:, :FRAGMENT_WIDTH]])
+    """The linear layout of `rank`: what it keeps of its attention layout, then what others attend to (`received`, `Remote` rows)."""
+    sizes = layout[:, Fragment.STOP] - layout[:, Fragment.START]
+    kept = int(sizes.sum()) - int(moves[moves[:, Move.SRC] == rank, Move.TOKENS].sum())
+    return np.concatenate([_tokens_between(layout, np.cumsum(sizes) - sizes, 0, kept), received[:, Remote.FRAGMENT]])
 
 
-def _cut(layout: Ints, begin: Ints, start: int, stop: int) -> Ints:
-    """Rows of `layout` that are its tokens [start, stop); `begin`: the first token of each row."""
-    low, high = np.maximum(begin, start), np.minimum(begin + layout[:, 2] - layout[:, 1], stop)
+def _tokens_between(layout: Ints, begin: Ints, start: int, stop: int) -> Ints:
+    """Rows of `layout` that are its tokens [start, stop), counted over the rows; `begin`: the first token of each row."""
+    sizes = layout[:, Fragment.STOP] - layout[:, Fragment.START]
+    low, high = np.maximum(begin, start), np.minimum(begin + sizes, stop)
     chosen = low < high
-    rows = layout[chosen].copy()
-    rows[:, 1] = layout[chosen, 1] + (low - begin)[chosen]
-    rows[:, 2] = layout[chosen, 1] + (high - begin)[chosen]
+    rows, first = layout[chosen].copy(), layout[chosen, Fragment.START]
+    rows[:, Fragment.START] = first + (low - begin)[chosen]
+    rows[:, Fragment.STOP] = first + (high - begin)[chosen]
     return rows
 
 
 def resourced(rows: Ints, regions: Ints) -> tuple[Ints, Ints]:
-    """Transfers of a zone's first exchange: those that stay there, and those that the owner of what is remote sends instead.
+    """Split a zone's first exchange: transfers that stay there, and those that the owner of what is remote sends instead.
 
-    `rows`: transfers of inputs; `regions`: rows of `remote` of their sources. What is owned by the target stays, since the target has
-    handed it over.
+    `rows`: transfers of inputs; `regions`: `Remote` rows of their sources. What is owned by the target stays, since the
+    target has handed it over.
     """
-    stay, sent = [np.empty((0, TRANSFER_WIDTH), dtype=np.int64)], [np.empty((0, TRANSFER_WIDTH), dtype=np.int64)]
-    for src in np.unique(rows[:, 6]).tolist():
-        own, theirs = rows[rows[:, 6] == src], regions[regions[:, HOLDER] == src]
-        theirs = theirs[np.lexsort((theirs[:, START], theirs[:, SEQ]))]
-        begin, end = (_key(theirs[:, SEQ], theirs[:, column]) for column in (START, STOP))
-        first = np.searchsorted(end, _key(own[:, 1], own[:, 2]), side="right")
-        last = np.searchsorted(begin, _key(own[:, 1], own[:, 3]), side="left")
+    stay, sent = [np.empty((0, Transfer.WIDTH), dtype=np.int64)], [np.empty((0, Transfer.WIDTH), dtype=np.int64)]
+    for src in np.unique(rows[:, Transfer.SRC]).tolist():
+        own, theirs = rows[rows[:, Transfer.SRC] == src], regions[regions[:, Remote.HOLDER] == src]
+        theirs = theirs[np.lexsort((theirs[:, Remote.START], theirs[:, Remote.SEQ]))]
+        first, last = overlap_bounds(own[:, Transfer.SPAN], theirs)
         stay.append(own[first >= last])
         for index in np.flatnonzero(first < last).tolist():
-            row, at = own[index], int(own[index, 2])
+            row = own[index]
+            at, end, target = (int(row[column]) for column in (Transfer.START, Transfer.STOP, Transfer.DST))
             for _, start, stop, owner, _ in theirs[first[index] : last[index]].tolist():
-                low, high = max(start, at), min(stop, int(row[3]))
+                low, high = max(start, at), min(stop, end)
                 stay.append(_part(row, at, low, src))
-                (stay if owner == row[7] else sent).append(_part(row, low, high, src if owner == row[7] else owner))
+                (stay if owner == target else sent).append(_part(row, low, high, src if owner == target else owner))
                 at = high
-            stay.append(_part(row, at, int(row[3]), src))
+            stay.append(_part(row, at, end, src))
     return np.concatenate(stay), np.concatenate(sent)
 
 
@@ -93,11 +93,11 @@ class SentOn(NamedTuple):
     again: Ints
 
 
-NOTHING_SENT_ON = SentOn(*np.empty((2, 0, TRANSFER_WIDTH), dtype=np.int64))
+NOTHING_SENT_ON = SentOn(*np.empty((2, 0, Transfer.WIDTH), dtype=np.int64))
 
 
 class Ends(NamedTuple):
-    """Transfers of the remap's two exchanges: `inputs` open the forward, `again` a replayed backward, `outputs` close the forward."""
+    """Transfers of the remap's exchanges: `inputs` begin the forward, `again` a replayed backward, `outputs` end the forward."""
 
     inputs: Ints
     again: Ints
@@ -105,30 +105,30 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, regions: Ints, heads: tuple[int, int], sent_on: SentOn) -> Ends:
-        """Of `regions`, rows of `remote`; arguments as in `remap`. Inputs are in one order, however a rank came to know of each."""
+        """Build the transfers of `regions`, `Remote` rows; arguments as in `remap`.
+
+        Inputs are sorted, so that every rank lists them in one order, however it came to know of each.
+        """
         num_heads, num_kv_heads = heads
-        queries, keys = _transfers(Kind.Q, regions, num_heads, OWNER, HOLDER), _transfers(Kind.KV, regions, num_kv_heads, OWNER, HOLDER)
+        queries = _transfers(Kind.Q, regions, num_heads, Remote.OWNER, Remote.HOLDER)
+        keys = _transfers(Kind.KV, regions, num_kv_heads, Remote.OWNER, Remote.HOLDER)
         again = np.concatenate([queries, keys, sent_on.again])
         inputs = np.concatenate([again, sent_on.once])
-        return cls(_in_order(inputs), _in_order(again), _transfers(Kind.OUT, regions, num_heads, HOLDER, OWNER))
+        return cls(_sorted(inputs), _sorted(again), _transfers(Kind.OUT, regions, num_heads, Remote.HOLDER, Remote.OWNER))
 
 
 def _part(row: Ints, start: int, stop: int, src: int) -> Ints:
-    """The transfer `row` of tokens [start, stop) only, from `src`: one row, or none."""
+    """The transfer `row` of tokens [start, stop) only, from `src`: one row, or none if there are no tokens."""
     part = np.repeat(row[None], int(start < stop), axis=0)
-    part[:, 2], part[:, 3], part[:, 6] = start, stop, src
+    part[:, Transfer.START], part[:, Transfer.STOP], part[:, Transfer.SRC] = start, stop, src
     return part
 
 
-def _key(seq: Ints, position: Ints) -> Ints:
-    return (seq << _SHIFT) | position
-
-
 def remap(program: RankProgram, linear: Ints, regions: Ints, heads: tuple[int, int], sent_on: SentOn = NOTHING_SENT_ON) -> RankProgram:
-    """`program`, made for the attention layout, for one rank of a remapped batch. All other exchange ids rise by one.
+    """Add the remap's exchanges to `program`, made for the attention layout. All other exchange ids rise by one.
 
-    `linear`: the rank's linear layout. `regions`: rows of `remote` of which the rank is the owner or the holder. `heads`: of queries and
-    of keys. `sent_on`: transfers of `resourced` that join the first exchange.
+    `linear`: the rank's linear layout. `regions`: `Remote` rows of which the rank is the owner or the holder. `heads`: of
+    queries and of keys. `sent_on`: transfers of `resourced` that join the first exchange.
     """
     ends = Ends.of(regions, heads, sent_on)
     remap_in = (Exchange(0, as_rows(ends.inputs)),) if len(ends.inputs) else ()
@@ -149,16 +149,17 @@ def _later(op: Exchange) -> Exchange:
     return Exchange(op.id + 1, op.transfers, op.collective, op.group, op.routes)
 
 
-def _in_order(rows: Ints) -> Ints:
+def _sorted(rows: Ints) -> Ints:
     return rows[np.lexsort(rows.T[::-1])]
 
 
 def _transfers(kind: Kind, regions: Ints, num_heads: int, src: int, dst: int) -> Ints:
-    rows = np.zeros((len(regions), TRANSFER_WIDTH), dtype=np.int64)
-    rows[:, 0] = kind
-    rows[:, 1:4] = regions[:, :FRAGMENT_WIDTH]
-    rows[:, 5] = num_heads
-    rows[:, 6], rows[:, 7] = regions[:, src], regions[:, dst]
+    """Transfers of all heads of `Remote` rows; `src`, `dst`: the columns that name the ranks."""
+    rows = np.zeros((len(regions), Transfer.WIDTH), dtype=np.int64)
+    rows[:, Transfer.KIND] = kind
+    rows[:, Transfer.SPAN] = regions[:, Remote.FRAGMENT]
+    rows[:, Transfer.HEAD_STOP] = num_heads
+    rows[:, Transfer.SRC], rows[:, Transfer.DST] = regions[:, src], regions[:, dst]
     return rows
 
 
@@ -169,7 +170,7 @@ def with_remap(program: Program, moves: Rows) -> Program:
     regions = np.concatenate([remote(layout, rank, table) for rank, layout in enumerate(layouts)])
     ranks: list[RankProgram] = []
     for rank, layout in enumerate(layouts):
-        linear = linear_layout(layout, rank, table, regions[regions[:, OWNER] == rank])
-        mine = regions[(regions[:, OWNER] == rank) | (regions[:, HOLDER] == rank)]
+        linear = linear_layout(layout, rank, table, regions[regions[:, Remote.OWNER] == rank])
+        mine = regions[(regions[:, Remote.OWNER] == rank) | (regions[:, Remote.HOLDER] == rank)]
         ranks.append(remap(split(program, rank), linear, mine, (program.num_heads, program.num_kv_heads)))
     return join(ranks, program.lengths, program.num_heads, program.num_kv_heads)

@@ -1,42 +1,33 @@
 """The backward ops of one rank, derived by walking its forward ops in reverse.
 
-Attend becomes AttendGrad. A transfer of keys or queries becomes one of their gradient, the other way; a transfer of partial
-outputs becomes one of the output's gradient, the other way. Merges are put where a rank would hold two partial gradients of
-one region. Policy `keep` leaves received inputs where they are until the backward; `replay` brings them again, just before
-they are needed, by the forward exchange or by the one the schedule names (`RankProgram.replays`). What brings a rank its attention
-layout (`RankProgram.remap_in`) is replayed at the start and stays.
+Attend becomes AttendGrad. A transfer of keys or queries becomes one of their gradient, the other way; a transfer
+of partial outputs becomes one of the output's gradient, the other way. Merges are put where a rank would hold two
+partial gradients of one region.
 
-A replay needs what any other exchange brings to be used before the rank's next exchange, as all schedules here do; `verify` finds
-a program that does not.
+Policy `keep` leaves received inputs where they are until the backward; `replay` brings them again, just before
+they are needed, by the forward exchange or by the one that the comm pattern names (`RankProgram.replays`). The
+remap in (`RankProgram.remap_in`) is replayed at the start, and what it brings stays.
+
+A replay needs the values of any other exchange to be used before the rank's next exchange, as in all comm patterns
+here; `verify` finds a program in which they are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
 from megatron_balance.compile.join import join, routes_of, split
-from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat, run_starts
+from megatron_balance.ir.columns import Pair, Route, Transfer, Value
 from megatron_balance.ir.intervals import Atoms
-from megatron_balance.ir.program import (
-    MERGE_WIDTH,
-    PAIR_WIDTH,
-    TRANSFER_WIDTH,
-    Attend,
-    AttendGrad,
-    Collective,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Policy,
-    Program,
-    RankProgram,
-)
+from megatron_balance.ir.mask import Mask
+from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, Policy, Program, RankProgram
 from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.visible import trim_pairs
 
 POLICIES: tuple[Policy, ...] = ("keep", "replay")
 
@@ -46,17 +37,26 @@ _REVERSED: dict[Collective, Collective] = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
 }
+_REVERSED_ROUTE = [Route.DST, Route.SRC, Route.PIECE, Route.RECEIVE_PROXY, Route.SEND_PROXY]
 _GRAD_OF = np.array([Kind.Q_GRAD, Kind.KV_GRAD, Kind.OUT_GRAD])  # of Q, KV, OUT
 
 
 def transpose(program: RankProgram, policy: Policy, *, merges: bool = True) -> RankProgram:
-    """`program` with its backward ops. Exchange ids: opening + 2 (n - 1 - i) replays forward exchange i, the next one reverses it;
-    a remap-in exchange i is replayed as i.
+    """`program` with its backward ops.
 
-    `merges=False` leaves the Merge ops out, for an executor that sums gradients where they arrive.
+    Of n forward exchanges, exchange i is replayed as remap_in + 2 (n - 1 - i) and reversed as the id behind that; a
+    remap-in exchange i is replayed as i. `merges`: whether to add the Merge ops (`merge_gradients`).
     """
-    ops = list(_reverse(program, policy))
-    return replace(program, backward=tuple(_with_merges(ops, program.rank) if merges else ops))
+    with_backward = replace(program, backward=tuple(_reverse(program, policy)))
+    return merge_gradients(with_backward) if merges else with_backward
+
+
+def merge_gradients(program: RankProgram) -> RankProgram:
+    """`program` with the Merge ops of its backward.
+
+    An executor that sums gradients where they arrive needs none; a proof does.
+    """
+    return replace(program, backward=tuple(_with_merges(list(program.backward), program.rank, program.mask)))
 
 
 def with_backward(program: Program, policy: Policy) -> Program:
@@ -117,7 +117,7 @@ def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
 def _inputs(op: Exchange) -> Exchange:
     """Only the queries and keys of an exchange (a group's collective is left out where it moves none at all)."""
     rows = as_array(op.transfers)
-    inputs = rows[:, 0] <= Kind.KV
+    inputs = rows[:, Transfer.KIND] <= Kind.KV
     if inputs.all():
         return op
     rows = rows[inputs]
@@ -127,84 +127,86 @@ def _inputs(op: Exchange) -> Exchange:
 
 
 def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
-    """The transfers of each exchange as those of gradients, the other way; worked out for all of them at once."""
-    rows = concat([op.transfers for op in exchanges.values()], TRANSFER_WIDTH)
+    """The transfers of gradients that reverse each exchange, by its id; worked out for all of them at once."""
+    rows = concat([op.transfers for op in exchanges.values()], Transfer.WIDTH)
     back = np.empty_like(rows)
-    back[:, 0] = _GRAD_OF[rows[:, 0]]
-    back[:, 1:6] = rows[:, 1:6]
-    back[:, 6], back[:, 7] = rows[:, 7], rows[:, 6]
+    back[:, Transfer.KIND] = _GRAD_OF[rows[:, Transfer.KIND]]
+    back[:, Transfer.REGION] = rows[:, Transfer.REGION]
+    back[:, Transfer.SRC], back[:, Transfer.DST] = rows[:, Transfer.DST], rows[:, Transfer.SRC]
     data, at = back.tobytes(), 0
-    found: dict[int, Rows] = {}
+    gradients: dict[int, Rows] = {}
     for exchange_id, op in exchanges.items():
-        found[exchange_id] = Rows(TRANSFER_WIDTH, data[at : at + len(op.transfers.data)])
+        gradients[exchange_id] = Rows(Transfer.WIDTH, data[at : at + len(op.transfers.data)])
         at += len(op.transfers.data)
-    return found
+    return gradients
 
 
 def _transposed(op: Exchange, gradients: Rows, exchange_id: int) -> Exchange:
-    """The other way, over the same proxies."""
-    routes = as_rows(as_array(op.routes)[:, [1, 0, 2, 4, 3]]) if op.routes else op.routes
+    """Reverse an exchange, over its own proxies."""
+    routes = as_rows(as_array(op.routes)[:, _REVERSED_ROUTE]) if op.routes else op.routes
     return Exchange(exchange_id, gradients, _REVERSED[op.collective], op.group, routes)
 
 
-def _with_merges(ops: list[Op], rank: int) -> Iterator[Op]:
+def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
     """`ops`, each followed by a Merge of the regions of which `rank` then holds two partial gradients or more."""
-    table, origin = _events(ops, rank)
+    events = _events(ops, rank, mask)
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
-    found: list[Ints] = [np.empty((0, 1 + MERGE_WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
+    tables: list[Ints] = [np.empty((0, 1 + Value.WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
     for kind in (Kind.Q_GRAD, Kind.KV_GRAD):
-        of_kind = table[:, 1] == kind
-        rows, op_index = table[of_kind], origin[of_kind]
-        if not len(rows):
+        of_kind = events.values[:, Value.KIND] == kind
+        regions, op_index, gains = events.values[of_kind, Value.REGION], events.op[of_kind], events.gains[of_kind]
+        if not len(regions):
             continue
-        atoms = Atoms.of(rows[:, 2], rows[:, 3], rows[:, 4], rows[:, 5:7].ravel())
-        row, atom = atoms.expand(*rows[:, 2:].T)
-        at, gained = op_index[row], rows[row, 0]
+        seq, start, stop, head_start, head_stop = regions.T
+        atoms = Atoms.of(seq, start, stop, np.concatenate([head_start, head_stop]))
+        row, atom = atoms.expand(seq, start, stop, head_start, head_stop)
+        at, gained = op_index[row], gains[row]
         order = np.argsort((atom * len(ops) + at) * 2 + gained, kind="stable")  # an exchange takes before it brings
         atom, at, gained = atom[order], at[order], gained[order]
         again = np.zeros(len(atom), dtype=bool)
         again[1:] = (atom[1:] == atom[:-1]) & (gained[1:] == 1) & (gained[:-1] == 1)
         # A launch sums what it computes for one token, so its repeats are no second partial; those of an exchange are.
         again[1:] &= ~(launches[at[1:]] & (at[1:] == at[:-1]))
-        again[again] = _first_of(at[again], atom[again])
+        again[again] = run_starts((at[again][1:] != at[again][:-1]) | (atom[again][1:] != atom[again][:-1]), int(again.sum()))
         group, regions = atoms.regions(at[again], atom[again])
-        found.append(np.column_stack([group, np.full(len(group), kind), regions]))
-    merges = np.concatenate(found)
-    merges = merges[np.argsort(merges[:, 0], kind="stable")]
-    ends = np.searchsorted(merges[:, 0], np.arange(len(ops) + 1)).tolist()
-    values = np.ascontiguousarray(merges[:, 1:], dtype="<i8")
+        tables.append(np.column_stack([group, np.full(len(group), kind), regions]))
+    merges = np.concatenate(tables)
+    op_of, values = merges.T[0], merges.T[1:].T
+    order = np.argsort(op_of, kind="stable")
+    ends = np.searchsorted(op_of[order], np.arange(len(ops) + 1)).tolist()
+    values = np.ascontiguousarray(values[order], dtype="<i8")
     for op, start, stop in zip(ops, ends, ends[1:], strict=False):
         yield op
         if start < stop:
-            yield Merge(rank, Rows(MERGE_WIDTH, values[start:stop].tobytes()))
+            yield Merge(rank, Rows(Value.WIDTH, values[start:stop].tobytes()))
 
 
-def _first_of(at: Ints, atom: Ints) -> Ints:
-    """Where a sorted (atom, op) pair occurs for the first time."""
-    fresh = np.ones(len(at), dtype=bool)
-    fresh[1:] = (at[1:] != at[:-1]) | (atom[1:] != atom[:-1])
-    return fresh
+class _Events(NamedTuple):
+    """Partial gradients that a rank gains by an op (`gains` 1) or gives away (0): `Value` rows, and the op of each."""
+
+    values: Ints
+    gains: Ints
+    op: Ints
 
 
-def _events(ops: Sequence[Op], rank: int) -> tuple[Ints, Ints]:
-    """Rows (1 or 0, kind, region) of the partial gradients that `rank` gains by an op, or gives away; and the op of each."""
+def _events(ops: Sequence[Op], rank: int, mask: Mask) -> _Events:
     launches = [(at, op.pairs) for at, op in enumerate(ops) if isinstance(op, AttendGrad)]
     exchanges = [(at, op.transfers) for at, op in enumerate(ops) if isinstance(op, Exchange)]
-    (pairs, launch), (rows, exchange) = _listed(launches, PAIR_WIDTH), _listed(exchanges, TRANSFER_WIDTH)
-    moved = ((rows[:, 7] == rank) | (rows[:, 6] == rank)) & (rows[:, 0] >= Kind.Q_GRAD)
-    rows, exchange, count = rows[moved], exchange[moved], len(pairs)
-    table = np.empty((2 * count + len(rows), 1 + MERGE_WIDTH), dtype=np.int64)
-    queries, keys, carried = table[:count], table[count : 2 * count], table[2 * count :]
-    queries[:, 0], queries[:, 1], queries[:, 2:] = 1, Kind.Q_GRAD, pairs[:, :5]
-    keys[:, 0], keys[:, 1], keys[:, 2:] = 1, Kind.KV_GRAD, pairs[:, [0, 5, 6, 7, 8]]
-    # Queries that see none of the keys, and keys that none of the queries sees, take no part.
-    queries[:, 3] = np.maximum(pairs[:, 1], pairs[:, 5])
-    keys[:, 4] = np.minimum(pairs[:, 6], pairs[:, 2])
-    carried[:, 0], carried[:, 1:] = rows[:, 7] == rank, rows[:, :MERGE_WIDTH]
-    return table, np.concatenate([launch, launch, exchange])
+    (pairs, launch), (rows, exchange) = _listed(launches, Pair.WIDTH), _listed(exchanges, Transfer.WIDTH)
+    mine = (rows[:, Transfer.DST] == rank) | (rows[:, Transfer.SRC] == rank)
+    mine &= rows[:, Transfer.KIND] >= Kind.Q_GRAD
+    rows, exchange, count = rows[mine], exchange[mine], len(pairs)
+    pairs = trim_pairs(pairs, mask)  # queries that see none of the keys, and keys that no query sees, take no part
+    values = np.empty((2 * count + len(rows), Value.WIDTH), dtype=np.int64)
+    queries, keys, carried = values[:count], values[count : 2 * count], values[2 * count :]
+    queries[:, Value.KIND], queries[:, Value.REGION] = Kind.Q_GRAD, pairs[:, Pair.QUERY]
+    keys[:, Value.KIND], keys[:, Value.REGION] = Kind.KV_GRAD, pairs[:, Pair.KEY]
+    carried[:] = rows[:, Transfer.VALUE]
+    gains = np.concatenate([np.ones(2 * count, dtype=np.int64), rows[:, Transfer.DST] == rank])
+    return _Events(values, gains, np.concatenate([launch, launch, exchange]))
 
 
 def _listed(tables: Sequence[tuple[int, Rows]], width: int) -> tuple[Ints, Ints]:
-    """All rows of numbered tables, and the number of each."""
+    """All rows of numbered tables below one another, and the number of each."""
     numbers = np.array([at for at, _ in tables], dtype=np.int64)
     return concat([rows for _, rows in tables], width), np.repeat(numbers, [len(rows) for _, rows in tables])

@@ -1,10 +1,15 @@
-"""Prove, without tensors, that a program computes causal attention and its gradient exactly once.
+"""Prove, without tensors, that a program computes attention under its mask, and the gradient, exactly once.
 
-All regions are cut at every boundary that occurs (`ir.intervals`). Then: a rank reads only what it holds; a partial output
-travels or is returned only when it is one; every visible (query, key, head) is computed at most once; contributions are
-conserved by transfers and merges. So an output is complete exactly when the count at its owner equals the number of keys it
-may see, and the same for the gradients. Every op is needed: an exchange that brings nothing new or nothing used, and a merge
-with nothing to merge, are errors, so that dropping any op of a program that verifies makes one that does not.
+All regions are cut at every boundary that occurs (`ir.intervals`). Then these hold:
+
+* A rank reads only what it holds.
+* A partial output travels or is returned only when it is a single one.
+* Every (query, key, head) that the mask shows is computed at most once.
+* Transfers and merges conserve contributions.
+
+So an output is complete exactly when the count at its owner equals the number of keys that it may see, and likewise
+for the gradients. Every op is needed: an exchange that brings nothing new or nothing used, and a merge with nothing
+to merge, are errors, so that dropping any op of a program that verifies makes one that does not.
 """
 
 from __future__ import annotations
@@ -18,24 +23,14 @@ import numpy as np
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
+from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer, Value
 from megatron_balance.ir.intervals import Atoms, ranges
-from megatron_balance.ir.program import (
-    FRAGMENT_WIDTH,
-    KEY_SIDE,
-    MOVED,
-    Attend,
-    AttendGrad,
-    Exchange,
-    Kind,
-    Merge,
-    Op,
-    Program,
-    is_remap_move,
-)
+from megatron_balance.ir.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, is_remap_move
 from megatron_balance.ir.text import op_lines
+from megatron_balance.ir.visible import sees, trim_pairs
 
 _NEVER = -1
-COPIED = (Kind.Q, Kind.KV, Kind.OUT_GRAD)  # a transfer leaves these with the source, too
+COPIED = (Kind.Q, Kind.KV, Kind.OUT_GRAD)  # a transfer leaves these with the source
 
 
 def verify(program: Program) -> None:
@@ -56,10 +51,12 @@ def verify(program: Program) -> None:
 
 def _check_shape(program: Program) -> None:
     if program.num_heads < 1 or program.num_kv_heads < 1 or program.num_heads % program.num_kv_heads:
-        raise InvalidProgramError(f"{program.num_kv_heads} key-value heads do not divide {program.num_heads} query heads")
+        raise InvalidProgramError(
+            f"expected key-value heads that divide the query heads, got {program.num_kv_heads} and {program.num_heads}"
+        )
     for seq, length in enumerate(program.lengths):
         if length < 1:
-            raise InvalidProgramError(f"sequence {seq} has length {length}")
+            raise InvalidProgramError(f"sequence {seq} has length {length}; expected at least 1 token")
     if program.policy not in (None, *POLICIES):
         raise InvalidProgramError(f"unknown policy {program.policy!r}; known: {', '.join(POLICIES)}, or none for a forward alone")
     if program.policy is None and program.backward:
@@ -67,7 +64,10 @@ def _check_shape(program: Program) -> None:
 
 
 class _State:
-    """What every rank holds. All arrays are flat over rank * num_atoms + atom; heads are counted in query heads."""
+    """The values that every rank holds, while ops run one after the other.
+
+    Arrays are flat over rank * num_atoms + atom; heads are counted in query heads.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -77,21 +77,33 @@ class _State:
         self.num_heads = self.atoms.num_head_atoms
         self.num_atoms = self.atoms.num_token_atoms * self.num_heads
         size = program.num_ranks * self.num_atoms
-        self.first = np.searchsorted(self.atoms.cuts, np.arange(len(self.lengths)) << 40)
-        self.last = np.searchsorted(self.atoms.cuts, (np.arange(len(self.lengths)) << 40) | self.lengths)
-        self.held = {kind: np.zeros(size, dtype=bool) for kind in (Kind.Q, Kind.KV, Kind.OUT_GRAD)}
+        every = np.arange(len(self.lengths))
+        self.first, self.last = self.atoms.tokens(every, np.zeros_like(self.lengths), self.lengths)  # atoms of each sequence
+        self.held = {kind: np.zeros(size, dtype=bool) for kind in COPIED}
         self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
         self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}
         self.count = {kind: np.zeros(size, dtype=np.int64) for kind in MOVED}
-        seq = self.atoms.seq(np.arange(self.atoms.num_token_atoms))
-        behind = np.arange(len(seq)) - self.first[seq] + 1  # key atoms a query atom sees, its own included
-        self.pair_base = np.cumsum(behind) - behind
-        self.done = np.zeros(int(behind.sum()) * self.num_heads, dtype=bool)
+        self.key_first, self.key_last = self._visible_keys()
+        num_keys = self.key_last - self.key_first
+        self.pair_base = np.cumsum(num_keys) - num_keys
+        self.done = np.zeros(int(num_keys.sum()) * self.num_heads, dtype=bool)
         self.scratch = np.zeros(max(size, len(self.done)), dtype=np.int32)
         self.used = np.zeros(1, dtype=bool)  # by op: something that this exchange brought was read; the last entry is nobody's
         self.where: tuple[str, Sequence[int], Sequence[Op]] = ("", (), ())
 
+    def _visible_keys(self) -> tuple[Ints, Ints]:
+        """First and one past the last key atom of which each query atom sees any key: [num_token_atoms] each."""
+        first, last = np.zeros((2, self.atoms.num_token_atoms), dtype=np.int64)
+        _, query = ranges(self.first, self.last)  # the atoms between the end of a sequence and the next are none
+        seq = self.atoms.seq(query)
+        begin = self.program.mask.keys(seq, self.atoms.start(query))[0]
+        end = self.program.mask.keys(seq, self.atoms.stop(query) - 1)[1]
+        first[query] = self.atoms.at(seq, begin)
+        last[query] = self.atoms.at(seq, np.minimum(end, self.lengths[seq]) - 1) + 1
+        return first, last
+
     def _cut(self, program: Program) -> Atoms:
+        """Atoms of all regions of the program; regions that the mask trims are cut there, too."""
         seqs, starts, stops, heads = (
             [np.arange(len(self.lengths))],
             [np.zeros_like(self.lengths)],
@@ -99,48 +111,63 @@ class _State:
             [np.array([0, program.num_heads])],
         )
 
-        def add(table: Ints, columns: tuple[int, ...], scale: Ints | int) -> None:
-            seq, start, stop = table[:, 0], table[:, columns[0]], table[:, columns[1]]
+        def add_spans(fragments: Ints) -> None:
+            seq, start, stop = fragments.T
             if ((seq < 0) | (seq >= len(self.lengths))).any():
                 raise InvalidProgramError(f"a region names sequence {int(seq.max())}, but there are {len(self.lengths)}")
-            if ((start < 0) | (start >= stop) | (stop > self.lengths[seq])).any():
-                row = table[np.flatnonzero((start < 0) | (start >= stop) | (stop > self.lengths[seq]))[0]]
-                raise InvalidProgramError(f"region s{row[0]}[{row[columns[0]]}:{row[columns[1]]}) is empty or outside its sequence")
+            outside = (start < 0) | (start >= stop) | (stop > self.lengths[seq])
+            if outside.any():
+                at, begin, end = fragments[int(np.flatnonzero(outside)[0])]
+                raise InvalidProgramError(
+                    f"region s{at}[{begin}:{end}) is empty or outside its sequence, which has {self.lengths[at]} tokens"
+                )
             seqs.append(seq)
             starts.append(start)
             stops.append(stop)
-            if len(columns) == 4:
-                low, high = table[:, columns[2]] * scale, table[:, columns[3]] * scale
-                if ((low < 0) | (low >= high) | (high > program.num_heads)).any():
-                    raise InvalidProgramError("a region has an empty head span or heads that the model has not")
-                heads.extend(np.flatnonzero(np.bincount(side)) for side in (low, high))
+
+        def add(regions: Ints, scale: Ints | int) -> None:
+            add_spans(regions[:, Region.SPAN])
+            low, high = (regions[:, column] * scale for column in (Region.HEAD_START, Region.HEAD_STOP))
+            if ((low < 0) | (low >= high) | (high > program.num_heads)).any():
+                raise InvalidProgramError("a region has an empty head span or heads that the model has not")
+            heads.extend(np.flatnonzero(np.bincount(side)) for side in (low, high))
 
         for owned in program.owned:
-            add(as_array(owned), (1, 2), 1)
+            add_spans(as_array(owned))
         ops = (*program.forward, *program.backward)
-        moved = concat([op.transfers for op in ops if isinstance(op, Exchange)], 8)
-        merged = concat([op.values for op in ops if isinstance(op, Merge)], 6)
-        for table in (moved, merged):
-            if ((table[:, 0] < 0) | (table[:, 0] >= len(Kind))).any():
+        moved = concat([op.transfers for op in ops if isinstance(op, Exchange)], Transfer.WIDTH)
+        merged = concat([op.values for op in ops if isinstance(op, Merge)], Value.WIDTH)
+        for table in (moved[:, Transfer.VALUE], merged):
+            kinds = table[:, Value.KIND]
+            if ((kinds < 0) | (kinds >= len(Kind))).any():
                 raise InvalidProgramError(f"a transfer or merge of an unknown kind; kinds are 0 to {len(Kind) - 1}")
-            add(table[:, 1:], (1, 2, 3, 4), np.where(np.isin(table[:, 0], KEY_SIDE), self.ratio, 1))
+            add(table[:, Value.REGION], np.where(np.isin(kinds, KEY_SIDE), self.ratio, 1))
         # A backward launch has the very table of its forward launch; looking at it once will do.
-        pairs = concat(list({id(op.pairs): op.pairs for op in ops if isinstance(op, Attend | AttendGrad)}.values()), 9)
-        add(pairs, (1, 2, 3, 4), 1)
-        add(pairs, (5, 6, 7, 8), self.ratio)
+        pairs = concat(list({id(op.pairs): op.pairs for op in ops if isinstance(op, Attend | AttendGrad)}.values()), Pair.WIDTH)
+        add(pairs[:, Pair.QUERY], 1)
+        add(pairs[:, Pair.KEY], self.ratio)
+        # Tokens that a rectangle trims away take no part in it, so that its atoms are all visible or all hidden.
+        trimmed = trim_pairs(pairs, program.mask)
+        for side, columns in ((Pair.Q_START, Pair.Q_SPAN), (Pair.K_START, Pair.K_SPAN)):
+            shown = (trimmed[:, side] < trimmed[:, side + 1]) & (trimmed[:, columns] != pairs[:, columns]).any(axis=1)
+            start, stop = trimmed[shown, columns].T
+            seqs.append(pairs[shown, Pair.SEQ])
+            starts.append(start)
+            stops.append(stop)
         return Atoms.of(*(np.concatenate(c) for c in (seqs, starts, stops, heads)))
 
     # Reading regions
 
     def index(self, ranks: Ints, kind: Kind, regions: Ints) -> tuple[Ints, Ints]:
-        """(row, flat state index) of every atom of regions [n, 5] on `ranks` [n]."""
+        """(row, flat state index) of every atom of `Region` rows [n, 5] on `ranks` [n]."""
         scale = self.ratio if kind in KEY_SIDE else 1
-        row, atom = self.atoms.expand(regions[:, 0], regions[:, 1], regions[:, 2], regions[:, 3] * scale, regions[:, 4] * scale)
+        seq, start, stop, head_start, head_stop = regions.T
+        row, atom = self.atoms.expand(seq, start, stop, head_start * scale, head_stop * scale)
         return row, ranks[row] * self.num_atoms + atom
 
     def place_owned(self) -> None:
         tables = [as_array(owned) for owned in self.program.owned]
-        owned = np.concatenate([np.empty((0, FRAGMENT_WIDTH), dtype=np.int64), *tables])
+        owned = np.concatenate([np.empty((0, Fragment.WIDTH), dtype=np.int64), *tables])
         self.owner_ranks = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self.owned_regions = np.concatenate([owned, np.tile([0, self.program.num_heads], (len(owned), 1))], axis=1)
         _, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
@@ -185,12 +212,12 @@ class _State:
                 case _:
                     assert_never(first)
         for index, op in enumerate(ops):
-            if not self.used[index] and isinstance(op, Exchange) and np.isin(as_array(op.transfers)[:, 0], COPIED).any():
+            if not self.used[index] and isinstance(op, Exchange) and np.isin(as_array(op.transfers)[:, Transfer.KIND], COPIED).any():
                 self.where = (phase, [index], [op])
-                raise self.error(0, "nothing that it brings is ever used")
+                raise self.error(0, "nothing that it brings is ever used; drop it")
 
     def check_ops(self, ops: Sequence[Op]) -> None:
-        """Every op does something, on ranks that are there."""
+        """Check that every op does something, on ranks that are there."""
         for which, op in enumerate(ops):
             match op:
                 case Exchange(_, rows, _, ranks, _):
@@ -208,7 +235,7 @@ class _State:
 
     def exchange(self, phase: str, op_index: int, op: Exchange) -> None:
         rows = as_array(op.transfers)
-        kinds, src, dst = rows[:, 0], rows[:, 6], rows[:, 7]
+        kinds, (src, dst) = rows[:, Transfer.KIND], rows[:, Transfer.ENDS].T
         if ((src == dst) | (np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= self.program.num_ranks)).any():
             raise self.error(0, "a transfer is from a rank to itself or names a rank that is not there")
         allowed = (Kind.Q, Kind.KV, Kind.OUT) if phase == "forward" else (Kind.Q, Kind.KV, Kind.OUT_GRAD, Kind.Q_GRAD, Kind.KV_GRAD)
@@ -219,8 +246,8 @@ class _State:
         arrivals: list[tuple[Kind, Ints, Ints]] = []
         for kind in _kinds(kinds):
             chosen = rows[kinds == kind]
-            row, there = self.index(chosen[:, 6], kind, chosen[:, 1:6])
-            here = chosen[row, 7] * self.num_atoms + there % self.num_atoms
+            row, there = self.index(chosen[:, Transfer.SRC], kind, chosen[:, Transfer.REGION])
+            here = chosen[row, Transfer.DST] * self.num_atoms + there % self.num_atoms
             if kind in self.held:
                 self.require(self.held[kind][there], chosen[row], "the source does not hold it")
                 self.mark_used(kind, there)
@@ -252,28 +279,28 @@ class _State:
     def check_collective(self, op: Exchange, rows: Ints) -> None:
         if op.collective == "p2p":
             return
-        group = np.array(op.group)
-        if not (np.isin(rows[:, 6], group).all() and np.isin(rows[:, 7], group).all()):
+        src, dst = rows[:, Transfer.ENDS].T
+        if not np.isin(rows[:, Transfer.ENDS], np.array(op.group)).all():
             raise self.error(0, f"{op.collective} reaches beyond its group")
         match op.collective:
             case "all_gather":
-                differs = self.differing(op, rows[:, 6], rows[:, 7], rows)
+                differs = self.differing(op, src, dst, rows)
                 if differs is not None:
                     raise self.error(0, f"all_gather, but rank {differs} does not send the same to all")
             case "reduce_scatter":
-                if np.isin(rows[:, 0], (Kind.Q_GRAD, Kind.KV_GRAD), invert=True).any():
+                if np.isin(rows[:, Transfer.KIND], (Kind.Q_GRAD, Kind.KV_GRAD), invert=True).any():
                     raise self.error(0, "reduce_scatter of values that are not sums of gradients")
-                differs = self.differing(op, rows[:, 7], rows[:, 6], rows)
+                differs = self.differing(op, dst, src, rows)
                 if differs is not None:
                     raise self.error(0, f"reduce_scatter, but rank {differs} is not sent the same by all")
             case "all_to_all":
                 pass
 
     def differing(self, op: Exchange, one: Ints, others: Ints, rows: Ints) -> int | None:
-        """The first rank of `one` whose rows are not the same with each of the other ranks of the group."""
+        """The first rank of `one` whose rows differ between the other ranks of the group; None if there is none."""
         order = np.lexsort((others, one))
         ends = np.searchsorted(one[order] * self.program.num_ranks + others[order], np.arange(self.program.num_ranks**2 + 1))
-        ordered = rows[order, :6]
+        ordered = rows[order, Transfer.VALUE]
         for rank in op.group:
             first = rank * self.program.num_ranks
             each = {ordered[ends[first + other] : ends[first + other + 1]].tobytes() for other in op.group if other != rank}
@@ -282,7 +309,7 @@ class _State:
         return None
 
     def check_routes(self, op: Exchange, rows: Ints) -> None:
-        """Pieces are counted from 0, of pairs that move something, over ranks that are there."""
+        """Check that pieces are counted from 0, of pairs that move something, over ranks that are there."""
         if not op.routes:
             return
         if op.collective != "p2p":
@@ -294,7 +321,7 @@ class _State:
                 raise self.error(
                     0, f"a route from rank {src} to rank {dst} names a rank that is not there; there are {self.program.num_ranks}"
                 )
-        moved = {(src, dst) for src, dst in rows[:, 6:8].tolist()}
+        moved = {(src, dst) for src, dst in rows[:, Transfer.ENDS].tolist()}
         for (src, dst), numbers in pieces.items():
             if (src, dst) not in moved:
                 raise self.error(0, f"a route from rank {src} to rank {dst}, which moves nothing")
@@ -302,26 +329,25 @@ class _State:
                 raise self.error(0, f"pieces from rank {src} to rank {dst} are numbered {numbers}")
 
     def attend(self, ops: Sequence[Attend | AttendGrad], phase: str) -> None:
-        pairs = concat([op.pairs for op in ops], 9)
+        pairs = concat([op.pairs for op in ops], Pair.WIDTH)
         ranks = np.repeat([op.rank for op in ops], [len(op.pairs) for op in ops])
         self.check_pairs(pairs)
         # Queries that see none of the keys, and keys that none of the queries sees, take no part.
-        queries = pairs[:, :5].copy()
-        queries[:, 1] = np.maximum(queries[:, 1], pairs[:, 5])
-        keys = np.concatenate([pairs[:, :1], pairs[:, 5:]], axis=1)
-        keys[:, 2] = np.minimum(keys[:, 2], pairs[:, 2])
+        trimmed = trim_pairs(pairs, self.program.mask)
+        queries, keys = trimmed[:, Pair.QUERY], trimmed[:, Pair.KEY]
         for kind, regions in ((Kind.Q, queries), (Kind.KV, keys)) + (((Kind.OUT_GRAD, queries),) if phase == "backward" else ()):
             row, flat = self.index(ranks, kind, regions)
             self.require_pair(self.held[kind][flat], pairs[row], f"rank does not hold {kind.name}", ranks[row])
             self.mark_used(kind, flat)
         # Every (query atom, key atom, head atom) once.
-        row, query = ranges(*self.atoms.tokens(queries[:, 0], queries[:, 1], queries[:, 2]))
-        key_first, key_last = self.atoms.tokens(keys[:, 0], keys[:, 1], keys[:, 2])
-        again, key = ranges(key_first[row], np.minimum(key_last[row], query + 1))
+        row, query = ranges(*self.atoms.tokens(*queries[:, Region.SPAN].T))
+        key_first, key_last = self.atoms.tokens(*keys[:, Region.SPAN].T)
+        key_first, key_last = np.maximum(key_first[row], self.key_first[query]), np.minimum(key_last[row], self.key_last[query])
+        again, key = ranges(key_first, key_last)
         row, query = row[again], query[again]
-        base = self.pair_base[query] + key - self.first[pairs[row, 0]]
+        base = self.pair_base[query] + key - self.key_first[query]
         if self.num_heads > 1:
-            head_first, head_last = self.atoms.head_range(pairs[:, 3], pairs[:, 4])
+            head_first, head_last = self.atoms.head_range(*pairs[:, Pair.Q_HEADS].T)
             again, head = ranges(head_first[row], head_last[row])
             row, query, key, base = row[again], query[again], key[again], base[again]
         else:
@@ -347,31 +373,37 @@ class _State:
         self.parts[kind][flat] += 1  # once for each region, however often it is listed: NumPy reads before it writes
 
     def check_pairs(self, pairs: Ints) -> None:
-        q_heads, kv_heads = pairs[:, 4] - pairs[:, 3], pairs[:, 8] - pairs[:, 7]
-        whole = (pairs[:, 3] == pairs[:, 7] * self.ratio) & (q_heads == kv_heads * self.ratio)
-        within = (kv_heads == 1) & (pairs[:, 3] // self.ratio == pairs[:, 7]) & ((pairs[:, 4] - 1) // self.ratio == pairs[:, 7])
+        (q_first, q_last), (kv_first, kv_last) = pairs[:, Pair.Q_HEADS].T, pairs[:, Pair.KV_HEADS].T
+        q_heads, kv_heads = q_last - q_first, kv_last - kv_first
+        whole = (q_first == kv_first * self.ratio) & (q_heads == kv_heads * self.ratio)
+        within = (kv_heads == 1) & (q_first // self.ratio == kv_first) & ((q_last - 1) // self.ratio == kv_first)
         self.require_pair(whole | within, pairs, "its query heads do not map evenly onto its key-value heads")
-        self.require_pair(pairs[:, 5] < pairs[:, 2], pairs, "no query of it may see any key of it")
+        self.require_pair(sees(pairs, self.program.mask), pairs, "no query of it may see any key of it")
 
     def merge(self, ops: Sequence[Merge]) -> None:
-        values = concat([op.values for op in ops], 6)
+        values = concat([op.values for op in ops], Value.WIDTH)
         ranks = np.repeat([op.rank for op in ops], [len(op.values) for op in ops])
-        if not np.isin(values[:, 0], MOVED).all():
-            names = ", ".join(kind.name for kind in _kinds(values[:, 0]) if kind not in MOVED)
+        kinds = values[:, Value.KIND]
+        if not np.isin(kinds, MOVED).all():
+            names = ", ".join(kind.name for kind in _kinds(kinds) if kind not in MOVED)
             raise self.error(0, f"merges {names or 'an unknown kind'}, which has no partials")
-        for kind in _kinds(values[:, 0]):
-            chosen = values[:, 0] == kind
-            row, flat = self.index(ranks[chosen], kind, values[chosen, 1:])
+        for kind in _kinds(kinds):
+            chosen = kinds == kind
+            row, flat = self.index(ranks[chosen], kind, values[chosen, Value.REGION])
             self.require(self.parts[kind][flat] >= 2, values[chosen][row], "there are not two partials to merge")
             self.parts[kind][flat] = 1
 
     def finish(self, phase: str, kinds: tuple[Kind, ...]) -> None:
-        """Everything is complete at the owner, and nothing is left elsewhere."""
+        """Check that everything is complete at its owner, and that nothing is left elsewhere."""
+        num_keys = self.key_last - self.key_first
+        seeing = num_keys > 0
+        begin, end = (np.bincount(side[seeing], minlength=len(num_keys)) for side in (self.key_first, self.key_last))
+        num_queries = np.cumsum(begin - end)  # query atoms that see each key atom
         for kind in kinds:
             owned = self.owned_index
             atom = owned % self.num_atoms // self.num_heads
             seq = self.atoms.seq(atom)
-            want = self.last[seq] - atom if kind == Kind.KV_GRAD else atom - self.first[seq] + 1
+            want = (num_queries if kind == Kind.KV_GRAD else num_keys)[atom]
             bad = (self.count[kind][owned] != want) | (self.parts[kind][owned] != 1)
             if bad.any():
                 index = int(np.flatnonzero(bad)[0])
@@ -387,7 +419,8 @@ class _State:
                 one = flat % self.num_atoms // self.num_heads
                 region = f"s{self.atoms.seq(one)[0]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
                 raise InvalidProgramError(
-                    f"{phase}: rank {flat[0] // self.num_atoms} is left with a partial {kind.name} of {region} that no one asked for"
+                    f"{phase}: rank {flat[0] // self.num_atoms} ends with an unconsumed partial {kind.name} of {region}; "
+                    "a Merge or a transfer to its owner is missing"
                 )
 
     # Complaints
@@ -396,23 +429,23 @@ class _State:
         self.used[self.brought[kind][flat]] = True
 
     def distinct(self, flat: Ints) -> bool:
-        """Whether no index occurs twice: of two that write their number to one place, one does not find it again."""
+        """Whether no index occurs twice. Of two that write their number to one place, one does not find it again."""
         number = np.arange(len(flat), dtype=np.int32)
         self.scratch[flat] = number
         return bool((self.scratch[flat] == number).all())
 
     def require(self, good: Bools, rows: Ints, complaint: str) -> None:
         if not good.all():
-            row = rows[int(np.flatnonzero(~good)[0])]
-            route = f" from rank {row[6]} to rank {row[7]}" if len(row) > 6 else ""
-            raise self.error(0, f"{Kind(int(row[0])).name} s{row[1]}[{row[2]}:{row[3]}) heads [{row[4]}:{row[5]}){route}: {complaint}")
+            kind, seq, start, stop, head_start, head_stop, *ends = rows[int(np.flatnonzero(~good)[0])].tolist()
+            route = f" from rank {ends[0]} to rank {ends[1]}" if ends else ""
+            raise self.error(0, f"{Kind(kind).name} s{seq}[{start}:{stop}) heads [{head_start}:{head_stop}){route}: {complaint}")
 
     def require_pair(self, good: Bools, pairs: Ints, complaint: str, ranks: Ints | None = None) -> None:
         if not good.all():
             at = int(np.flatnonzero(~good)[0])
-            row = pairs[at]
+            seq, q_start, q_stop, _, _, k_start, k_stop, _, _ = pairs[at].tolist()
             op = 0 if ranks is None else [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(int(ranks[at]))
-            raise self.error(op, f"q s{row[0]}[{row[1]}:{row[2]}) over [{row[5]}:{row[6]}): {complaint}")
+            raise self.error(op, f"q s{seq}[{q_start}:{q_stop}) over [{k_start}:{k_stop}): {complaint}")
 
     def error(self, which: int, complaint: str) -> InvalidProgramError:
         phase, indices, ops = self.where
@@ -422,7 +455,7 @@ class _State:
 
 
 def _kinds(column: Ints) -> list[Kind]:
-    """The kinds that occur."""
+    """The kinds that occur in a column of kinds."""
     return [kind for kind in Kind if (column == kind).any()]
 
 

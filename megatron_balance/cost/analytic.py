@@ -19,6 +19,7 @@ from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
 from megatron_balance.cost.modules import BACKWARD_PRODUCTS, Module, head_module, layer_modules
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.model import Model
 
 LAUNCH_S = 10e-6
@@ -118,14 +119,13 @@ class AnalyticCost:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
         without pairs.
 
-        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A launch
-        takes its work over all SMs, or its longest thread block on one of them, whichever is
-        longer.
+        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A launch takes its work over all SMs, or its
+        longest thread block on one of them, whichever is longer.
         """
         if not len(pairs):
             return np.zeros(num_launches)
         tiles, blocks, longest = kernel.tiles(pairs)
-        heads = pairs[:, 4] - pairs[:, 3]
+        heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
         work = np.bincount(launch, weights=heads * (tiles + BLOCK_TILES * blocks), minlength=num_launches)
         widest = np.zeros(num_launches)
         np.maximum.at(widest, launch, (longest + BLOCK_TILES) * (heads > 0))

@@ -12,6 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -45,31 +48,36 @@ A100's peak (the same, section 1).
 
 
 def tiles(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Tiles, thread blocks, and tiles of the longest block [n] of each row of `pairs`, one head.
+    """Tiles, thread blocks, and tiles of the longest block [n] of each `Pair` row [n, 9], one head,
+    causal.
 
     `pairs` [n, 9]: rows of `ir.program.Attend`, each a region of queries over one of keys.
 
     The query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may be full,
     causal or neither.
     """
-    num_q, num_k = pairs[:, 2] - pairs[:, 1], pairs[:, 6] - pairs[:, 5]
-    behind = pairs[:, 1] - pairs[:, 5]  # keys before the first query
+    num_q, num_k, behind = _sizes(pairs)
     blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
     before = -(-behind // TILE_TOKENS)
     last = np.clip(-(-(behind + num_q) // TILE_TOKENS), 0, widest)  # the last block need not be full
     return _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last, blocks, last
 
 
+def _sizes(pairs: Ints) -> tuple[Ints, Ints, Ints]:
+    """Queries, keys, and keys before the first query of each `Pair` row."""
+    (q_start, q_stop), (k_start, k_stop) = pairs[:, Pair.Q_SPAN].T, pairs[:, Pair.K_SPAN].T
+    return q_stop - q_start, k_stop - k_start, q_start - k_start
+
+
 def _clipped_sum(stop: Ints, top: Ints) -> Ints:
     """Sum over j = 1 .. stop of min(j, top); 0 if stop < 1."""
     rising = np.clip(stop, 0, top)
-    return rising * (rising + 1) // 2 + np.maximum(stop - top, 0) * top
+    return CAUSAL.num_pairs(rising) + np.maximum(stop - top, 0) * top
 
 
 def visible_pairs(pairs: Ints) -> Ints:
-    """(query, key) pairs of each pair of regions [n, 9] that the causal mask leaves, one head."""
-    num_q, num_k = pairs[:, 2] - pairs[:, 1], pairs[:, 6] - pairs[:, 5]
-    behind = pairs[:, 1] - pairs[:, 5]
+    """Number of (query, key) pairs of each `Pair` row [n, 9] that the causal mask shows, one head."""
+    num_q, num_k, behind = _sizes(pairs)
     return _clipped_sum(behind + num_q, num_k) - _clipped_sum(behind, num_k)
 
 

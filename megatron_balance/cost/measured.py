@@ -26,7 +26,10 @@ from megatron_balance.cost.modules import head_module, layer_flops
 from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.visible import trim_pairs
 
 RUN_STEPS = 16
 """Points a doubling at which the time of a square of one run is tabulated for planners."""
@@ -229,12 +232,12 @@ class MeasuredCost:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
         without pairs.
 
-        `pairs` [n, 9]: rows of `ir.program.Attend`; `launch` [n]: the launch of each row. A region
-        that is neither full nor causal at its bottom right is two entries of the kernel.
+        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A region that is neither full nor causal at
+        its bottom right is two entries of the kernel.
         """
         attention = self.table.attention
         fixed = attention.backward_launch_s if backward else attention.launch_s
-        heads = (pairs[:, 4] - pairs[:, 3]) / (attention.num_heads * self.tensor_parallel)
+        heads = (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]) / (attention.num_heads * self.tensor_parallel)
         seconds, entries = np.zeros(num_launches), np.zeros(num_launches, dtype=bool)
         for causal, (num_q, second) in split_masks(pairs).items():
             there = np.flatnonzero(num_q)
@@ -294,10 +297,9 @@ def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
     Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full
     entry sees all its keys.
     """
-    q_start, q_stop = np.maximum(pairs[:, 1], pairs[:, 5]), pairs[:, 2]
-    k_start, k_stop = pairs[:, 5], np.minimum(pairs[:, 6], pairs[:, 2])
-    # A single query over the keys up to its own is a triangle of one, so that a sequence's times
-    # come from one grid from its first token.
+    trimmed = trim_pairs(pairs, CAUSAL)
+    (q_start, q_stop), (k_start, k_stop) = trimmed[:, Pair.Q_SPAN].T, trimmed[:, Pair.K_SPAN].T
+    # A single query over the keys up to its own is a triangle of one, so that a sequence's times come from one grid from its first token.
     masked = (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
     seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key
     full = np.maximum(q_stop - seen_whole, 0)

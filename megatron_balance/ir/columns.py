@@ -35,6 +35,7 @@ class Pair:
     """The key `Region`."""
     KEY_COLUMNS = slice(5, 9)
     """The key region without its sequence."""
+    Q_SPAN = slice(1, 3)
     K_SPAN = slice(5, 7)
     Q_HEADS = slice(3, 5)
     KV_HEADS = slice(7, 9)

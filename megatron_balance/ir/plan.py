@@ -1,4 +1,4 @@
-"""What a planner decides: compact, hashable, printable; no object per rank and fragment, no tensors.
+"""Plans, as planners make them: compact, hashable, printable; no object per rank and fragment, no tensors.
 
 `ir.step` has the plan of a whole optimizer step.
 """
@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.columns import Move, Placed, Task
+from megatron_balance.ir.mask import CAUSAL, Mask, mask_named
 from megatron_balance.ir.rows import Rows
 
 FORMAT = "megatron-balance plan 3"
 
-MOVE_WIDTH = 3  # src, dst, tokens
-NO_MOVES = Rows(MOVE_WIDTH)
+NO_MOVES = Rows(Move.WIDTH)
 
 REMAP = -1
 """In `Routing.zones`: the exchanges of the remap."""
@@ -26,8 +27,9 @@ REMAP = -1
 class Zone:
     """Sequences that share a group of ranks, a placement and a comm pattern.
 
-    `pattern` names a schedule: "ring" and "all_gather" place zigzag, "head_exchange" contiguously. A zone on one rank is
-    local whatever its comm pattern. `name` is for people and reports (inter-node, intra-node, local, pool).
+    `pattern` names a comm pattern (`patterns`): "ring" and "all_gather" place zigzag, "head_exchange" contiguously.
+    A zone on one rank is local whatever its comm pattern. `name` is for people and reports (inter-node,
+    intra-node, local, pool).
     """
 
     name: str
@@ -40,7 +42,7 @@ class Zone:
 class TaskTable:
     """Explicit placement and tasks: any cut of the (query, key) triangle, on any rank.
 
-    `fragments`: rows of (rank, seq, start, stop). `tasks`: rows of (rank, seq, q_start, q_stop, k_start, k_stop).
+    `fragments`: `Placed` rows. `tasks`: `Task` rows.
     """
 
     name: str
@@ -50,15 +52,16 @@ class TaskTable:
 
     @property
     def seqs(self) -> tuple[int, ...]:
-        return tuple(sorted({row[1] for row in self.fragments}))
+        return tuple(sorted({row[Placed.SEQ] for row in self.fragments}))
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which transfers between nodes go over all NICs of both nodes (Zeppelin, section 3.3).
+    """The transfers between nodes that go over all NICs of both nodes (Zeppelin, section 3.3).
 
-    Those of `zones` (indices into the plan's zones; `REMAP`: of the remap) that move `min_tokens` or more from one rank to another
-    in one exchange. `ranks_per_nic`: neighbouring ranks of a node that share a NIC. `pieces`: of one transfer on each NIC.
+    Routed are those of `zones` (indices into the plan's zones; `REMAP`: of the remap) that move `min_tokens` or more
+    from one rank to another in one exchange. `ranks_per_nic`: neighbouring ranks of a node that share a NIC.
+    `pieces`: number of pieces of one transfer on each NIC.
     """
 
     ranks_per_nic: int
@@ -71,8 +74,9 @@ class Routing:
 class MicrobatchPlan:
     """One microbatch of the pool. Zones are in issue order: inter-node first, then intra-node, then local.
 
-    `moves`: the remap (Zeppelin, section 3.4), rows (src, dst, tokens) by src, then dst: of the fragments that the zones place on
-    src, the last ones are owned by dst outside attention. Empty: the linear layout is the attention layout.
+    `moves`: the remap (Zeppelin, section 3.4), `Move` rows by src, then dst: the last tokens of what the zones place
+    on src are owned by dst outside attention. Empty: the linear layout is the attention layout. `mask`: of all
+    sequences; JSON names it where it is not causal.
     """
 
     planner: str
@@ -84,6 +88,7 @@ class MicrobatchPlan:
     zones: tuple[Zone | TaskTable, ...]
     moves: Rows = NO_MOVES
     routing: Routing | None = None
+    mask: Mask = CAUSAL
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +107,7 @@ def to_json(plan: MicrobatchPlan) -> str:
         "zones": [_zone_to_json(z) for z in plan.zones],
         "moves": list(plan.moves),
         "routing": None if plan.routing is None else asdict(plan.routing),
+        **({} if plan.mask == CAUSAL else {"mask": plan.mask.name}),
     }
     return json.dumps(body, separators=(",", ":"))
 
@@ -127,9 +133,9 @@ def from_json(text: str) -> MicrobatchPlan:
 def from_body(loaded: Any) -> MicrobatchPlan:
     """The plan of parsed JSON; as `from_json`."""
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
-    found = body.get("format")
-    if found != FORMAT:
-        raise ConfigError(f"not a plan of this version: format is {found!r}, expected {FORMAT!r}")
+    written = body.get("format")
+    if written != FORMAT:
+        raise ConfigError(f"not a plan of this version: expected format {FORMAT!r}, got {written!r}; plan the batch again")
     try:
         return MicrobatchPlan(
             planner=str(body["planner"]),
@@ -139,8 +145,9 @@ def from_body(loaded: Any) -> MicrobatchPlan:
             num_heads=int(body["num_heads"]),
             num_kv_heads=int(body["num_kv_heads"]),
             zones=tuple(_zone_from_json(z) for z in body["zones"]),
-            moves=Rows.of(MOVE_WIDTH, body["moves"]),
+            moves=Rows.of(Move.WIDTH, body["moves"]),
             routing=_routing_from_json(body["routing"]),
+            mask=mask_named(str(body.get("mask", CAUSAL.name))),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
@@ -151,8 +158,8 @@ def _zone_from_json(zone: dict[str, Any]) -> Zone | TaskTable:
         return TaskTable(
             name=str(zone["name"]),
             pattern=str(zone["pattern"]),
-            fragments=Rows.of(4, zone["fragments"]),
-            tasks=Rows.of(6, zone["tasks"]),
+            fragments=Rows.of(Placed.WIDTH, zone["fragments"]),
+            tasks=Rows.of(Task.WIDTH, zone["tasks"]),
         )
     return Zone(str(zone["name"]), str(zone["pattern"]), _ints(zone["ranks"]), _ints(zone["seqs"]))
 

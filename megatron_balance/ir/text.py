@@ -12,7 +12,8 @@
       out s0[512:1024)
 
 Heads are written, as `h[0:4)` behind a region, only where a region has not all of them. A routed exchange has a line a pair of
-ranks with the proxies of each piece, `r4 <- r3 via r2>r6 r3>r7`; a program with a remap says `remap_in N` behind its policy.
+ranks with the proxies of each piece, `r4 <- r3 via r2>r6 r3>r7`. A program with a remap says `remap_in N` behind its
+policy, one whose mask is not causal `mask M` behind that.
 """
 
 from __future__ import annotations
@@ -23,14 +24,11 @@ from itertools import groupby
 from typing import assert_never
 
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.columns import Fragment, Pair, Route, Transfer, Value
+from megatron_balance.ir.mask import CAUSAL, MASKS
 from megatron_balance.ir.program import (
     COLLECTIVES,
-    FRAGMENT_WIDTH,
     KEY_SIDE,
-    MERGE_WIDTH,
-    PAIR_WIDTH,
-    ROUTE_WIDTH,
-    TRANSFER_WIDTH,
     Attend,
     AttendGrad,
     Exchange,
@@ -52,6 +50,7 @@ def text(program: Program) -> str:
     """The whole program, one header line an op and one indented line a row."""
     heads = f"heads {program.num_heads} kv_heads {program.num_kv_heads} policy {program.policy or 'none'}"
     heads += f" remap_in {program.remap_in}" if program.remap_in else ""
+    heads += f" mask {program.mask.name}" if program.mask != CAUSAL else ""
     lines = [" ".join(["program lengths", *map(str, program.lengths), heads])]
     for rank, owned in enumerate(program.owned):
         lines.append(" ".join([f"owner r{rank}", *(f"s{s}[{a}:{b})" for s, a, b in owned)]))
@@ -75,12 +74,12 @@ def op_lines(op: Op, num_heads: int, num_kv_heads: int) -> Iterator[str]:
             yield " ".join([f"exchange {exchange_id} {collective}", *(f"r{r}" for r in group)])
             for kind, seq, start, stop, h0, h1, src, dst in transfers:
                 yield f"  r{dst} <- r{src} {KIND_NAMES[Kind(kind)]} {region(kind, seq, start, stop, h0, h1)}"
-            for (src, dst), pieces in groupby(routes, key=lambda row: row[:2]):
-                yield f"  r{dst} <- r{src} via {' '.join(f'r{row[3]}>r{row[4]}' for row in pieces)}"
+            for (src, dst), pieces in groupby(routes, key=lambda row: row[Route.PAIR]):
+                yield f"  r{dst} <- r{src} via {' '.join(f'r{row[Route.SEND_PROXY]}>r{row[Route.RECEIVE_PROXY]}' for row in pieces)}"
         case Attend(rank, pairs) | AttendGrad(rank, pairs):
             yield f"{'attend' if isinstance(op, Attend) else 'attend_grad'} r{rank}"
-            for query, rows in groupby(pairs, key=lambda row: row[:5]):
-                keys = " ".join(region(Kind.KV, row[0], *row[5:]) for row in rows)
+            for query, rows in groupby(pairs, key=lambda row: row[Pair.QUERY]):
+                keys = " ".join(region(Kind.KV, row[Pair.SEQ], *row[Pair.KEY_COLUMNS]) for row in rows)
                 yield f"  q {region(Kind.Q, *query)} over {keys}"
         case Merge(rank, values):
             yield f"merge r{rank}"
@@ -106,9 +105,11 @@ class _Parser:
 
     def program(self) -> Program:
         number, line = self.lines[0] if self.lines else (1, "")
-        head = re.fullmatch(r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)(?: remap_in (\d+))?", line)
-        if head is None:
-            raise self.error(number, line, "expected 'program lengths ... heads H kv_heads G policy P'")
+        head = re.fullmatch(
+            r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)(?: remap_in (\d+))?(?: mask (\w+))?", line
+        )
+        if head is None or (head[6] or CAUSAL.name) not in MASKS:
+            raise self.error(number, line, "expected 'program lengths ... heads H kv_heads G policy P [remap_in N] [mask M]'")
         self.num_heads, self.num_kv_heads = int(head[2]), int(head[3])
         owned: list[Rows] = []
         ops: dict[str, list[Op]] = {"forward": [], "backward": []}
@@ -120,7 +121,7 @@ class _Parser:
             if words[0] == "owner":
                 if words[1:2] != [f"r{len(owned)}"]:
                     raise self.error(number, header, f"owners are listed in order; expected r{len(owned)}")
-                owned.append(Rows.of(FRAGMENT_WIDTH, [self.region(number, Kind.Q, w)[:3] for w in words[2:]]))
+                owned.append(Rows.of(Fragment.WIDTH, [self.region(number, Kind.Q, w)[: Fragment.WIDTH] for w in words[2:]]))
             elif header in ops:
                 phase = header
             else:
@@ -135,6 +136,7 @@ class _Parser:
             tuple(ops["backward"]),
             None if head[4] == "none" else head[4],
             int(head[5] or 0),
+            MASKS[head[6] or CAUSAL.name],
         )
 
     def blocks(self) -> Iterator[tuple[int, str, list[tuple[int, str]]]]:
@@ -154,20 +156,20 @@ class _Parser:
             group = tuple(self.rank(number, w) for w in words[3:])
             routes = [route for row in rows for route in _routes(row[1])]
             transfers = [self.transfer(*row) for row in rows if not _ROUTE.fullmatch(row[1])]
-            return Exchange(int(words[1]), Rows.of(TRANSFER_WIDTH, transfers), words[2], group, Rows.of(ROUTE_WIDTH, routes))
+            return Exchange(int(words[1]), Rows.of(Transfer.WIDTH, transfers), words[2], group, Rows.of(Route.WIDTH, routes))
         if words[0] in ("attend", "attend_grad") and len(words) == 2:
-            pairs = Rows.of(PAIR_WIDTH, [pair for row in rows for pair in self.pairs(*row)])
+            pairs = Rows.of(Pair.WIDTH, [pair for row in rows for pair in self.pairs(*row)])
             return (Attend if words[0] == "attend" else AttendGrad)(self.rank(number, words[1]), pairs)
         if words[0] == "merge" and len(words) == 2:
-            return Merge(self.rank(number, words[1]), Rows.of(MERGE_WIDTH, [self.value(*row) for row in rows]))
+            return Merge(self.rank(number, words[1]), Rows.of(Value.WIDTH, [self.value(*row) for row in rows]))
         raise self.error(number, header, "expected owner, forward, backward, exchange, attend, attend_grad or merge")
 
     def transfer(self, number: int, line: str) -> tuple[int, ...]:
-        found = _TRANSFER.fullmatch(line)
-        if found is None or found[3] not in _KINDS:
+        match = _TRANSFER.fullmatch(line)
+        if match is None or match[3] not in _KINDS:
             raise self.error(number, line, "expected 'rD <- rS kind sN[a:b)'")
-        kind = _KINDS[found[3]]
-        return (kind, *self.region(number, kind, found[4]), int(found[2]), int(found[1]))
+        kind = _KINDS[match[3]]
+        return (kind, *self.region(number, kind, match[4]), int(match[2]), int(match[1]))
 
     def pairs(self, number: int, line: str) -> Iterator[tuple[int, ...]]:
         query_text, separator, keys_text = line.removeprefix("q ").partition(" over ")
@@ -176,8 +178,8 @@ class _Parser:
         query = self.region(number, Kind.Q, query_text)
         if not re.fullmatch(rf"{_REGION.pattern}(?: {_REGION.pattern})*", keys_text):
             raise self.error(number, line, "expected regions like s0[0:8) behind 'over'")
-        for found in _REGION.finditer(keys_text):
-            key = self.region(number, Kind.KV, found[0])
+        for match in _REGION.finditer(keys_text):
+            key = self.region(number, Kind.KV, match[0])
             if key[0] != query[0]:
                 raise self.error(number, line, "a query attends only to its own sequence")
             yield (*query, *key[1:])
@@ -189,12 +191,12 @@ class _Parser:
         return (_KINDS[name], *self.region(number, _KINDS[name], rest))
 
     def region(self, number: int, kind: Kind, line: str) -> tuple[int, int, int, int, int]:
-        found = _REGION.fullmatch(line.strip())
-        if found is None:
+        match = _REGION.fullmatch(line.strip())
+        if match is None:
             raise self.error(number, line, "expected a region like s0[0:8) or s0[0:8) h[0:2)")
         whole = self.num_kv_heads if kind in KEY_SIDE else self.num_heads
-        head_start, head_stop = (int(found[4]), int(found[5])) if found[4] else (0, whole)
-        return int(found[1]), int(found[2]), int(found[3]), head_start, head_stop
+        head_start, head_stop = (int(match[4]), int(match[5])) if match[4] else (0, whole)
+        return int(match[1]), int(match[2]), int(match[3]), head_start, head_stop
 
     def rank(self, number: int, word: str) -> int:
         if not re.fullmatch(r"r\d+", word):
@@ -206,10 +208,10 @@ class _Parser:
 
 
 def _routes(line: str) -> Iterator[tuple[int, ...]]:
-    """The pieces of a line 'rD <- rS via rP>rQ ...'; none if it is another line."""
-    found = _ROUTE.fullmatch(line)
-    if found is None:
+    """The `Route` rows of a line 'rD <- rS via rP>rQ ...'; none if it is another line."""
+    match = _ROUTE.fullmatch(line)
+    if match is None:
         return
-    for piece, proxies in enumerate(found[3].split()):
+    for piece, proxies in enumerate(match[3].split()):
         send_proxy, receive_proxy = proxies.split(">")
-        yield int(found[2]), int(found[1]), piece, int(send_proxy[1:]), int(receive_proxy[1:])
+        yield int(match[2]), int(match[1]), piece, int(send_proxy[1:]), int(receive_proxy[1:])

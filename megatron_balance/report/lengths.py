@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.report.cases import Figures
 
 SMALLEST = 256
@@ -35,7 +36,7 @@ def _bins(lengths: np.ndarray) -> list[Figures]:
     doublings = max(0, int(np.ceil(np.log2((lengths.max() + 1) / SMALLEST))))
     edges = [0, *(SMALLEST << at for at in range(doublings + 1))]
     place = np.searchsorted(edges, lengths, side="right") - 1
-    pairs = lengths * (lengths + 1) // 2
+    pairs = CAUSAL.num_pairs(lengths)
     bins: list[Figures] = []
     for at, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
         inside = place == at

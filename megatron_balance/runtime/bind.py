@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_balance.compile.pipeline import project
-from megatron_balance.compile.prefetchable import prefetchable
-from megatron_balance.compile.transpose import Policy, transpose
+from megatron_balance.compile.pipeline import compile_rank
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Fragment
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
@@ -128,7 +128,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
 
     Raises:
         ConfigError: the plan was made for other heads or another number of ranks, or policy keep
-            without one of the phases.
+            without one of the phases, or a mask that is not causal.
         InvalidProgramError: a broken plan.
     """
     if (plan.num_heads, plan.num_kv_heads) != (shape.num_heads, shape.num_kv_heads):
@@ -140,11 +140,12 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         raise ConfigError(f"the plan is for {plan.num_ranks} ranks, the pool has {groups.size}")
     if policy == "keep" and not set(BOTH_PHASES) <= set(phases):
         raise ConfigError("policy keep hands what the forward received to the backward: bind both phases, or with policy replay")
-    program = project(plan, rank, replays=policy == "replay" and "backward" in phases)
-    if "backward" in phases:  # without merges: launches and receives add to what is already there
-        program = transpose(program, policy, merges=False)
+    if plan.mask != CAUSAL:
+        raise ConfigError(f"the executor runs plans of mask {CAUSAL.name!r} only, got {plan.mask.name!r}")
+    compiled = compile_rank(plan, rank, policy, phases=phases)
+    program = compiled.program
     chosen = choose_kernel(kernel, torch.device(device), dtype, shape.head_dim)
-    setting = Setting(plan.ranks_per_node, prefetchable(plan, policy), nano_batch, phases)
+    setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
     lowering = Lowering(program, shape, torch.device(device), policy, chosen, setting)
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
     needs = None

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.statistics import tokens_per_rank
-from megatron_balance.compile.pipeline import project
-from megatron_balance.compile.transpose import transpose
+from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
@@ -83,11 +82,11 @@ def events(
     trace: bool = False,
 ) -> Call:
     """Run one attention call on the event engine. `trace`: note what every stream did."""
-    programs = [transpose(project(plan, rank), policy, merges=False) for rank in range(plan.num_ranks)]
+    ranks = compile_ranks(plan, policy)
     return Call(
         *(
             engine.play(
-                phase_of(programs, machine, backward=backward, sums=transport == "streams"),
+                phase_of(ranks, machine, backward=backward, sums=transport == "streams"),
                 *(machine, enter_s[backward], transport),
                 trace=trace,
             )

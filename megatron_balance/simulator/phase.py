@@ -13,12 +13,13 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.wire import Parcels, is_collective, piece_bounds
-from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collective_stream, hops, order, stream_name, traffic_class
+from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collective_stream, hops, stream_name, traffic_class
+from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
 from megatron_balance.ir.arrays import as_array, concat
 from megatron_balance.ir.columns import Message, Pair, Transfer
-from megatron_balance.ir.program import PAIR_WIDTH, Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, RankProgram
+from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op
 from megatron_balance.patterns.base import messages_of
 from megatron_balance.simulator import collective
 from megatron_balance.simulator.collective import Taken
@@ -85,18 +86,20 @@ class Phase:
     collectives: list[GroupExchange] = field(default_factory=list[GroupExchange])
 
 
-def phase_of(programs: Sequence[RankProgram], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
+def phase_of(ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True, prefetched: bool = False) -> Phase:
     """The tasks of a phase of all ranks.
 
     `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not).
+    `prefetched`: with the steps that may start early in front.
     """
+    programs, orders = [each.program for each in ranks], [each.backward if backward else each.forward for each in ranks]
     ops = [program.backward if backward else program.forward for program in programs]
     run_s, blocks_s = _launch_seconds(ops, machine, backward=backward)
     phase = Phase([], [], [], [])
     groups: dict[int, Exchange] = {}
     sent: dict[int, list[Ints]] = {}
-    for program, own, launch_s, block_s in zip(programs, ops, run_s, blocks_s, strict=True):
-        steps = order(own, program.rank)
+    for program, ordered, own, launch_s, block_s in zip(programs, orders, ops, run_s, blocks_s, strict=True):
+        steps = ordered.prefetched if prefetched else ordered.steps
         pack, unpack = _handling(own, program.rank, machine, sums=sums)
         seconds = {Run: launch_s, Start: pack, Finish: unpack}
         phase.steps.append(steps)
@@ -128,7 +131,7 @@ def _launch_seconds(
     its thread blocks.
     """
     attends = [(rank, index, op) for rank, own in enumerate(ops) for index, op in enumerate(own) if isinstance(op, Attend | AttendGrad)]
-    pairs = concat([op.pairs for _, _, op in attends], PAIR_WIDTH)
+    pairs = concat([op.pairs for _, _, op in attends], Pair.WIDTH)
     launch = np.repeat(np.arange(len(attends)), [len(op.pairs) for _, _, op in attends])
     merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in attends], dtype=np.float64)
     costs = launches(pairs, launch, merging, machine, backward=backward)

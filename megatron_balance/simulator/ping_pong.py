@@ -18,11 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.compile import ping_pong
-from megatron_balance.compile.order import Run, Step, order
-from megatron_balance.compile.ping_pong import Cuts, Segment, parts
-from megatron_balance.compile.pipeline import project
-from megatron_balance.compile.prefetchable import prefetchable
-from megatron_balance.compile.transpose import transpose
+from megatron_balance.compile.order import Run, Step
+from megatron_balance.compile.ping_pong import Cuts, Segment
+from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
@@ -197,35 +195,18 @@ class _NanoBatch:
 
     @staticmethod
     def of(plan: MicrobatchPlan, machine: Machine, mode: PingPongMode) -> _NanoBatch:
-        programs = [transpose(project(plan, rank), mode.policy, merges=False) for rank in range(plan.num_ranks)]
-        ahead = prefetchable(plan, mode.policy)
+        ranks = compile_ranks(plan, mode.policy)
         phases: list[Phase] = []
         cuts: list[list[Cuts]] = []
         for backward in (False, True):
-            phase = phase_of(programs, machine, backward=backward, sums=mode.transport == "streams")
+            phase = phase_of(ranks, machine, backward=backward, sums=mode.transport == "streams", prefetched=True)
             if mode.signal:
                 phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
                 for steps, seconds in zip(phase.steps, phase.seconds, strict=True):
                     seconds[:] = [s if isinstance(step, Run) else 0.0 for step, s in zip(steps, seconds, strict=True)]
-            of_ranks: list[Cuts] = []
-            for program in programs:
-                ops = program.backward if backward else program.forward
-                steps, cut = parts(ops, order(ops, program.rank), ahead[backward])
-                _reorder(phase, program.rank, steps)
-                of_ranks.append(cut)
             phases.append(phase)
-            cuts.append(of_ranks)
+            cuts.append([(each.backward if backward else each.forward).cuts for each in ranks])
         return _NanoBatch((phases[0], phases[1]), (cuts[0], cuts[1]))
-
-
-def _reorder(phase: Phase, rank: int, steps: tuple[Step, ...]) -> None:
-    """Put a rank's steps in the order of `steps`, with what belongs to each."""
-    place = {step: at for at, step in enumerate(phase.steps[rank])}
-    where = [place[step] for step in steps]
-    phase.steps[rank] = steps
-    phase.seconds[rank] = [phase.seconds[rank][at] for at in where]
-    phase.exchanges[rank] = [phase.exchanges[rank][at] for at in where]
-    phase.blocks_s[rank] = [phase.blocks_s[rank][at] for at in where]
 
 
 class _Rounds:

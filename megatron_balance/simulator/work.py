@@ -12,7 +12,10 @@ import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.columns import Pair, Region
+from megatron_balance.ir.intervals import key
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.program import Kind
+from megatron_balance.ir.visible import sees
 from megatron_balance.simulator.machine import Machine
 
 ADD = 1.5
@@ -23,8 +26,6 @@ STORED = (Kind.OUT, Kind.OUT_GRAD)
 
 ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 """Kinds that are added to what is held."""
-
-_SHIFT = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
     merges.
     """
     kernel = machine.cost.attend_s(pairs, launch, len(merging), backward=backward)
-    seen = pairs[:, Pair.K_START] < pairs[:, Pair.Q_STOP]
+    seen = sees(pairs, CAUSAL)
     pairs, launch = pairs[seen], launch[seen]
     queries = _distinct(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
@@ -65,7 +66,7 @@ def _distinct(regions: Ints, launch: Ints, num_launches: int) -> Floats:
     """Tokens times heads of each launch's regions [n, 5], those that several of its pairs name
     counted once.
     """
-    of_seq = (regions[:, Region.SEQ] << _SHIFT) | regions[:, Region.START]
+    of_seq = key(regions[:, Region.SEQ], regions[:, Region.START])
     order = np.lexsort((regions[:, Region.HEAD_START], of_seq, launch))
     regions, launch = regions[order], launch[order]
     begins = regions[:, [Region.SEQ, Region.START, Region.HEAD_START]]

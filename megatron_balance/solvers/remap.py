@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.columns import Move
 from megatron_balance.ir.layers import Objective, Sides, Solver
 from megatron_balance.solvers import remap_exact, remap_milp
 from megatron_balance.solvers.remap_problem import Problem, balanced
@@ -79,8 +80,8 @@ def solve(
     over = held - target
     intra = min(intra_s / inter_s, 1.0) if inter_s > 0 else 1.0
     problem = Problem(np.maximum(over, 0), np.maximum(-over, 0), node_size, intra, objective, sides)
-    moves = _moves(problem, solver) if over.any() else np.zeros((0, 3), dtype=np.int64)
-    return Remapping(target, moves[np.lexsort((moves[:, 1], moves[:, 0]))])
+    moves = _moves(problem, solver) if over.any() else np.zeros((0, Move.WIDTH), dtype=np.int64)
+    return Remapping(target, moves[np.lexsort((moves[:, Move.DST], moves[:, Move.SRC]))])
 
 
 def _moves(problem: Problem, solver: Solver) -> Ints:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.ir.arrays import Bools, Ints
+from megatron_balance.ir.columns import Move
 from megatron_balance.ir.layers import MilpSolver
 from megatron_balance.solvers.remap_problem import Problem
 
@@ -52,7 +53,7 @@ class Milp:
 
 
 def solve(problem: Problem, solver: MilpSolver) -> Ints:
-    """Rows (src, dst, tokens) [n, 3] of an optimum.
+    """`Move` rows [n, 3] of an optimum.
 
     Raises:
         NoAnswerError: the solver is not installed, has no licence or too small a licence, or ended
@@ -62,8 +63,8 @@ def solve(problem: Problem, solver: MilpSolver) -> Ints:
     values = SOLVERS[solver](milp)
     tokens = np.rint(values[: len(milp.pairs)]).astype(np.int64)
     moves = np.column_stack([milp.pairs, tokens])[tokens > 0]
-    for column, wanted in ((0, problem.surplus), (1, problem.deficit)):
-        if (np.bincount(moves[:, column], moves[:, 2], len(wanted)) != wanted).any():
+    for column, wanted in ((Move.SRC, problem.surplus), (Move.DST, problem.deficit)):
+        if (np.bincount(moves[:, column], moves[:, Move.TOKENS], len(wanted)) != wanted).any():
             raise NoAnswerError("its answer is not in whole tokens")
     return moves
 
@@ -79,7 +80,8 @@ def formulate(problem: Problem) -> Milp:
     senders, receivers = np.flatnonzero(problem.surplus), np.flatnonzero(problem.deficit)
     src, dst = (grid.ravel() for grid in np.meshgrid(np.arange(len(senders)), np.arange(len(receivers)), indexing="ij"))
     pairs = np.stack([senders[src], receivers[dst]], axis=1)
-    inside = pairs[:, 0] // problem.node_size == pairs[:, 1] // problem.node_size
+    src_node, dst_node = (pairs // problem.node_size).T
+    inside = src_node == dst_node
     ends = ((src, problem.surplus[senders]), (dst, problem.deficit[receivers]))
     pair = np.arange(len(pairs))
     rows = _Rows()

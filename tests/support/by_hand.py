@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_balance.ir.plan import MOVE_WIDTH, MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.columns import Move
+from megatron_balance.ir.plan import MicrobatchPlan, Routing, TaskTable, Zone
 from megatron_balance.ir.rows import Rows
 
 FRAGMENT_ROW, TASK_ROW = 4, 6
@@ -36,7 +37,7 @@ def plan(
         name: of the planner.
     """
     per_node = ranks if ranks_per_node is None else ranks_per_node
-    return MicrobatchPlan(name, tuple(lengths), ranks, per_node, *heads, zones, Rows.of(MOVE_WIDTH, list(moves)), routing)
+    return MicrobatchPlan(name, tuple(lengths), ranks, per_node, *heads, zones, Rows.of(Move.WIDTH, list(moves)), routing)
 
 
 def pool(

@@ -1,16 +1,15 @@
-"""Causal attention of one sequence at a time, written out in NumPy fp64: what every program must
-equal.
-"""
+"""Attention of one sequence at a time, written out in NumPy fp64, that every program must equal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,23 @@ class Dense:
     v_grad: list[Floats]
 
 
-def attention(x: Tensors) -> Dense:
-    """Outputs and gradients of causal attention, sequence by sequence."""
-    columns = [_one(*parts, x.scale) for parts in zip(x.q, x.k, x.v, x.dout, strict=True)]
+def causal(length: int) -> Bools:
+    return np.tril(np.ones((length, length), dtype=bool))
+
+
+def attention(x: Tensors, visible: Callable[[int], Bools] = causal) -> Dense:
+    """Outputs and gradients, sequence by sequence. `visible`: by length, which query [row] sees which key [column]."""
+    columns = [_one(*parts, x.scale, visible(len(parts[0]))) for parts in zip(x.q, x.k, x.v, x.dout, strict=True)]
     out, q_grad, k_grad, v_grad = ([c[i] for c in columns] for i in range(4))
     return Dense(out, q_grad, k_grad, v_grad)
 
 
-def _one(q: Floats, k: Floats, v: Floats, dout: Floats, scale: float) -> tuple[Floats, Floats, Floats, Floats]:
+def _one(q: Floats, k: Floats, v: Floats, dout: Floats, scale: float, visible: Bools) -> tuple[Floats, Floats, Floats, Floats]:
     length, num_kv_heads = k.shape[:2]
     ratio = q.shape[1] // num_kv_heads
     qh, doh = q.swapaxes(0, 1), dout.swapaxes(0, 1)
     kh, vh = (np.repeat(t.swapaxes(0, 1), ratio, axis=0) for t in (k, v))
-    scores = np.where(np.tril(np.ones((length, length), dtype=bool)), qh @ kh.swapaxes(1, 2) * scale, -np.inf)
+    scores = np.where(visible, qh @ kh.swapaxes(1, 2) * scale, -np.inf)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
     dweights = doh @ vh.swapaxes(1, 2)

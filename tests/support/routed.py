@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.compile.order import Issue, streams
-from megatron_balance.compile.pipeline import project
-from megatron_balance.compile.transpose import Policy, transpose
+from megatron_balance.compile.pipeline import compile_rank
+from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
@@ -53,7 +53,7 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
     out = balanced_attention(inputs[0], inputs[1], inputs[2], bound)
     forward = list(trace)
     out.sum().backward()
-    program = transpose(project(plan, world.rank), policy, merges=False)
+    program = compile_rank(plan, world.rank, policy).program
     return [
         _phase_trace(forward, streams(program.forward, world.rank, plan.ranks_per_node), bound.forward),
         _phase_trace(trace[len(forward) :], streams(program.backward, world.rank, plan.ranks_per_node), bound.backward),

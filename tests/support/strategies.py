@@ -15,8 +15,9 @@ from megatron_balance.compile.pipeline import attention_layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Move
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MOVE_WIDTH, REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from tests.support.task_tables import random_task_table, random_zones
@@ -101,7 +102,7 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
             held -= tokens
             if tokens:
                 rows.append((src, dst, tokens))
-    return Rows.of(MOVE_WIDTH, rows)
+    return Rows.of(Move.WIDTH, rows)
 
 
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:

@@ -29,6 +29,8 @@ from megatron_balance.cost.collectives import Group, all_gather_s, group_of, red
 from megatron_balance.cost.memory import Recompute
 from megatron_balance.cost.parallel import stage_transfer_s
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import Zone
 from megatron_balance.papers.distca.cases import Case, HeldTokens, chunks
 from megatron_balance.planners.flexsp import FlexSpOptions, plan
@@ -90,9 +92,9 @@ def layer_s(case: Case, queries: GroupQueries) -> tuple[float, float]:
     the collective.
     """
     rows, model, group = queries.rows, case.model, group_on(case, queries.num_ranks)
-    pairs = np.zeros((len(rows), 9), dtype=np.int64)
-    pairs[:, :3] = rows[:, [SEQ, START, STOP]]
-    pairs[:, 4], pairs[:, 6], pairs[:, 8] = model.num_heads, rows[:, STOP], model.num_kv_heads
+    pairs = np.zeros((len(rows), Pair.WIDTH), dtype=np.int64)
+    pairs[:, Pair.QUERY_SPAN], pairs[:, Pair.K_STOP] = rows[:, [SEQ, START, STOP]], rows[:, STOP]
+    pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = model.num_heads, model.num_kv_heads
     num_bytes = case.cost.kv_bytes(float(queries.tokens().max(initial=0)))
     passes_s: list[float] = []
     for backward, collective_s in ((False, all_gather_s(num_bytes, group)), (True, reduce_scatter_s(num_bytes, group))):
@@ -175,7 +177,7 @@ def megatron_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConf
     the memory, are left out.
     """
     packed = chunks(documents, case.max_doc)
-    work = [sum(n * (n + 1) / 2 for n in chunk) for chunk in packed]
+    work = [sum(CAUSAL.num_pairs(n) for n in chunk) for chunk in packed]
     seconds: dict[ReplicaConfig, float] = {}
     for config in replica_configs(case):
         num_replicas = config.replicas(case)
@@ -213,7 +215,7 @@ def wlb_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, f
 
 def document_s(case: Case, length: int) -> float:
     """Seconds of a document in one layer, forward, by which documents are dealt."""
-    return case.cost.attention_s(length * (length + 1) / 2, length) + case.cost.linear_s(length)
+    return case.cost.attention_s(CAUSAL.num_pairs(length), length) + case.cost.linear_s(length)
 
 
 def deal(work: Sequence[float], size: Sequence[float], num_bins: int, most: float) -> list[list[int]] | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_balance.cost.collectives import all_gather_s
 from megatron_balance.cost.memory import Holding, Sharding, rank_memory
+from megatron_balance.ir.columns import Pair
 from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.baselines import deal, degrees, document_s, group_on, layer_s, per_document, wlb_by_config
 from megatron_balance.papers.distca.cases import TENSOR, Case
@@ -78,12 +79,12 @@ def fig5(effort: Effort) -> list[Row]:
         count = 32 * K // length
         each: list[float] = []
         for _ in range(effort.batches):
-            pairs = np.zeros((count, 9), dtype=np.int64)
-            pairs[:, 6] = length + generator.integers(0, 32 * K, count)
-            pairs[:, 1], pairs[:, 2] = pairs[:, 6] - length, pairs[:, 6]
-            pairs[:, 4], pairs[:, 8] = case.model.num_heads, case.model.num_kv_heads
+            pairs = np.zeros((count, Pair.WIDTH), dtype=np.int64)
+            stop = length + generator.integers(0, 32 * K, count)
+            pairs[:, Pair.Q_START], pairs[:, Pair.Q_STOP], pairs[:, Pair.K_STOP] = stop - length, stop, stop
+            pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = case.model.num_heads, case.model.num_kv_heads
             seconds = case.cost.attend_s(pairs, np.zeros(count, dtype=np.int64), 1)[0]
-            each.append(float((length * (pairs[:, 1] + (length + 1) / 2)).sum() / seconds))
+            each.append(float((length * (stop - length + (length + 1) / 2)).sum() / seconds))
         rates[length] = fmean(each)
     note = "printed: it drops below 128 tokens, the kernel's tile, and is high above"
     return [Row(f"shards of {n}", None, rate / rates[4096], "of the rate at 4096", "simulated", note=note) for n, rate in rates.items()]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.systems import DATASETS, TE, Case
 from megatron_balance.planners.packing import redundant_pairs
@@ -83,7 +84,7 @@ def packing_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
     waiting by tokens.
     """
     computing, waiting = _call_s(case, (sum(lengths),))
-    needed = np.array([n * (n + 1) / 2 for n in lengths])
+    needed = np.array([CAUSAL.num_pairs(n) for n in lengths], dtype=np.float64)
     redundant = np.array(redundant_pairs(lengths), dtype=np.float64)
     pair_s = computing / float((needed + redundant).sum())
     token_s = waiting / sum(lengths)
@@ -94,7 +95,7 @@ def even_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
     """Each sequence's part where every one is split evenly over all ranks."""
     computing, waiting = _call_s(case, lengths)
     size = 2 * case.cluster.num_ranks
-    weights = [case.cost.attention_s(n * (n + 1) / 2, max(1.0, n / size)) for n in lengths]
+    weights = [case.cost.attention_s(CAUSAL.num_pairs(n), max(1.0, n / size)) for n in lengths]
     token_s = waiting / sum(lengths)
     return [CostShares(computing * weight / sum(weights), 0.0, n * token_s) for n, weight in zip(lengths, weights, strict=True)]
 

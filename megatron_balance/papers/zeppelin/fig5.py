@@ -13,6 +13,7 @@ from typing import cast
 
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.kernel import TILE_TOKENS
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.zeppelin.fig8 import DRAWN
 from megatron_balance.papers.zeppelin.systems import DATASETS, Case
@@ -28,7 +29,7 @@ def boundary(case: Case, link: Link) -> int:
     as its keys and values on `link`.
     """
     length = TILE_TOKENS
-    while case.cost.attention_s(length * (length + 1) / 2, length) < link.time_s(case.cost.kv_bytes(length)):
+    while case.cost.attention_s(CAUSAL.num_pairs(length), length) < link.time_s(case.cost.kv_bytes(length)):
         length += TILE_TOKENS
     return length
 

@@ -123,7 +123,7 @@ def _padding(servers: Servers, seconds: Seconds, most: float) -> Floats:
 
 
 def _pairs(start: Ints | Floats, stop: Ints | Floats) -> Floats:
-    """Number of (query, key) pairs of the queries [start, stop)."""
+    """Number of visible (query, key) pairs of the queries [start, stop), causal."""
     return (stop * (stop + 1.0) - start * (start + 1.0)) / 2
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from megatron_balance.compile import order
-from megatron_balance.compile.ping_pong import Cuts, parts
-from megatron_balance.compile.prefetchable import Prefetchable
+from megatron_balance.compile.ping_pong import Cuts
+from megatron_balance.compile.pipeline import PhaseOrder
 from megatron_balance.compile.transpose import Policy, forward_id
 from megatron_balance.ir.arrays import Ints, as_array, concat
 from megatron_balance.ir.columns import Fragment, Transfer
@@ -35,14 +35,14 @@ class Setting(NamedTuple):
 
     Attributes:
         ranks_per_node: of the pool.
-        prefetchable: exchanges that may start at once.
+        orders: of its phases, forward and backward.
         nano_batch: the number of this one of two programs of the same ranks that run interleaved;
             their messages are told apart by it.
         phases: those that will run.
     """
 
     ranks_per_node: int
-    prefetchable: Prefetchable
+    orders: tuple[PhaseOrder, PhaseOrder]
     nano_batch: int
     phases: Collection[PhaseName]
 
@@ -54,7 +54,7 @@ class Lowering:
         self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, setting: Setting
     ) -> None:
         self.program = program
-        self.ranks_per_node, self.prefetchable, self.nano_batch, phases = setting
+        self.ranks_per_node, self.orders, self.nano_batch, phases = setting
         self.messages = MessageLookup(program, self.ranks_per_node, self.nano_batch, device)
         self.launching = Launching(device, kernel)
         owned = as_array(program.owned)
@@ -127,8 +127,7 @@ class Lowering:
         routed, relay_tasks = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch)
         exchanges = self.messages.exchanges(ops, sides, zones, routed, self.indexes, forward=forward)
         steps: list[Step] = []
-        prefetchable = self.prefetchable.forward if forward else self.prefetchable.backward
-        ordered, where = parts(ops, order.order(ops, self.program.rank), prefetchable)
+        _, ordered, where = self.orders[0 if forward else 1]
         begins: list[int] = []  # of each step in the order: its first one here
         for step in ordered:
             begins.append(len(steps))

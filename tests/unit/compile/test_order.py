@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from megatron_balance.compile.order import Finish, Issue, Run, Start, Step, order, roles, streams
-from megatron_balance.compile.pipeline import project
-from megatron_balance.compile.transpose import POLICIES, Policy, transpose
+from megatron_balance.compile.pipeline import compile_rank, project
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.plan import MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op, RankProgram
 from megatron_balance.ir.rows import Rows
@@ -47,7 +47,7 @@ def shown(ops: Sequence[Op], steps: Sequence[Step]) -> list[str]:
 
 
 def bound(plan: MicrobatchPlan, rank: int, policy: Policy = "keep") -> RankProgram:
-    return transpose(project(plan, rank), policy, merges=False)
+    return compile_rank(plan, rank, policy).program
 
 
 def test_the_next_rounds_keys_are_under_way_while_the_current_ones_are_attended() -> None:

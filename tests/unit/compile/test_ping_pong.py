@@ -12,10 +12,10 @@ from hypothesis import given, settings
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import Finish, Run, Start, Step, order, streams
-from megatron_balance.compile.ping_pong import Cuts, Segment, parts
-from megatron_balance.compile.pipeline import project
+from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
+from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.prefetchable import prefetchable
-from megatron_balance.compile.transpose import POLICIES, Policy, transpose
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Op
@@ -33,8 +33,8 @@ DISPATCH = by_hand.plan(
 
 
 def programs_of(planned: MicrobatchPlan, policy: Policy, *, backward: bool) -> list[Sequence[Op]]:
-    ranks = [transpose(project(planned, rank), policy, merges=False) for rank in range(planned.num_ranks)]
-    return [rank.backward if backward else rank.forward for rank in ranks]
+    programs = [compiled.program for compiled in compile_ranks(planned, policy)]
+    return [program.backward if backward else program.forward for program in programs]
 
 
 def shown(segments: Sequence[Segment]) -> str:
@@ -79,7 +79,7 @@ def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) ->
 
 
 def cut_text(ops: Sequence[Op], rank: int, may_start: frozenset[int]) -> str:
-    steps, where = parts(ops, order(ops, rank), may_start)
+    steps, where = cut_segments(ops, order(ops, rank), may_start)
     words = [f"{type(step).__name__.lower()}{_id(ops[step.op])}" for step in steps]
     return " | ".join(" ".join(part) for part in (words[: where.attend], words[where.attend : where.end], words[where.end :]))
 
@@ -100,9 +100,9 @@ def test_a_dispatch_is_cut_behind_what_goes_out_and_before_what_comes_home() -> 
 
 
 def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
-    assert parts((), (), frozenset({0})) == ((), Cuts(0, 0))
+    assert cut_segments((), (), frozenset({0})) == ((), Cuts(0, 0))
     ops: list[Op] = [Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 4, 0, 1)]))]
-    assert parts(ops, (Run(0),), frozenset({0})) == ((Run(0),), Cuts(0, 1))
+    assert cut_segments(ops, (Run(0),), frozenset({0})) == ((Run(0),), Cuts(0, 1))
 
 
 # Two programs under way
@@ -139,7 +139,7 @@ def _joint(
     programs: Sequence[Sequence[Op]], rank: int, ahead: Sequence[frozenset[int]], segments: Sequence[Segment]
 ) -> list[tuple[int, int, Step]]:
     """All steps of a rank as (half, layer, step), interleaved."""
-    of_nano_batch = [parts(ops, order(ops, rank), ids) for ops, ids in zip(programs, ahead, strict=True)]
+    of_nano_batch = [cut_segments(ops, order(ops, rank), ids) for ops, ids in zip(programs, ahead, strict=True)]
     found: list[tuple[int, int, Step]] = []
     for nano_batch, layer, part in segments:
         steps, (attend, end) = of_nano_batch[nano_batch]

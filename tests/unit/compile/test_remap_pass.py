@@ -10,7 +10,8 @@ from megatron_balance.compile.pipeline import attention_layout, expand, layout, 
 from megatron_balance.compile.transpose import POLICIES, Policy, with_backward
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.plan import MOVE_WIDTH, MicrobatchPlan, Zone
+from megatron_balance.ir.columns import Move
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
@@ -20,7 +21,7 @@ LAYOUT = np.array([[0, 0, 4], [1, 2, 5], [0, 8, 9]])
 
 
 def moves(*rows: tuple[int, int, int]) -> Rows:
-    return Rows.of(MOVE_WIDTH, rows)
+    return Rows.of(Move.WIDTH, rows)
 
 
 def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:

@@ -14,8 +14,9 @@ from megatron_balance.compile.transpose import with_backward
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
-from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Exchange, Kind, Op
+from megatron_balance.ir.program import Exchange, Kind, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
 from tests.support import by_hand, programs
@@ -31,7 +32,7 @@ def transfer(src: int, dst: int, tokens: int = 8) -> tuple[int, ...]:
 
 def routes_of(row: tuple[int, ...], nics: Nics) -> list[tuple[int, ...]]:
     """Route rows of an exchange of this one transfer."""
-    pairs = pairs_between_nodes([(5, Exchange(5, Rows.of(TRANSFER_WIDTH, [row])))], nics)
+    pairs = pairs_between_nodes([(5, Exchange(5, Rows.of(Transfer.WIDTH, [row])))], nics)
     assert set(pairs) <= {5}
     return list(routes(pairs.get(5, {}), nics))
 
@@ -151,7 +152,7 @@ def test_routes_that_make_no_sense_are_refused() -> None:
             verify(parse(source.replace(right, wrong)))
     for op in program.forward:
         if isinstance(op, Exchange) and op.routes:
-            skipped = replace(op, routes=Rows.of(ROUTE_WIDTH, list(op.routes)[1:]))
+            skipped = replace(op, routes=Rows.of(Route.WIDTH, list(op.routes)[1:]))
             with pytest.raises(InvalidProgramError, match="are numbered"):
                 verify(replace(program, forward=tuple(skipped if o is op else o for o in program.forward)))
 

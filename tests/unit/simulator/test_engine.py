@@ -17,18 +17,19 @@ from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload, piece_bytes
 from megatron_balance.compile.join import split
 from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, streams
-from megatron_balance.compile.pipeline import expand, project
+from megatron_balance.compile.pipeline import compile_rank, expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
-from megatron_balance.compile.transpose import POLICIES, transpose
+from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.contention import Contention
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Attend, AttendGrad, Exchange, Kind, Program
+from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import messages_of
 from megatron_balance.planning.layers import Layers, with_layers
@@ -50,16 +51,16 @@ def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1)
     `src`.
     """
     rows = [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in transfers]
-    ops = [Exchange(0, Rows.of(TRANSFER_WIDTH, rows))]
+    ops = [Exchange(0, Rows.of(Transfer.WIDTH, rows))]
     if exchanges > 1:
-        ops = [Exchange(at, Rows.of(TRANSFER_WIDTH, [row])) for at, row in enumerate(rows)]
+        ops = [Exchange(at, Rows.of(Transfer.WIDTH, [row])) for at, row in enumerate(rows)]
     owned = tuple(Rows.of(3, [(rank, 0, 10_000)]) for rank in range(num_ranks))
     return Program((10_000,) * num_ranks, 2, 2, owned, tuple(ops))
 
 
 def forward_s(program: Program, machine: Machine) -> np.ndarray:
-    programs = [split(program, rank) for rank in range(program.num_ranks)]
-    return engine.play(phase_of(programs, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
+    ranks = [in_order(split(program, rank)) for rank in range(program.num_ranks)]
+    return engine.play(phase_of(ranks, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
 
 
 def ring(num_ranks: int, ranks_per_node: int, *lengths: int) -> MicrobatchPlan:
@@ -114,7 +115,7 @@ def test_a_piece_is_passed_on_when_it_has_come():
     program = moving(8, (0, 4, 128))
     op = program.forward[0]
     assert isinstance(op, Exchange)
-    program = replace(program, forward=(replace(op, routes=Rows.of(ROUTE_WIDTH, [(0, 4, 0, 1, 5)])),))
+    program = replace(program, forward=(replace(op, routes=Rows.of(Route.WIDTH, [(0, 4, 0, 1, 5)])),))
     stop = forward_s(program, machine)
     near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
     assert stop[[0, 1, 5, 4]] == pytest.approx([near, near + far, near + far + near, near + far + near])
@@ -246,7 +247,7 @@ def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str)
     policy = POLICIES[case.seed % 2]
     call = events(planned, machine, policy, (np.zeros(planned.num_ranks), np.zeros(planned.num_ranks)), trace=True)
     for rank in range(planned.num_ranks):
-        program = transpose(project(planned, rank), policy, merges=False)
+        program = compile_rank(planned, rank, policy).program
         for outcome, ops in ((call.forward, program.forward), (call.backward, program.backward)):
             expected = {
                 stream: [op.id for issue in issues if isinstance(op := ops[issue.op], Exchange)]

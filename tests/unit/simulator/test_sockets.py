@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_balance.analysis.traffic import traffic
 from megatron_balance.compile.join import split
-from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.pipeline import expand, in_order
 from megatron_balance.compile.route import Nics, with_routes
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
-from megatron_balance.ir.program import ROUTE_WIDTH, TRANSFER_WIDTH, Collective, Exchange, Kind, Program
+from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.program import Collective, Exchange, Kind, Program
 from megatron_balance.ir.rows import Rows
 from megatron_balance.simulator import engine
 from megatron_balance.simulator.attention import attention_call, events
@@ -35,16 +36,16 @@ CALL, INTRA, INTER = 0.0005, Link(0.001, 1e6), Link(0.002, 1e5)
 
 def program(num_ranks: int, rows: list[tuple[int, int, int]], collective: Collective = "p2p") -> Program:
     """One exchange of keys: (src, dst, tokens) of sequence `src`."""
-    transfers = Rows.of(TRANSFER_WIDTH, [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in rows])
+    transfers = Rows.of(Transfer.WIDTH, [(int(Kind.KV), src, 0, tokens, 0, 2, src, dst) for src, dst, tokens in rows])
     group = tuple(range(num_ranks)) if collective != "p2p" else ()
     owned = tuple(Rows.of(3, [(rank, 0, 10_000)]) for rank in range(num_ranks))
     return Program((10_000,) * num_ranks, 2, 2, owned, (Exchange(0, transfers, collective=collective, group=group),))
 
 
 def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> Outcome:
-    programs = [split(of, rank) for rank in range(of.num_ranks)]
+    ranks = [in_order(split(of, rank)) for rank in range(of.num_ranks)]
     start = np.zeros(machine.num_ranks) if enter_s is None else np.array(enter_s)
-    return engine.play(phase_of(programs, machine, backward=False), machine, start, "sockets")
+    return engine.play(phase_of(ranks, machine, backward=False), machine, start, "sockets")
 
 
 def one_by_one(ways: list[tuple[int, int]]) -> Program:
@@ -52,7 +53,7 @@ def one_by_one(ways: list[tuple[int, int]]) -> Program:
     whole = program(4, [(src, dst, 100) for src, dst in ways])
     op = whole.forward[0]
     assert isinstance(op, Exchange)
-    return replace(whole, forward=tuple(Exchange(at, Rows.of(TRANSFER_WIDTH, [row])) for at, row in enumerate(op.transfers)))
+    return replace(whole, forward=tuple(Exchange(at, Rows.of(Transfer.WIDTH, [row])) for at, row in enumerate(op.transfers)))
 
 
 def routed(tokens: int, routes: Rows) -> Program:
@@ -112,7 +113,7 @@ def test_exchanges_go_beside_one_another() -> None:
 
 @pytest.mark.usefixtures("even")
 def test_a_piece_is_passed_on_when_it_has_come() -> None:
-    stop = play(routed(128, Rows.of(ROUTE_WIDTH, [(0, 4, 0, 1, 5)])), flat_machine(8, 4)).end_s
+    stop = play(routed(128, Rows.of(Route.WIDTH, [(0, 4, 0, 1, 5)])), flat_machine(8, 4)).end_s
     near, far = CALL + INTRA.time_s(128 * KV_BYTES), CALL + INTER.time_s(128 * KV_BYTES)
     # Whoever sends is through when its socket has the bytes.
     assert stop[[1, 5, 4]] == pytest.approx([near, near + far, near + far + near], rel=0.02)

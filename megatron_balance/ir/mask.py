@@ -1,0 +1,127 @@
+"""The attention mask as a value: each query sees one run of the keys of its own sequence.
+
+A mask answers one question, `keys`: which run of keys a query sees. Everything else follows from it: the
+part of a (query, key) rectangle that counts (`ir.visible`), numbers of pairs, completeness (`compile.verify`).
+Positions are those of the sequence, so a mask never depends on how a sequence is cut over ranks.
+
+Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and the passes
+of `compile` accept any mask. Planners, comm patterns and the executor handle causal masks only, and
+`runtime.bind` rejects others.
+
+Two masks that have their place here and are not built yet:
+
+* Sliding window of `size` tokens: `keys` returns `(max(query - size + 1, 0), query + 1)`, as arrays.
+* Prefix (prefix LM), `lengths` by sequence: `keys` returns `(0, max(query + 1, lengths[seq]))`.
+
+Each is a frozen dataclass derived from `Mask`, and an entry in `MASKS` if text and JSON shall name it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from megatron_balance.errors import ConfigError
+
+Positions: TypeAlias = Any
+"""An int, or an int64 array [n]; functions return what they are given."""
+
+END = 1 << 40
+"""Behind every position of every sequence (`ir.intervals.POSITION_BITS`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask(ABC):
+    """A rule that gives each query one run of keys.
+
+    The runs of consecutive queries overlap or touch, and neither end of them ever moves back.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the mask in the text form of programs and in the JSON of plans."""
+
+    @abstractmethod
+    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        """The run of keys [first, stop) that the query at position `query` of sequence `seq` sees.
+
+        `stop` may lie behind the sequence's end: callers cut it there.
+        """
+
+    def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
+        """The run of queries [first, stop) that see the key: the inverse of `keys`, found by bisection."""
+        return self._first_query(seq, key, stops=True), self._first_query(seq, key, stops=False)
+
+    def num_pairs(self, length: int) -> int:
+        """Visible (query, key) pairs of a sequence of `length` tokens."""
+        runs = (self.keys(0, query) for query in range(length))
+        return sum(min(stop, length) - first for first, stop in runs)
+
+    def _first_query(self, seq: Positions, key: Positions, *, stops: bool) -> Positions:
+        """The first query whose run stops behind `key` (`stops`), or begins behind it."""
+        low, high = 0 * key, 0 * key + END
+        for _ in range(END.bit_length()):
+            middle = (low + high) // 2
+            first, stop = self.keys(seq, middle)
+            behind = ((stop > key) if stops else (first > key)) | (low == high)
+            low, high = low + (1 - behind) * (middle + 1 - low), high + behind * (middle - high)
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class Causal(Mask):
+    """A query sees itself and the keys before it."""
+
+    @property
+    def name(self) -> str:
+        return "causal"
+
+    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        del seq
+        return 0 * query, query + 1
+
+    def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
+        del seq
+        return key, 0 * key + END
+
+    def num_pairs(self, length: Positions) -> Positions:
+        """Visible (query, key) pairs of sequences of `length` tokens: an int, or an array of them."""
+        return length * (length + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Mask):
+    """A query sees every key of its sequence."""
+
+    @property
+    def name(self) -> str:
+        return "full"
+
+    def keys(self, seq: Positions, query: Positions) -> tuple[Positions, Positions]:
+        del seq
+        return 0 * query, 0 * query + END
+
+    def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
+        del seq
+        return 0 * key, 0 * key + END
+
+    def num_pairs(self, length: Positions) -> Positions:
+        """Visible (query, key) pairs of sequences of `length` tokens: an int, or an array of them."""
+        return length * length
+
+
+CAUSAL = Causal()
+FULL = Full()
+MASKS: dict[str, Mask] = {mask.name: mask for mask in (CAUSAL, FULL)}
+
+
+def mask_named(name: str) -> Mask:
+    """The mask of this name.
+
+    Raises ConfigError: no such mask.
+    """
+    if name not in MASKS:
+        raise ConfigError(f"unknown mask {name!r}; known: {', '.join(MASKS)}")
+    return MASKS[name]

@@ -1,0 +1,92 @@
+"""The pass list: every pass can be watched, and all readers passes by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_balance.compile.order import order
+from megatron_balance.compile.pipeline import PASSES, compile_rank, compile_ranks, expand, in_order, project
+from megatron_balance.compile.pipeline import Pass as CompilerPass
+from megatron_balance.compile.transpose import POLICIES, Policy, transpose
+from megatron_balance.compile.verify import verify
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
+from megatron_balance.ir.program import Merge, Program, RankProgram
+from megatron_balance.ir.rows import Rows
+from megatron_balance.ir.text import parse, text
+
+PLAN = MicrobatchPlan(
+    planner="test",
+    lengths=(96, 24),
+    num_ranks=4,
+    ranks_per_node=2,
+    num_heads=2,
+    num_kv_heads=1,
+    zones=(Zone("pool", "ring", (0, 1, 2, 3), (0,)), Zone("local", "ring", (3,), (1,))),
+    moves=Rows.of(3, [(3, 0, 6), (3, 1, 6), (3, 2, 6)]),
+    routing=Routing(1, (REMAP, 0)),
+)
+
+
+def test_the_passes_are_in_this_order() -> None:
+    assert [each.name for each in PASSES] == ["project", "remap", "route", "transpose", "merge_gradients", "order"]
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+def test_the_whole_program_is_printed_and_proved_after_each_pass(policy: Policy | None) -> None:
+    seen: dict[str, Program] = {}
+
+    def after(step: CompilerPass, program: Program) -> None:
+        assert parse(text(program)) == program
+        if step.complete:
+            verify(program)
+        seen[step.name] = program
+
+    assert expand(PLAN, policy, after) == expand(PLAN, policy) == seen["order"]
+    assert list(seen) == [each.name for each in PASSES]
+    # Each pass adds what its name says.
+    assert (seen["project"].remap_in, seen["remap"].remap_in) == (0, 1)
+    assert "via" not in text(seen["remap"])
+    assert "via" in text(seen["route"])
+    assert seen["project"].backward == seen["route"].backward == ()
+    assert bool(seen["transpose"].backward) == (policy is not None)
+    merges = [any(isinstance(op, Merge) for op in seen[name].backward) for name in ("transpose", "merge_gradients")]
+    assert merges == [False, policy is not None]
+
+
+def test_passes_do_nothing_that_a_plan_does_not_ask_for() -> None:
+    seen: list[str] = []
+    expand(replace(PLAN, moves=Rows(3), routing=None), None, lambda _, program: seen.append(text(program)))
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_ranks_program_is_the_one_of_the_whole(policy: Policy) -> None:
+    names: list[str] = []
+    last: list[RankProgram] = []
+
+    def after(name: str, program: RankProgram) -> None:
+        names.append(name)
+        last[:] = [program]
+
+    for rank, of_all in enumerate(compile_ranks(PLAN, policy)):
+        names.clear()
+        compiled = compile_rank(PLAN, rank, policy, after=after)
+        assert names == [each.name for each in PASSES]
+        assert compiled.program == of_all.program == last[0]
+        assert compiled.program == transpose(project(PLAN, rank, replays=policy == "replay"), policy, merges=False)
+        for phase, ops in ((compiled.forward, compiled.program.forward), (compiled.backward, compiled.program.backward)):
+            assert phase.steps == order(ops, rank)
+            assert sorted(map(repr, phase.prefetched)) == sorted(map(repr, phase.steps))
+        assert in_order(compiled.program).forward.steps == compiled.forward.steps
+
+
+def test_a_phase_that_will_not_run_has_no_steps() -> None:
+    forward = compile_rank(PLAN, 0, "replay", phases=("forward",))
+    assert forward.program.backward == forward.backward.steps == ()
+    backward = compile_rank(PLAN, 0, "replay", phases=("backward",))
+    assert backward.forward.steps == ()
+    assert backward.backward == compile_rank(PLAN, 0, "replay").backward
+    proof = compile_rank(PLAN, 0, "replay", target="proof")
+    assert proof.forward.steps == proof.backward.steps == ()

@@ -1,0 +1,53 @@
+"""Masks: the run of keys of each query, and everything that follows from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL, FULL, Mask, mask_named
+from megatron_balance.ir.visible import sees, trim_pairs
+from tests.support.masks import Window, visible
+
+MASKS = (CAUSAL, FULL, Window(3))
+LENGTH = 9
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_queries_is_the_inverse_of_keys(mask: Mask) -> None:
+    shown = visible(mask)(LENGTH)
+    seq, keys = np.zeros(LENGTH, dtype=np.int64), np.arange(LENGTH)
+    first, stop = mask.queries(seq, keys)
+    queries = np.arange(LENGTH)[:, None]
+    assert (((queries >= first) & (queries < stop)) == shown).all()
+    assert [mask.queries(0, key) for key in range(LENGTH)] == list(zip(first.tolist(), stop.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_pairs_are_counted(mask: Mask) -> None:
+    assert [mask.num_pairs(length) for length in range(LENGTH)] == [int(visible(mask)(length).sum()) for length in range(LENGTH)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_a_rectangle_is_trimmed_to_what_the_mask_shows_of_it(mask: Mask) -> None:
+    shown = visible(mask)(LENGTH)
+    spans = [(a, b) for a in range(LENGTH) for b in range(a + 1, LENGTH + 1)]
+    rows = np.array([(0, q0, q1, 0, 1, k0, k1, 0, 1) for q0, q1 in spans for k0, k1 in spans])
+    for row, got, seen in zip(rows.tolist(), trim_pairs(rows, mask).tolist(), sees(rows, mask).tolist(), strict=True):
+        (q0, q1), (k0, k1) = row[Pair.Q_SPAN], row[Pair.K_SPAN]
+        block = shown[q0:q1, k0:k1]
+        queries, keys = np.flatnonzero(block.any(axis=1)) + q0, np.flatnonzero(block.any(axis=0)) + k0
+        assert seen == bool(len(queries))
+        if seen:
+            assert (got[Pair.Q_SPAN], got[Pair.K_SPAN]) == ([queries[0], queries[-1] + 1], [keys[0], keys[-1] + 1])
+        else:
+            assert got[Pair.Q_START] >= got[Pair.Q_STOP]
+            assert got[Pair.K_START] >= got[Pair.K_STOP]
+
+
+def test_masks_are_found_by_name() -> None:
+    assert (mask_named("causal"), mask_named("full")) == (CAUSAL, FULL)
+    with pytest.raises(ConfigError, match="unknown mask 'half'; known: causal, full"):
+        mask_named("half")
