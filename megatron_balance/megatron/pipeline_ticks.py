@@ -31,7 +31,7 @@ from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound, Counters
 from megatron_balance.runtime.joint import Server
-from megatron_balance.runtime.lowered import PhaseName
+from megatron_balance.runtime.lower.steps import PhaseName
 from megatron_balance.training.binding import Binder, BoundTicks
 from megatron_balance.training.layer_runs import attention_passes, phases
 from megatron_balance.training.pool import Pool

@@ -12,7 +12,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, Counters, bind
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.lowered import BOTH_PHASES, PhaseName
+from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
-from megatron_balance.runtime.lowered import PhaseName
+from megatron_balance.runtime.lower.steps import PhaseName
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import megatron_balance.papers as package
 from megatron_balance.errors import ConfigError
 from megatron_balance.papers import PAPERS, paper_of
-from megatron_balance.papers.base import Effort, Paper, Row, Table
+from megatron_balance.papers.base import Effort, Paper, PaperTable, Row
 
 KEYS = {"paper", "table", "name", "published", "ours", "unit", "kind", "sign", "note"}
 
@@ -26,7 +26,7 @@ def two_rows(effort: Effort) -> list[Row]:
 @pytest.fixture
 def sketch(monkeypatch) -> Paper:
     """A paper of two small tables in place of the real ones."""
-    paper = Paper("A sketch (arXiv 0)", MappingProxyType({"table1": Table("one", two_rows, 3), "fig2": Table("two", two_rows)}))
+    paper = Paper("A sketch (arXiv 0)", MappingProxyType({"table1": PaperTable("one", two_rows, 3), "fig2": PaperTable("two", two_rows)}))
     monkeypatch.setattr(package, "PAPERS", {"sketch": paper})
     return paper
 
