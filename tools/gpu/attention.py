@@ -99,7 +99,7 @@ def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Ite
     Both attend to as many pairs.
     """
     equal = round((sum(n * n for n in lengths) / len(lengths)) ** 0.5)
-    found = {}
+    flops_per_s = {}
     for what, sizes in (("dense", [equal] * len(lengths)), ("fragments", lengths)):
         entries, tokens = squares(sizes), sum(sizes)
         q, k, v = _inputs((tokens, HEADS, KV_HEADS, DIM), torch.bfloat16, device)
@@ -110,11 +110,11 @@ def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Ite
         backward_s = gpu_s(lambda p=prepared, f=final, x=(q, k, v): kernel.backward(p, f, *x, DIM**-0.5))
         # Two products of 2 FLOPs for half of the square.
         flops = 2 * HEADS * DIM * sum(n * (n + 1) for n in sizes)
-        found[what] = {"forward": flops / forward_s, "backward": 2.5 * flops / backward_s}
+        flops_per_s[what] = {"forward": flops / forward_s, "backward": 2.5 * flops / backward_s}
     for phase in PHASES:
-        yield DENSE[phase].measured(found["dense"][phase] / 1e12, f"{len(lengths)} sequences of {equal} tokens, {kernel.name}")
-        note = f"{found['fragments'][phase] / 1e12:.0f} TFLOP/s, lengths {min(lengths)} to {max(lengths)}"
-        yield SHARE[phase].measured(found["fragments"][phase] / found["dense"][phase], note)
+        yield DENSE[phase].measured(flops_per_s["dense"][phase] / 1e12, f"{len(lengths)} sequences of {equal} tokens, {kernel.name}")
+        note = f"{flops_per_s['fragments'][phase] / 1e12:.0f} TFLOP/s, lengths {min(lengths)} to {max(lengths)}"
+        yield SHARE[phase].measured(flops_per_s["fragments"][phase] / flops_per_s["dense"][phase], note)
 
 
 def apart_from_plain(kernel: Kernel, device: torch.device) -> float:
@@ -158,8 +158,8 @@ def _errors(kernel: Kernel, shape: tuple[int, int, int], device: torch.device) -
             yield ERROR[way, name].measured(_error(ours, truth) / one, f"one {kernel.name} call: {one:.2e}")
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+def _error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
 def _one_call(kernel: Kernel, rows: int, x: tuple[Tensor, ...], grad: Tensor) -> Four:

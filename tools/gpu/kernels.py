@@ -97,10 +97,10 @@ def _after(case: Case, mover: Mover) -> list[Tensor]:
     return [x.clone() for x in case.results()]
 
 
-def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+def difference(results: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference, of the largest value of its tensor; infinite where one is not finite."""
     worst = 0.0
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         apart = float((a.float() - b.float()).abs().max()) / max(1e-30, float(b.float().abs().max()))
         worst = max(worst, apart) if np.isfinite(apart) else float("inf")
     return worst

@@ -14,7 +14,7 @@ _AHEAD_CYCLES = 4_000_000
 def gpu_s(call: Callable[[], object], calls: int = 10, samples: int = 7) -> float:
     """Median over samples of the mean of some calls, after one that warms up (and compiles)."""
     call()
-    found: list[float] = []
+    samples_s: list[float] = []
     for _ in range(samples):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(_AHEAD_CYCLES)
@@ -23,8 +23,8 @@ def gpu_s(call: Callable[[], object], calls: int = 10, samples: int = 7) -> floa
             call()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / calls)
-    return median(found)
+        samples_s.append(begin.elapsed_time(end) / 1e3 / calls)
+    return median(samples_s)
 
 
 def copy_bytes_per_s(num_bytes: int) -> float:
