@@ -298,7 +298,8 @@ def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
     entry sees all its keys.
     """
     trimmed = trim_pairs(pairs, CAUSAL)
-    (q_start, q_stop), (k_start, k_stop) = trimmed[:, Pair.Q_SPAN].T, trimmed[:, Pair.K_SPAN].T
+    q_start, q_stop = trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP]
+    k_start, k_stop = trimmed[:, Pair.K_START], trimmed[:, Pair.K_STOP]
     # A single query over the keys up to its own is a triangle of one, so that a sequence's times come from one grid from its first token.
     masked = (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
     seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key

@@ -60,8 +60,11 @@ def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start). If rows of `held` overlap
     one another, some rows between the bounds may share nothing; empty rows of `wanted` share nothing.
     """
-    begin, end = key_bounds(wanted)
-    start, stop = key_bounds(held)
+    return _overlap_bounds(*key_bounds(wanted), *key_bounds(held))
+
+
+def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """`overlap_bounds` of intervals of keys: [begin, end) wanted, [start, stop) held."""
     # No later row meets a row that ends before it begins: the furthest end so far bounds the search from below.
     first = np.searchsorted(np.maximum.accumulate(stop), begin, side="right")
     last = np.searchsorted(start, end, side="left")
@@ -71,12 +74,14 @@ def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
 def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """(row of `wanted`, row of `held`) of every pair that shares a token, by row of `wanted`.
 
-    Both have rows (seq, start, stop, ...), in any order; rows of `held` may overlap one another.
+    Both have rows (seq, start, stop, ...), in any order. Rows of `held` are not empty, and may overlap one another.
     """
-    order = np.argsort(key(held[:, Fragment.SEQ], held[:, Fragment.START]), kind="stable")
-    held = held[order]
-    row, place = ranges(*overlap_bounds(wanted, held))
-    meet = key_bounds(held)[1][place] > key_bounds(wanted)[0][row]
+    begin, end = key_bounds(wanted)
+    start, stop = key_bounds(held)
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], stop[order]
+    row, place = ranges(*_overlap_bounds(begin, end, start, stop))
+    meet = stop[place] > begin[row]
     return row[meet], order[place[meet]]
 
 

@@ -11,6 +11,8 @@ from megatron_balance.compile.pipeline import PASSES, compile_rank, compile_rank
 from megatron_balance.compile.pipeline import Pass as CompilerPass
 from megatron_balance.compile.transpose import POLICIES, Policy, transpose
 from megatron_balance.compile.verify import verify
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Merge, Program, RankProgram
 from megatron_balance.ir.rows import Rows
@@ -90,3 +92,13 @@ def test_a_phase_that_will_not_run_has_no_steps() -> None:
     assert backward.backward == compile_rank(PLAN, 0, "replay").backward
     proof = compile_rank(PLAN, 0, "replay", target="proof")
     assert proof.forward.steps == proof.backward.steps == ()
+
+
+def test_the_executor_refuses_a_mask_that_is_not_causal() -> None:
+    pytest.importorskip("torch")
+    from megatron_balance.runtime.bind import AttentionShape, bind
+    from megatron_balance.runtime.groups import Groups
+
+    groups = Groups(0, PLAN.num_ranks, tuple(range(PLAN.num_ranks)), None)
+    with pytest.raises(ConfigError, match="mask 'causal' only, got 'full'"):
+        bind(replace(PLAN, mask=FULL), 0, AttentionShape(2, 1, 4), groups=groups)

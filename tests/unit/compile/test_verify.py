@@ -68,7 +68,7 @@ def complaint(source: str, right: str, wrong: str) -> str:
     ("source", "right", "wrong", "expected"),
     [
         # The frame
-        (programs.PREFIX, "heads 2 kv_heads 1", "heads 3 kv_heads 2", "2 key-value heads do not divide 3 query heads"),
+        (programs.PREFIX, "heads 2 kv_heads 1", "heads 3 kv_heads 2", "expected key-value heads that divide the query heads, got 2 and 3"),
         (programs.PREFIX, "lengths 8", "lengths 8 0", "sequence 1 has length 0"),
         (programs.PREFIX, "policy none", "policy recompute", "unknown policy 'recompute'; known: keep, replay"),
         (PREFIX_BACK, "policy keep", "policy none", "has a backward but no policy"),
@@ -187,10 +187,10 @@ def test_a_third_partial_before_a_merge_is_refused() -> None:
     assert "rank 0 holds several partials of OUT that are not merged" in said
 
 
-def test_a_partial_that_no_one_asked_for_is_refused() -> None:
+def test_an_unconsumed_partial_is_refused() -> None:
     """Everything is complete at the owner, but rank 1 keeps a zero gradient that came from nowhere."""
     said = complaint(CHAIN_BACK, "merge r0\n  dkv s0[0:2)\n", "merge r0\n  dkv s0[0:2)\nexchange 5 p2p\n  r1 <- r2 dkv s0[0:2)\n")
-    assert "backward: rank 1 is left with a partial KV_GRAD of s0[0:2) that no one asked for" in said
+    assert "backward: rank 1 ends with an unconsumed partial KV_GRAD of s0[0:2)" in said
 
 
 def test_a_replayed_backward_must_bring_its_inputs_again() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL, FULL, Mask, mask_named
+from megatron_balance.ir.plan import MicrobatchPlan, Zone, from_json, to_json
 from megatron_balance.ir.visible import sees, trim_pairs
 from tests.support.masks import Window, visible
 
@@ -51,3 +54,12 @@ def test_masks_are_found_by_name() -> None:
     assert (mask_named("causal"), mask_named("full")) == (CAUSAL, FULL)
     with pytest.raises(ConfigError, match="unknown mask 'half'; known: causal, full"):
         mask_named("half")
+
+
+def test_a_plan_names_a_mask_that_is_not_causal() -> None:
+    zone = Zone("pool", "ring", (0,), (0,))
+    plan = MicrobatchPlan("test", (4,), 1, 1, 1, 1, (zone,))
+    full = replace(plan, mask=FULL)
+    assert '"mask"' not in to_json(plan)
+    assert from_json(to_json(full)) == full
+    assert full.fingerprint() != plan.fingerprint()
