@@ -253,7 +253,7 @@ class _Meter(Meter):
     def install(self) -> None:
         """Wrap what is measured."""
         planner = self._planner
-        session.Session.planner = lambda self, forward_only: planner(self)
+        session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
         forward_backward.bind = self._bind
         attention.run_forward = self._timed("forward_calls", attention.run_forward)
         attention.run_backward = self._timed("backward_calls", attention.run_backward)

@@ -71,7 +71,7 @@ class _Meter(Meter):
     def install(self) -> None:
         """Wrap what is measured."""
         planner = self._planner
-        session.Session.planner = lambda self, forward_only: planner(self)
+        session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
         forward_backward.bind = pipeline_ticks.bind = self._bind
         TickRun._serve = self._served(TickRun._serve)
         megatron_training.train_step = self._measured(megatron_training.train_step)
