@@ -176,7 +176,7 @@ class RunConfig(BaseModel):
     plan_ahead: bool = True
     """Plan coming batches in a background process."""
     documents: Literal["split", "truncate"] = "split"
-    """What happens to the rest of a document that is longer than the context: a document of its own, or dropped."""
+    """The rest of a document that is longer than the context becomes a document of its own, or is dropped."""
     kernel: Literal["auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "te_fused"] = "auto"
     """Attention kernel; `auto` takes the fastest one that serves device, dtype and head dim."""
 

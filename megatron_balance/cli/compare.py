@@ -75,7 +75,7 @@ def _rows(bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool) -> t
 
 
 def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
-    """Why a planner's plans cannot be run as asked, if they cannot."""
+    """The reason for which a planner's plans cannot be run as asked; None: they can."""
     try:
         bench.mode(choice)
     except ConfigError as error:
@@ -84,7 +84,7 @@ def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
 
 
 def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, Any]) -> dict[str, Any]:
-    """What is said of a planner beside others; `found`: its simulated figures. The speedup is known once all have one."""
+    """The row of a planner beside others; `found`: its simulated statistics. The speedup is known once all have a row."""
     peak = max(found["peak_bytes_per_rank"])
     return {
         "planner": planned.name,
@@ -126,6 +126,6 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
 
 
 def _runs_as(row: dict[str, Any]) -> str:
-    """How its plans were run, in a word or two."""
+    """The mode of its steps, in a word or two."""
     stages = {"joint": ["stages attend together"], "stages": ["stages apart"], None: []}[row["pipeline"]]
     return ", ".join(["nano-batches interleaved"] * row["ping_pong"] + stages)

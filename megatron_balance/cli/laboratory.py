@@ -192,7 +192,8 @@ def add_mode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ping-pong",
         choices=tuple(PING_PONG),
-        help="microbatches as two nano-batches interleaved, as the key ping_pong of a configuration (default auto: for planners made for it)",
+        help="microbatches as two nano-batches interleaved, as the key ping_pong of a configuration "
+        "(default auto: with planners made for it)",
     )
     parser.add_argument(
         "--stages",

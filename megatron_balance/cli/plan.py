@@ -173,7 +173,7 @@ def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
 
 
 def _layer_lines(report: dict[str, Any], results: list[dict[str, Any]]) -> Iterable[str]:
-    """What the remap and the routing do, where they do anything."""
+    """Lines on the remap and the routing, where they do anything."""
     moved, routed = (fmean(values) for values in ([r["remap"]["tokens_moved"] for r in results], [r["routed_transfers"] for r in results]))
     if moved:
         inter_node = fmean(r["remap"]["tokens_moved_inter_node"] for r in results)

@@ -51,7 +51,7 @@ class Progress(Protocol):
         ...
 
 
-def silent(items: Sequence[T], what: str, /) -> Iterable[T]:
+def silent(items: Sequence[T], what: str, /) -> Iterable[T]:  # noqa: ARG001  the shape of `Progress`
     """No progress shown."""
     return items
 

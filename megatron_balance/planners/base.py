@@ -69,7 +69,7 @@ def _no_registry(name: str, options: Mapping[str, Any], layers: Layers | None = 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What steps are planned for, beside their lengths.
+    """All that steps are planned for, beside their lengths.
 
     `cluster`: the ranks of one pipeline stage; `cost`: of that cluster.
     """

@@ -23,7 +23,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planners.base import Planner, PlanStep, StepContext
+from megatron_balance.planners.base import NO_LAYERS, Planner, PlanStep, StepContext
 from megatron_balance.planning.place import place, place_microbatches
 from megatron_balance.strict_yaml import checked, unknown_name
 
@@ -39,7 +39,7 @@ class PlannerChoice(PlannerSection):
     """
 
     options: Any = None
-    layers: Layers = Layers()
+    layers: Layers = NO_LAYERS
     planner: Planner = field(kw_only=True)
     """Its entry of the registry."""
 

@@ -14,7 +14,8 @@ from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import Tick, TickPlan
 
 PlanOwned: TypeAlias = Callable[[tuple[int, ...], Rows], MicrobatchPlan]
-"""A plan for sequences of these lengths that are owned by the ranks that rows (rank, seq, start, stop) say, of a rank in the order of its tokens."""
+"""A plan for sequences of these lengths whose owners are rows (rank, seq, start, stop), those of a rank
+in the order of its tokens."""
 
 
 def plan_ticks(ticks: Sequence[Tick], plans: Sequence[MicrobatchPlan], plan_owned: PlanOwned) -> tuple[TickPlan, ...]:

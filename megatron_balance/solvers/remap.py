@@ -42,7 +42,7 @@ class Remapping:
     moves: Ints
 
 
-def solve(
+def solve(  # noqa: PLR0913  costs, target and choices of one problem; all but two keyword-only, four with a default
     held: Ints,
     node_size: int,
     *,

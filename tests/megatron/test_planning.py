@@ -80,7 +80,7 @@ def one_microbatch() -> Any:
 
 
 def step(first: int) -> tuple[tuple[int, ...], ...]:
-    """What the pool reads in one step of one microbatch of two samples."""
+    """Lengths that the pool reads in one step of one microbatch of two samples."""
     return ((*SAMPLES[first], *SAMPLES[first + 1]),)
 
 

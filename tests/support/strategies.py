@@ -20,6 +20,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import PlannerChoice
 from tests.support.task_tables import random_task_table, random_zones
 
 TEST_PLANNERS = {"random_task_table": random_task_table, "random_zones": random_zones}
@@ -117,4 +118,5 @@ def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     holders = ranks if chosen.num_holders is None else chosen.num_holders(case.cluster, chosen.options(**options))
     room = case.tokens_per_rank and -(-case.tokens_per_rank * ranks // holders)
     cost = AnalyticCost(case.cluster, case.model)
-    return chosen.plan(case.batch, case.cluster, case.model, cost, chosen.options(tokens_per_rank=room, **options))
+    bare = PlannerChoice(name, options, options=chosen.options(tokens_per_rank=room, **options), planner=chosen)
+    return bare.plan(case.batch, case.cluster, case.model, cost)

@@ -62,7 +62,9 @@ def plan(name: str) -> MicrobatchPlan:
     cluster = Cluster(NUM_RANKS, RANKS_PER_NODE)
     model = Model(num_heads=8, num_kv_heads=4, head_dim=HEAD_DIM, hidden_size=512, ffn_size=1024)
     options = PLANNERS[name].options(tokens_per_rank=TOKENS_PER_RANK)
-    planned = PLANNERS[name].plan(Batch(LENGTHS), cluster, model, AnalyticCost(cluster, model), options)
+    place = PLANNERS[name].plan
+    assert place is not None, "a planner of whole steps"
+    planned = place(Batch(LENGTHS), cluster, model, AnalyticCost(cluster, model), options)
     if name != "zeppelin":
         return planned
     moves = Rows.of(3, [(0, 1, 5), (1, 2, 3)])

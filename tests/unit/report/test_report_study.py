@@ -8,6 +8,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planning.choice import choose_planner
 from megatron_balance.report import lanes, lengths, limits, placement, words
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.timeline import timeline
@@ -215,7 +216,7 @@ def test_a_plan_says_which_ranks_share_each_sequence():
 def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
     cluster, model = load_cluster("h200").build(num_ranks=16, ranks_per_node=8), load_model("llama-3b")
     machine = Machine(cluster, model, AnalyticCost(cluster, model))
-    plan = PLANNERS["te_ring"].plan(Batch((9000, 2000)), cluster, model, machine.cost, PLANNERS["te_ring"].options())
+    plan = choose_planner("te_ring", {}).plan(Batch((9000, 2000)), cluster, model, machine.cost)
     found, events = lanes.of_plan(plan, machine, "keep"), timeline(plan, machine, "keep")["traceEvents"]
     assert found["total_ms"] == pytest.approx(max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") / 1e3)
     assert len(found["ranks"]) == lanes.SHOWN

@@ -38,7 +38,7 @@ def test_its_configurations_load(tmp_path):
         path.write_text(block if "planner" in block else f"planner: zeppelin\n{block}")
         config = load_config(path)
         assert config.planner is not None
-    assert config.communication == CommunicationChoice(4, 12)
+    assert config.communication == CommunicationChoice(inter_node_sms=4, intra_node_sms=12)
 
 
 def test_its_step_figures_are_written():

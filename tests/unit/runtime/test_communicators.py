@@ -11,12 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: E402
 
-from megatron_balance.config import CommunicationChoice
-from megatron_balance.errors import ConfigError
-from megatron_balance.planning.run import load_config
-from megatron_balance.runtime import groups
+from megatron_balance.config import CommunicationChoice  # noqa: E402
+from megatron_balance.errors import ConfigError  # noqa: E402
+from megatron_balance.planning.run import load_config  # noqa: E402
+from megatron_balance.runtime import groups  # noqa: E402
 
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 

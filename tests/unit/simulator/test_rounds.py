@@ -89,6 +89,7 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
     cluster = Cluster(8, 4, ranks_per_nic=2, nic_bytes_per_s=25e9, intra_bytes_per_s=200e9, num_sms=108)
     cost = AnalyticCost(cluster, LLAMA)
     planner = PLANNERS[name]
+    assert planner.plan is not None
     planned = planner.plan(Batch(BATCHES[batch]), cluster, LLAMA, cost, planner.options(tokens_per_rank=12_000))
     planned = with_layers(planned, cluster, cost, planner.layers)
     machine = Machine(cluster, LLAMA, cost)

@@ -201,6 +201,7 @@ def test_more_bandwidth_is_never_a_slower_step(factor, name):
     faster = replace(cluster, nic_bytes_per_s=cluster.nic_bytes_per_s * factor, intra_bytes_per_s=cluster.intra_bytes_per_s * factor)
     planner = PLANNERS[name]
     options = planner.options(tokens_per_rank=4000)
+    assert planner.plan is not None
     planned = planner.plan(Batch((9000, 4000, 700, 90, 17)), cluster, LLAMA, AnalyticCost(cluster, LLAMA), options)
     # SMs that transfers hold depend on the link's rate, which is another machine; hold them equal.
     slow_s, fast_s = (
