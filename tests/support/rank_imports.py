@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 NEEDED = [
     "torch._dynamo",  # by a dispatch mode
     "torch.fx.experimental.symbolic_shapes",  # by a first backward
-    "tests.support.half_batches",
+    "tests.support.nano_batches",
     "tests.support.jobs",
     "tests.support.routed",
     "tests.support.steady",
