@@ -77,7 +77,7 @@ def _join_exchange(exchange_id: int, projections: list[tuple[int, Exchange]]) ->
     for rank, op in projections:
         if (op.collective, op.group) != (first.collective, first.group):
             raise InvalidProgramError(
-                f"exchange {exchange_id}: rank {rank} lists {op.collective} in {op.group}, "
+                f"exchange {exchange_id}: rank {rank} sees {op.collective} in {op.group}, "
                 f"rank {projections[0][0]} {first.collective} in {first.group}"
             )
     rows = concat([op.transfers for _, op in projections], Transfer.WIDTH)
