@@ -160,7 +160,7 @@ def _measure(measurement: Measurement, repeats: int) -> dict[str, Any]:
     times: list[float] = []
     for _ in range(repeats):
         # plans differ from microbatch to microbatch
-        for cached in (dispatch.transfers, routes.part):
+        for cached in (dispatch.transfers, routes.routes_of):
             cached.cache_clear()
         start = time.process_time()
         measurement.run()

@@ -298,5 +298,5 @@ def has_empty_piece(op: Exchange, machine: Machine) -> bool:
     """True if a routed parcel of the exchange has fewer blocks of bytes than pieces."""
     parcels = Payload.of(machine.model).parcels(messages_of(op.id, as_array(op.transfers)))
     packed = dict(zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed, strict=True))
-    pieces = Counter(row[:2] for row in op.routes)
+    pieces = Counter((row[0], row[1]) for row in op.routes)
     return any(bool((piece_bytes(np.array([packed[pair]]), count) == 0).any()) for pair, count in pieces.items())

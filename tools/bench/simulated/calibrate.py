@@ -22,15 +22,19 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_balance.runtime.profile import ProfileOptions, model_scale, profile, world_links
 
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import BesideTable, CostTable, LinkTable
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.profiling.cost_table import profile
+from megatron_balance.profiling.kernels import model_scale
+from megatron_balance.profiling.links import world_links
+from megatron_balance.profiling.options import ProfileOptions
 from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.executor import run_backward, run_forward
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.runtime.kernels import Entries, choose_kernel
+from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.kernels.base import Entries
 from tools.bench.emulated import device
 from tools.bench.emulated.point import NUM_RANKS, RANKS_PER_NODE
 from tools.bench.simulated.cases import MODEL, Rates, cluster_of

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_balance.runtime.kernels import Entries, Kernel
+from megatron_balance.runtime.kernels.base import Entries, Kernel
 
 Value = TypeVar("Value")
 
