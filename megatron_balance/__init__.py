@@ -1,6 +1,7 @@
 """Plan, prove and run distributed attention for sequences of unequal length.
 
-Importing this package imports neither torch nor NumPy; what a function needs is imported when it is called.
+Importing this package imports neither torch nor NumPy; what a function needs is imported when it is
+called.
 """
 
 from __future__ import annotations
@@ -29,22 +30,32 @@ simulate: Callable[..., dict[str, Any]]
 
 
 def __getattr__(name: str) -> Any:
-    """A name that needs a configuration library or the simulator, imported when first asked for (PEP 562)."""
+    """A name that needs a configuration library or the simulator, imported when first asked for
+    (PEP 562).
+    """
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
 
 
 def make_planner(
-    name: str, cluster: Cluster, model: Model, layers: Layers | None = None, plan_costs: str | Path | None = None, **options: Any
+    name: str,
+    cluster: Cluster,
+    model: Model,
+    layers: Layers | None = None,
+    plan_costs: str | Path | None = None,
+    **options: Any,
 ) -> Callable[[Batch | Sequence[int]], MicrobatchPlan]:
-    """The planner `name` for a cluster and a model: a function from a batch, or from lengths in tokens, to a plan.
+    """The planner `name` for a cluster and a model: a function from a batch, or from lengths in
+    tokens, to a plan.
 
-    `layers`: remapping and routing (`megatron_balance.ir.layers.Layers`); not given: what the planner's own system does.
-    `plan_costs`: file of a cost table measured by `megatron-balance profile` to plan by; not given: data sheets.
+    `layers`: remapping and routing (`megatron_balance.ir.layers.Layers`); not given: what the
+    planner's own system does. `plan_costs`: file of a cost table measured by `megatron-balance
+    profile` to plan by; not given: data sheets.
 
     Raises:
-        ConfigError: no such planner or option, or an option of the wrong type; a cost table that cannot be read or is another model's.
+        ConfigError: no such planner or option, or an option of the wrong type; a cost table that
+            cannot be read or is another model's.
     """
     from megatron_balance.planning.choice import choose_planner, planning_cost
 
@@ -58,7 +69,8 @@ def make_planner(
 
 
 def verify(plan: MicrobatchPlan, policy: Literal["keep", "replay"] = "keep") -> None:
-    """Prove that the plan computes causal attention and its gradient exactly once, with the backward of `policy`.
+    """Prove that the plan computes causal attention and its gradient exactly once, with the
+    backward of `policy`.
 
     Raises:
         InvalidProgramError: it does not; names the op.

@@ -87,7 +87,9 @@ class CommunicationChoice(BaseModel):
     @classmethod
     def _at_least_one(cls, limit: int | None) -> int | None:
         if limit is not None and limit < 1:
-            raise PydanticCustomError("sentence", "expected at least 1, got {limit}; leave it out for NCCL's own choice", {"limit": limit})
+            raise PydanticCustomError(
+                "sentence", "expected at least 1, got {limit}; leave it out for NCCL's own choice", {"limit": limit}
+            )
         return limit
 
     @property
@@ -99,7 +101,9 @@ class CommunicationChoice(BaseModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterChoice:
-    """The keys of a cluster that a configuration gives; the rest comes from the default preset and from the run."""
+    """The keys of a cluster that a configuration gives; the rest comes from the default preset and
+    from the run.
+    """
 
     given: Mapping[str, Any]
 
@@ -109,7 +113,9 @@ class ClusterChoice:
         return cast("int | None", self.given.get("ranks_per_node"))
 
     def build(self, *, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Cluster:
-        """The cluster; arguments win over the configuration, which wins over the preset `DEFAULT_CLUSTER`."""
+        """The cluster; arguments win over the configuration, which wins over the preset
+        `DEFAULT_CLUSTER`.
+        """
         sizes = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node}
         keys: dict[str, Any] = {**_preset("cluster", DEFAULT_CLUSTER), **self.given}
         keys.update((key, size) for key, size in sizes.items() if size is not None)
@@ -122,7 +128,8 @@ class DatasetConfig(BaseModel):
     model_config = STRICT
 
     name: str
-    """Data set of lengths, such as arxiv or github; data codes; or a path to a corpus, JSONL, Parquet or Arrow."""
+    """Data set of lengths, such as arxiv or github; data codes; or a path to a corpus, JSONL,
+    Parquet or Arrow."""
     tokens: int | None = Field(default=None, gt=0)
     """Tokens of a batch; data codes set their own."""
     batches: int = Field(default=1, gt=0)
@@ -132,7 +139,8 @@ class DatasetConfig(BaseModel):
 
 
 class RunConfig(BaseModel):
-    """One run: what to plan for (`plan` and the laboratory) and how to train (the Megatron adapter).
+    """One run: what to plan for (`plan` and the laboratory) and how to train (the Megatron
+    adapter).
 
     `planning.run.Run` is the same with its planner looked up.
     """
@@ -144,7 +152,8 @@ class RunConfig(BaseModel):
     planner: InstanceOf[PlannerSection] | None = None
     """The planner and its options. Required in training."""
     cluster: ClusterChoice | None = None
-    """The machine. In training the number of ranks is the job's, and `ranks_per_node` wins over host names."""
+    """The machine. In training the number of ranks is the job's, and `ranks_per_node` wins over
+    host names."""
     model: Model | None = None
     """The model. In training Megatron's own flags decide."""
     lengths: list[int] | list[list[int]] | None = None
@@ -154,29 +163,33 @@ class RunConfig(BaseModel):
     dataset: DatasetConfig | None = None
     """Or lengths drawn from a distribution."""
     routing: When | RoutingChoice | None = None
-    """When transfers between nodes go over all NICs of both: always, pays (where Eq. 1 says so), never; or keys when, pieces (of a
-    transfer on each NIC). Default: the planner's own."""
+    """When transfers between nodes go over all NICs of both: always, pays (where Eq. 1 says so),
+    never; or keys when, pieces (of a transfer on each NIC). Default: the planner's own."""
     remap: bool | RemapChoice | None = None
-    """Whether to balance tokens outside attention: true, false, or keys when (always, pays), solver, objective, sides. Default: the
-    planner's own."""
+    """Whether to balance tokens outside attention: true, false, or keys when (always, pays),
+    solver, objective, sides. Default: the planner's own."""
     plan_costs: Path | None = None
-    """Cost table measured by `megatron-balance profile`, relative to this file, that planners plan by. Default: data sheets."""
+    """Cost table measured by `megatron-balance profile`, relative to this file, that planners plan
+    by. Default: data sheets."""
     pipeline: Literal["joint", "stages"] | None = None
-    """With pipeline parallelism: `joint` plans the attention of all stages of a tick together, `stages` that of each stage for itself,
-    under Megatron's own schedules. Default: joint where the planner can."""
+    """With pipeline parallelism: `joint` plans the attention of all stages of a tick together,
+    `stages` that of each stage for itself, under Megatron's own schedules. Default: joint where the
+    planner can."""
     ping_pong: bool | Literal["auto"] = "auto"
-    """Whether a microbatch runs as two nano-batches, each one's exchanges beside the other's computation; `auto`: for
-    planners that are made for it (`planners.base.Planner.ping_pong`)."""
+    """Whether a microbatch runs as two nano-batches, each one's exchanges beside the other's
+    computation; `auto`: for planners that are made for it (`planners.base.Planner.ping_pong`)."""
     communication: CommunicationChoice = CommunicationChoice()
     """How much of a GPU transfers may take: keys inter_node_sms, intra_node_sms."""
     backward: Policy = "keep"
-    """`keep` holds received KV until backward; `replay` communicates it again and needs less memory."""
+    """`keep` holds received KV until backward; `replay` communicates it again and needs less
+    memory."""
     agreement_every: int = Field(default=100, ge=1)
     """Ranks compare the plan's fingerprint in the first steps and then every so many."""
     plan_ahead: bool = True
     """Plan coming batches in a background process."""
     documents: Literal["split", "truncate"] = "split"
-    """The rest of a document that is longer than the context becomes a document of its own, or is dropped."""
+    """The rest of a document that is longer than the context becomes a document of its own, or is
+    dropped."""
     kernel: Literal["auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "te_fused"] = "auto"
     """Attention kernel; `auto` takes the fastest one that serves device, dtype and head dim."""
 
@@ -203,7 +216,9 @@ def read_config(path: str | Path, planners: Collection[str]) -> RunConfig:
     if isinstance(keys.get("routing"), dict):
         keys["routing"] = _of_keys(RoutingChoice, keys["routing"], path, "routing", "")
     if "communication" in keys:
-        keys["communication"] = _of_keys(CommunicationChoice, keys["communication"], path, "communication", "keys such as inter_node_sms")
+        keys["communication"] = _of_keys(
+            CommunicationChoice, keys["communication"], path, "communication", "keys such as inter_node_sms"
+        )
     if keys.get("cluster") is not None:
         keys["cluster"] = ClusterChoice(MappingProxyType(_section("cluster", keys["cluster"], path, "cluster")))
     if keys.get("model") is not None:
@@ -234,14 +249,18 @@ def names(section: Section) -> list[str]:
 
 
 def _section(section: Section, value: Any, file: Path | None, where: str) -> dict[str, Any]:
-    """The keys of a cluster or model section, with those of its `base` underneath. `file` is the YAML that holds it."""
+    """The keys of a cluster or model section, with those of its `base` underneath. `file` is the
+    YAML that holds it.
+    """
     target = Cluster if section == "cluster" else Model
     if isinstance(value, str):
         path = _find(section, value, file, where)
         return _section(section, read_yaml(path), path, "")
     source = str(file)
     if not isinstance(value, dict):
-        raise ConfigError(f"{source}: {where or section}: expected keys, a name or a path to a YAML, got {shown(value)}")
+        raise ConfigError(
+            f"{source}: {where or section}: expected keys, a name or a path to a YAML, got {shown(value)}"
+        )
     keys = dict(cast("dict[str, Any]", value))
     base = keys.pop("base", None)
     if base is not None and not isinstance(base, str):
@@ -258,14 +277,17 @@ def _planner_section(value: Any, file: Path, planners: Collection[str]) -> Plann
     if isinstance(value, str):
         return PlannerSection(value, {}, str(file))
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: planner: expected 'name:' and options, a planner's name or a path to a YAML, got {shown(value)}")
+        raise ConfigError(
+            f"{file}: planner: expected 'name:' and options, a planner's name or a path to a YAML, got {shown(value)}"
+        )
     keys = dict(cast("dict[str, Any]", value))
     name = keys.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f"{file}: {joined(where, 'name')}: missing; one of {', '.join(planners)}")
     if name not in planners:
         raise ConfigError(
-            f"{file}: {joined(where, 'name')}: {unknown_name('unknown planner', name, planners)}. Planners: {', '.join(planners)}"
+            f"{file}: {joined(where, 'name')}: {unknown_name('unknown planner', name, planners)}. Planners: "
+            f"{', '.join(planners)}"
         )
     return PlannerSection(name, keys, str(file), where)
 
@@ -280,7 +302,9 @@ def _of_keys(model: type[BaseModel], value: Any, file: Path, where: str, expecte
 def _model(keys: Mapping[str, Any]) -> Model:
     missing = [f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING and f.name not in keys]
     if missing:
-        raise ConfigError(f"model: {missing[0]}: missing; a model needs num_heads, num_kv_heads and head_dim, or 'base: NAME'")
+        raise ConfigError(
+            f"model: {missing[0]}: missing; a model needs num_heads, num_kv_heads and head_dim, or 'base: NAME'"
+        )
     return Model(**keys)
 
 
@@ -296,7 +320,10 @@ def _find(section: Section, reference: str, file: Path | None, where: str) -> Pa
             return path
         known = names(section)
         at = f"{file}: {where}" if file else where
-        raise ConfigError(f"{at}: {unknown_name(f'no {section} named', reference, known)}. Names: {', '.join(known)}; or a path to a YAML")
+        raise ConfigError(
+            f"{at}: {unknown_name(f'no {section} named', reference, known)}. Names: {', '.join(known)}; or a path to "
+            "a YAML"
+        )
     return (file.parent if file else Path()) / reference
 
 

@@ -1,4 +1,6 @@
-"""Everything this package raises on purpose: a user's mistake, a limit, or a plan that does not hold together."""
+"""Everything this package raises on purpose: a user's mistake, a limit, or a plan that does not
+hold together.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,21 @@ from collections.abc import Iterable
 
 
 class BalanceError(Exception):
-    """Base of all our errors. The command line prints them without a traceback and exits with code 2."""
+    """Base of all our errors. The command line prints them without a traceback and exits with code
+    2.
+    """
 
 
 class ConfigError(BalanceError):
-    """An option, key, file or combination of flags that cannot work; the message names it and what would be right."""
+    """An option, key, file or combination of flags that cannot work; the message names it and what
+    would be right.
+    """
 
 
 class InfeasibleError(BalanceError):
-    """The batch does not fit: the message states the binding limit, what is needed and what there is."""
+    """The batch does not fit: the message states the binding limit, what is needed and what there
+    is.
+    """
 
 
 class InvalidProgramError(BalanceError):

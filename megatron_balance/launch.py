@@ -2,7 +2,8 @@
 
 `torchrun ... -m megatron_balance.launch SCRIPT --balance-config FILE <the script's own flags>`
 
-The script's data set provider and forward step are replaced where planning needs it; the log says so.
+The script's data set provider and forward step are replaced where planning needs it; the log says
+so.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from megatron_balance.megatron import entry
 
 
 def main() -> None:
-    """Run the script named first on the command line as if it had been started itself, with our patches applied."""
+    """Run the script named first on the command line as if it had been started itself, with our
+    patches applied.
+    """
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise ConfigError(
-            "name the training script first: python -m megatron_balance.launch path/to/pretrain_gpt.py --balance-config FILE ..."
+            "name the training script first: python -m megatron_balance.launch path/to/pretrain_gpt.py "
+            "--balance-config FILE ..."
         )
     script = Path(sys.argv[1])
     if not script.is_file():

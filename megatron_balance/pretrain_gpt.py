@@ -2,8 +2,9 @@
 
 `torchrun ... -m megatron_balance.pretrain_gpt --balance-config FILE <Megatron's own flags>`
 
-Takes all of Megatron's own flags. The wheel of megatron-core ships its training loop without the script that starts it; this is ours, on
-documents from `--data-path`. For a script of your own see `megatron_balance.launch`.
+Takes all of Megatron's own flags. The wheel of megatron-core ships its training loop without the
+script that starts it; this is ours, on documents from `--data-path`. For a script of your own see
+`megatron_balance.launch`.
 """
 
 from __future__ import annotations

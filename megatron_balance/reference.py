@@ -1,10 +1,13 @@
-"""All ranks of a program in one process, NumPy fp64, forward and backward: the judge of the executor.
+"""All ranks of a program in one process, NumPy fp64, forward and backward: the judge of the
+executor.
 
-It takes every op at its word and shares nothing with the executor's lowering. For each kind of value a rank holds one
-table over all tokens and heads, with marks of what is there; reading what is not there is an error. Partials are kept
-apart until a Merge joins them. Clear rather than fast: meant for some thousand tokens.
+It takes every op at its word and shares nothing with the executor's lowering. For each kind of
+value a rank holds one table over all tokens and heads, with marks of what is there; reading what is
+not there is an error. Partials are kept apart until a Merge joins them. Clear rather than fast:
+meant for some thousand tokens.
 
-Shapes: T tokens of the whole batch (the sequences one after the other), H query heads, G key-value heads, D head_dim.
+Shapes: T tokens of the whole batch (the sequences one after the other), H query heads, G key-value
+heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -18,7 +21,18 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, is_remap_move
+from megatron_balance.ir.program import (
+    KEY_SIDE,
+    MOVED,
+    Attend,
+    AttendGrad,
+    Exchange,
+    Kind,
+    Merge,
+    Op,
+    Program,
+    is_remap_move,
+)
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import KIND_NAMES, op_lines
 
@@ -33,8 +47,8 @@ Cut: TypeAlias = tuple[slice, slice]  # tokens of the batch, heads
 class Result:
     """Outputs and gradients of all ranks, put together: one array per sequence.
 
-    `out` and `q_grad` [L, H, D], `lse` [L, H] (natural log of the summed exponentials of scaled scores), `k_grad` and
-    `v_grad` [L, G, D]. Gradients are None after a forward alone.
+    `out` and `q_grad` [L, H, D], `lse` [L, H] (natural log of the summed exponentials of scaled
+    scores), `k_grad` and `v_grad` [L, G, D]. Gradients are None after a forward alone.
     """
 
     out: tuple[Floats, ...]
@@ -45,13 +59,20 @@ class Result:
 
 
 def run(
-    program: Program, q: Sequence[Floats], k: Sequence[Floats], v: Sequence[Floats], scale: float, dout: Sequence[Floats] | None = None
+    program: Program,
+    q: Sequence[Floats],
+    k: Sequence[Floats],
+    v: Sequence[Floats],
+    scale: float,
+    dout: Sequence[Floats] | None = None,
 ) -> Result:
     """Outputs of the program and, given `dout`, its gradients.
 
-    q and dout: one [L, H, D] per sequence; k and v: one [L, G, D] per sequence; scale multiplies the scores.
+    q and dout: one [L, H, D] per sequence; k and v: one [L, G, D] per sequence; scale multiplies
+    the scores.
 
-    Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not complete at its owner.
+    Raises InvalidProgramError: an op reads what its rank does not hold, or an output is not
+    complete at its owner.
     """
     if not program.lengths:
         gradients = () if dout is not None else None
@@ -76,7 +97,9 @@ def run(
 
 
 def owned_rows(owned: Rows, values: Sequence[Floats]) -> Floats:
-    """The rows of per-sequence `values` that a rank with this owner holds, in its order: [tokens of the rank, ...]."""
+    """The rows of per-sequence `values` that a rank with this owner holds, in its order: [tokens of
+    the rank, ...].
+    """
     parts = [values[seq][start:stop] for seq, start, stop in owned]
     return np.concatenate([np.empty((0, *values[0].shape[1:])), *parts]) if len(values) else np.empty((0,))
 
@@ -98,7 +121,9 @@ class _Table:
 
 
 class _Machine:
-    """The ranks and what they hold. `copied[kind][rank]` is one table, `partials[kind][rank]` a list of them, oldest first."""
+    """The ranks and what they hold. `copied[kind][rank]` is one table, `partials[kind][rank]` a
+    list of them, oldest first.
+    """
 
     def __init__(self, program: Program, head_dim: int, scale: float) -> None:
         self.program = program
@@ -124,9 +149,18 @@ class _Machine:
         return self.program.num_kv_heads if kind in KEY_SIDE else self.program.num_heads
 
     def width(self, kind: Kind) -> int:
-        """Numbers of one token and head: keys with values, outputs with LSE, output gradients with the output and its LSE."""
+        """Numbers of one token and head: keys with values, outputs with LSE, output gradients with
+        the output and its LSE.
+        """
         dim = self.head_dim
-        return {Kind.Q: dim, Kind.KV: 2 * dim, Kind.OUT: dim + 1, Kind.OUT_GRAD: 2 * dim + 1, Kind.Q_GRAD: dim, Kind.KV_GRAD: 2 * dim}[kind]
+        return {
+            Kind.Q: dim,
+            Kind.KV: 2 * dim,
+            Kind.OUT: dim + 1,
+            Kind.OUT_GRAD: 2 * dim + 1,
+            Kind.Q_GRAD: dim,
+            Kind.KV_GRAD: 2 * dim,
+        }[kind]
 
     def table(self, kind: Kind) -> _Table:
         return _Table(self.num_tokens, self.num_heads(kind), self.width(kind))
@@ -160,7 +194,9 @@ class _Machine:
         return whole.values
 
     def take(self, kind: Kind, rank: int, cut: Cut) -> Floats:
-        """Remove and return the one partial of `cut` that `rank` holds; a gradient that nobody contributed to is zero."""
+        """Remove and return the one partial of `cut` that `rank` holds; a gradient that nobody
+        contributed to is zero.
+        """
         held = self.partials[kind][rank]
         counts = sum((t.there[cut].astype(int) for t in held), np.zeros((1, 1), dtype=int))
         if counts.max(initial=0) > 1:
@@ -178,7 +214,9 @@ class _Machine:
 
     def execute(self, phase: Literal["forward", "backward"], ops: Sequence[Op]) -> None:
         for index, op in enumerate(ops):
-            self.now = f"{phase} op {index}:\n" + "\n".join(list(op_lines(op, self.program.num_heads, self.program.num_kv_heads))[:6])
+            self.now = f"{phase} op {index}:\n" + "\n".join(
+                list(op_lines(op, self.program.num_heads, self.program.num_kv_heads))[:6]
+            )
             match op:
                 case Exchange():
                     self.exchange(op, forward=phase == "forward")
@@ -257,15 +295,21 @@ class _Machine:
             grad = weights * (dout @ v.swapaxes(1, 2) - (dout * out).sum(axis=2, keepdims=True)) * self.scale
             _scatter(q_partial, block.queries, block.heads, grad @ k, block.seeing)
             kv_grad = np.concatenate([grad.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ dout], axis=2)
-            for head, kv_head in enumerate((block.heads // self.ratio).tolist()):  # the query heads of a key-value head add up
-                _scatter(kv_partial, block.keys, np.array([kv_head]), kv_grad[head : head + 1], block.seen[head : head + 1])
+            for head, kv_head in enumerate(
+                (block.heads // self.ratio).tolist()
+            ):  # the query heads of a key-value head add up
+                _scatter(
+                    kv_partial, block.keys, np.array([kv_head]), kv_grad[head : head + 1], block.seen[head : head + 1]
+                )
         self.partials[Kind.Q_GRAD][op.rank].append(q_partial)
         self.partials[Kind.KV_GRAD][op.rank].append(kv_partial)
 
     # What an attention op reads
 
     def blocks(self, op: Attend | AttendGrad) -> list[_Block]:
-        """The op's pairs, one block per sequence: all its queries by all its keys, and the pairs that are asked for and visible."""
+        """The op's pairs, one block per sequence: all its queries by all its keys, and the pairs
+        that are asked for and visible.
+        """
         blocks: list[_Block] = []
         for seq in sorted({row[Pair.SEQ] for row in op.pairs}):
             rows = [row for row in op.pairs if row[Pair.SEQ] == seq]
@@ -277,14 +321,18 @@ class _Machine:
             for _, q0, q1, h0, h1, k0, k1, g0, g1 in rows:
                 if h0 // self.ratio < g0 or (h1 - 1) // self.ratio >= g1:
                     raise self.error(f"query heads [{h0}:{h1}) do not belong to key-value heads [{g0}:{g1})")
-                wanted[np.ix_((heads >= h0) & (heads < h1), (queries >= q0) & (queries < q1), (keys >= k0) & (keys < k1))] = True
+                wanted[
+                    np.ix_((heads >= h0) & (heads < h1), (queries >= q0) & (queries < q1), (keys >= k0) & (keys < k1))
+                ] = True
             first, stop = self.program.mask.keys(np.full(len(queries), seq), queries)
             wanted &= (keys >= first[:, None]) & (keys < stop[:, None])
             blocks.append(_Block(self.base[seq] + queries, heads, self.base[seq] + keys, wanted))
         return blocks
 
     def gather(self, kind: Kind, rank: int, tokens: Ints, heads: Ints, needed: Bools) -> Floats:
-        """Values [heads, tokens, width] that `rank` holds; `needed` [heads, tokens] says which the op really reads."""
+        """Values [heads, tokens, width] that `rank` holds; `needed` [heads, tokens] says which the
+        op really reads.
+        """
         held = self.copied[kind][rank]
         if (needed & ~held.there[np.ix_(tokens, heads)].T).any():
             raise self.error(f"rank {rank} does not hold all of {KIND_NAMES[kind]} that it needs")
@@ -299,7 +347,9 @@ class _Machine:
         return k, v
 
     def scores(self, block: _Block, rank: int) -> Floats:
-        """Scaled scores [heads, queries, keys]; minus infinity where the op does not ask or the query may not see."""
+        """Scaled scores [heads, queries, keys]; minus infinity where the op does not ask or the
+        query may not see.
+        """
         scores = self.queries(block, rank) @ self.keys(block, rank)[0].swapaxes(1, 2) * self.scale
         return np.where(block.wanted, scores, -np.inf)
 
@@ -309,7 +359,9 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Block:
-    """`queries` and `keys`: token rows of the batch; `heads`: query heads; `wanted` [heads, queries, keys]."""
+    """`queries` and `keys`: token rows of the batch; `heads`: query heads; `wanted` [heads,
+    queries, keys].
+    """
 
     queries: Ints
     heads: Ints

@@ -1,7 +1,7 @@
 """Strict YAML, and mappings checked against dataclasses and pydantic models.
 
-An unknown, repeated, missing or mistyped key is a ConfigError that names the file, the path to the key and what would be right. The only
-coercion is int -> float.
+An unknown, repeated, missing or mistyped key is a ConfigError that names the file, the path to the
+key and what would be right. The only coercion is int -> float.
 """
 
 from __future__ import annotations
@@ -19,25 +19,33 @@ from pydantic_core import ErrorDetails
 
 from megatron_balance.errors import ConfigError, suggest
 
-STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+STRICT = ConfigDict(
+    frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True
+)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error, 4e11 is a number, and only true and false are booleans (YAML 1.2)."""
+    """Safe YAML in which a repeated key is an error, 4e11 is a number, and only true and false are
+    booleans (YAML 1.2).
+    """
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys: set[str] = set()
     for key_node, _ in node.value:
         if key_node.value in keys:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key_node.value!r} is given twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
+            )
         keys.add(key_node.value)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern, _first in (
@@ -75,8 +83,11 @@ def read_yaml(path: Path) -> Any:
     return parse_yaml(text, str(path))
 
 
-def checked(target: type, keys: Mapping[str, Any], source: str, where: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`keys` checked, and int turned to float, against the fields of a dataclass; only those that were given.
+def checked(
+    target: type, keys: Mapping[str, Any], source: str, where: str, also: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """`keys` checked, and int turned to float, against the fields of a dataclass; only those that
+    were given.
 
     Args:
         target: the dataclass.
@@ -101,7 +112,9 @@ def _partial(target: type) -> type[BaseModel]:
     return create_model(target.__name__, __config__=STRICT, **fields)
 
 
-def validated(model: type[BaseModel], keys: Mapping[str, Any], source: str, where: str, known: Iterable[str]) -> BaseModel:
+def validated(
+    model: type[BaseModel], keys: Mapping[str, Any], source: str, where: str, known: Iterable[str]
+) -> BaseModel:
     """The model of `keys`, as `checked`; `known`: all keys that are right.
 
     Raises:
@@ -141,7 +154,11 @@ def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
         case "greater_than_equal":
             return f"expected at least {context['ge']}, got {got}"
         case _:
-            return f"expected {expected}, got {got}" if expected else f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"
+            return (
+                f"expected {expected}, got {got}"
+                if expected
+                else f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}"
+            )
 
 
 def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:
@@ -157,7 +174,9 @@ def _known_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _is_union_tag(part: int | str) -> bool:
-    """Pydantic names the branch of a union in the path to an error, such as 'list[int]'; users did not write that."""
+    """Pydantic names the branch of a union in the path to an error, such as 'list[int]'; users did
+    not write that.
+    """
     return isinstance(part, str) and not re.fullmatch(r"\w+", part)
 
 

@@ -61,7 +61,9 @@ def applied(patches: Sequence[Patch]) -> Iterator[None]:
     undo: list[tuple[Any, str, Any]] = []
     try:
         for patch, owner, name, original in originals:
-            kept = vars(owner)[name]  # a staticmethod or classmethod object where there is one, which getattr would unwrap
+            kept = vars(owner)[
+                name
+            ]  # a staticmethod or classmethod object where there is one, which getattr would unwrap
             replacement = patch.wrap(original)
             setattr(owner, name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)
             undo.append((owner, name, kept))
@@ -82,12 +84,15 @@ def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
         original = getattr(owner, name)
         source = inspect.getsource(original)
     except (ImportError, AttributeError, TypeError, OSError) as error:
-        raise PatchError(f"{patch.target}: not found ({error}). Install {REVIEWED}, whose sources were reviewed") from error
+        raise PatchError(
+            f"{patch.target}: not found ({error}). Install {REVIEWED}, whose sources were reviewed"
+        ) from error
     if name not in vars(owner):
         raise PatchError(f"{patch.target}: inherited, not defined there; patch the class that defines it")
     if (digest := source_digest(source)) != patch.digest:
         raise PatchError(
-            f"{patch.target}: its source is not the one reviewed (digest {digest}, reviewed {patch.digest} of {REVIEWED}). "
+            f"{patch.target}: its source is not the one reviewed (digest {digest}, reviewed {patch.digest} of "
+            f"{REVIEWED}). "
             f"Nothing was patched. Install {REVIEWED}, or review the new source and change the digest in patches/"
         )
     return owner, name, original

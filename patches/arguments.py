@@ -27,6 +27,8 @@ PATCHES = (
         target="megatron.training.arguments:add_megatron_arguments",
         wrap=add_ours,
         digest="580b80fbe586",
-        why="--balance-* must be known to the parser; extra_args_provider belongs to the script, which we do not change",
+        why=(
+            "--balance-* must be known to the parser; extra_args_provider belongs to the script, which we do not change"
+        ),
     ),
 )

@@ -27,6 +27,9 @@ PATCHES = (
         target="megatron.training.checkpointing:check_checkpoint_args",
         wrap=with_carry,
         digest="4c636308e56b",
-        why="a checkpoint's arguments, where the planner's carry is, meet this run's nowhere else; not called with --finetune",
+        why=(
+            "a checkpoint's arguments, where the planner's carry is, meet this run's nowhere else; not called with "
+            "--finetune"
+        ),
     ),
 )

@@ -28,7 +28,8 @@ PATCHES = (
         wrap=with_pools,
         digest="6e1200b46fab",
         why=(
-            "Megatron's context-parallel groups are fixed slices of the world; a plan's rings run over any ranks of a pool, and "
+            "Megatron's context-parallel groups are fixed slices of the world; a plan's rings run over any ranks of a "
+            "pool, and "
             "groups must be made by all ranks at once, right after Megatron's own"
         ),
     ),

@@ -25,6 +25,10 @@ PATCHES = (
         target="megatron.training.training:build_train_valid_test_data_iterators",
         wrap=from_documents,
         digest="d12ed278f953",
-        why="a script's own provider joins documents inside samples of fixed length; a planner needs whole sequences and their lengths",
+        why=(
+            "a script's own provider joins documents inside samples of fixed length; a planner needs whole sequences "
+            ""
+            "and their lengths"
+        ),
     ),
 )

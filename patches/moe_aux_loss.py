@@ -31,7 +31,9 @@ def mean_of_group(count: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(count)
-    def counted(routing_map: Any, reduce_group: dist.ProcessGroup, topk: int | None = None, with_padding_mask: bool = False) -> Any:
+    def counted(
+        routing_map: Any, reduce_group: dist.ProcessGroup, topk: int | None = None, with_padding_mask: bool = False
+    ) -> Any:
         tokens_per_expert, _, total = count(routing_map, reduce_group, topk=topk, with_padding_mask=with_padding_mask)
         divisor = total.clamp(min=1) if with_padding_mask else total
         return tokens_per_expert, total / reduce_group.size(), divisor

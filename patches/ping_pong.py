@@ -39,7 +39,10 @@ def read(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TAKEN_APART = "a layer is run in two steps, before and behind core attention; no method of Megatron's ends there"
-_TAKEN_TOGETHER = "a subclass (`megatron.router`) takes a router's losses over both nano-batches; it relies on what each method computes"
+_TAKEN_TOGETHER = (
+    "a subclass (`megatron.router`) takes a router's losses over both nano-batches; it relies on "
+    "what each method computes"
+)
 
 PATCHES = (
     Patch(
@@ -55,12 +58,35 @@ PATCHES = (
         why=_TAKEN_APART,
     ),
     Patch(
-        target="megatron.core.transformer.transformer_layer:TransformerLayer.forward", wrap=read, digest="bdfecfb342cb", why=_TAKEN_APART
+        target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+        wrap=read,
+        digest="bdfecfb342cb",
+        why=_TAKEN_APART,
     ),
-    Patch(target="megatron.core.transformer.attention:Attention.forward", wrap=read, digest="b144e903f3ca", why=_TAKEN_APART),
-    Patch(target="megatron.core.transformer.moe.router:TopKRouter.routing", wrap=read, digest="e93abc48c2d9", why=_TAKEN_TOGETHER),
-    Patch(target="megatron.core.transformer.moe.router:TopKRouter.apply_z_loss", wrap=read, digest="bce126c6a499", why=_TAKEN_TOGETHER),
-    Patch(target="megatron.core.transformer.moe.router:TopKRouter._apply_aux_loss", wrap=read, digest="6ae2521667b8", why=_TAKEN_TOGETHER),
+    Patch(
+        target="megatron.core.transformer.attention:Attention.forward",
+        wrap=read,
+        digest="b144e903f3ca",
+        why=_TAKEN_APART,
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter.routing",
+        wrap=read,
+        digest="e93abc48c2d9",
+        why=_TAKEN_TOGETHER,
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
+        wrap=read,
+        digest="bce126c6a499",
+        why=_TAKEN_TOGETHER,
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter._apply_aux_loss",
+        wrap=read,
+        digest="6ae2521667b8",
+        why=_TAKEN_TOGETHER,
+    ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss",
         wrap=read,

@@ -27,7 +27,11 @@ PATCHES = tuple(
         target=f"{module}:pretrain",
         wrap=with_balance,
         digest="538adc5ffb17",
-        why="the layer spec must hold our core attention before the script's model is built, and bad flags must stop here",
+        why=(
+            "the layer spec must hold our core attention before the script's model is built, and bad flags must stop "
+            ""
+            "here"
+        ),
     )
     for module in ("megatron.training", "megatron.training.training")
 )

@@ -23,7 +23,13 @@ def planned(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
     @functools.wraps(forward)
     def attention(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         if not isinstance(packed_seq_params, BalancedSeqParams):
             return forward(module, query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)

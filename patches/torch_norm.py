@@ -38,6 +38,8 @@ PATCHES = (
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         wrap=marked,
         digest="d3dc509021de",
-        why="a norm acts on each token alone, so sequence parallelism needs only the mark that makes its gradient whole",
+        why=(
+            "a norm acts on each token alone, so sequence parallelism needs only the mark that makes its gradient whole"
+        ),
     ),
 )

@@ -31,14 +31,18 @@ INTRA_NODE_SPEEDUP = 8
 
 # A GPT with everything that matters to us: grouped-query attention, rotary positions, a gated MLP.
 MODEL = """
-    --transformer-impl local --num-layers 2 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2
-    --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+    --transformer-impl local --num-layers 2 --hidden-size 128 --num-attention-heads 8 --group-query-attention
+    --num-query-groups 2
+    --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0
     --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
 """
 TRAINING = """
-    --micro-batch-size 1 --global-batch-size 1 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01
-    --calculate-per-token-loss --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 1234 --distributed-backend gloo
+    --micro-batch-size 1 --global-batch-size 1 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 2
+    --weight-decay 0.01
+    --calculate-per-token-loss --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 1234
+    --distributed-backend gloo
     --tokenizer-type NullTokenizer --vocab-size 257 --split 100,0,0
 """
 
@@ -53,24 +57,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.emulated = _emulated(options)
     started = time.monotonic()
     runs = {planner: _train(planner, corpus, options) for planner in options.planners}
-    console.print(_table(runs, {planner: _nic_megabytes(options, planner) for planner in runs} if options.emulated else {}))
+    console.print(
+        _table(runs, {planner: _nic_megabytes(options, planner) for planner in runs} if options.emulated else {})
+    )
     if options.emulated:
         console.print(
-            f"Two nodes of {RANKS_PER_NODE} ranks, each rank with a NIC of {options.nic_mbit:g} Mbit/s and a link {INTRA_NODE_SPEEDUP} "
-            "times as fast inside its node: the transfers are real. All ranks share this machine's cores, so arithmetic takes the sum of "
+            f"Two nodes of {RANKS_PER_NODE} ranks, each rank with a NIC of {options.nic_mbit:g} Mbit/s and a link "
+            f"{INTRA_NODE_SPEEDUP} "
+            "times as fast inside its node: the transfers are real. All ranks share this machine's cores, so "
+            "arithmetic takes the sum of "
             "their work, and its balance does not show in the step's time; on a cluster the slowest rank sets it."
         )
     else:
         console.print(
-            f"{RANKS} ranks share this machine's cores, so a step takes the sum of all ranks' work and its time does not show balance; "
+            f"{RANKS} ranks share this machine's cores, so a step takes the sum of all ranks' work and its time does "
+            "not show balance; "
             "on a cluster the slowest rank sets it."
         )
     agree = _agreement(runs)
     console.print(
-        f"Largest relative difference of a step's loss between the runs: {agree:.1e}. Training took {time.monotonic() - started:.0f} s."
+        f"Largest relative difference of a step's loss between the runs: {agree:.1e}. Training took "
+        f"{time.monotonic() - started:.0f} s."
     )
     console.print(
-        f"Every step is in {options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}/<planner>/steps.jsonl."
+        "Every step is in "
+        f"{options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out}/<planner>/steps.jsonl."
     )
     if agree > 1e-4:
         print("error: the runs do not agree; balancing must not change the loss", file=sys.stderr)
@@ -81,9 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
     parser.add_argument("--steps", type=int, default=24, help="training steps of each run (default 24)")
-    parser.add_argument("--nic-mbit", type=float, default=25.0, help="rate of each rank's emulated NIC (default 25 Mbit/s)")
-    parser.add_argument("--no-emulated", action="store_true", help="plain processes on this machine, without emulated NICs")
-    parser.add_argument("--planners", type=lambda s: s.split(","), default=["te_ring", "zeppelin"], help="comma-separated planners")
+    parser.add_argument(
+        "--nic-mbit", type=float, default=25.0, help="rate of each rank's emulated NIC (default 25 Mbit/s)"
+    )
+    parser.add_argument(
+        "--no-emulated", action="store_true", help="plain processes on this machine, without emulated NICs"
+    )
+    parser.add_argument(
+        "--planners", type=lambda s: s.split(","), default=["te_ring", "zeppelin"], help="comma-separated planners"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="where corpus, logs and steps.jsonl go")
     return parser.parse_args(argv)
 
@@ -106,7 +123,10 @@ def _emulated(options: argparse.Namespace) -> bool:
     )
     if checked.returncode:
         said = (checked.stdout + checked.stderr).strip()
-        print(f"No emulated cluster here ({said}); the ranks run as plain processes, without NICs of their own.", flush=True)
+        print(
+            f"No emulated cluster here ({said}); the ranks run as plain processes, without NICs of their own.",
+            flush=True,
+        )
         return False
     return True
 
@@ -115,7 +135,15 @@ def _launcher(planner: str, folder: Path, options: argparse.Namespace) -> list[s
     """The command in front of `-m megatron_balance.pretrain_gpt`, and its `--balance-config`."""
     module = ["-m", "megatron_balance.pretrain_gpt", "--balance-config"]
     if not options.emulated:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(_free_port())]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(RANKS),
+            "--master-port",
+            str(_free_port()),
+        ]
         return [*torchrun, *module, str(ROOT / "configs" / "experiment" / f"gpt-tiny-{planner}.yaml")]
     nic = options.nic_mbit * 1e6 / 8
     config = folder / "balance.yaml"
@@ -143,12 +171,22 @@ def _train(planner: str, corpus: Path, options: argparse.Namespace) -> list[dict
     command = [
         *_launcher(planner, folder, options),
         *("--balance-device", "cpu", "--balance-log", str(folder), "--data-path", str(corpus)),
-        *("--seq-length", str(CONTEXT), "--max-position-embeddings", str(CONTEXT), "--context-parallel-size", str(RANKS)),
+        *(
+            "--seq-length",
+            str(CONTEXT),
+            "--max-position-embeddings",
+            str(CONTEXT),
+            "--context-parallel-size",
+            str(RANKS),
+        ),
         *("--train-iters", str(options.steps), *MODEL.split(), *TRAINING.split()),
     ]
     log = folder / "train.log"
     where = "the emulated cluster" if options.emulated else "this machine"
-    print(f"\n{planner}: {options.steps} steps of megatron.training.pretrain on {RANKS} ranks of {where} (log: {log})", flush=True)
+    print(
+        f"\n{planner}: {options.steps} steps of megatron.training.pretrain on {RANKS} ranks of {where} (log: {log})",
+        flush=True,
+    )
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -163,7 +201,10 @@ def _train(planner: str, corpus: Path, options: argparse.Namespace) -> list[dict
         shown = [line for line in lines if "rror" in line and "<N/A>" not in line][:5] or lines[-20:]
         print(
             "\n".join([*shown, ""])
-            + f"error: training under {planner} stopped after {len(records)} of {options.steps} steps; its log is {log}",
+            + (
+                f"error: training under {planner} stopped after {len(records)} of {options.steps} steps; its log is "
+                f"{log}"
+            ),
             file=sys.stderr,
         )
         raise SystemExit(1)
@@ -196,13 +237,16 @@ def _free_port() -> int:
 
 def _agreement(runs: dict[str, list[dict[str, Any]]]) -> float:
     first = next(iter(runs.values()))
-    return max(abs(a["loss"] - b["loss"]) / a["loss"] for other in runs.values() for a, b in zip(first, other, strict=True))
+    return max(
+        abs(a["loss"] - b["loss"]) / a["loss"] for other in runs.values() for a, b in zip(first, other, strict=True)
+    )
 
 
 def _table(runs: dict[str, list[dict[str, Any]]], nic_megabytes: dict[str, list[float]]) -> Table:
     num_steps = len(next(iter(runs.values())))
     table = Table(
-        title=f"{num_steps} steps on {RANKS} ranks as 2 nodes x 4: means over steps, measured in the runs above", title_justify="left"
+        title=f"{num_steps} steps on {RANKS} ranks as 2 nodes x 4: means over steps, measured in the runs above",
+        title_justify="left",
     )
     table.add_column("", justify="left")
     for planner in runs:

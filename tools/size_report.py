@@ -17,7 +17,11 @@ MAX_FUNCTION_LINES = 50
 def python_files(top: Path) -> list[Path]:
     """Python files that git knows or would add."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"], cwd=top, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=top,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [top / name for name in sorted(set(listed.stdout.splitlines())) if (top / name).is_file()]
 

@@ -48,7 +48,9 @@ def figures(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[
     payload = Payload.of(model)
     load, tokens = _load(plan), tokens_per_rank(plan)
     row_bytes = payload.with_lse()
-    num_bytes = sum((load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64))
+    num_bytes = sum(
+        (load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64)
+    )
     remap = _Remap(plan, row_bytes)
     between = InterNodeTraffic(plan, NicOf(plan.num_ranks, plan.ranks_per_node, shared))
     kv_between, bytes_between = between.received(payload)

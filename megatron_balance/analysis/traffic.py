@@ -82,7 +82,9 @@ def _direct(op: Exchange, parcels: Parcels) -> Ints:
 
 def _routed(op: Exchange, parcels: Parcels) -> list[Ints]:
     """The hops of every piece: to its send proxy, across, and from its receive proxy."""
-    packed = dict(zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True))
+    packed = dict(
+        zip(zip(parcels.src.tolist(), parcels.dst.tolist(), strict=True), parcels.packed.tolist(), strict=True)
+    )
     counts: dict[tuple[int, ...], int] = {}
     for row in op.routes:
         counts[row[Route.PAIR]] = counts.get(row[Route.PAIR], 0) + 1

@@ -1,7 +1,9 @@
-"""The command line: one file per verb, each with `add_parser(subparsers)`, which sets `run(args) -> exit code`.
+"""The command line: one file per verb, each with `add_parser(subparsers)`, which sets `run(args) ->
+exit code`.
 
-Results go to stdout, progress and messages to stderr. A user's mistake is one line `error: ...` and exit code 2; what turns
-out not to hold (a plan that does not verify) is exit code 1. Torch is never imported here.
+Results go to stdout, progress and messages to stderr. A user's mistake is one line `error: ...` and
+exit code 2; what turns out not to hold (a plan that does not verify) is exit code 1. Torch is never
+imported here.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ class _UsageError(Exception):
 
 def build_parser() -> Parser:
     """The parser of all verbs."""
-    parser = Parser(prog="megatron-balance", description="Plan, prove and inspect balanced distributed attention.", allow_abbrev=False)
+    parser = Parser(
+        prog="megatron-balance",
+        description="Plan, prove and inspect balanced distributed attention.",
+        allow_abbrev=False,
+    )
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     for verb in VERBS:
         verb.add_parser(subparsers)
@@ -58,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (head, less) has gone; it wants no more and no traceback. Python flushes stdout once more on its way out.
+        # The reader (head, less) has gone; it wants no more and no traceback. Python flushes stdout
+        # once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,6 @@
-"""`megatron-balance compare`: planners side by side on the same batches: step time, speedup, balance, memory."""
+"""`megatron-balance compare`: planners side by side on the same batches: step time, speedup,
+balance, memory.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ BASELINE = "te_ring"
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add the verb `compare`."""
-    parser = subparsers.add_parser("compare", help="planners side by side: step time, speedup, balance, memory", description=__doc__)
+    parser = subparsers.add_parser(
+        "compare", help="planners side by side: step time, speedup, balance, memory", description=__doc__
+    )
     inputs.add_options(parser)
     laboratory.add_options(parser)
     laboratory.add_mode_options(parser)
-    parser.add_argument("--baseline", metavar="NAME", help=f"speedups are over this planner (default {BASELINE}, else the first)")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help=f"speedups are over this planner (default {BASELINE}, else the first)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
 
@@ -47,14 +53,22 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         row["speedup"] = base["step_s"] / row["step_s"]
     if args.json:
-        print(json.dumps({"rows": rows, "baseline": baseline, "left_out": left_out, "kind": "simulated", **bench.described()}))
+        print(
+            json.dumps(
+                {"rows": rows, "baseline": baseline, "left_out": left_out, "kind": "simulated", **bench.described()}
+            )
+        )
     else:
         _show(rows, left_out, baseline, bench)
     return 0
 
 
-def _rows(bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A row for each planner; of planners that nobody named, one that cannot place the batch, or run as asked, is left out."""
+def _rows(
+    bench: laboratory.Bench, given: inputs.Inputs, *, explicit: bool
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """A row for each planner; of planners that nobody named, one that cannot place the batch, or
+    run as asked, is left out.
+    """
     from megatron_balance.errors import InfeasibleError
 
     rows: list[dict[str, Any]] = []
@@ -84,7 +98,9 @@ def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
 
 
 def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, Any]) -> dict[str, Any]:
-    """The row of a planner beside others; `found`: its simulated statistics. The speedup is known once all have a row."""
+    """The row of a planner beside others; `found`: its simulated statistics. The speedup is known
+    once all have a row.
+    """
     peak = max(found["peak_bytes_per_rank"])
     return {
         "planner": planned.name,
@@ -105,7 +121,17 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
     console = laboratory.console()
     console.print(bench.headline())
     table = Table(title=f"simulated; speedup over {baseline}", title_justify="left")
-    for column in ("planner", "step s", "tokens/s", "speedup", "imbalance: tokens", "attention", "plan ms", "peak GB", "runs as"):
+    for column in (
+        "planner",
+        "step s",
+        "tokens/s",
+        "speedup",
+        "imbalance: tokens",
+        "attention",
+        "plan ms",
+        "peak GB",
+        "runs as",
+    ):
         table.add_column(column, justify="left" if column in ("planner", "runs as") else "right")
     for row in sorted(rows, key=lambda row: row["step_s"]):
         balance = row["imbalance"]

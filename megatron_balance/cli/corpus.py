@@ -25,12 +25,18 @@ BAR_WIDTH = 40
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add the verb `corpus` with its two actions."""
-    parser = subparsers.add_parser("corpus", help="turn documents into a Megatron corpus (.bin/.idx), or describe one", description=__doc__)
+    parser = subparsers.add_parser(
+        "corpus", help="turn documents into a Megatron corpus (.bin/.idx), or describe one", description=__doc__
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|describe")
     build = actions.add_parser("build", help="one document per file, one token per byte, end-of-document token 256")
     build.add_argument("prefix", metavar="PREFIX", help="the corpus is PREFIX.bin and PREFIX.idx")
-    build.add_argument("paths", metavar="FILE|FOLDER", nargs="*", type=Path, help="files, and folders to search for files")
-    build.add_argument("--stdlib", action="store_true", help="the Python standard library's .py sources, without installed packages")
+    build.add_argument(
+        "paths", metavar="FILE|FOLDER", nargs="*", type=Path, help="files, and folders to search for files"
+    )
+    build.add_argument(
+        "--stdlib", action="store_true", help="the Python standard library's .py sources, without installed packages"
+    )
     build.add_argument("--suffix", default="", help="in folders, only files whose names end like this, for example .py")
     build.add_argument("--max-bytes", type=int, metavar="N", help="skip and count files larger than N bytes")
     build.add_argument("--limit", type=int, metavar="N", help="at most N documents")
@@ -110,7 +116,10 @@ def _show(report: dict[str, Any]) -> None:
     print(f"{report['prefix']}.bin/.idx: {size} (largest id {report['largest_token']})")
     if "skipped" in report:
         skipped = report["skipped"]
-        print(f"skipped: {skipped['empty']} empty files, {skipped['too_large']} too large, {skipped['beyond_limit']} beyond --limit")
+        print(
+            f"skipped: {skipped['empty']} empty files, {skipped['too_large']} too large, {skipped['beyond_limit']} "
+            "beyond --limit"
+        )
     if report["empty_documents"]:
         print(f"{report['empty_documents']} documents have no tokens and are passed over in training")
     print("tokens per document: " + "  ".join(f"{name} {value:,}" for name, value in report["lengths"].items()))

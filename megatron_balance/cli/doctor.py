@@ -71,7 +71,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--write-cluster",
         type=Path,
         metavar="FILE",
-        help="read this node's GPUs, links and NICs into a cluster YAML, for --cluster and for cluster: in a configuration",
+        help=(
+            "read this node's GPUs, links and NICs into a cluster YAML, for --cluster and for cluster: in a "
+            "configuration"
+        ),
     )
     parser.set_defaults(run=run)
 
@@ -85,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
     checks = examine()
     ready = {
         purpose: all(check.status == "ok" for check in checks if check.needed_for in needs)
-        for purpose, needs in (("plan", ("plan",)), ("train", ("plan", "train")), ("train_on_gpu", ("plan", "train", "gpu")))
+        for purpose, needs in (
+            ("plan", ("plan",)),
+            ("train", ("plan", "train")),
+            ("train_on_gpu", ("plan", "train", "gpu")),
+        )
     }
     if args.json:
         print(json.dumps({"ready": ready, "checks": [asdict(check) for check in checks]}))
@@ -145,18 +152,41 @@ def _planning() -> list[Check]:
 
 def _training() -> list[Check]:
     version = platform.python_version()
-    mend_torch, mend_core = "pip install 'megatron-balance[train]'", f"pip install --no-deps megatron-core=={MEGATRON_CORE}"
+    mend_torch, mend_core = (
+        "pip install 'megatron-balance[train]'",
+        f"pip install --no-deps megatron-core=={MEGATRON_CORE}",
+    )
     torch = _probe_torch()
     core = _version("megatron-core")
     core_status: Status = "missing" if core is None else "ok" if core == MEGATRON_CORE else "wrong"
     broken = str(torch.get("error", "")) if torch else ""
     return [
-        _check("python for Megatron", "train", version if sys.version_info >= (3, 12) else None, ">= 3.12", "pyenv install 3.12", version),
+        _check(
+            "python for Megatron",
+            "train",
+            version if sys.version_info >= (3, 12) else None,
+            ">= 3.12",
+            "pyenv install 3.12",
+            version,
+        ),
         _check("torch", "train", torch.get("torch"), ">= 2.6", mend_torch, broken),
         _check("gloo", "train", "built into torch" if torch.get("gloo") else None, "in torch", mend_torch),
-        Check("megatron-core", "train", core_status, core or "", f"== {MEGATRON_CORE}", "" if core_status == "ok" else mend_core),
+        Check(
+            "megatron-core",
+            "train",
+            core_status,
+            core or "",
+            f"== {MEGATRON_CORE}",
+            "" if core_status == "ok" else mend_core,
+        ),
         _package("psutil", "psutil", "train", "pip install psutil"),
-        _check("cuda", "gpu", torch.get("cuda"), "a CUDA build of torch", "install torch from https://pytorch.org for your CUDA"),
+        _check(
+            "cuda",
+            "gpu",
+            torch.get("cuda"),
+            "a CUDA build of torch",
+            "install torch from https://pytorch.org for your CUDA",
+        ),
         _check(
             "gpu",
             "gpu",
@@ -176,13 +206,20 @@ def _kernels(offered: dict[str, list[str]]) -> list[Check]:
     for name, (*devices, said) in offered.items():
         here = said == "ok"
         found = f"serves {' and '.join(devices)}" if here else ""
-        checks.append(Check(f"kernel {name}", "optional", "ok" if here else "missing", found, "installed", "" if here else said))
+        checks.append(
+            Check(f"kernel {name}", "optional", "ok" if here else "missing", found, "installed", "" if here else said)
+        )
     return checks
 
 
 def _optional() -> list[Check]:
     return [
-        _package("transformer-engine", "transformer-engine", "optional", "pip install --no-build-isolation 'megatron-balance[te]'"),
+        _package(
+            "transformer-engine",
+            "transformer-engine",
+            "optional",
+            "pip install --no-build-isolation 'megatron-balance[te]'",
+        ),
         _package(
             "apex",
             "apex",
@@ -209,7 +246,11 @@ def _namespaces() -> Check:
         return Check(name, "optional", "missing", sys.platform, wanted, "emulated clusters need Linux")
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", NAMESPACE_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+            [sys.executable, "-c", NAMESPACE_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
         )
         refused = probe.stderr.strip().splitlines()[-1:] if probe.returncode else []
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -218,7 +259,14 @@ def _namespaces() -> Check:
         mend = "run as root, or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         return Check(name, "optional", "wrong", f"refused: {refused[0]}", wanted, mend)
     if tools:
-        return Check(name, "optional", "missing", f"permitted, but no {' and no '.join(tools)}", wanted, "apt-get install iproute2")
+        return Check(
+            name,
+            "optional",
+            "missing",
+            f"permitted, but no {' and no '.join(tools)}",
+            wanted,
+            "apt-get install iproute2",
+        )
     return Check(name, "optional", "ok", "permitted", wanted, "")
 
 
@@ -230,7 +278,11 @@ def _probe_torch() -> dict[str, Any]:
         return {}
     try:
         probe = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", TORCH_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+            [sys.executable, "-W", "ignore", "-c", TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=True,
         )
         return cast("dict[str, Any]", json.loads(probe.stdout.splitlines()[-1]))
     except subprocess.CalledProcessError as error:
@@ -240,11 +292,18 @@ def _probe_torch() -> dict[str, Any]:
 
 
 def _package(name: str, distribution: str, needed_for: Literal["plan", "train", "gpu", "optional"], mend: str) -> Check:
-    return _check(name, needed_for, _version(distribution), "any version" if needed_for == "optional" else "installed", mend)
+    return _check(
+        name, needed_for, _version(distribution), "any version" if needed_for == "optional" else "installed", mend
+    )
 
 
 def _check(
-    name: str, needed_for: Literal["plan", "train", "gpu", "optional"], found: str | None, wanted: str, mend: str, otherwise: str = ""
+    name: str,
+    needed_for: Literal["plan", "train", "gpu", "optional"],
+    found: str | None,
+    wanted: str,
+    mend: str,
+    otherwise: str = "",
 ) -> Check:
     """`found` is None when the part is not usable; `otherwise` then says what is there instead."""
     if found is None:

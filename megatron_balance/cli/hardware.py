@@ -108,11 +108,17 @@ def read_node(root: Path = Path("/"), run: Run | None = None) -> Node:
     gpus = parse_gpus(listed or "")
     if not gpus:
         raise ConfigError(
-            "--write-cluster: nvidia-smi lists no GPU here; run it on a node of the cluster, inside the job's container if there is one"
+            "--write-cluster: nvidia-smi lists no GPU here; run it on a node of the cluster, inside the job's "
+            "container if there is one"
         )
     topology = parse_topology(run(["nvidia-smi", "topo", "-m"]) or "")
     nics = read_infiniband(root) or read_ethernet(root)
-    return Node(gpus, topology.nvlinks, nics, tuple(_nearest(index, gpu, nics, topology, root) for index, gpu in enumerate(gpus)))
+    return Node(
+        gpus,
+        topology.nvlinks,
+        nics,
+        tuple(_nearest(index, gpu, nics, topology, root) for index, gpu in enumerate(gpus)),
+    )
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
@@ -141,7 +147,12 @@ def parse_topology(text: str) -> Topology:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     device = re.compile(r"(GPU|NIC)\d+$|mlx5_\w+$|[a-z]+_\d+$")
     header = next(
-        (words for words in map(str.split, lines) if words and words[0] == "GPU0" and len(words) > 1 and words[1] != "X"), list[str]()
+        (
+            words
+            for words in map(str.split, lines)
+            if words and words[0] == "GPU0" and len(words) > 1 and words[1] != "X"
+        ),
+        list[str](),
     )
     columns: list[str] = []
     for word in header:
@@ -194,7 +205,14 @@ def read_ethernet(root: Path) -> tuple[Nic, ...]:
         speed = _text(device / "speed")
         if (device / "device").exists() and _text(device / "operstate") == "up" and speed.isdigit() and int(speed) > 0:
             nics.append(
-                Nic(device.name, int(speed) * 1e6 / 8, f"{speed} Mbit/s", "net", f"/sys/class/net/{device.name}/speed", _device_pci(device))
+                Nic(
+                    device.name,
+                    int(speed) * 1e6 / 8,
+                    f"{speed} Mbit/s",
+                    "net",
+                    f"/sys/class/net/{device.name}/speed",
+                    _device_pci(device),
+                )
             )
     fastest = max((nic.bytes_per_s for nic in nics), default=0.0)
     return tuple(nic for nic in nics if nic.bytes_per_s == fastest)
@@ -267,17 +285,22 @@ def cluster_yaml(node: Node, name: str, today: datetime.date) -> str:
     kinds = sorted({(gpu.name, gpu.memory_bytes) for gpu in node.gpus})
     if len(kinds) > 1:
         raise ConfigError(
-            f"--write-cluster: the GPUs of this node are not alike: {kinds}; plans take ranks as equal, so no file is written"
+            f"--write-cluster: the GPUs of this node are not alike: {kinds}; plans take ranks as equal, so no file is "
+            "written"
         )
     gpu = node.gpus[0]
     count = len(node.gpus)
     preset = next((preset for word, preset in PRESETS.items() if word in gpu.name), None)
-    lines = [f"# {count} x {gpu.name}, as 'megatron-balance doctor --write-cluster' read them on {today}. num_ranks is this node's."]
+    lines = [
+        f"# {count} x {gpu.name}, as 'megatron-balance doctor --write-cluster' read them on {today}. num_ranks is "
+        "this node's."
+    ]
     if preset is not None:
         lines.append(f"base: {preset:<18} # compute rates and alphas, by the GPU's name")
     else:
         lines.append(
-            f"# No preset has the compute rates of {gpu.name}: the default preset's count; 'megatron-balance profile' measures yours."
+            f"# No preset has the compute rates of {gpu.name}: the default preset's count; 'megatron-balance profile' "
+            "measures yours."
         )
     lines += [
         f"name: {name}",
@@ -294,7 +317,10 @@ def _intra_lines(node: Node) -> list[str]:
     if len(node.gpus) == 1:
         return ["# intra_bytes_per_s: one GPU has no link inside its node."]
     if not node.nvlinks:
-        return ["# intra_bytes_per_s: nvidia-smi topo -m shows no NVLink between some GPUs; 'megatron-balance profile --links' measures it"]
+        return [
+            "# intra_bytes_per_s: nvidia-smi topo -m shows no NVLink between some GPUs; 'megatron-balance profile "
+            "--links' measures it"
+        ]
     fast = any(word in node.gpus[0].name for word in ("B200", "B300"))
     rate = NVLINK_5_BYTES_PER_S if fast else NVLINK_BYTES_PER_S
     return [
@@ -309,15 +335,22 @@ def _intra_lines(node: Node) -> list[str]:
 def _nic_lines(node: Node) -> list[str]:
     nics, count = node.used_nics, len(node.gpus)
     if not nics:
-        return ["# nic_bytes_per_s: no active InfiniBand or RoCE port and no network device that knows its speed; jobs of one node only."]
+        return [
+            "# nic_bytes_per_s: no active InfiniBand or RoCE port and no network device that knows its speed; jobs of "
+            "one node only."
+        ]
     slow = min(nics, key=lambda nic: nic.bytes_per_s)
     shares, several = max(1, round(count / len(nics))), max(1, len(nics) // count)
     unlike = len({nic.bytes_per_s for nic in nics}) > 1
     note = (
-        f"{slow.source}: {slow.rate}, {slow.layer}" + (f", of {several} a GPU" if several > 1 else "") + (", the slowest" if unlike else "")
+        f"{slow.source}: {slow.rate}, {slow.layer}"
+        + (f", of {several} a GPU" if several > 1 else "")
+        + (", the slowest" if unlike else "")
     )
     lines = [_line("nic_bytes_per_s", _number(slow.bytes_per_s * several), note)]
-    lines.append(_line("ranks_per_nic", str(shares), f"{count} GPUs, {len(nics)} NIC{'s' * (len(nics) > 1)} nearest to them"))
+    lines.append(
+        _line("ranks_per_nic", str(shares), f"{count} GPUs, {len(nics)} NIC{'s' * (len(nics) > 1)} nearest to them")
+    )
     lines += [f"# GPU {index}: {', '.join(names)} ({how})" for index, (names, how) in enumerate(node.nearest)]
     idle = [nic.name for nic in node.nics if nic not in nics]
     return [*lines, f"# Not nearest to any GPU, so not counted: {', '.join(idle)}"] if idle else lines

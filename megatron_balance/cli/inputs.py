@@ -30,7 +30,14 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers, Solver, When
 from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planning.choice import PlannerChoice, capacity, choose_layers, choose_planner, planning_cost, under_layers
+from megatron_balance.planning.choice import (
+    PlannerChoice,
+    capacity,
+    choose_layers,
+    choose_planner,
+    planning_cost,
+    under_layers,
+)
 from megatron_balance.planning.run import Run, load_config
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.strict_yaml import parse_yaml
@@ -55,7 +62,9 @@ class Inputs:
     """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
 
     def planning_cost(self, cluster: Cluster | None = None) -> CostModel:
-        """The cost model planners plan by: a measured table, or data sheets. `cluster`: other ranks of the same kind."""
+        """The cost model planners plan by: a measured table, or data sheets. `cluster`: other ranks
+        of the same kind.
+        """
         cluster = cluster or self.cluster
         if self.plan_costs is None:
             return AnalyticCost(cluster, self.model, self.tensor_parallel)
@@ -64,7 +73,9 @@ class Inputs:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the section 'Inputs common to the verbs'."""
-    parser.add_argument("--planner", action="append", metavar="NAME", default=[], help=f"one of {', '.join(PLANNERS)}; repeatable")
+    parser.add_argument(
+        "--planner", action="append", metavar="NAME", default=[], help=f"one of {', '.join(PLANNERS)}; repeatable"
+    )
     parser.add_argument(
         "-o",
         dest="options",
@@ -76,14 +87,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--routing",
         choices=get_args(When),
-        help="send transfers between nodes over all NICs of both: always, where Eq. 1 of Zeppelin says it pays, or never "
+        help="send transfers between nodes over all NICs of both: always, where Eq. 1 of Zeppelin says it pays, or "
+        "never "
         f"(default: {_own(lambda layers: layers.routing)})",
     )
     parser.add_argument(
         "--remap",
         action=argparse.BooleanOptionalAction,
-        help="balance tokens outside attention, whatever attention needs "
-        f"(default: {_own(lambda layers: ('where it pays' if layers.remap_when == 'pays' else 'remap') if layers.remap else 'no remap')})",
+        help=f"balance tokens outside attention, whatever attention needs (default: {_own(_remap_words)})",
     )
     parser.add_argument(
         "--remap-solver",
@@ -91,24 +102,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"what finds the remap's moves; all find equally good ones (default {Layers().solver})",
     )
     parser.add_argument(
-        "--cluster", metavar="NAME|FILE", help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})"
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})",
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
     parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks on a node (default: the cluster's)")
-    parser.add_argument("--model", metavar="NAME|FILE", help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})")
-    parser.add_argument("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens")
-    parser.add_argument("--lengths-file", type=Path, metavar="FILE", help="JSON: [lengths] or [[lengths], ...], one list per batch")
     parser.add_argument(
-        "--dataset", metavar="NAME|PATH", help="draw lengths from a known distribution, data codes, or the documents of a file or folder"
+        "--model", metavar="NAME|FILE", help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})"
+    )
+    parser.add_argument("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens")
+    parser.add_argument(
+        "--lengths-file", type=Path, metavar="FILE", help="JSON: [lengths] or [[lengths], ...], one list per batch"
+    )
+    parser.add_argument(
+        "--dataset",
+        metavar="NAME|PATH",
+        help="draw lengths from a known distribution, data codes, or the documents of a file or folder",
     )
     parser.add_argument("--tokens", type=int, metavar="N", help="with --dataset: tokens of a batch")
     parser.add_argument("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
     parser.add_argument("--seed", type=int, metavar="S", help="with --dataset: seed (default 0)")
     parser.add_argument(
-        "--tokens-per-rank", type=int, metavar="L", help="tokens a rank can hold (default: what the model leaves of its memory)"
+        "--tokens-per-rank",
+        type=int,
+        metavar="L",
+        help="tokens a rank can hold (default: what the model leaves of its memory)",
     )
-    parser.add_argument("--plan-costs", type=Path, metavar="FILE", help="plan by a cost table measured by 'profile' (default: data sheets)")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win")
+    parser.add_argument(
+        "--plan-costs",
+        type=Path,
+        metavar="FILE",
+        help="plan by a cost table measured by 'profile' (default: data sheets)",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="all of the above in one YAML; options on the command line win"
+    )
+
+
+def _remap_words(layers: Layers) -> str:
+    """When layers remap, in words."""
+    if not layers.remap:
+        return "no remap"
+    return "where it pays" if layers.remap_when == "pays" else "remap"
 
 
 def _own(what: Callable[[Layers], str]) -> str:
@@ -118,7 +154,8 @@ def _own(what: Callable[[Layers], str]) -> str:
 
 
 def read(args: argparse.Namespace, tensor_parallel: int = 1) -> Inputs:
-    """The inputs that the options and the configuration file say; `tensor_parallel` GPUs of the cluster make one rank.
+    """The inputs that the options and the configuration file say; `tensor_parallel` GPUs of the
+    cluster make one rank.
 
     Raises:
         ConfigError: an option or key that cannot be; names it and what would be right.
@@ -206,7 +243,9 @@ def _numbers(text: str) -> list[int]:
         try:
             values.append(int(word))
         except ValueError:
-            raise ConfigError(f"--lengths: entry {place} is {word.strip()!r}; expected whole numbers of tokens such as 4096,512") from None
+            raise ConfigError(
+                f"--lengths: entry {place} is {word.strip()!r}; expected whole numbers of tokens such as 4096,512"
+            ) from None
     return values
 
 
@@ -229,7 +268,9 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
         choice = choose_planner(name, keys | options[name], f"--planner {name}")
         chosen.append(under_layers(choice, _layers(args, config, name)))
     if args.remap_solver is not None and not any(choice.layers.remap for choice in chosen):
-        raise ConfigError(f"--remap-solver {args.remap_solver} goes with a remap, which {', '.join(wanted)} leaves out; add --remap")
+        raise ConfigError(
+            f"--remap-solver {args.remap_solver} goes with a remap, which {', '.join(wanted)} leaves out; add --remap"
+        )
     return chosen
 
 
@@ -237,8 +278,12 @@ def _layers(args: argparse.Namespace, config: Run, name: str) -> Layers:
     """The layers around a planner: its own, but for the configuration, but for the command line."""
     routing, remap = config.routing, config.remap
     if args.routing is not None:
-        routing = routing.model_copy(update={"when": args.routing}) if isinstance(routing, RoutingChoice) else args.routing
-    if args.remap is not None and not (args.remap and isinstance(remap, RemapChoice)):  # --remap keeps how the configuration does it
+        routing = (
+            routing.model_copy(update={"when": args.routing}) if isinstance(routing, RoutingChoice) else args.routing
+        )
+    if args.remap is not None and not (
+        args.remap and isinstance(remap, RemapChoice)
+    ):  # --remap keeps how the configuration does it
         remap = args.remap
     layers = choose_layers(name, routing, remap)
     return layers if args.remap_solver is None else dataclasses.replace(layers, solver=args.remap_solver)
@@ -253,7 +298,9 @@ def _options(given: Sequence[str], wanted: Sequence[str]) -> Mapping[str, dict[s
             raise ConfigError(f"-o {entry}: expected KEY=VALUE, such as -o tokens_per_rank=8192")
         planner, dot, rest = key.partition(".")
         if dot and planner not in wanted:
-            raise ConfigError(f"-o {entry}: planner {planner!r} is not among the planners of this run: {', '.join(wanted)}")
+            raise ConfigError(
+                f"-o {entry}: planner {planner!r} is not among the planners of this run: {', '.join(wanted)}"
+            )
         for name in [planner] if dot else wanted:
             options[name][rest if dot else key] = parse_yaml(text, f"-o {entry}")
     return options
@@ -265,7 +312,9 @@ def _with_capacity(choice: PlannerChoice, default: int) -> PlannerChoice:
     return dataclasses.replace(choice, options=dataclasses.replace(choice.options, tokens_per_rank=default))
 
 
-def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], *, assumed: bool) -> None:
+def _check_capacity(
+    batches: Sequence[Batch], cluster: Cluster, planners: Sequence[PlannerChoice], *, assumed: bool
+) -> None:
     """Reject batches of more tokens than the ranks hold that a planner lets hold tokens.
 
     Raises:
@@ -277,7 +326,11 @@ def _check_capacity(batches: Sequence[Batch], cluster: Cluster, planners: Sequen
             check_pool(batch.lengths, num_ranks, each)
         except InfeasibleError as error:
             which = f"batch {number}: " if len(batches) > 1 else ""
-            whence = ". The capacity comes from the model and the cluster's memory; --tokens-per-rank sets it" if assumed else ""
+            whence = (
+                ". The capacity comes from the model and the cluster's memory; --tokens-per-rank sets it"
+                if assumed
+                else ""
+            )
             raise InfeasibleError(f"{which}{error}{whence}") from None
 
 

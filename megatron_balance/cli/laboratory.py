@@ -1,4 +1,6 @@
-"""The bench that `simulate` and `compare` share: options of the machine and of the step, planning and simulating with progress."""
+"""The bench that `simulate` and `compare` share: options of the machine and of the step, planning
+and simulating with progress.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ PING_PONG: dict[str, PingPong] = {"auto": "auto", "true": True, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One planner's steps, and how they run. `plan_ms`: milliseconds that planning a batch took on average."""
+    """One planner's steps, and how they run. `plan_ms`: milliseconds that planning a batch took on
+    average.
+    """
 
     name: str
     mode: StepMode
@@ -41,15 +45,19 @@ class Planned:
     plan_ms: float
 
     def described(self) -> dict[str, Any]:
-        """The mode for JSON, by the keys of a configuration; `pipeline` is null where there is one stage."""
+        """The mode for JSON, by the keys of a configuration; `pipeline` is null where there is one
+        stage.
+        """
         return {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
 
     def in_words(self) -> str:
         """The mode in words; empty where microbatches run whole, on one stage."""
         parts = ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
-        parts += {"joint": ["all pipeline stages attending together"], "stages": ["each pipeline stage attending for itself"], None: []}[
-            self.mode.pipeline
-        ]
+        parts += {
+            "joint": ["all pipeline stages attending together"],
+            "stages": ["each pipeline stage attending for itself"],
+            None: [],
+        }[self.mode.pipeline]
         return ", ".join(parts)
 
 
@@ -57,8 +65,8 @@ class Planned:
 class Bench:
     """The machine and the kind of step that plans are simulated on. `group`: batches of a step.
 
-    `pool`: the machine of all pipeline stages' ranks; `machine` where there is one stage. `ping_pong`, `stages`: as the keys `ping_pong`
-    and `pipeline` of a configuration.
+    `pool`: the machine of all pipeline stages' ranks; `machine` where there is one stage.
+    `ping_pong`, `stages`: as the keys `ping_pong` and `pipeline` of a configuration.
     """
 
     given: Inputs
@@ -81,7 +89,8 @@ class Bench:
         return step_mode(choice, self.setup.pipeline, self.ping_pong, self.stages)
 
     def plan(self, choice: PlannerChoice) -> Planned:
-        """Plan all steps, for the cluster as its configuration has it; a system that makes microbatches of its own makes them.
+        """Plan all steps, for the cluster as its configuration has it; a system that makes
+        microbatches of its own makes them.
 
         Raises:
             ConfigError: a way of running that the planner or the model does not allow.
@@ -109,7 +118,9 @@ class Bench:
         from megatron_balance.simulator.report import summary
         from megatron_balance.simulator.training import simulate_planned
 
-        machines = list(zip(self.perturbation.machines(self.machine), self.perturbation.machines(self.pool), strict=True))
+        machines = list(
+            zip(self.perturbation.machines(self.machine), self.perturbation.machines(self.pool), strict=True)
+        )
         steps = [
             simulate_planned(step, stage, pool, self.setup)
             for step in progress(planned.steps, f"{planned.name}: simulate")
@@ -118,14 +129,19 @@ class Bench:
         return {**summary(steps), **planned.described()}
 
     def imbalance(self, planned: Planned) -> dict[str, float]:
-        """Largest over mean load of the ranks: tokens in the mean over microbatches, attention over all that attends."""
+        """Largest over mean load of the ranks: tokens in the mean over microbatches, attention over
+        all that attends.
+        """
         from megatron_balance.analysis.statistics import figures
 
         plans = {
             "tokens": [plan for step in planned.steps for plan in step.plans],
             "attention": [plan for step in planned.steps for plan in step.attention],
         }
-        return {key: fmean(figures(plan, self.given.model)["imbalance"][key] for plan in found) for key, found in plans.items()}
+        return {
+            key: fmean(figures(plan, self.given.model)["imbalance"][key] for plan in found)
+            for key, found in plans.items()
+        }
 
     def described(self) -> dict[str, Any]:
         """Description of the bench, for JSON."""
@@ -147,34 +163,67 @@ class Bench:
         count = len(given.batches) // self.group
         tokens = fmean(batch.num_tokens for batch in given.batches)
         ranks = "ranks" if given.tensor_parallel == 1 else f"ranks of {given.tensor_parallel} GPUs"
-        what = f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on {cluster.name}{assumed}"
+        what = (
+            f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on "
+            f"{cluster.name}{assumed}"
+        )
         return f"{what}; {count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of the machine and of the step."""
     parser.add_argument(
-        "--costs", type=Path, metavar="FILE", help="simulate with a cost table measured by 'profile' (default: data sheets)"
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="simulate with a cost table measured by 'profile' (default: data sheets)",
     )
     parser.add_argument(
-        "--slow", action="append", default=[], metavar="RANK=FACTOR", help="a rank that computes FACTOR times slower; repeatable"
+        "--slow",
+        action="append",
+        default=[],
+        metavar="RANK=FACTOR",
+        help="a rank that computes FACTOR times slower; repeatable",
     )
-    parser.add_argument("--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))")
-    parser.add_argument("--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)")
+    parser.add_argument(
+        "--spread", type=float, default=0.0, metavar="S", help="simulate machines whose times are off by exp(N(0, S))"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=None, metavar="N", help="with --spread: how many of them (default 20)"
+    )
     parser.add_argument("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
-    parser.add_argument("--policy", choices=("keep", "replay"), help="hold received keys and values for the backward, or bring them again")
-    parser.add_argument("--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)")
+    parser.add_argument(
+        "--policy",
+        choices=("keep", "replay"),
+        help="hold received keys and values for the backward, or bring them again",
+    )
+    parser.add_argument(
+        "--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)"
+    )
     parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="batches of a step (default 1)")
     parser.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
         metavar="T",
-        help="GPUs of a tensor-parallel group, which is a rank then; --ranks and the cluster's files count GPUs (default 1)",
+        help=(
+            "GPUs of a tensor-parallel group, which is a rank then; --ranks and the cluster's files count GPUs "
+            "(default 1)"
+        ),
     )
-    parser.add_argument("--expert-parallel", type=int, default=1, metavar="E", help="ranks that share a layer's experts (default 1)")
-    parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline stages, each with the cluster's ranks (default 1)")
-    parser.add_argument("--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)")
+    parser.add_argument(
+        "--expert-parallel", type=int, default=1, metavar="E", help="ranks that share a layer's experts (default 1)"
+    )
+    parser.add_argument(
+        "--pipeline",
+        type=int,
+        default=1,
+        metavar="P",
+        help="pipeline stages, each with the cluster's ranks (default 1)",
+    )
+    parser.add_argument(
+        "--interleave", type=int, default=1, metavar="V", help="model chunks of a pipeline stage (default 1)"
+    )
     parser.add_argument("--no-overlap-sync", action="store_true", help="synchronise gradients after the last backward")
     parser.add_argument(
         "--transport",
@@ -183,12 +232,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what carries transfers: streams as NCCL's (default), or sockets as gloo's on CPUs",
     )
     parser.add_argument(
-        "--engine", choices=("auto", "events", "rounds"), default="auto", help="events: every transfer on its own; rounds: for many ranks"
+        "--engine",
+        choices=("auto", "events", "rounds"),
+        default="auto",
+        help="events: every transfer on its own; rounds: for many ranks",
     )
 
 
 def add_mode_options(parser: argparse.ArgumentParser) -> None:
-    """Options of how training would run the plans; without them a step runs as training would run it."""
+    """Options of how training would run the plans; without them a step runs as training would run
+    it.
+    """
     parser.add_argument(
         "--ping-pong",
         choices=tuple(PING_PONG),
@@ -198,7 +252,8 @@ def add_mode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages",
         choices=("joint", "stages"),
-        help="with --pipeline: all stages attend together, or each for itself under Megatron's schedule, as the key pipeline of a "
+        help="with --pipeline: all stages attend together, or each for itself under Megatron's schedule, as the key "
+        "pipeline of a "
         "configuration (default: joint where the planner can)",
     )
 
@@ -215,7 +270,8 @@ def read(args: argparse.Namespace) -> Inputs:
     for option, table in (("--costs", args.costs), ("--plan-costs", given.plan_costs)):
         if table is not None and args.tensor_parallel > 1:
             raise ConfigError(
-                f"{option} {table} goes with --tensor-parallel 1: it was measured on one GPU, and a rank is {args.tensor_parallel} of them"
+                f"{option} {table} goes with --tensor-parallel 1: it was measured on one GPU, and a rank is "
+                f"{args.tensor_parallel} of them"
             )
     _check_experts(args.expert_parallel, given)
     return given
@@ -230,7 +286,8 @@ def _check_experts(ranks: int, given: Inputs) -> None:
     here = min(ranks, cluster.node_size)
     if ranks < 1 or model.num_experts % ranks or cluster.num_ranks % ranks or ranks % here:
         raise ConfigError(
-            f"--expert-parallel {ranks}: must divide the {model.num_experts} experts of {model.name} and the {cluster.num_ranks} ranks, "
+            f"--expert-parallel {ranks}: must divide the {model.num_experts} experts of {model.name} and the "
+            f"{cluster.num_ranks} ranks, "
             f"and fill nodes of {cluster.node_size} ranks if it is more than one"
         )
 
@@ -247,7 +304,8 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
 
     if args.microbatches < 1 or len(given.batches) % args.microbatches:
         raise ConfigError(
-            f"--microbatches {args.microbatches}: {len(given.batches)} batches do not make whole steps of so many; give a divisor"
+            f"--microbatches {args.microbatches}: {len(given.batches)} batches do not make whole steps of so many; "
+            "give a divisor"
         )
     if args.draws is not None and not args.spread:
         raise ConfigError(f"--draws {args.draws} goes with --spread S, such as 0.1")
@@ -264,7 +322,9 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     perturbation = Perturbation(args.spread, 20 if args.draws is None else args.draws, args.spread_seed)
     slow = _slowdown(args.slow, given.cluster.num_ranks)
     machine = Machine(given.cluster, given.model, _cost(args, given, given.cluster), slow)
-    return Bench(given, machine, setup, perturbation, args.microbatches, _pool(args, given, slow), *_mode_keys(args, given))
+    return Bench(
+        given, machine, setup, perturbation, args.microbatches, _pool(args, given, slow), *_mode_keys(args, given)
+    )
 
 
 def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> Machine:
@@ -276,7 +336,9 @@ def _pool(args: argparse.Namespace, given: Inputs, slow: tuple[float, ...]) -> M
 
 
 def _mode_keys(args: argparse.Namespace, given: Inputs) -> tuple[PingPong, Stages]:
-    """How training would run the plans: the command line's word, else the configuration's. A verb without the options: whole, apart."""
+    """How training would run the plans: the command line's word, else the configuration's. A verb
+    without the options: whole, apart.
+    """
     if not hasattr(args, "stages"):
         return False, "stages"
     if args.stages is not None and args.pipeline == 1:
@@ -301,7 +363,9 @@ def _slowdown(given: Sequence[str], num_ranks: int) -> tuple[float, ...]:
     for entry in given:
         rank, _, factor = entry.partition("=")
         if not rank.isdigit() or int(rank) >= num_ranks:
-            raise ConfigError(f"--slow {entry}: expected RANK=FACTOR with a rank from 0 to {num_ranks - 1}, such as 3=1.5")
+            raise ConfigError(
+                f"--slow {entry}: expected RANK=FACTOR with a rank from 0 to {num_ranks - 1}, such as 3=1.5"
+            )
         try:
             factors[int(rank)] = float(factor)
         except ValueError:

@@ -35,10 +35,14 @@ PER_RANK = (
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add the verb `plan`."""
-    parser = subparsers.add_parser("plan", help="place sequences on ranks; print balance and comm pattern", description=__doc__)
+    parser = subparsers.add_parser(
+        "plan", help="place sequences on ranks; print balance and comm pattern", description=__doc__
+    )
     inputs.add_options(parser)
     parser.add_argument(
-        "--verify", action="store_true", help="prove that every query meets every key it may see exactly once, forward and backward"
+        "--verify",
+        action="store_true",
+        help="prove that every query meets every key it may see exactly once, forward and backward",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the whole plan; 'verify FILE' proves it")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
@@ -57,21 +61,31 @@ def run(args: argparse.Namespace) -> int:
     given = inputs.read(args)
     if args.out and len(given.planners) > 1:
         raise ConfigError(
-            f"--out {args.out} holds the plans of one planner, and {len(given.planners)} are asked for; run plan once for each"
+            f"--out {args.out} holds the plans of one planner, and {len(given.planners)} are asked for; run plan once "
+            "for each"
         )
     runs = [_run_planner(choice, given, verify=args.verify) for choice in given.planners]
     if args.out:
         planfile.write(args.out, [plan for plan, _ in runs[0]], given.config.backward)
-    reports = {choice.name: _report(choice, given, [r for _, r in results]) for choice, results in zip(given.planners, runs, strict=True)}
+    reports = {
+        choice.name: _report(choice, given, [r for _, r in results])
+        for choice, results in zip(given.planners, runs, strict=True)
+    }
     if args.json:
-        document = next(iter(reports.values())) if len(reports) == 1 else {"num_ranks": given.cluster.num_ranks, "planners": reports}
+        document = (
+            next(iter(reports.values()))
+            if len(reports) == 1
+            else {"num_ranks": given.cluster.num_ranks, "planners": reports}
+        )
         print(json.dumps(document))
     else:
         _show(reports.values(), given)
     return 1 if any(result["verified"] is False for results in runs for _, result in results) else 0
 
 
-def _run_planner(choice: PlannerChoice, given: inputs.Inputs, *, verify: bool) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
+def _run_planner(
+    choice: PlannerChoice, given: inputs.Inputs, *, verify: bool
+) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
     from megatron_balance.analysis.statistics import figures
 
     cost = given.planning_cost()
@@ -154,30 +168,50 @@ def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
     sequences = fmean(len(batch.lengths) for batch in given.batches)
     tokens = fmean(batch.num_tokens for batch in given.batches)
     batches = f"mean of {len(given.batches)} batches" if len(given.batches) > 1 else "1 batch"
-    console.print(f"{batches}: {_plain(sequences)} sequences, {_plain(tokens)} tokens; a rank holds up to {given.tokens_per_rank:,}")
+    console.print(
+        f"{batches}: {_plain(sequences)} sequences, {_plain(tokens)} tokens; a rank holds up to "
+        f"{given.tokens_per_rank:,}"
+    )
     for report in reports:
         table = Table(title=f"{report['planner']}: per rank, one layer, forward", title_justify="left")
         for column in ("", "min", "mean", "max", "max / mean"):
             table.add_column(column, justify="left" if not column else "right")
         results = report["results"]
         for label, key in PER_RANK:
-            if key != "attention_tokens_per_rank" or any(result[key] != result["tokens_per_rank"] for result in results):
+            if key != "attention_tokens_per_rank" or any(
+                result[key] != result["tokens_per_rank"] for result in results
+            ):
                 _add_row(table, label, [result[key] for result in results])
         for label, key in (("MB received", "total"), ("  of these, inter-node", "inter_node")):
-            _add_row(table, label, [_megabytes(result["bytes_received_per_rank"][key]) for result in results], decimals=1)
-        _add_row(table, "MB sent by each NIC", [_megabytes(list(chain(*result["bytes_sent_per_nic"]))) for result in results], decimals=1)
+            _add_row(
+                table, label, [_megabytes(result["bytes_received_per_rank"][key]) for result in results], decimals=1
+            )
+        _add_row(
+            table,
+            "MB sent by each NIC",
+            [_megabytes(list(chain(*result["bytes_sent_per_nic"]))) for result in results],
+            decimals=1,
+        )
         console.print(table)
         for line in _layer_lines(report, results):
             console.print(line)
-        console.print(f"planned in {report['summary']['plan_ms']:.2f} ms; {_verdict([result['verified'] for result in results])}")
+        console.print(
+            f"planned in {report['summary']['plan_ms']:.2f} ms; {_verdict([result['verified'] for result in results])}"
+        )
 
 
 def _layer_lines(report: dict[str, Any], results: list[dict[str, Any]]) -> Iterable[str]:
     """Lines on the remap and the routing, where they do anything."""
-    moved, routed = (fmean(values) for values in ([r["remap"]["tokens_moved"] for r in results], [r["routed_transfers"] for r in results]))
+    moved, routed = (
+        fmean(values)
+        for values in ([r["remap"]["tokens_moved"] for r in results], [r["routed_transfers"] for r in results])
+    )
     if moved:
         inter_node = fmean(r["remap"]["tokens_moved_inter_node"] for r in results)
-        yield f"remap: {_plain(moved)} tokens have another rank for attention, {_plain(inter_node)} of them on another node"
+        yield (
+            f"remap: {_plain(moved)} tokens have another rank for attention, {_plain(inter_node)} of them on "
+            "another node"
+        )
     if routed:
         yield f"routing {report['routing']}: {_plain(routed)} transfers between nodes go over all NICs"
 
@@ -187,7 +221,9 @@ def _megabytes(num_bytes: Sequence[int]) -> list[float]:
 
 
 def _add_row(table: Any, label: str, batches: list[list[float]], decimals: int = 0) -> None:
-    """One row: the mean over batches of each batch's min, mean and max over ranks; rows of nothing but zeros are left out."""
+    """One row: the mean over batches of each batch's min, mean and max over ranks; rows of nothing
+    but zeros are left out.
+    """
     low, mean, high = (fmean(f(ranks) for ranks in batches) for f in (min, fmean, max))
     if high or label in ("tokens", "attention pairs"):
         cells = [f"{value:,.{decimals}f}" for value in (low, mean, high)]

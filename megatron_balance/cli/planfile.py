@@ -1,7 +1,8 @@
-"""The file of `plan --out`: a plan, its fingerprint and, when it is not too long, its program as text.
+"""The file of `plan --out`: a plan, its fingerprint and, when it is not too long, its program as
+text.
 
-One batch is one object: the keys of `ir.plan.to_json` and `fingerprint`, `policy`, `program` (lines, or null). Several
-batches are `{"format": ..., "plans": [...]}` of such objects.
+One batch is one object: the keys of `ir.plan.to_json` and `fingerprint`, `policy`, `program`
+(lines, or null). Several batches are `{"format": ..., "plans": [...]}` of such objects.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_balance.ir.text import parse, text
 LIST_FORMAT = "megatron-balance plans 1"
 MAX_PROGRAM_LINES = 20_000
 MAX_PROGRAM_RANKS = 64
-"""Beyond this the program of nearly every plan is longer than the file may hold, and building it only to count is slow."""
+"""Beyond this the program of nearly every plan is longer than the file may hold, and building it
+only to count is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,13 @@ def write(path: Path, plans: Sequence[MicrobatchPlan], policy: Policy) -> None:
         ConfigError: the file cannot be written.
     """
     entries = [
-        {**json.loads(to_json(p)), "fingerprint": p.fingerprint(), "policy": policy, "program": _program_lines(p, policy)} for p in plans
+        {
+            **json.loads(to_json(p)),
+            "fingerprint": p.fingerprint(),
+            "policy": policy,
+            "program": _program_lines(p, policy),
+        }
+        for p in plans
     ]
     document = entries[0] if len(entries) == 1 else {"format": LIST_FORMAT, "plans": entries}
     try:
@@ -67,16 +75,25 @@ def read(path: Path) -> list[Entry]:
     try:
         document: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; 'megatron-balance plan --out {path}' writes one") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; 'megatron-balance plan --out {path}' writes one"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: not a plan: holds a {type(document).__name__}; 'megatron-balance plan --out FILE' writes one")
+        raise ConfigError(
+            f"{path}: not a plan: holds a {type(document).__name__}; 'megatron-balance plan --out FILE' writes one"
+        )
     body = cast("dict[str, Any]", document)
-    entries: list[Any] = body["plans"] if body.get("format") == LIST_FORMAT and isinstance(body.get("plans"), list) else [body]
+    entries: list[Any] = (
+        body["plans"] if body.get("format") == LIST_FORMAT and isinstance(body.get("plans"), list) else [body]
+    )
     if not entries:
         raise ConfigError(f"{path}: holds no plans")
-    return [_entry(entry, f"{path}: plan {number}" if len(entries) > 1 else str(path)) for number, entry in enumerate(entries)]
+    return [
+        _entry(entry, f"{path}: plan {number}" if len(entries) > 1 else str(path))
+        for number, entry in enumerate(entries)
+    ]
 
 
 def _entry(entry: Any, where: str) -> Entry:
@@ -86,7 +103,9 @@ def _entry(entry: Any, where: str) -> Entry:
     fingerprint, lines = body.get("fingerprint"), body.get("program")
     if fingerprint is not None and not isinstance(fingerprint, str):
         raise ConfigError(f"{where}: fingerprint: expected text, got {fingerprint!r:.60}")
-    if lines is not None and (not isinstance(lines, list) or not all(isinstance(line, str) for line in cast("list[Any]", lines))):
+    if lines is not None and (
+        not isinstance(lines, list) or not all(isinstance(line, str) for line in cast("list[Any]", lines))
+    ):
         raise ConfigError(f"{where}: program: expected a list of lines or null")
     try:
         plan = from_json(json.dumps(body))
@@ -111,15 +130,18 @@ def prove(plan: MicrobatchPlan, policy: Policy) -> int:
 
 
 def prove_entry(entry: Entry, policy: Policy) -> int:
-    """Number of ops of the plan's program, after proving the plan by `policy` and the program as it is written.
+    """Number of ops of the plan's program, after proving the plan by `policy` and the program as it
+    is written.
 
     Raises:
-        InvalidProgramError: what was written is not what was planned, or does not compute causal attention.
+        InvalidProgramError: what was written is not what was planned, or does not compute causal
+            attention.
     """
     plan, program = entry.plan, entry.program
     if entry.fingerprint is not None and entry.fingerprint != plan.fingerprint():
         raise InvalidProgramError(
-            f"the fingerprint written is {entry.fingerprint}, that of the plan is {plan.fingerprint()}: the plan was changed"
+            f"the fingerprint written is {entry.fingerprint}, that of the plan is {plan.fingerprint()}: the plan was "
+            "changed"
         )
     num_ops = prove(plan, policy)
     if program is not None:
@@ -132,7 +154,9 @@ def prove_entry(entry: Entry, policy: Policy) -> int:
 
 
 def _check_routes(plan: MicrobatchPlan, program: Program) -> None:
-    """The program written takes the plan's routes; it would compute the same by any others, or by none."""
+    """The program written takes the plan's routes; it would compute the same by any others, or by
+    none.
+    """
     from megatron_balance.compile.pipeline import expand
 
     planned = expand(plan, cast("Policy | None", program.policy))
@@ -141,7 +165,8 @@ def _check_routes(plan: MicrobatchPlan, program: Program) -> None:
         for wrote, meant in zip(theirs, ours, strict=False):
             if wrote.routes != meant.routes:
                 raise InvalidProgramError(
-                    f"the program written is not the plan's: {phase} exchange {wrote.id} is routed {wrote.routes!r:.80}, "
+                    f"the program written is not the plan's: {phase} exchange {wrote.id} is routed "
+                    f"{wrote.routes!r:.80}, "
                     f"planned {meant.routes!r:.80}"
                 )
 
@@ -157,10 +182,13 @@ def _check_same(plan: MicrobatchPlan, program: Program) -> None:
         ("num_ranks", plan.num_ranks, program.num_ranks),
     ):
         if planned != written:
-            raise InvalidProgramError(f"the program written is not the plan's: {what} {written!r:.80}, planned {planned!r:.80}")
+            raise InvalidProgramError(
+                f"the program written is not the plan's: {what} {written!r:.80}, planned {planned!r:.80}"
+            )
     for rank, owned in enumerate(program.owned):
         planned_rows = [tuple(int(v) for v in row) for row in layout(plan, rank)]
         if list(owned) != planned_rows:
             raise InvalidProgramError(
-                f"the program written is not the plan's: rank {rank} holds {list(owned)!r:.80}, planned {planned_rows!r:.80}"
+                f"the program written is not the plan's: rank {rank} holds {list(owned)!r:.80}, planned "
+                f"{planned_rows!r:.80}"
             )

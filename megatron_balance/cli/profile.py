@@ -1,4 +1,6 @@
-"""`megatron-balance profile`: measure this machine's kernels and links into a cost table for planners and the simulator."""
+"""`megatron-balance profile`: measure this machine's kernels and links into a cost table for
+planners and the simulator.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "profile", help="measure this machine's attention kernel and links into a cost table", description=__doc__
     )
-    parser.add_argument("--device", choices=tuple(DEFAULT_MODELS), help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument(
-        "--model", metavar="NAME|FILE", help="whose heads, layers and element type (default: gpt-tiny on cpu, llama-7b on cuda)"
+        "--device", choices=tuple(DEFAULT_MODELS), help="cpu or cuda (default: cuda where there is one)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help="whose heads, layers and element type (default: gpt-tiny on cpu, llama-7b on cuda)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the cost table here")
     parser.add_argument("--quick", action="store_true", help="a coarse grid and few samples: seconds")
-    parser.add_argument("--kernel", metavar="NAME", help="attention kernel (default: the fastest that serves the tensors)")
+    parser.add_argument(
+        "--kernel", metavar="NAME", help="attention kernel (default: the fastest that serves the tensors)"
+    )
     parser.add_argument("--repeats", type=int, metavar="N", help="samples of a figure")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels (default: torch's)")
     parser.add_argument("--q-tokens", metavar="128,512,...", help="grid of attention: queries of an entry")
     parser.add_argument("--k-tokens", metavar="128,512,...", help="grid of attention: keys of an entry without a mask")
-    parser.add_argument("--before-tokens", metavar="0,512,...", help="grid of attention: keys before a causal entry's first query")
-    parser.add_argument("--layer-tokens", metavar="128,512,...", help="tokens of the layer's other modules and of merging")
+    parser.add_argument(
+        "--before-tokens", metavar="0,512,...", help="grid of attention: keys before a causal entry's first query"
+    )
+    parser.add_argument(
+        "--layer-tokens", metavar="128,512,...", help="tokens of the layer's other modules and of merging"
+    )
     parser.add_argument("--pack-bytes", metavar="16384,...", help="sizes of packing")
     parser.add_argument("--message-bytes", metavar="1024,...", help="sizes of messages")
     parser.add_argument(
@@ -47,7 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="measure links too: the launched world's under torchrun, else gloo between two processes of this machine",
     )
-    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="P", help="with --links under torchrun: ranks on a node (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
 
@@ -74,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         if error.name != "torch":
             raise
-        raise ConfigError("profile needs torch: pip install 'megatron-balance[train]', or see 'megatron-balance doctor'") from None
+        raise ConfigError(
+            "profile needs torch: pip install 'megatron-balance[train]', or see 'megatron-balance doctor'"
+        ) from None
     from megatron_balance.config import load_model
     from megatron_balance.cost.table import save_table
 
@@ -97,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> ProfileOptions:
     from megatron_balance.profiling.options import QUICK, ProfileOptions
 
-    given: dict[str, Any] = {axis: _sizes(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis) is not None}
+    given: dict[str, Any] = {
+        axis: _sizes(axis, getattr(args, axis)) for axis in AXES if getattr(args, axis) is not None
+    }
     if args.repeats:
         given["repeats"] = args.repeats
     if args.kernel:
@@ -119,30 +137,46 @@ def _sizes(axis: str, text: str) -> tuple[int, ...]:
 def _progress(points: Iterable[Callable[[], None]], count: int, what: str) -> Iterator[Callable[[], None]]:
     from tqdm import tqdm
 
-    return iter(cast("Iterable[Callable[[], None]]", tqdm(points, total=count, desc=what, unit=" points", file=sys.stderr, disable=None)))
+    return iter(
+        cast(
+            "Iterable[Callable[[], None]]",
+            tqdm(points, total=count, desc=what, unit=" points", file=sys.stderr, disable=None),
+        )
+    )
 
 
 def _show(table: CostTable, model: Model, out: Path | None) -> None:
     from megatron_balance.cost.fits import fit_link
 
     source, attention = table.source, table.attention
-    print(f"{source.device} ({source.kind}), {source.threads} threads, {source.date}, torch {source.torch}; of {source.repeats} samples")
+    print(
+        f"{source.device} ({source.kind}), {source.threads} threads, {source.date}, torch {source.torch}; of "
+        f"{source.repeats} samples"
+    )
     heads = f"{attention.num_heads} heads, {attention.num_kv_heads} of keys, head dim {attention.head_dim}"
     print(f"attention kernel {attention.kernel}, {attention.dtype}, {heads}")
     flops = model.attention_flops_per_pair * attention.q_tokens[-1]
     for name, rows, keys in (
         ("full", (attention.full_s, attention.full_backward_s), attention.k_tokens[-1]),
-        ("causal", (attention.causal_s, attention.causal_backward_s), attention.before_tokens[-1] + (attention.q_tokens[-1] + 1) / 2),
+        (
+            "causal",
+            (attention.causal_s, attention.causal_backward_s),
+            attention.before_tokens[-1] + (attention.q_tokens[-1] + 1) / 2,
+        ),
     ):
         forward, backward = (row[-1][-1] for row in rows)
         print(
-            f"  {name}, largest: {flops * keys / forward / 1e9:,.1f} GFLOP/s forward; backward takes {backward / forward:.1f} times as long"
+            f"  {name}, largest: {flops * keys / forward / 1e9:,.1f} GFLOP/s forward; backward takes "
+            f"{backward / forward:.1f} times as long"
         )
     print(f"  a launch: {1e6 * attention.launch_s:.1f} us forward, {1e6 * attention.backward_launch_s:.1f} us backward")
     print(f"merge: {table.merge.sizes[-1] / table.merge.seconds[-1] / 1e6:.2f} M tokens/s")
     print(f"pack: {table.pack.sizes[-1] / table.pack.seconds[-1] / 1e9:.2f} GB/s")
     layer = table.layer
-    print(f"layer, {layer.tokens[-1]} tokens: {1e3 * layer.forward_s[-1]:.2f} ms forward, {1e3 * layer.backward_s[-1]:.2f} ms backward")
+    print(
+        f"layer, {layer.tokens[-1]} tokens: {1e3 * layer.forward_s[-1]:.2f} ms forward, "
+        f"{1e3 * layer.backward_s[-1]:.2f} ms backward"
+    )
     for link in table.links:
         fitted = fit_link(link.sizes, link.seconds)
         print(f"{link.name} ({link.backend}): alpha {1e6 * fitted.alpha_s:.1f} us, {fitted.bytes_per_s / 1e9:.3f} GB/s")

@@ -30,7 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "report", help="one HTML page: where the time goes, what limits it, what would help", description=__doc__
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.html", help="the page to write; it needs no network"
+    )
     parser.add_argument(
         "--steps",
         type=Path,
@@ -41,8 +43,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     inputs.add_options(parser)
     laboratory.add_options(parser)
-    parser.add_argument("--baseline", metavar="NAME", help=f"the planner that others are held against (default {BASELINE})")
-    parser.add_argument("--json", action="store_true", help="also print the page's figures as one JSON document on stdout")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help=f"the planner that others are held against (default {BASELINE})"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="also print the page's figures as one JSON document on stdout"
+    )
     parser.set_defaults(run=run)
     parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})  # pyright: ignore[reportPrivateUsage]
 
@@ -136,14 +142,26 @@ class _Desk:
 
     bench: laboratory.Bench
 
-    def asked(self, args: argparse.Namespace, choices: tuple[PlannerChoice, ...], baseline: str, *, explicit: bool) -> Asked:
+    def asked(
+        self, args: argparse.Namespace, choices: tuple[PlannerChoice, ...], baseline: str, *, explicit: bool
+    ) -> Asked:
         from megatron_balance.report.cases import Asked, Case
 
         bench, given = self.bench, self.bench.given
-        cases = tuple(Case(choice, given.batches, bench.group, given.cluster, bench.machine, bench.setup) for choice in choices)
+        cases = tuple(
+            Case(choice, given.batches, bench.group, given.cluster, bench.machine, bench.setup) for choice in choices
+        )
         costs = "" if args.costs is None else str(args.costs)
         return Asked(
-            cases, baseline, self.plan, self.play, given.assumed, _lengths_from(args, given), costs, explicit, given.tensor_parallel
+            cases,
+            baseline,
+            self.plan,
+            self.play,
+            given.assumed,
+            _lengths_from(args, given),
+            costs,
+            explicit,
+            given.tensor_parallel,
         )
 
     def plan(self, case: Case) -> tuple[StepPlan, ...]:
@@ -172,6 +190,12 @@ def _lengths_from(args: argparse.Namespace, given: inputs.Inputs) -> str:
     if args.lengths_file is not None:
         return f"the file {args.lengths_file}"
     if args.dataset is not None or drawn is not None:
-        seed = args.seed if args.seed is not None else drawn.seed if drawn is not None and args.dataset in (None, drawn.name) else 0
+        seed = (
+            args.seed
+            if args.seed is not None
+            else drawn.seed
+            if drawn is not None and args.dataset in (None, drawn.name)
+            else 0
+        )
         return f"drawn from {args.dataset or (drawn.name if drawn is not None else '')}, seed {seed}"
     return f"the configuration {given.config.source}"

@@ -25,7 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("reproduce", help="a paper's published numbers beside ours", description=__doc__)
     parser.add_argument("paper", metavar="PAPER", help="such as zeppelin")
     parser.add_argument("table", metavar="TABLE", nargs="?", help="one table or figure, such as fig11 (default: all)")
-    parser.add_argument("--batches", type=int, metavar="K", help="batches drawn for each number (default: each table's own)")
+    parser.add_argument(
+        "--batches", type=int, metavar="K", help="batches drawn for each number (default: each table's own)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
 
@@ -52,7 +54,17 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             _show(console, f"{name}: {table.title}", rows_of[name])
     if args.json:
-        print(json.dumps({"rows": [{"paper": args.paper, "table": name, **asdict(row)} for name, rows in rows_of.items() for row in rows]}))
+        print(
+            json.dumps(
+                {
+                    "rows": [
+                        {"paper": args.paper, "table": name, **asdict(row)}
+                        for name, rows in rows_of.items()
+                        for row in rows
+                    ]
+                }
+            )
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""`megatron-balance simulate`: how long a step takes on a cluster, where the time goes, and what the ranks hold, without a GPU."""
+"""`megatron-balance simulate`: how long a step takes on a cluster, where the time goes, and what
+the ranks hold, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add the verb `simulate`."""
-    parser = subparsers.add_parser("simulate", help="step time, phases, memory and utilisation on a cluster", description=__doc__)
+    parser = subparsers.add_parser(
+        "simulate", help="step time, phases, memory and utilisation on a cluster", description=__doc__
+    )
     inputs.add_options(parser)
     laboratory.add_options(parser)
     laboratory.add_mode_options(parser)
@@ -39,9 +43,14 @@ def run(args: argparse.Namespace) -> int:
     given = laboratory.read(args)
     bench = laboratory.bench(args, given)
     if args.trace and len(given.planners) > 1:
-        raise ConfigError(f"--trace {args.trace} is of one planner, and {len(given.planners)} are asked for; run simulate once for each")
+        raise ConfigError(
+            f"--trace {args.trace} is of one planner, and {len(given.planners)} are asked for; run simulate once for "
+            "each"
+        )
     if args.trace and args.transport == "sockets":
-        raise ConfigError("--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams")
+        raise ConfigError(
+            "--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams"
+        )
     planned = [bench.plan(choice) for choice in given.planners]
     reports = {each.name: {"planner": each.name, **bench.simulate(each), **bench.described()} for each in planned}
     if args.trace:
@@ -59,7 +68,8 @@ def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
     step = planned.steps[0]
     if planned.mode.ping_pong:
         raise ConfigError(
-            f"--trace {path} is of one attention call, and {planned.name} runs two nano-batches interleaved; add --ping-pong false"
+            f"--trace {path} is of one attention call, and {planned.name} runs two nano-batches interleaved; add "
+            "--ping-pong false"
         )
     if planned.mode.joint:
         document = timeline(step.fullest_tick().plan, bench.pool, "replay")
@@ -80,7 +90,9 @@ def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dic
         step, peak = report["step_s"], report["peak_bytes_per_rank"]
         spread = f" ({step['p5']:.3f} to {step['p95']:.3f})" if step["p5"] != step["p95"] else ""
         how = f", {runs[name]}" if runs[name] else ""
-        console.print(f"{name}: {step['median']:.3f} s a step{spread}, {report['tokens_per_s']:,.0f} tokens/s, simulated{how}")
+        console.print(
+            f"{name}: {step['median']:.3f} s a step{spread}, {report['tokens_per_s']:,.0f} tokens/s, simulated{how}"
+        )
         table = Table("phase", "s", "share", title="where the slowest rank's time goes", title_justify="left")
         total = sum(report["phases_s"].values())
         for phase, seconds in report["phases_s"].items():
@@ -88,4 +100,6 @@ def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dic
                 table.add_row(phase.replace("_", " "), f"{seconds:.4f}", f"{seconds / total:.1%}")
         console.print(table)
         used = ", ".join(f"{part} {share:.1%}" for part, share in report["utilisation"].items())
-        console.print(f"busy on average: {used}; memory at most {max(peak) / 1e9:.1f} GB, at least {min(peak) / 1e9:.1f} GB")
+        console.print(
+            f"busy on average: {used}; memory at most {max(peak) / 1e9:.1f} GB, at least {min(peak) / 1e9:.1f} GB"
+        )

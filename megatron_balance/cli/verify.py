@@ -1,4 +1,6 @@
-"""`megatron-balance verify`: prove a plan that `plan --out` wrote: every query meets every key it may see exactly once."""
+"""`megatron-balance verify`: prove a plan that `plan --out` wrote: every query meets every key it
+may see exactly once.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,15 @@ from megatron_balance.errors import InvalidProgramError
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add the verb `verify`."""
-    parser = subparsers.add_parser("verify", help="prove a plan written by 'plan --out', forward and backward", description=__doc__)
+    parser = subparsers.add_parser(
+        "verify", help="prove a plan written by 'plan --out', forward and backward", description=__doc__
+    )
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="what 'plan --out' wrote")
     parser.add_argument(
-        "--policy", choices=("keep", "replay"), default="keep", help="backward with received KV kept, or communicated again"
+        "--policy",
+        choices=("keep", "replay"),
+        default="keep",
+        help="backward with received KV kept, or communicated again",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
@@ -44,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         elif not args.json:
             written = "; the program written with it is right too" if result["program_checked"] else ""
             print(
-                f"{name}: verified: {result['planner']} {result['fingerprint']}, {result['num_ops']} ops, backward {args.policy}{written}"
+                f"{name}: verified: {result['planner']} {result['fingerprint']}, {result['num_ops']} ops, backward "
+                f"{args.policy}{written}"
             )
     return 1 if failed else 0
 

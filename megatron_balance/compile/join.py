@@ -16,17 +16,23 @@ from megatron_balance.ir.program import NO_ROUTES, Attend, AttendGrad, Exchange,
 from megatron_balance.ir.rows import Rows
 
 
-def join(ranks: Sequence[RankProgram], lengths: tuple[int, ...], num_heads: int, num_kv_heads: int, policy: str | None = None) -> Program:
+def join(
+    ranks: Sequence[RankProgram], lengths: tuple[int, ...], num_heads: int, num_kv_heads: int, policy: str | None = None
+) -> Program:
     """The program whose projections are `ranks` (one for each rank, in order).
 
-    Raises InvalidProgramError: a send without its receive or a receive without its send, another order between two
-    ranks, or a mask, an exchange or a route that ranks describe differently.
+    Raises InvalidProgramError: a send without its receive or a receive without its send, another
+    order between two ranks, or a mask, an exchange or a route that ranks describe differently.
     """
     for rank in ranks:
         if rank.mask != ranks[0].mask:
-            raise InvalidProgramError(f"rank {rank.rank} has mask {rank.mask.name}, rank {ranks[0].rank} {ranks[0].mask.name}")
+            raise InvalidProgramError(
+                f"rank {rank.rank} has mask {rank.mask.name}, rank {ranks[0].rank} {ranks[0].mask.name}"
+            )
         if rank.remap_in != ranks[0].remap_in:
-            raise InvalidProgramError(f"rank {rank.rank} has {rank.remap_in} remap-in exchange, rank {ranks[0].rank} {ranks[0].remap_in}")
+            raise InvalidProgramError(
+                f"rank {rank.rank} has {rank.remap_in} remap-in exchange, rank {ranks[0].rank} {ranks[0].remap_in}"
+            )
     return Program(
         lengths,
         num_heads,
@@ -56,7 +62,9 @@ def _merge_orders(ranks: Sequence[Sequence[Op]]) -> Iterator[Op]:
         for op in ops:
             if isinstance(op, Exchange):
                 if op.id <= last:
-                    raise InvalidProgramError(f"rank {rank}: exchange {op.id} comes after exchange {last}; ids must rise")
+                    raise InvalidProgramError(
+                        f"rank {rank}: exchange {op.id} comes after exchange {last}; ids must rise"
+                    )
                 last = op.id
                 due.setdefault(op.id, []).append(rank)
     for exchange_id in sorted(due):
@@ -89,7 +97,8 @@ def _join_exchange(exchange_id: int, projections: list[tuple[int, Exchange]]) ->
     sent, received = _by_ranks(rows[sends]), _by_ranks(rows[receives])
     if first.collective != "p2p" and {rank for rank, _ in projections} != set(first.group):
         raise InvalidProgramError(
-            f"exchange {exchange_id}: {first.collective} in {first.group}, but only {sorted(r for r, _ in projections)} take part"
+            f"exchange {exchange_id}: {first.collective} in {first.group}, but only "
+            f"{sorted(r for r, _ in projections)} take part"
         )
     if sent.shape != received.shape or not (sent == received).all():
         raise InvalidProgramError(f"exchange {exchange_id}: {_difference(sent, received)}")
@@ -110,7 +119,8 @@ def _join_routes(exchange_id: int, projections: list[tuple[int, Exchange]]) -> R
         if ranks != on_the_way[src, dst]:
             odd = min(ranks ^ on_the_way[src, dst])
             raise InvalidProgramError(
-                f"exchange {exchange_id}: piece {piece} from rank {src} to rank {dst} goes by ranks {send_proxy} and {receive_proxy}, "
+                f"exchange {exchange_id}: piece {piece} from rank {src} to rank {dst} goes by ranks {send_proxy} and "
+                f"{receive_proxy}, "
                 f"{'of which rank' if odd in on_the_way[src, dst] else 'listed by rank'} {odd}"
                 f"{' does not know' if odd in on_the_way[src, dst] else ', which is not on the way'}"
             )
@@ -118,7 +128,9 @@ def _join_routes(exchange_id: int, projections: list[tuple[int, Exchange]]) -> R
 
 
 def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Ints, routes: Ints) -> None:
-    """Check that proxies list exactly what the source sends between the pairs of ranks that they serve."""
+    """Check that proxies list exactly what the source sends between the pairs of ranks that they
+    serve.
+    """
     expected: dict[tuple[int, int, int], Ints] = {}
     for src, dst, _, *proxies in routes.tolist():
         for proxy in {*proxies} - {src, dst}:
@@ -128,7 +140,9 @@ def _check_proxies(exchange_id: int, passed_on: Ints, listed_by: Ints, sent: Int
     ):
         rows = passed_on[(listed_by == proxy) & _between(passed_on, src, dst)]
         if (proxy, src, dst) not in expected:
-            raise InvalidProgramError(f"exchange {exchange_id}: rank {proxy} lists a transfer of other ranks, from {src} to {dst}")
+            raise InvalidProgramError(
+                f"exchange {exchange_id}: rank {proxy} lists a transfer of other ranks, from {src} to {dst}"
+            )
         if rows.tolist() != expected[proxy, src, dst].tolist():
             raise InvalidProgramError(
                 f"exchange {exchange_id}: proxy {proxy} expects other rows from rank {src} to rank {dst} than are sent"
@@ -165,7 +179,9 @@ def _difference(sent: Ints, received: Ints) -> str:
 
 
 def split(program: Program, rank: int) -> RankProgram:
-    """The projection of `rank`, from which `join` would make `program` again (exchange ids are counted anew)."""
+    """The projection of `rank`, from which `join` would make `program` again (exchange ids are
+    counted anew).
+    """
     return RankProgram(
         rank,
         program.owned[rank],
@@ -179,7 +195,9 @@ def split(program: Program, rank: int) -> RankProgram:
 
 
 def _silent(program: Program) -> Iterator[tuple[int, Exchange]]:
-    """Exchanges that carry no inputs: a replay skips them, which a rank without rows in them could not know."""
+    """Exchanges that carry no inputs: a replay skips them, which a rank without rows in them could
+    not know.
+    """
     exchanges = [op for op in program.forward if isinstance(op, Exchange)]
     for index, op in enumerate(exchanges):
         if not (as_array(op.transfers)[:, Transfer.KIND] <= Kind.KV).any():
@@ -194,10 +212,16 @@ def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:
                 exchange_id = next(ids)
                 rows, pieces = as_array(transfers), as_array(routes)
                 served = {(src, dst) for src, dst, _, *proxies in pieces.tolist() if rank in (src, dst, *proxies)}
-                mine = np.array([rank in pair or tuple(pair) in served for pair in rows[:, Transfer.ENDS].tolist()], dtype=bool)
+                mine = np.array(
+                    [rank in pair or tuple(pair) in served for pair in rows[:, Transfer.ENDS].tolist()], dtype=bool
+                )
                 if mine.any() or rank in group:
                     yield Exchange(
-                        exchange_id, as_rows(rows[mine]), collective, group, routes_of(routes, rows[mine]) if served else NO_ROUTES
+                        exchange_id,
+                        as_rows(rows[mine]),
+                        collective,
+                        group,
+                        routes_of(routes, rows[mine]) if served else NO_ROUTES,
                     )
             case Attend() | AttendGrad() | Merge():
                 if op.rank == rank:

@@ -1,16 +1,20 @@
-"""The order of one rank's steps and the issues of each of its streams, as data for executor and simulator.
+"""The order of one rank's steps and the issues of each of its streams, as data for executor and
+simulator.
 
-An exchange starts as early as the values that it sends allow, and ends where something it brought is first read
-(Zeppelin, section 3.2). In a ring the next round's keys are under way while the current ones are attended, and a
-later zone's first transfer starts while an earlier zone computes, but never before the earlier zone's transfers.
+An exchange starts as early as the values that it sends allow, and ends where something it brought
+is first read (Zeppelin, section 3.2). In a ring the next round's keys are under way while the
+current ones are attended, and a later zone's first transfer starts while an earlier zone computes,
+but never before the earlier zone's transfers.
 
-There are two traffic classes: copied values (queries, keys, output gradients) and moved ones (partial outputs,
-gradients). Within a class the exchanges start in the order of their ids on every rank, so that transports that
-match messages by order (NCCL) can carry them. One class may pass the other, as the keys of a replayed ring's next
-round pass the gradients of the current one. Collectives keep the order of their ids whatever they carry.
+There are two traffic classes: copied values (queries, keys, output gradients) and moved ones
+(partial outputs, gradients). Within a class the exchanges start in the order of their ids on every
+rank, so that transports that match messages by order (NCCL) can carry them. One class may pass the
+other, as the keys of a replayed ring's next round pass the gradients of the current one.
+Collectives keep the order of their ids whatever they carry.
 
-This cannot deadlock: executed one after the other in the order of their ids, exchanges meet (`ir.program`); here a start only
-moves to the front of what it does not need, and an end only to the back.
+This cannot deadlock: executed one after the other in the order of their ids, exchanges meet
+(`ir.program`); here a start only moves to the front of what it does not need, and an end only to
+the back.
 """
 
 from __future__ import annotations
@@ -64,9 +68,11 @@ Step: TypeAlias = Start | Finish | Run
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One entry of a stream: the launches of attention op `op` (leg "run"), or one leg of exchange `op`.
+    """One entry of a stream: the launches of attention op `op` (leg "run"), or one leg of exchange
+    `op`.
 
-    `roles`: those of this rank in the leg; proxies pass on bytes as they come, whatever the rank itself is at.
+    `roles`: those of this rank in the leg; proxies pass on bytes as they come, whatever the rank
+    itself is at.
     """
 
     op: int
@@ -105,7 +111,9 @@ class _Steps:
         self.steps.append(Run(op))
 
     def exchange(self, op: int, needs: Sequence[int], orders: int, *, produced: bool) -> None:
-        """`needs`: exchanges that bring what it sends; `produced`: it sends what launches before it compute."""
+        """`needs`: exchanges that bring what it sends; `produced`: it sends what launches before it
+        compute.
+        """
         at = len(self.steps)
         if not self._finish(needs):
             while at and not self._holds(self.steps[at - 1], needs, orders, produced):
@@ -140,8 +148,9 @@ class _Steps:
 class _Needs:
     """Dependencies of each op of a phase, looked up for all ops at once.
 
-    `needs[i]`: indices of the exchanges before op i that brought part of what it reads or sends; `orders[i]`: bits of the orders that
-    exchange i keeps to; `produced[i]`: whether this rank sends partial results in it.
+    `needs[i]`: indices of the exchanges before op i that brought part of what it reads or sends;
+    `orders[i]`: bits of the orders that exchange i keeps to; `produced[i]`: whether this rank sends
+    partial results in it.
     """
 
     def __init__(self, ops: Sequence[Op], rank: int, mask: Mask) -> None:
@@ -197,7 +206,9 @@ class _Launches:
         self.op_of = np.repeat(np.array(indices, dtype=np.int64), [len(t) for t in tables])
 
     def reads(self, kind: Kind) -> tuple[Ints, Ints]:
-        """(op [n], `Region` rows [n, 5]) of all that they read of a kind; empty rows where the mask hides all."""
+        """(op [n], `Region` rows [n, 5]) of all that they read of a kind; empty rows where the mask
+        hides all.
+        """
         match kind:
             case Kind.Q | Kind.OUT_GRAD:
                 return self.op_of, self.pairs[:, Pair.QUERY]
@@ -219,7 +230,9 @@ def _marked(indices: Ints, size: int) -> list[bool]:
 
 
 def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
-    """Rows (reader, bringer) for every read region [n, 5] and brought region [m, 5] that share a token and a head."""
+    """Rows (reader, bringer) for every read region [n, 5] and brought region [m, 5] that share a
+    token and a head.
+    """
     read, brought = overlaps(reads, brings)
     meet = brings[brought, Region.HEAD_START] < reads[read, Region.HEAD_STOP]
     meet &= brings[brought, Region.HEAD_STOP] > reads[read, Region.HEAD_START]
@@ -230,12 +243,16 @@ def _meet(readers: Ints, reads: Ints, bringers: Ints, brings: Ints) -> Ints:
 
 
 def traffic_class(kinds: Sequence[int]) -> TrafficClass:
-    """The traffic class of all that one exchange carries from one rank to another; `kinds`: of its transfers."""
+    """The traffic class of all that one exchange carries from one rank to another; `kinds`: of its
+    transfers.
+    """
     return "moved" if any(kind in MOVED for kind in kinds) else "copied"
 
 
 def hops(route: Sequence[int]) -> list[tuple[Leg, int, int]]:
-    """(leg, from, to) of each transfer of a piece: `route` is src, send proxy, receive proxy, dst; to itself is no transfer."""
+    """(leg, from, to) of each transfer of a piece: `route` is src, send proxy, receive proxy, dst;
+    to itself is no transfer.
+    """
     return [(leg, a, b) for leg, a, b in zip(LEGS, route[:-1], route[1:], strict=True) if a != b]
 
 
@@ -259,10 +276,11 @@ def relay_role(leg: Leg) -> Role:
 def streams(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[str, tuple[Issue, ...]]:
     """Issues of each stream of a rank, in order: of "compute", and of those that its exchanges use.
 
-    A transfer belongs to "inter_node" or "intra_node" by whether it crosses nodes. Of a routed transfer, the leg to
-    the send proxies belongs to "dispatch", the one between the nodes to "inter_node", the one from the receive
-    proxies to "combine". Moved values have streams of their own ("inter_node moved" and so on), and so have
-    collectives ("inter_node collective" where their ranks are on several nodes).
+    A transfer belongs to "inter_node" or "intra_node" by whether it crosses nodes. Of a routed
+    transfer, the leg to the send proxies belongs to "dispatch", the one between the nodes to
+    "inter_node", the one from the receive proxies to "combine". Moved values have streams of their
+    own ("inter_node moved" and so on), and so have collectives ("inter_node collective" where their
+    ranks are on several nodes).
     """
     issues: dict[str, list[Issue]] = {"compute": []}
     for step in order(ops, rank):

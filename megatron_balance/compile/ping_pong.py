@@ -1,20 +1,22 @@
-"""Two nano-batches interleaved, so that the exchanges of one run beside the computation of the other (DistCA, section 4.1, Fig. 7).
+"""Two nano-batches interleaved, so that the exchanges of one run beside the computation of the
+other (DistCA, section 4.1, Fig. 7).
 
-A phase of an attention call has three segments, cut from the order of its steps (`compile.order`). *start* issues
-the exchanges that send its inputs out. *attend* is everything up to the last launch and the start of the exchange
-that brings results back to their owners. *end* waits for that. A fourth one, *linear*, is the work of a layer behind
-attention and, as one step, that of the next layer before it. Between the segments of one nano-batch lie those of the
-other:
+A phase of an attention call has three segments, cut from the order of its steps (`compile.order`).
+*start* issues the exchanges that send its inputs out. *attend* is everything up to the last launch
+and the start of the exchange that brings results back to their owners. *end* waits for that. A
+fourth one, *linear*, is the work of a layer behind attention and, as one step, that of the next
+layer before it. Between the segments of one nano-batch lie those of the other:
 
     A: end, linear, start   B: end, linear, start   A: attend   B: attend   A: end, linear, start   ...
 
-The inputs of A travel beside the linear step of B, those of B beside the attention of A, the outputs of A beside the
-attention of B, and those of B beside the linear step of A. The backward does this in reverse: the reversal of *end*
-starts the call, that of *start* ends it. Executor and simulator follow this order of segments; nothing else decides it.
+The inputs of A travel beside the linear step of B, those of B beside the attention of A, the
+outputs of A beside the attention of B, and those of B beside the linear step of A. The backward
+does this in reverse: the reversal of *end* starts the call, that of *start* ends it. Executor and
+simulator follow this order of segments; nothing else decides it.
 
-Two ranks must issue what they exchange in one order (`compile.order`). The start of one nano-batch is issued before
-the attend of the other on every rank, so only exchanges that every rank can start at once may be part of it:
-those of `compile.prefetchable`.
+Two ranks must issue what they exchange in one order (`compile.order`). The start of one nano-batch
+is issued before the attend of the other on every rank, so only exchanges that every rank can start
+at once may be part of it: those of `compile.prefetchable`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _REVERSED: dict[SegmentKind, SegmentKind] = {"linear": "linear", "start": "end",
 class Segment(NamedTuple):
     """One segment of one nano-batch.
 
-    A linear step belongs to the layer that it leads to: that of layer 0 has nothing before it, that of number
-    `num_layers` leads nowhere.
+    A linear step belongs to the layer that it leads to: that of layer 0 has nothing before it, that
+    of number `num_layers` leads nowhere.
     """
 
     nano_batch: int
@@ -45,17 +47,23 @@ class Segment(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Boundaries of a phase's segments: steps [0, attend) are its start, [attend, end) its attend, [end, ...) its end."""
+    """Boundaries of a phase's segments: steps [0, attend) are its start, [attend, end) its attend,
+    [end, ...) its end.
+    """
 
     attend: int
     end: int
 
 
-def cut_segments(ops: Sequence[Op], steps: Sequence[Step], prefetchable: frozenset[int]) -> tuple[tuple[Step, ...], Cuts]:
-    """Move the starts of prefetchable exchanges to the front of a rank's steps, and cut the steps into segments.
+def cut_segments(
+    ops: Sequence[Op], steps: Sequence[Step], prefetchable: frozenset[int]
+) -> tuple[tuple[Step, ...], Cuts]:
+    """Move the starts of prefetchable exchanges to the front of a rank's steps, and cut the steps
+    into segments.
 
-    `prefetchable`: ids of the exchanges that may be part of the start. Other exchanges that start at once change places
-    with them; that is allowed, since they are of another traffic class, or later in the order of ids.
+    `prefetchable`: ids of the exchanges that may be part of the start. Other exchanges that start
+    at once change places with them; that is allowed, since they are of another traffic class, or
+    later in the order of ids.
     """
     leading = 0
     while leading < len(steps) and isinstance(steps[leading], Start):
@@ -85,7 +93,9 @@ def forward(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[
 
 
 def one_by_one(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tuple[Segment, ...]:
-    """Segments of a forward pass without interleaving: every exchange is waited for where it is issued (DistCA, Fig. 11)."""
+    """Segments of a forward pass without interleaving: every exchange is waited for where it is
+    issued (DistCA, Fig. 11).
+    """
     ordered: list[Segment] = []
     for layer in range(num_layers):
         for nano_batch in range(num_nano_batches):
@@ -95,7 +105,9 @@ def one_by_one(num_layers: int, num_nano_batches: int = NUM_NANO_BATCHES) -> tup
 
 def backward(forward_segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Segments of the backward pass, named by what they do: the reversal of an end is a start."""
-    return tuple(Segment(segment.nano_batch, segment.layer, _REVERSED[segment.part]) for segment in reversed(forward_segments))
+    return tuple(
+        Segment(segment.nano_batch, segment.layer, _REVERSED[segment.part]) for segment in reversed(forward_segments)
+    )
 
 
 def _between(nano_batch: int, layer: int) -> list[Segment]:

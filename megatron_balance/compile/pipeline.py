@@ -1,7 +1,8 @@
 """The passes from a plan to the program of each rank, as one named list.
 
-`PASSES` is the only place where their order is written. The executor (`runtime.bind`), the simulator, `verify` and
-`reference` all passes through it, so they agree on the ops and on their order.
+`PASSES` is the only place where their order is written. The executor (`runtime.bind`), the
+simulator, `verify` and `reference` all compile through it, so they agree on the ops and on their
+order.
 
 | pass | adds |
 |---|---|
@@ -10,15 +11,19 @@
 | route | proxies for transfers between nodes (Zeppelin, section 3.3) |
 | transpose | the backward ops |
 | merge_gradients | Merge ops of the backward |
-| order | the order of steps (`compile.order`), and the boundaries of ping-pong segments (`compile.ping_pong`) |
+| order | the order of steps (`compile.order`), and the bounds of segments (`compile.ping_pong`) |
 
-Each pass does nothing where a plan or a target does not ask for it. A target is what the program is for:
+Each pass does nothing where a plan or a target does not ask for it. A target is what the program is
+for:
 
-* "proof": all ops, for `verify`, `reference` and people. There is no order of steps: the program is one global order.
-* "execution": steps in order. There are no gradient merges: launches and receives add to what is already there.
+* "proof": all ops, for `verify`, `reference` and people. There is no order of steps: the program is
+  one global order.
+* "execution": steps in order. There are no gradient merges: launches and receives add to what is
+  already there.
 
-A callback sees the program after each pass, to print (`ir.text`) or prove it (`compile.verify`). Only `expand`
-builds more than one rank's program (and, routed, what those of its node exchange with other nodes).
+A callback sees the program after each pass, to print (`ir.text`) or prove it (`compile.verify`).
+Only `expand` builds more than one rank's program (and, routed, what those of its node exchange with
+other nodes).
 """
 
 from __future__ import annotations
@@ -69,8 +74,8 @@ BOTH_PHASES: tuple[PhaseName, PhaseName] = ("forward", "backward")
 class PhaseOrder(NamedTuple):
     """Steps of one phase of a rank.
 
-    `steps`: as `compile.order` has them. `prefetched`: with those that may start early in front, for an executor and for
-    ping-pong; `cuts`: the boundaries of its segments.
+    `steps`: as `compile.order` has them. `prefetched`: with those that may start early in front,
+    for an executor and for ping-pong; `cuts`: the boundaries of its segments.
     """
 
     steps: tuple[Step, ...]
@@ -85,8 +90,8 @@ _NO_ORDER = PhaseOrder((), (), Cuts(0, 0))
 class Job:
     """A plan and what it is compiled for: the facts that the passes of all ranks share.
 
-    `policy`: of the backward; None: forward only. `phases`: those that will run. `replays`: whether the forward
-    programs say what a replayed backward brings again.
+    `policy`: of the backward; None: forward only. `phases`: those that will run. `replays`: whether
+    the forward programs say what a replayed backward brings again.
     """
 
     plan: MicrobatchPlan
@@ -111,7 +116,9 @@ class Job:
 
 @dataclass(frozen=True)
 class CompiledRank:
-    """A rank's program, and the orders of its phases (without steps before the pass `order`, or where the target has none)."""
+    """A rank's program, and the orders of its phases (without steps before the pass `order`, or
+    where the target has none).
+    """
 
     program: RankProgram
     forward: PhaseOrder = _NO_ORDER
@@ -121,7 +128,9 @@ class CompiledRank:
 
 
 class Pass(NamedTuple):
-    """One pass. `complete`: whether the programs of all ranks after it are one that `verify` accepts."""
+    """One pass. `complete`: whether the programs of all ranks after it are one that `verify`
+    accepts.
+    """
 
     name: str
     run: Callable[[Job, CompiledRank], CompiledRank]
@@ -141,7 +150,9 @@ def _remap(job: Job, compiled: CompiledRank) -> CompiledRank:
     merge = projector.remap_merge(around)
     sent_on = remap.SentOn(*(rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)] for rows in merge.sent_on))
     heads = (plan.num_heads, plan.num_kv_heads)
-    program = remap.remap(projector.without_hops(compiled.program, merge), merge.linear(rank), merge.own(rank), heads, sent_on)
+    program = remap.remap(
+        projector.without_hops(compiled.program, merge), merge.linear(rank), merge.own(rank), heads, sent_on
+    )
     return CompiledRank(program if job.replays else replace(program, replays=()), remap_merge=merge)
 
 
@@ -170,14 +181,22 @@ def _order(job: Job, compiled: CompiledRank) -> CompiledRank:
     return compiled if job.target != "execution" else in_order(compiled.program, job.prefetchable, job.phases)
 
 
-def in_order(program: RankProgram, ahead: Prefetchable = NOT_PREFETCHABLE, phases: Collection[PhaseName] = BOTH_PHASES) -> CompiledRank:
-    """`program` with its steps in order: the pass `order`, also for programs that are no plan's (from text, say)."""
+def in_order(
+    program: RankProgram, ahead: Prefetchable = NOT_PREFETCHABLE, phases: Collection[PhaseName] = BOTH_PHASES
+) -> CompiledRank:
+    """`program` with its steps in order: the pass `order`, also for programs that are no plan's
+    (from text, say).
+    """
 
     def ordered(phase: PhaseName, ops: tuple[Op, ...], ids: frozenset[int]) -> PhaseOrder:
         steps = order(ops, program.rank, program.mask) if phase in phases else ()
         return PhaseOrder(steps, *cut_segments(ops, steps, ids))
 
-    return CompiledRank(program, ordered("forward", program.forward, ahead.forward), ordered("backward", program.backward, ahead.backward))
+    return CompiledRank(
+        program,
+        ordered("forward", program.forward, ahead.forward),
+        ordered("backward", program.backward, ahead.backward),
+    )
 
 
 PASSES: tuple[Pass, ...] = (
@@ -201,8 +220,8 @@ def compile_rank(
 ) -> CompiledRank:
     """Compile one rank's program, without building those of the others.
 
-    `policy`: of the backward; None: forward only. `phases`: those that will run. `after`: called with the name of each
-    pass and the program after it.
+    `policy`: of the backward; None: forward only. `phases`: those that will run. `after`: called
+    with the name of each pass and the program after it.
 
     Raises InvalidProgramError: an unknown comm pattern.
     """
@@ -215,10 +234,13 @@ def compile_ranks(plan: MicrobatchPlan, policy: Policy | None, *, target: Target
     return [_compile(job, rank) for rank in range(plan.num_ranks)]
 
 
-def expand(plan: MicrobatchPlan, policy: Policy | None = None, after: Callable[[Pass, Program], None] | None = None) -> Program:
+def expand(
+    plan: MicrobatchPlan, policy: Policy | None = None, after: Callable[[Pass, Program], None] | None = None
+) -> Program:
     """The whole program, for proofs and pictures; with a policy, the backward too.
 
-    `after`: called with each pass and the whole program after it; `verify` accepts it where the pass is `complete`.
+    `after`: called with each pass and the whole program after it; `verify` accepts it where the
+    pass is `complete`.
 
     Raises InvalidProgramError: an unknown comm pattern, or projections that do not fit together.
     """

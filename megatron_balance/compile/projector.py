@@ -42,7 +42,9 @@ class Projector:
         sizes = np.array([len(members) for members in ranks], dtype=np.int64)
         members = np.fromiter(chain.from_iterable(ranks), np.int64, int(sizes.sum()))
         order = np.argsort(members, kind="stable")
-        return np.repeat(np.arange(len(ranks)), sizes)[order], np.searchsorted(members[order], np.arange(self.plan.num_ranks + 1))
+        return np.repeat(np.arange(len(ranks)), sizes)[order], np.searchsorted(
+            members[order], np.arange(self.plan.num_ranks + 1)
+        )
 
     def zones(self, rank: int) -> list[int]:
         """Indices of the zones that `rank` takes part in."""
@@ -141,7 +143,9 @@ class Projector:
                         forward.append((op.id + remap_in, rows))
                 replays += [(at + remap_in, as_array(op.transfers)) for at, op in part.replays]
         if remap_merge is not None and REMAP in routed:
-            ends = remap.Ends.of(remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on)
+            ends = remap.Ends.of(
+                remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on
+            )
             forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]
             replays.append((0, ends.again))
         return route.Passing(forward, replays if self.replays else ())

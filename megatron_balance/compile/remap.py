@@ -1,15 +1,17 @@
-"""The remapping layer (Zeppelin, section 3.4): inputs from the linear to the attention layout first, outputs back last.
+"""The remapping layer (Zeppelin, section 3.4): inputs from the linear to the attention layout
+first, outputs back last.
 
-Outside attention all ranks own equally many tokens. For attention, some tokens go to the ranks that the
-planner chose: `MicrobatchPlan.moves` says how many of the last tokens of one rank's attention layout are owned
-by another. They become the first exchange of the program (remap in: queries, keys, values) and the last one
-(remap out: outputs); the backward follows by `transpose`.
+Outside attention all ranks own equally many tokens. For attention, some tokens go to the ranks that
+the planner chose: `MicrobatchPlan.moves` says how many of the last tokens of one rank's attention
+layout are owned by another. They become the first exchange of the program (remap in: queries, keys,
+values) and the last one (remap out: outputs); the backward follows by `transpose`.
 
-The remap in moves its inputs: the owner gives them up, so that a ring may bring them by later like any other
-rank's.
+The remap in moves its inputs: the owner gives them up, so that a ring may bring them by later like
+any other rank's.
 
-The first hop of a ring would have the holder send on at once what it was just given. Its owner sends that to
-the next rank itself, in the remap in (remap merge): one transfer less on the way (`resourced`).
+The first hop of a ring would have the holder send on at once what it was just given. Its owner
+sends that to the next rank itself, in the remap in (remap merge): one transfer less on the way
+(`resourced`).
 """
 
 from __future__ import annotations
@@ -45,14 +47,18 @@ def remote(layout: Ints, holder: int, moves: Ints) -> Ints:
 
 
 def linear_layout(layout: Ints, rank: int, moves: Ints, received: Ints) -> Ints:
-    """The linear layout of `rank`: what it keeps of its attention layout, then what others attend to (`received`, `Remote` rows)."""
+    """The linear layout of `rank`: what it keeps of its attention layout, then what others attend
+    to (`received`, `Remote` rows).
+    """
     sizes = layout[:, Fragment.STOP] - layout[:, Fragment.START]
     kept = int(sizes.sum()) - int(moves[moves[:, Move.SRC] == rank, Move.TOKENS].sum())
     return np.concatenate([_tokens_between(layout, np.cumsum(sizes) - sizes, 0, kept), received[:, Remote.FRAGMENT]])
 
 
 def _tokens_between(layout: Ints, begin: Ints, start: int, stop: int) -> Ints:
-    """Rows of `layout` that are its tokens [start, stop), counted over the rows; `begin`: the first token of each row."""
+    """Rows of `layout` that are its tokens [start, stop), counted over the rows; `begin`: the first
+    token of each row.
+    """
     sizes = layout[:, Fragment.STOP] - layout[:, Fragment.START]
     low, high = np.maximum(begin, start), np.minimum(begin + sizes, stop)
     chosen = low < high
@@ -63,10 +69,11 @@ def _tokens_between(layout: Ints, begin: Ints, start: int, stop: int) -> Ints:
 
 
 def resourced(rows: Ints, regions: Ints) -> tuple[Ints, Ints]:
-    """Split a zone's first exchange: transfers that stay there, and those that the owner of what is remote sends instead.
+    """Split a zone's first exchange: transfers that stay there, and those that the owner of what is
+    remote sends instead.
 
-    `rows`: transfers of inputs; `regions`: `Remote` rows of their sources. What is owned by the target stays, since the
-    target has handed it over.
+    `rows`: transfers of inputs; `regions`: `Remote` rows of their sources. What is owned by the
+    target stays, since the target has handed it over.
     """
     stay, sent = [np.empty((0, Transfer.WIDTH), dtype=np.int64)], [np.empty((0, Transfer.WIDTH), dtype=np.int64)]
     for src in np.unique(rows[:, Transfer.SRC]).tolist():
@@ -87,7 +94,9 @@ def resourced(rows: Ints, regions: Ints) -> tuple[Ints, Ints]:
 
 
 class SentOn(NamedTuple):
-    """Transfers of `resourced` that join the remap's first exchange: in the forward only, and in a replayed backward too."""
+    """Transfers of `resourced` that join the remap's first exchange: in the forward only, and in a
+    replayed backward too.
+    """
 
     once: Ints
     again: Ints
@@ -97,7 +106,9 @@ NOTHING_SENT_ON = SentOn(*np.empty((2, 0, Transfer.WIDTH), dtype=np.int64))
 
 
 class Ends(NamedTuple):
-    """Transfers of the remap's exchanges: `inputs` begin the forward, `again` a replayed backward, `outputs` end the forward."""
+    """Transfers of the remap's exchanges: `inputs` begin the forward, `again` a replayed backward,
+    `outputs` end the forward.
+    """
 
     inputs: Ints
     again: Ints
@@ -107,28 +118,37 @@ class Ends(NamedTuple):
     def of(cls, regions: Ints, heads: tuple[int, int], sent_on: SentOn) -> Ends:
         """Build the transfers of `regions`, `Remote` rows; arguments as in `remap`.
 
-        Inputs are sorted, so that every rank lists them in one order, however it came to know of each.
+        Inputs are sorted, so that every rank lists them in one order, however it came to know of
+        each.
         """
         num_heads, num_kv_heads = heads
         queries = _transfers(Kind.Q, regions, num_heads, Remote.OWNER, Remote.HOLDER)
         keys = _transfers(Kind.KV, regions, num_kv_heads, Remote.OWNER, Remote.HOLDER)
         again = np.concatenate([queries, keys, sent_on.again])
         inputs = np.concatenate([again, sent_on.once])
-        return cls(_sorted(inputs), _sorted(again), _transfers(Kind.OUT, regions, num_heads, Remote.HOLDER, Remote.OWNER))
+        return cls(
+            _sorted(inputs), _sorted(again), _transfers(Kind.OUT, regions, num_heads, Remote.HOLDER, Remote.OWNER)
+        )
 
 
 def _part(row: Ints, start: int, stop: int, src: int) -> Ints:
-    """The transfer `row` of tokens [start, stop) only, from `src`: one row, or none if there are no tokens."""
+    """The transfer `row` of tokens [start, stop) only, from `src`: one row, or none if there are no
+    tokens.
+    """
     part = np.repeat(row[None], int(start < stop), axis=0)
     part[:, Transfer.START], part[:, Transfer.STOP], part[:, Transfer.SRC] = start, stop, src
     return part
 
 
-def remap(program: RankProgram, linear: Ints, regions: Ints, heads: tuple[int, int], sent_on: SentOn = NOTHING_SENT_ON) -> RankProgram:
-    """Add the remap's exchanges to `program`, made for the attention layout. All other exchange ids rise by one.
+def remap(
+    program: RankProgram, linear: Ints, regions: Ints, heads: tuple[int, int], sent_on: SentOn = NOTHING_SENT_ON
+) -> RankProgram:
+    """Add the remap's exchanges to `program`, made for the attention layout. All other exchange ids
+    rise by one.
 
-    `linear`: the rank's linear layout. `regions`: `Remote` rows of which the rank is the owner or the holder. `heads`: of
-    queries and of keys. `sent_on`: transfers of `resourced` that join the first exchange.
+    `linear`: the rank's linear layout. `regions`: `Remote` rows of which the rank is the owner or
+    the holder. `heads`: of queries and of keys. `sent_on`: transfers of `resourced` that join the
+    first exchange.
     """
     ends = Ends.of(regions, heads, sent_on)
     remap_in = (Exchange(0, as_rows(ends.inputs)),) if len(ends.inputs) else ()

@@ -63,7 +63,9 @@ class RemapMerge:
 
     def linear(self, rank: int) -> Ints:
         """Its layout outside attention."""
-        return remap.linear_layout(self.layout(rank), rank, self.moves, self.regions[self.regions[:, Remote.OWNER] == rank])
+        return remap.linear_layout(
+            self.layout(rank), rank, self.moves, self.regions[self.regions[:, Remote.OWNER] == rank]
+        )
 
     def own(self, rank: int) -> Ints:
         """Regions that it attends to for others, then those that others attend to for it."""

@@ -1,14 +1,17 @@
-"""The communication routing layer (Zeppelin, section 3.3): a transfer between nodes goes over all NICs of both nodes.
+"""The communication routing layer (Zeppelin, section 3.3): a transfer between nodes goes over all
+NICs of both nodes.
 
-Directly, the NICs of two ranks carry all that one sends the other, while those of their neighbours stand idle. Routed, the source
-hands a piece to a proxy on each NIC of its node (dispatch), the proxies send their pieces to proxies on the other
-node (across), and those hand them to the target (combine). The number of pieces is the smaller number of NICs of the
-two nodes (the paper's minimum rule, which counts ranks; ranks that share a NIC gain nothing together). Any rank of
-the node serves, whatever it attends to.
+Directly, the NICs of two ranks carry all that one sends the other, while those of their neighbours
+stand idle. Routed, the source hands a piece to a proxy on each NIC of its node (dispatch), the
+proxies send their pieces to proxies on the other node (across), and those hand them to the target
+(combine). The number of pieces is the smaller number of NICs of the two nodes (the paper's minimum
+rule, which counts ranks; ranks that share a NIC gain nothing together). Any rank of the node
+serves, whatever it attends to.
 
-Piece i crosses on NIC i at both ends; with several pieces a NIC, the dispatch of one overlaps the crossing of another.
-On their own NIC source and target serve themselves. On another NIC the proxy is the rank that stands there as the
-source (the target) does on its own, so that ranks sharing a NIC take turns.
+Piece i crosses on NIC i at both ends; with several pieces a NIC, the dispatch of one overlaps the
+crossing of another. On their own NIC source and target serve themselves. On another NIC the proxy
+is the rank that stands there as the source (the target) does on its own, so that ranks sharing a
+NIC take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from megatron_balance.ir.rows import Rows
 class Nics:
     """The NICs of a cluster by rank: ranks are numbered node by node, neighbours share a NIC.
 
-    `min_tokens`: transfers of fewer tokens go directly. `pieces`: number of pieces of one transfer on each NIC.
+    `min_tokens`: transfers of fewer tokens go directly. `pieces`: number of pieces of one transfer
+    on each NIC.
     """
 
     ranks_per_node: int
@@ -61,7 +65,9 @@ Listed: TypeAlias = Sequence[tuple[int, Ints]]
 
 
 class Passing(NamedTuple):
-    """Transfers between the other ranks of a node and other nodes, in forward and in replayed exchanges that are routed."""
+    """Transfers between the other ranks of a node and other nodes, in forward and in replayed
+    exchanges that are routed.
+    """
 
     forward: Listed
     replays: Listed
@@ -69,7 +75,8 @@ class Passing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Pairs of ranks in exchanges, by number, then rank. `rows[begin[i] : begin[i + 1]]`: transfers of pair i.
+    """Pairs of ranks in exchanges, by number, then rank. `rows[begin[i] : begin[i + 1]]`: transfers
+    of pair i.
 
     `number` [n]: of the exchange; `ends` [n, 2]: src and dst.
     """
@@ -81,7 +88,9 @@ class _Pairs:
 
     @classmethod
     def between_nodes(cls, listed: Listed, nics: Nics) -> _Pairs:
-        """The pairs on different nodes that move enough to be routed; none at all where a node has one NIC."""
+        """The pairs on different nodes that move enough to be routed; none at all where a node has
+        one NIC.
+        """
         rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *(table for _, table in listed)])
         number = np.repeat(np.array([at for at, _ in listed], dtype=np.int64), [len(table) for _, table in listed])
         src_node, dst_node = (rows[:, Transfer.ENDS] // nics.ranks_per_node).T
@@ -109,7 +118,8 @@ class _Pairs:
 
 
 def pairs_between_nodes(exchanges: Iterable[tuple[int, Exchange]], nics: Nics) -> dict[int, dict[Pair, Ints]]:
-    """By the number given with each exchange: the pairs of ranks on different nodes that move enough to be routed, and their rows.
+    """By the number given with each exchange: the pairs of ranks on different nodes that move
+    enough to be routed, and their rows.
 
     None at all where a node has one NIC.
     """
@@ -138,10 +148,11 @@ def _routes(pairs: Ints, nics: Nics) -> Ints:
 
 
 def route(program: RankProgram, passing: Passing, ids: frozenset[int], nics: Nics) -> RankProgram:
-    """`program` with its transfers between nodes routed, and with what the rank passes on for others of its node.
+    """`program` with its transfers between nodes routed, and with what the rank passes on for
+    others of its node.
 
-    `passing`: transfers, not routed, of which others of the node are source or target; others may be listed beside
-    them. `ids`: the forward exchanges that are routed.
+    `passing`: transfers, not routed, of which others of the node are source or target; others may
+    be listed beside them. `ids`: the forward exchanges that are routed.
     """
     exchanges = {op.id: op for op in program.forward if isinstance(op, Exchange) and op.id in ids}
     routed = _all_routed(exchanges, passing.forward, program.rank, nics)
@@ -172,7 +183,9 @@ def _all_routed(own: dict[int, Exchange], others: Listed, rank: int, nics: Nics)
 
 
 def _by_number(table: Ints, number: Ints, numbers: Sequence[int]) -> list[bytes]:
-    """The rows of `table`, as bytes, of each of `numbers`; `number` [n], ascending: that of each row."""
+    """The rows of `table`, as bytes, of each of `numbers`; `number` [n], ascending: that of each
+    row.
+    """
     data, width = as_rows(table).data, 8 * table.shape[1]
     begin, end = (np.searchsorted(number, numbers, side=side) * width for side in ("left", "right"))
     return [data[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
@@ -181,8 +194,8 @@ def _by_number(table: Ints, number: Ints, numbers: Sequence[int]) -> list[bytes]
 def _weave(program: RankProgram, routed: dict[int, Exchange]) -> tuple[tuple[Op, ...], tuple[tuple[str, int], ...]]:
     """The forward ops and queues with `routed` exchanges in their places.
 
-    Exchanges in which the rank is a proxy only come as late as the order of ids allows, so that what stands between
-    two of its own exchanges stays where it is.
+    Exchanges in which the rank is a proxy only come as late as the order of ids allows, so that
+    what stands between two of its own exchanges stays where it is.
     """
     own = {op.id for op in program.forward if isinstance(op, Exchange)}
     waiting = [at for at, op in routed.items() if at not in own and op.transfers]

@@ -1,7 +1,7 @@
 """Shorten a program without changing its meaning: drop empty ops and rows, join regions that touch.
 
-Joins are within one op: partials and messages stay as they were. Rows that repeat or overlap are left alone;
-finding those is the business of `verify`.
+Joins are within one op: partials and messages stay as they were. Rows that repeat or overlap are
+left alone; finding those is the business of `verify`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ def _tidy_pairs(pairs: Rows, mask: Mask) -> Rows:
 
 
 def _join_neighbours(table: Ints, start: int) -> Ints:
-    """`table` with rows joined where one begins, in column `start`, where another stops, and all else is equal.
+    """`table` with rows joined where one begins, in column `start`, where another stops, and all
+    else is equal.
 
-    The column behind `start` is the stop. Rows with nothing in [start, stop) are dropped. A joined row takes the
-    place of the first of its rows.
+    The column behind `start` is the stop. Rows with nothing in [start, stop) are dropped. A joined
+    row takes the place of the first of its rows.
     """
     stop = start + 1
     table = table[table[:, start] < table[:, stop]]

@@ -1,15 +1,16 @@
 """The backward ops of one rank, derived by walking its forward ops in reverse.
 
-Attend becomes AttendGrad. A transfer of keys or queries becomes one of their gradient, the other way; a transfer
-of partial outputs becomes one of the output's gradient, the other way. Merges are put where a rank would hold two
-partial gradients of one region.
+Attend becomes AttendGrad. A transfer of keys or queries becomes one of their gradient, the other
+way; a transfer of partial outputs becomes one of the output's gradient, the other way. Merges are
+put where a rank would hold two partial gradients of one region.
 
-Policy `keep` leaves received inputs where they are until the backward; `replay` brings them again, just before
-they are needed, by the forward exchange or by the one that the comm pattern names (`RankProgram.replays`). The
-remap in (`RankProgram.remap_in`) is replayed at the start, and what it brings stays.
+Policy `keep` leaves received inputs where they are until the backward; `replay` brings them again,
+just before they are needed, by the forward exchange or by the one that the comm pattern names
+(`RankProgram.replays`). The remap in (`RankProgram.remap_in`) is replayed at the start, and what it
+brings stays.
 
-A replay needs the values of any other exchange to be used before the rank's next exchange, as in all comm patterns
-here; `verify` finds a program in which they are not.
+A replay needs the values of any other exchange to be used before the rank's next exchange, as in
+all comm patterns here; `verify` finds a program in which they are not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat, run_star
 from megatron_balance.ir.columns import Pair, Route, Transfer, Value
 from megatron_balance.ir.intervals import Atoms
 from megatron_balance.ir.mask import Mask
-from megatron_balance.ir.program import Attend, AttendGrad, Collective, Exchange, Kind, Merge, Op, Policy, Program, RankProgram
+from megatron_balance.ir.program import (
+    Attend,
+    AttendGrad,
+    Collective,
+    Exchange,
+    Kind,
+    Merge,
+    Op,
+    Policy,
+    Program,
+    RankProgram,
+)
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.visible import trim_pairs
 
@@ -44,8 +56,9 @@ _GRAD_OF = np.array([Kind.Q_GRAD, Kind.KV_GRAD, Kind.OUT_GRAD])  # of Q, KV, OUT
 def transpose(program: RankProgram, policy: Policy, *, merges: bool = True) -> RankProgram:
     """`program` with its backward ops.
 
-    Of n forward exchanges, exchange i is replayed as remap_in + 2 (n - 1 - i) and reversed as the id behind that; a
-    remap-in exchange i is replayed as i. `merges`: whether to add the Merge ops (`merge_gradients`).
+    Of n forward exchanges, exchange i is replayed as remap_in + 2 (n - 1 - i) and reversed as the
+    id behind that; a remap-in exchange i is replayed as i. `merges`: whether to add the Merge ops
+    (`merge_gradients`).
     """
     with_backward = replace(program, backward=tuple(_reverse(program, policy)))
     return merge_gradients(with_backward) if merges else with_backward
@@ -115,7 +128,9 @@ def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
 
 
 def _inputs(op: Exchange) -> Exchange:
-    """Only the queries and keys of an exchange (a group's collective is left out where it moves none at all)."""
+    """Only the queries and keys of an exchange (a group's collective is left out where it moves
+    none at all).
+    """
     rows = as_array(op.transfers)
     inputs = rows[:, Transfer.KIND] <= Kind.KV
     if inputs.all():
@@ -127,7 +142,9 @@ def _inputs(op: Exchange) -> Exchange:
 
 
 def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
-    """The transfers of gradients that reverse each exchange, by its id; worked out for all of them at once."""
+    """The transfers of gradients that reverse each exchange, by its id; worked out for all of them
+    at once.
+    """
     rows = concat([op.transfers for op in exchanges.values()], Transfer.WIDTH)
     back = np.empty_like(rows)
     back[:, Transfer.KIND] = _GRAD_OF[rows[:, Transfer.KIND]]
@@ -148,7 +165,9 @@ def _transposed(op: Exchange, gradients: Rows, exchange_id: int) -> Exchange:
 
 
 def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
-    """`ops`, each followed by a Merge of the regions of which `rank` then holds two partial gradients or more."""
+    """`ops`, each followed by a Merge of the regions of which `rank` then holds two partial
+    gradients or more.
+    """
     events = _events(ops, rank, mask)
     launches = np.array([isinstance(op, AttendGrad) for op in ops], dtype=bool)
     tables: list[Ints] = [np.empty((0, 1 + Value.WIDTH), dtype=np.int64)]  # rows of (op, kind, region)
@@ -165,9 +184,12 @@ def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
         atom, at, gained = atom[order], at[order], gained[order]
         again = np.zeros(len(atom), dtype=bool)
         again[1:] = (atom[1:] == atom[:-1]) & (gained[1:] == 1) & (gained[:-1] == 1)
-        # A launch sums what it computes for one token, so its repeats are no second partial; those of an exchange are.
+        # A launch sums what it computes for one token, so its repeats are no second partial; those
+        # of an exchange are.
         again[1:] &= ~(launches[at[1:]] & (at[1:] == at[:-1]))
-        again[again] = run_starts((at[again][1:] != at[again][:-1]) | (atom[again][1:] != atom[again][:-1]), int(again.sum()))
+        again[again] = run_starts(
+            (at[again][1:] != at[again][:-1]) | (atom[again][1:] != atom[again][:-1]), int(again.sum())
+        )
         group, regions = atoms.regions(at[again], atom[again])
         tables.append(np.column_stack([group, np.full(len(group), kind), regions]))
     merges = np.concatenate(tables)
@@ -182,7 +204,9 @@ def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:
 
 
 class _Events(NamedTuple):
-    """Partial gradients that a rank gains by an op (`gains` 1) or gives away (0): `Value` rows, and the op of each."""
+    """Partial gradients that a rank gains by an op (`gains` 1) or gives away (0): `Value` rows, and
+    the op of each.
+    """
 
     values: Ints
     gains: Ints

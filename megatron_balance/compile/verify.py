@@ -1,4 +1,5 @@
-"""Prove, without tensors, that a program computes attention under its mask, and the gradient, exactly once.
+"""Prove, without tensors, that a program computes attention under its mask, and the gradient,
+exactly once.
 
 All regions are cut at every boundary that occurs (`ir.intervals`). Then these hold:
 
@@ -7,9 +8,10 @@ All regions are cut at every boundary that occurs (`ir.intervals`). Then these h
 * Every (query, key, head) that the mask shows is computed at most once.
 * Transfers and merges conserve contributions.
 
-So an output is complete exactly when the count at its owner equals the number of keys that it may see, and likewise
-for the gradients. Every op is needed: an exchange that brings nothing new or nothing used, and a merge with nothing
-to merge, are errors, so that dropping any op of a program that verifies makes one that does not.
+So an output is complete exactly when the count at its owner equals the number of keys that it may
+see, and likewise for the gradients. Every op is needed: an exchange that brings nothing new or
+nothing used, and a merge with nothing to merge, are errors, so that dropping any op of a program
+that verifies makes one that does not.
 """
 
 from __future__ import annotations
@@ -25,7 +27,18 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat
 from megatron_balance.ir.columns import Fragment, Pair, Region, Transfer, Value
 from megatron_balance.ir.intervals import Atoms, ranges
-from megatron_balance.ir.program import KEY_SIDE, MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, is_remap_move
+from megatron_balance.ir.program import (
+    KEY_SIDE,
+    MOVED,
+    Attend,
+    AttendGrad,
+    Exchange,
+    Kind,
+    Merge,
+    Op,
+    Program,
+    is_remap_move,
+)
 from megatron_balance.ir.text import op_lines
 from megatron_balance.ir.visible import sees, trim_pairs
 
@@ -58,9 +71,13 @@ def _check_shape(program: Program) -> None:
         if length < 1:
             raise InvalidProgramError(f"sequence {seq} has length {length}; expected at least 1 token")
     if program.policy not in (None, *POLICIES):
-        raise InvalidProgramError(f"unknown policy {program.policy!r}; known: {', '.join(POLICIES)}, or none for a forward alone")
+        raise InvalidProgramError(
+            f"unknown policy {program.policy!r}; known: {', '.join(POLICIES)}, or none for a forward alone"
+        )
     if program.policy is None and program.backward:
-        raise InvalidProgramError("the program has a backward but no policy, so it cannot be proved; say how received inputs reach it")
+        raise InvalidProgramError(
+            "the program has a backward but no policy, so it cannot be proved; say how received inputs reach it"
+        )
 
 
 class _State:
@@ -78,7 +95,9 @@ class _State:
         self.num_atoms = self.atoms.num_token_atoms * self.num_heads
         size = program.num_ranks * self.num_atoms
         every = np.arange(len(self.lengths))
-        self.first, self.last = self.atoms.tokens(every, np.zeros_like(self.lengths), self.lengths)  # atoms of each sequence
+        self.first, self.last = self.atoms.tokens(
+            every, np.zeros_like(self.lengths), self.lengths
+        )  # atoms of each sequence
         self.held = {kind: np.zeros(size, dtype=bool) for kind in COPIED}
         self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
         self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}
@@ -88,11 +107,15 @@ class _State:
         self.pair_base = np.cumsum(num_keys) - num_keys
         self.done = np.zeros(int(num_keys.sum()) * self.num_heads, dtype=bool)
         self.scratch = np.zeros(max(size, len(self.done)), dtype=np.int32)
-        self.used = np.zeros(1, dtype=bool)  # by op: something that this exchange brought was read; the last entry is nobody's
+        self.used = np.zeros(
+            1, dtype=bool
+        )  # by op: something that this exchange brought was read; the last entry is nobody's
         self.where: tuple[str, Sequence[int], Sequence[Op]] = ("", (), ())
 
     def _visible_keys(self) -> tuple[Ints, Ints]:
-        """First and one past the last key atom of which each query atom sees any key: [num_token_atoms] each."""
+        """First and one past the last key atom of which each query atom sees any key:
+        [num_token_atoms] each.
+        """
         first, last = np.zeros((2, self.atoms.num_token_atoms), dtype=np.int64)
         _, query = ranges(self.first, self.last)  # the atoms between the end of a sequence and the next are none
         seq = self.atoms.seq(query)
@@ -114,7 +137,9 @@ class _State:
         def add_spans(fragments: Ints) -> None:
             seq, start, stop = fragments.T
             if ((seq < 0) | (seq >= len(self.lengths))).any():
-                raise InvalidProgramError(f"a region names sequence {int(seq.max())}, but there are {len(self.lengths)}")
+                raise InvalidProgramError(
+                    f"a region names sequence {int(seq.max())}, but there are {len(self.lengths)}"
+                )
             outside = (start < 0) | (start >= stop) | (stop > self.lengths[seq])
             if outside.any():
                 at, begin, end = fragments[int(np.flatnonzero(outside)[0])]
@@ -143,10 +168,13 @@ class _State:
                 raise InvalidProgramError(f"a transfer or merge of an unknown kind; kinds are 0 to {len(Kind) - 1}")
             add(table[:, Value.REGION], np.where(np.isin(kinds, KEY_SIDE), self.ratio, 1))
         # A backward launch has the very table of its forward launch; looking at it once will do.
-        pairs = concat(list({id(op.pairs): op.pairs for op in ops if isinstance(op, Attend | AttendGrad)}.values()), Pair.WIDTH)
+        pairs = concat(
+            list({id(op.pairs): op.pairs for op in ops if isinstance(op, Attend | AttendGrad)}.values()), Pair.WIDTH
+        )
         add(pairs[:, Pair.QUERY], 1)
         add(pairs[:, Pair.KEY], self.ratio)
-        # Tokens that a rectangle trims away take no part in it, so that its atoms are all visible or all hidden.
+        # Tokens that a rectangle trims away take no part in it, so that its atoms are all visible
+        # or all hidden.
         trimmed = trim_pairs(pairs, program.mask)
         for side, columns in ((Pair.Q_START, Pair.Q_SPAN), (Pair.K_START, Pair.K_SPAN)):
             shown = (trimmed[:, side] < trimmed[:, side + 1]) & (trimmed[:, columns] != pairs[:, columns]).any(axis=1)
@@ -176,8 +204,13 @@ class _State:
         wrong = tokens[owners[tokens * self.num_heads] != 1]
         if len(wrong):
             atom = int(wrong[0])
-            where = f"sequence {self.atoms.seq(wrong[:1])[0]}, tokens [{self.atoms.start(wrong[:1])[0]}:{self.atoms.stop(wrong[:1])[0]})"
-            raise InvalidProgramError(f"layout: {where} lie on {owners[atom * self.num_heads]} ranks; each token has exactly one owner")
+            where = (
+                f"sequence {self.atoms.seq(wrong[:1])[0]}, tokens "
+                f"[{self.atoms.start(wrong[:1])[0]}:{self.atoms.stop(wrong[:1])[0]})"
+            )
+            raise InvalidProgramError(
+                f"layout: {where} lie on {owners[atom * self.num_heads]} ranks; each token has exactly one owner"
+            )
         self.owned_index = flat
         for kind in (Kind.Q, Kind.KV):
             self.held[kind][flat] = True
@@ -212,7 +245,11 @@ class _State:
                 case _:
                     assert_never(first)
         for index, op in enumerate(ops):
-            if not self.used[index] and isinstance(op, Exchange) and np.isin(as_array(op.transfers)[:, Transfer.KIND], COPIED).any():
+            if (
+                not self.used[index]
+                and isinstance(op, Exchange)
+                and np.isin(as_array(op.transfers)[:, Transfer.KIND], COPIED).any()
+            ):
                 self.where = (phase, [index], [op])
                 raise self.error(0, "nothing that it brings is ever used; drop it")
 
@@ -238,7 +275,11 @@ class _State:
         kinds, (src, dst) = rows[:, Transfer.KIND], rows[:, Transfer.ENDS].T
         if ((src == dst) | (np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= self.program.num_ranks)).any():
             raise self.error(0, "a transfer is from a rank to itself or names a rank that is not there")
-        allowed = (Kind.Q, Kind.KV, Kind.OUT) if phase == "forward" else (Kind.Q, Kind.KV, Kind.OUT_GRAD, Kind.Q_GRAD, Kind.KV_GRAD)
+        allowed = (
+            (Kind.Q, Kind.KV, Kind.OUT)
+            if phase == "forward"
+            else (Kind.Q, Kind.KV, Kind.OUT_GRAD, Kind.Q_GRAD, Kind.KV_GRAD)
+        )
         if not np.isin(kinds, allowed).all():
             raise self.error(0, f"moves a kind of value that does not belong into the {phase}")
         self.check_collective(op, rows)
@@ -255,12 +296,20 @@ class _State:
                 if not self.distinct(here):
                     raise self.error(0, "a rank receives the same value twice")
             else:
-                self.require(self.parts[kind][there] <= 1, chosen[row], "the source holds several partials of it that are not merged")
+                self.require(
+                    self.parts[kind][there] <= 1,
+                    chosen[row],
+                    "the source holds several partials of it that are not merged",
+                )
                 if kind == Kind.OUT:
                     self.require(self.parts[kind][there] == 1, chosen[row], "the source holds no partial output of it")
                 if not self.distinct(there):
                     raise self.error(0, "a partial is given away twice")
-                self.require(self.parts[kind][here] <= 1, chosen[row], "the target holds several partials of it that are not merged")
+                self.require(
+                    self.parts[kind][here] <= 1,
+                    chosen[row],
+                    "the target holds several partials of it that are not merged",
+                )
             arrivals.append((kind, there, here))
         moves = is_remap_move(op.id, self.program.remap_in, forward=phase == "forward")
         for kind, there, here in arrivals:
@@ -297,19 +346,27 @@ class _State:
                 pass
 
     def differing(self, op: Exchange, one: Ints, others: Ints, rows: Ints) -> int | None:
-        """The first rank of `one` whose rows differ between the other ranks of the group; None if there is none."""
+        """The first rank of `one` whose rows differ between the other ranks of the group; None if
+        there is none.
+        """
         order = np.lexsort((others, one))
-        ends = np.searchsorted(one[order] * self.program.num_ranks + others[order], np.arange(self.program.num_ranks**2 + 1))
+        ends = np.searchsorted(
+            one[order] * self.program.num_ranks + others[order], np.arange(self.program.num_ranks**2 + 1)
+        )
         ordered = rows[order, Transfer.VALUE]
         for rank in op.group:
             first = rank * self.program.num_ranks
-            each = {ordered[ends[first + other] : ends[first + other + 1]].tobytes() for other in op.group if other != rank}
+            each = {
+                ordered[ends[first + other] : ends[first + other + 1]].tobytes() for other in op.group if other != rank
+            }
             if len(each) > 1:
                 return rank
         return None
 
     def check_routes(self, op: Exchange, rows: Ints) -> None:
-        """Check that pieces are counted from 0, of pairs that move something, over ranks that are there."""
+        """Check that pieces are counted from 0, of pairs that move something, over ranks that are
+        there.
+        """
         if not op.routes:
             return
         if op.collective != "p2p":
@@ -319,7 +376,9 @@ class _State:
             pieces[src, dst].append(piece)
             if any(not 0 <= rank < self.program.num_ranks for rank in proxies):
                 raise self.error(
-                    0, f"a route from rank {src} to rank {dst} names a rank that is not there; there are {self.program.num_ranks}"
+                    0,
+                    f"a route from rank {src} to rank {dst} names a rank that is not there; there are "
+                    f"{self.program.num_ranks}",
                 )
         moved = {(src, dst) for src, dst in rows[:, Transfer.ENDS].tolist()}
         for (src, dst), numbers in pieces.items():
@@ -335,14 +394,19 @@ class _State:
         # Queries that see none of the keys, and keys that none of the queries sees, take no part.
         trimmed = trim_pairs(pairs, self.program.mask)
         queries, keys = trimmed[:, Pair.QUERY], trimmed[:, Pair.KEY]
-        for kind, regions in ((Kind.Q, queries), (Kind.KV, keys)) + (((Kind.OUT_GRAD, queries),) if phase == "backward" else ()):
+        for kind, regions in ((Kind.Q, queries), (Kind.KV, keys)) + (
+            ((Kind.OUT_GRAD, queries),) if phase == "backward" else ()
+        ):
             row, flat = self.index(ranks, kind, regions)
             self.require_pair(self.held[kind][flat], pairs[row], f"rank does not hold {kind.name}", ranks[row])
             self.mark_used(kind, flat)
         # Every (query atom, key atom, head atom) once.
         row, query = ranges(*self.atoms.tokens(*queries[:, Region.SPAN].T))
         key_first, key_last = self.atoms.tokens(*keys[:, Region.SPAN].T)
-        key_first, key_last = np.maximum(key_first[row], self.key_first[query]), np.minimum(key_last[row], self.key_last[query])
+        key_first, key_last = (
+            np.maximum(key_first[row], self.key_first[query]),
+            np.minimum(key_last[row], self.key_last[query]),
+        )
         again, key = ranges(key_first, key_last)
         row, query = row[again], query[again]
         base = self.pair_base[query] + key - self.key_first[query]
@@ -363,7 +427,9 @@ class _State:
             self.contribute(Kind.KV_GRAD, rank, key, head, keys, ranks)
 
     def contribute(self, kind: Kind, rank: Ints, token: Ints, head: Ints, regions: Ints, ranks: Ints) -> None:
-        """Count contributions at (rank, token atom, head atom); the launch leaves one partial of each region."""
+        """Count contributions at (rank, token atom, head atom); the launch leaves one partial of
+        each region.
+        """
         np.add.at(self.count[kind], rank * self.num_atoms + token * self.num_heads + head, 1)
         row, flat = self.index(ranks, kind, regions)
         if (self.parts[kind][flat] > 1).any():
@@ -411,7 +477,8 @@ class _State:
                 region = f"s{seq[index]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
                 raise InvalidProgramError(
                     f"{phase}: rank {owned[index] // self.num_atoms} never completes {kind.name} of {region}: it has "
-                    f"{self.count[kind][owned[index]]} of {want[index]} parts of the sequence in {self.parts[kind][owned[index]]} partials"
+                    f"{self.count[kind][owned[index]]} of {want[index]} parts of the sequence in "
+                    f"{self.parts[kind][owned[index]]} partials"
                 )
             self.parts[kind][owned] = 0
             if self.parts[kind].any():
@@ -419,7 +486,8 @@ class _State:
                 one = flat % self.num_atoms // self.num_heads
                 region = f"s{self.atoms.seq(one)[0]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
                 raise InvalidProgramError(
-                    f"{phase}: rank {flat[0] // self.num_atoms} ends with an unconsumed partial {kind.name} of {region}; "
+                    f"{phase}: rank {flat[0] // self.num_atoms} ends with an unconsumed partial {kind.name} of "
+                    f"{region}; "
                     "a Merge or a transfer to its owner is missing"
                 )
 
@@ -429,7 +497,9 @@ class _State:
         self.used[self.brought[kind][flat]] = True
 
     def distinct(self, flat: Ints) -> bool:
-        """Whether no index occurs twice. Of two that write their number to one place, one does not find it again."""
+        """Whether no index occurs twice. Of two that write their number to one place, one does not
+        find it again.
+        """
         number = np.arange(len(flat), dtype=np.int32)
         self.scratch[flat] = number
         return bool((self.scratch[flat] == number).all())
@@ -438,13 +508,19 @@ class _State:
         if not good.all():
             kind, seq, start, stop, head_start, head_stop, *ends = rows[int(np.flatnonzero(~good)[0])].tolist()
             route = f" from rank {ends[0]} to rank {ends[1]}" if ends else ""
-            raise self.error(0, f"{Kind(kind).name} s{seq}[{start}:{stop}) heads [{head_start}:{head_stop}){route}: {complaint}")
+            raise self.error(
+                0, f"{Kind(kind).name} s{seq}[{start}:{stop}) heads [{head_start}:{head_stop}){route}: {complaint}"
+            )
 
     def require_pair(self, good: Bools, pairs: Ints, complaint: str, ranks: Ints | None = None) -> None:
         if not good.all():
             at = int(np.flatnonzero(~good)[0])
             seq, q_start, q_stop, _, _, k_start, k_stop, _, _ = pairs[at].tolist()
-            op = 0 if ranks is None else [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(int(ranks[at]))
+            op = (
+                0
+                if ranks is None
+                else [op.rank for op in self.where[2] if not isinstance(op, Exchange)].index(int(ranks[at]))
+            )
             raise self.error(op, f"q s{seq}[{q_start}:{q_stop}) over [{k_start}:{k_stop}): {complaint}")
 
     def error(self, which: int, complaint: str) -> InvalidProgramError:
@@ -460,7 +536,9 @@ def _kinds(column: Ints) -> list[Kind]:
 
 
 def _batches(ops: Sequence[Op]) -> Iterator[list[int]]:
-    """Indices of ops that can be checked together: an exchange alone; between two, the j-th op of every rank if of one kind."""
+    """Indices of ops that can be checked together: an exchange alone; between two, the j-th op of
+    every rank if of one kind.
+    """
     start = 0
     while start < len(ops):
         if isinstance(ops[start], Exchange):

@@ -119,8 +119,8 @@ class AnalyticCost:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
         without pairs.
 
-        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A launch takes its work over all SMs, or its
-        longest thread block on one of them, whichever is longer.
+        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A launch takes its work
+        over all SMs, or its longest thread block on one of them, whichever is longer.
         """
         if not len(pairs):
             return np.zeros(num_launches)
@@ -157,7 +157,10 @@ class AnalyticCost:
 
         Matrix products take their FLOPs, or reading their weights when tokens are few.
         """
-        modules_s = sum(self._module_s(module, num_tokens, module.weights, backward=backward) for module in layer_modules(self.model))
+        modules_s = sum(
+            self._module_s(module, num_tokens, module.weights, backward=backward)
+            for module in layer_modules(self.model)
+        )
         return modules_s + self.tensor_parallel_s(num_tokens)
 
     def head_s(self, num_tokens: float, *, backward: bool = False) -> float:
@@ -206,4 +209,6 @@ class AnalyticCost:
         """The SMs of a GPU that NCCL's transfers take."""
         gpus = self.tensor_parallel
         cluster = self.cluster
-        return Contention.of_links(cluster.num_sms // gpus, cluster.intra_bytes_per_s / gpus, waits=cluster.transfers_wait)
+        return Contention.of_links(
+            cluster.num_sms // gpus, cluster.intra_bytes_per_s / gpus, waits=cluster.transfers_wait
+        )

@@ -83,7 +83,11 @@ def least_squares(
             at = list(chosen)
             solution = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(targets)), rcond=None)[0] / scale[at]
             error = float(((rows[:, at] @ solution - 1) ** 2).sum())
-            if (solution >= 0).all() and (solution[[at.index(i) for i in needed]] > 0).all() and error < best_error * (1 - 1e-12):
+            if (
+                (solution >= 0).all()
+                and (solution[[at.index(i) for i in needed]] > 0).all()
+                and error < best_error * (1 - 1e-12)
+            ):
                 best, best_error = np.zeros(width), error
                 best[at] = solution
     return tuple(best.tolist())

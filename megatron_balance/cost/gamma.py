@@ -30,6 +30,9 @@ def fit_gamma(lengths: Sequence[float], seconds: Sequence[float], hidden_size: i
         ConfigError: no times, or one that is not positive.
     """
     k, k_gamma = least_squares(
-        [[24.0 * length * hidden_size**2, 4.0 * length**2 * hidden_size] for length in lengths], seconds, what="gamma", needed=(0,)
+        [[24.0 * length * hidden_size**2, 4.0 * length**2 * hidden_size] for length in lengths],
+        seconds,
+        what="gamma",
+        needed=(0,),
     )
     return k_gamma / k, k

@@ -41,7 +41,11 @@ class PairGrid:
     """
 
     def __init__(
-        self, q_tokens: tuple[int, ...], second: tuple[int, ...], seconds: Grid, pairs: Callable[[Floats, Floats], Floats]
+        self,
+        q_tokens: tuple[int, ...],
+        second: tuple[int, ...],
+        seconds: Grid,
+        pairs: Callable[[Floats, Floats], Floats],
     ) -> None:
         self._q, self._x = np.array(q_tokens, dtype=np.float64), np.array(second, dtype=np.float64)
         times = np.array(seconds)
@@ -116,7 +120,8 @@ class MeasuredCost:
         attention = self.table.attention
         if attention.head_dim != self.model.head_dim:
             raise ConfigError(
-                f"the cost table of {self.table.source.device} was measured with head dim {attention.head_dim}, {self.model.name} has "
+                f"the cost table of {self.table.source.device} was measured with head dim {attention.head_dim}, "
+                f"{self.model.name} has "
                 f"{self.model.head_dim}; measure one with 'megatron-balance profile --model {self.model.name}'"
             )
         axes = {False: attention.k_tokens, True: attention.before_tokens}
@@ -127,7 +132,9 @@ class MeasuredCost:
             (True, True): attention.causal_backward_s,
         }
         grids = {
-            (causal, backward): PairGrid(attention.q_tokens, axes[causal], grid, _causal_pairs if causal else _full_pairs)
+            (causal, backward): PairGrid(
+                attention.q_tokens, axes[causal], grid, _causal_pairs if causal else _full_pairs
+            )
             for (causal, backward), grid in times.items()
         }
         object.__setattr__(self, "_grids", grids)
@@ -232,16 +239,20 @@ class MeasuredCost:
         """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
         without pairs.
 
-        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A region that is neither full nor causal at
-        its bottom right is two entries of the kernel.
+        `pairs`: `Pair` rows [n, 9]; `launch` [n]: the launch of each row. A region that is neither
+        full nor causal at its bottom right is two entries of the kernel.
         """
         attention = self.table.attention
         fixed = attention.backward_launch_s if backward else attention.launch_s
-        heads = (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]) / (attention.num_heads * self.tensor_parallel)
+        heads = (pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]) / (
+            attention.num_heads * self.tensor_parallel
+        )
         seconds, entries = np.zeros(num_launches), np.zeros(num_launches, dtype=bool)
         for causal, (num_q, second) in split_masks(pairs).items():
             there = np.flatnonzero(num_q)
-            times = self._grids[causal, backward].time_s(num_q[there].astype(np.float64), second[there].astype(np.float64))
+            times = self._grids[causal, backward].time_s(
+                num_q[there].astype(np.float64), second[there].astype(np.float64)
+            )
             seconds += np.bincount(launch[there], weights=heads[there] * times, minlength=num_launches)
             entries[launch[there]] = True
         return np.where(entries, fixed + seconds, 0.0)
@@ -287,7 +298,11 @@ class MeasuredCost:
         a time.
         """
         beside = self.table.beside
-        return self._analytic.contention if beside is None else Contention.of_slowdowns(beside.intra_node, beside.inter_node)
+        return (
+            self._analytic.contention
+            if beside is None
+            else Contention.of_slowdowns(beside.intra_node, beside.inter_node)
+        )
 
 
 def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
@@ -300,7 +315,8 @@ def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
     trimmed = trim_pairs(pairs, CAUSAL)
     q_start, q_stop = trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP]
     k_start, k_stop = trimmed[:, Pair.K_START], trimmed[:, Pair.K_STOP]
-    # A single query over the keys up to its own is a triangle of one, so that a sequence's times come from one grid from its first token.
+    # A single query over the keys up to its own is a triangle of one, so that a sequence's times
+    # come from one grid from its first token.
     masked = (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
     seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key
     full = np.maximum(q_stop - seen_whole, 0)

@@ -116,7 +116,11 @@ class Holding:
 
 
 def rank_memory(
-    model: Model, num_tokens: float, received_tokens: float, sharding: Sharding = Sharding(), holding: Holding = Holding()
+    model: Model,
+    num_tokens: float,
+    received_tokens: float,
+    sharding: Sharding = Sharding(),
+    holding: Holding = Holding(),
 ) -> Memory:
     """Peak bytes of a rank that holds `num_tokens` of each microbatch and receives keys and values
     of `received_tokens`.
@@ -149,8 +153,16 @@ def _parameters_of_rank(model: Model, sharding: Sharding) -> float:
     tables = head_module(model).weights
     experts = 0.0
     if model.num_experts:
-        experts = model.num_layers * (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size * float(model.num_experts)
+        experts = (
+            model.num_layers
+            * (3 if model.gated_ffn else 2)
+            * model.hidden_size
+            * model.ffn_size
+            * float(model.num_experts)
+        )
     layers = num_parameters(model) - tables - experts
     # Embedding on the first stage, output matrix on the last; on one stage both.
     ends = (sharding.stage == 0) + (sharding.stage == sharding.pipeline - 1)
-    return (layers + experts / sharding.experts) / sharding.pipeline / sharding.tensor + ends * tables / 2 / sharding.tensor
+    return (
+        layers + experts / sharding.experts
+    ) / sharding.pipeline / sharding.tensor + ends * tables / 2 / sharding.tensor

@@ -31,10 +31,15 @@ def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
         ConfigError: the group does not divide a node.
     """
     if tensor_parallel < 1 or cluster.node_size % tensor_parallel:
-        raise ConfigError(f"tensor parallelism {tensor_parallel} does not divide {cluster.name}'s nodes of {cluster.node_size} ranks")
+        raise ConfigError(
+            f"tensor parallelism {tensor_parallel} does not divide {cluster.name}'s nodes of {cluster.node_size} ranks"
+        )
     shared = cluster.ranks_per_nic
     if shared % tensor_parallel and tensor_parallel % shared:
-        raise ConfigError(f"tensor parallelism {tensor_parallel} and {shared} ranks per NIC ({cluster.name}): one must divide the other")
+        raise ConfigError(
+            f"tensor parallelism {tensor_parallel} and {shared} ranks per NIC ({cluster.name}): one must divide the "
+            "other"
+        )
     return replace(
         cluster,
         num_ranks=cluster.num_ranks // tensor_parallel,

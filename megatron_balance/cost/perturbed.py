@@ -93,7 +93,10 @@ class PerturbedCost:
 
     def link(self, *, inter_node: bool) -> Link:
         """See `cost.base.MachineCost`."""
-        link, factor = self.base.link(inter_node=inter_node), self.factors.inter_node if inter_node else self.factors.intra_node
+        link, factor = (
+            self.base.link(inter_node=inter_node),
+            self.factors.inter_node if inter_node else self.factors.intra_node,
+        )
         return replace(link, alpha_s=factor * link.alpha_s, bytes_per_s=link.bytes_per_s / factor)
 
     @property

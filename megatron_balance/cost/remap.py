@@ -1,4 +1,6 @@
-"""Seconds of a remap, for planners that weigh it and for the layer that makes it (Zeppelin, section 3.4)."""
+"""Seconds of a remap, for planners that weigh it and for the layer that makes it (Zeppelin, section
+3.4).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from megatron_balance.ir.cluster import Cluster
 
 
 def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds to bring tokens from even to `tokens` a rank before attention, and their outputs back after it.
+    """Seconds to bring tokens from even to `tokens` a rank before attention, and their outputs back
+    after it.
 
     An estimate of what the best moves take, without solving for them: the longest time of a rank's
     link, and of a node's NICs for what the node as a whole has above or below its share, one after
@@ -30,5 +33,7 @@ def remap_s(tokens: Sequence[float] | Ints, cluster: Cluster, cost: CostModel) -
 
 
 def token_bytes(cost: CostModel) -> float:
-    """Bytes of one token that a remap moves in a layer: query, key and value one way, the output back."""
+    """Bytes of one token that a remap moves in a layer: query, key and value one way, the output
+    back.
+    """
     return cost.kv_bytes(1) + 2 * cost.query_bytes(1)

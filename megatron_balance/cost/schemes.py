@@ -82,6 +82,8 @@ def _attention_s(scheme: Scheme, model: Model, cost: MachineCost, length: int, *
     heads = [0, model.num_heads], [0, model.num_kv_heads]
     chunk = ceil(length / (2 * scheme.context))
     queries = [(0, length)] if scheme.context == 1 else [(0, chunk), (length - chunk, length)]
-    pairs = np.array([[0, *query, *heads[0], 0, query[1], *heads[1]] for query in queries if query[0] >= 0], dtype=np.int64)
+    pairs = np.array(
+        [[0, *query, *heads[0], 0, query[1], *heads[1]] for query in queries if query[0] >= 0], dtype=np.int64
+    )
     launches_s = (scheme.context - 1) * cost.launch_s(1)
     return float(cost.attend_s(pairs, np.zeros(len(pairs), dtype=np.int64), 1, backward=backward)[0]) + launches_s

@@ -117,7 +117,9 @@ class LinkTable:
 
     def __post_init__(self) -> None:
         if self.name not in LINKS:
-            raise ConfigError(f"name: unknown link {self.name!r}{_suggestion(self.name, LINKS)}. Links: {', '.join(LINKS)}")
+            raise ConfigError(
+                f"name: unknown link {self.name!r}{_suggestion(self.name, LINKS)}. Links: {', '.join(LINKS)}"
+            )
         _rising("sizes", self.sizes)
         _series("seconds", self.seconds, len(self.sizes))
 
@@ -159,7 +161,10 @@ class CostTable:
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ConfigError(f"format: expected {FORMAT!r}, got {self.format!r}; write the table anew with 'megatron-balance profile'")
+            raise ConfigError(
+                f"format: expected {FORMAT!r}, got {self.format!r}; write the table anew with 'megatron-balance "
+                "profile'"
+            )
         names = [link.name for link in self.links]
         for name in names:
             if names.count(name) > 1:
@@ -212,7 +217,9 @@ def _decode(kind: Any, value: object, file: str, at: str) -> object:
         if not isinstance(value, list):
             raise ConfigError(f"{file}: {at}: expected a list, got {_shown(value)}")
         inner = get_args(kind)[0]
-        return tuple(_decode(inner, entry, file, f"{at}[{place}]") for place, entry in enumerate(cast(list[object], value)))
+        return tuple(
+            _decode(inner, entry, file, f"{at}[{place}]") for place, entry in enumerate(cast(list[object], value))
+        )
     if isinstance(kind, UnionType):
         if value is None and NoneType in get_args(kind):
             return None
@@ -232,7 +239,9 @@ def _decode_dataclass(kind: type, value: object, file: str, at: str) -> object:
     names = [field.name for field in fields]
     for key in keys:
         if key not in names:
-            raise ConfigError(f"{file}: {_join(at, key)}: unknown key{_suggestion(key, names)}. Keys: {', '.join(names)}")
+            raise ConfigError(
+                f"{file}: {_join(at, key)}: unknown key{_suggestion(key, names)}. Keys: {', '.join(names)}"
+            )
     for field in fields:
         if field.name not in keys and field.default is dataclasses.MISSING:
             raise ConfigError(f"{file}: {_join(at, field.name)}: missing")

@@ -1,1 +1,3 @@
-"""The vocabulary: spans, fragments, ops, programs and plans. Standard library only; everything is frozen."""
+"""The vocabulary: spans, fragments, ops, programs and plans. Standard library only; everything is
+frozen.
+"""

@@ -24,14 +24,17 @@ def as_rows(table: Ints) -> Rows:
 
 
 def run_starts(changes: Bools, length: int) -> Bools:
-    """Mark where runs of equal elements begin: bool [length]. `changes` [length - 1]: an element differs from the one before."""
+    """Mark where runs of equal elements begin: bool [length]. `changes` [length - 1]: an element
+    differs from the one before.
+    """
     starts = np.ones(length, dtype=bool)
     starts[1:] = changes
     return starts
 
 
 def run_bounds(changes: Bools, length: int) -> Ints:
-    """Indices where runs of equal elements begin, and `length`: int64 [runs + 1] ([0] if there are none).
+    """Indices where runs of equal elements begin, and `length`: int64 [runs + 1] ([0] if there are
+    none).
 
     `changes` [length - 1]: an element differs from the one before.
     """

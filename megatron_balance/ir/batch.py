@@ -9,7 +9,9 @@ from megatron_balance.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Lengths in tokens of the sequences of one microbatch (of the whole pool); the index is the sequence's id."""
+    """Lengths in tokens of the sequences of one microbatch (of the whole pool); the index is the
+    sequence's id.
+    """
 
     lengths: tuple[int, ...]
 
@@ -19,7 +21,8 @@ class Batch:
                 raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")
             if length < 1:
                 raise ConfigError(
-                    f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents before planning"
+                    f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents "
+                    "before planning"
                 )
 
     @property

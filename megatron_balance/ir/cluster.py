@@ -11,12 +11,14 @@ from megatron_balance.errors import ConfigError
 class Cluster:
     """Ranks numbered node by node, and what their links and kernels sustain.
 
-    `intra_bytes_per_s` is one rank's link inside the node, one direction; `nic_bytes_per_s` one NIC, one direction;
-    `ranks_per_nic` ranks share a NIC. The alphas are the fixed seconds of a message. `flops_per_s` is the peak of a rank in dense
-    bf16 matrix products, `attention_efficiency` the share of it that the forward attention kernel reaches over long sequences without
-    a mask, `linear_efficiency` the share that a large matrix product reaches. `memory_bytes_per_s` is the rank's memory, read or
-    written. `num_sms`: processors of a rank that communication takes some of; 0: it takes none. `transfers_wait`: a transfer waits for
-    processors that an attention kernel under way holds (`cost.contention`).
+    `intra_bytes_per_s` is one rank's link inside the node, one direction; `nic_bytes_per_s` one
+    NIC, one direction; `ranks_per_nic` ranks share a NIC. The alphas are the fixed seconds of a
+    message. `flops_per_s` is the peak of a rank in dense bf16 matrix products,
+    `attention_efficiency` the share of it that the forward attention kernel reaches over long
+    sequences without a mask, `linear_efficiency` the share that a large matrix product reaches.
+    `memory_bytes_per_s` is the rank's memory, read or written. `num_sms`: processors of a rank that
+    communication takes some of; 0: it takes none. `transfers_wait`: a transfer waits for processors
+    that an attention kernel under way holds (`cost.contention`).
     """
 
     num_ranks: int
@@ -38,7 +40,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
             raise ConfigError(
-                f"a cluster needs at least one rank and one rank per node, got {self.num_ranks} ranks, {self.ranks_per_node} per node"
+                f"a cluster needs at least one rank and one rank per node, got {self.num_ranks} ranks, "
+                f"{self.ranks_per_node} per node"
             )
         if self.num_ranks % self.ranks_per_node and self.num_ranks > self.ranks_per_node:
             raise ConfigError(

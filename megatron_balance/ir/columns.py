@@ -75,7 +75,9 @@ class Placed:
 
 
 class Task:
-    """One task of a task table: queries of a sequence, the keys before them, and the rank that attends."""
+    """One task of a task table: queries of a sequence, the keys before them, and the rank that
+    attends.
+    """
 
     WIDTH = 6
     RANK, SEQ, Q_START, Q_STOP, K_START, K_STOP = range(6)
@@ -133,7 +135,8 @@ class Held:
 
 
 class RemoteHeld:
-    """A part of a `Held` fragment that another rank owns outside attention (`compile.layouts.remote`).
+    """A part of a `Held` fragment that another rank owns outside attention
+    (`compile.layouts.remote`).
 
     The first columns are those of `Remote`; `FRAGMENT`: the row of the table of fragments.
     """

@@ -1,7 +1,7 @@
 """Arithmetic on token intervals of many sequences at once: overlaps, unions, atoms.
 
-A token is one integer, `key(seq, position)`: keys ascend by sequence, then by position, so one sorted
-array serves the intervals of all sequences. No other module packs sequences and positions.
+A token is one integer, `key(seq, position)`: keys ascend by sequence, then by position, so one
+sorted array serves the intervals of all sequences. No other module packs sequences and positions.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ def ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 def overlap_bounds(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """First and one past the last row of `held` that shares a token with each row of `wanted`.
 
-    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start). If rows of `held` overlap
-    one another, some rows between the bounds may share nothing; empty rows of `wanted` share nothing.
+    Both have rows (seq, start, stop, ...); those of `held` ascend by (seq, start). If rows of
+    `held` overlap one another, some rows between the bounds may share nothing; empty rows of
+    `wanted` share nothing.
     """
     return _overlap_bounds(*key_bounds(wanted), *key_bounds(held))
 
 
 def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
     """`overlap_bounds` of intervals of keys: [begin, end) wanted, [start, stop) held."""
-    # No later row meets a row that ends before it begins: the furthest end so far bounds the search from below.
+    # No later row meets a row that ends before it begins: the furthest end so far bounds the search
+    # from below.
     first = np.searchsorted(np.maximum.accumulate(stop), begin, side="right")
     last = np.searchsorted(start, end, side="left")
     return first, np.where(begin < end, last, 0)
@@ -74,7 +76,8 @@ def _overlap_bounds(begin: Ints, end: Ints, start: Ints, stop: Ints) -> tuple[In
 def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
     """(row of `wanted`, row of `held`) of every pair that shares a token, by row of `wanted`.
 
-    Both have rows (seq, start, stop, ...), in any order. Rows of `held` are not empty, and may overlap one another.
+    Both have rows (seq, start, stop, ...), in any order. Rows of `held` are not empty, and may
+    overlap one another.
     """
     begin, end = key_bounds(wanted)
     start, stop = key_bounds(held)
@@ -86,10 +89,11 @@ def overlaps(wanted: Ints, held: Ints) -> tuple[Ints, Ints]:
 
 
 def union(intervals: Ints) -> Ints:
-    """Disjoint intervals over the same tokens, ascending; touching ones are joined, empty ones left out.
+    """Disjoint intervals over the same tokens, ascending; touching ones are joined, empty ones left
+    out.
 
-    Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank and a
-    sequence) within which intervals are joined.
+    Rows (..., start, stop): what precedes the last two columns is the group (a sequence; a rank and
+    a sequence) within which intervals are joined.
     """
     rows = intervals[intervals[:, -2] < intervals[:, -1]]
     rows = rows[np.lexsort(rows[:, -2::-1].T)]
@@ -103,7 +107,9 @@ def union(intervals: Ints) -> Ints:
 
 
 def held_twice(fragments: Ints) -> Ints:
-    """Rows (seq, start, stop), ascending and disjoint: the tokens that two or more of `fragments` hold."""
+    """Rows (seq, start, stop), ascending and disjoint: the tokens that two or more of `fragments`
+    hold.
+    """
     boundary = np.concatenate(key_bounds(fragments))
     order = np.argsort(boundary, kind="stable")
     boundary, depth = boundary[order], np.cumsum(np.repeat([1, -1], len(fragments))[order])
@@ -113,14 +119,17 @@ def held_twice(fragments: Ints) -> Ints:
 
 
 def _ascending(values: Ints) -> Ints:
-    """The distinct values, ascending (sorting is several times faster here than NumPy's hashing `unique`)."""
+    """The distinct values, ascending (sorting is several times faster here than NumPy's hashing
+    `unique`).
+    """
     values = np.sort(values)
     return values[run_starts(values[1:] != values[:-1], len(values))]
 
 
 @dataclass(frozen=True, slots=True)
 class Atoms:
-    """Elementary token runs and head runs of a set of regions: regions cut at every boundary that occurs.
+    """Elementary token runs and head runs of a set of regions: regions cut at every boundary that
+    occurs.
 
     Atoms are equal or disjoint, so sets of tokens become sets of integers. `cuts`: sorted keys of
     every boundary; token atom i runs from cuts[i] to cuts[i + 1]. `heads`: sorted head boundaries;
@@ -130,7 +139,8 @@ class Atoms:
     cuts: Ints
     heads: Ints
     table: tuple[Ints, Ints] | None = None
-    """To look boundaries up instead of searching: where each sequence begins, and the atom that begins there or next."""
+    """To look boundaries up instead of searching: where each sequence begins, and the atom that
+    begins there or next."""
 
     @classmethod
     def of(cls, seq: Ints, start: Ints, stop: Ints, heads: Ints) -> Atoms:
@@ -176,7 +186,9 @@ class Atoms:
         return key_position(self.cuts[token_atom + 1])
 
     def expand(self, seq: Ints, start: Ints, stop: Ints, head_start: Ints, head_stop: Ints) -> tuple[Ints, Ints]:
-        """(row, atom) of every atom of every region; an atom is token atom * num_head_atoms + head atom."""
+        """(row, atom) of every atom of every region; an atom is token atom * num_head_atoms + head
+        atom.
+        """
         row, token = ranges(*self.tokens(seq, start, stop))
         if self.num_head_atoms == 1:
             return row, token
@@ -189,13 +201,17 @@ class Atoms:
         return np.searchsorted(self.cuts, key(seq, position), side="right") - 1
 
     def regions(self, group: Ints, atom: Ints) -> tuple[Ints, Ints]:
-        """Join atoms, unique within each group, into as few regions as possible: (group [n], `Region` rows)."""
+        """Join atoms, unique within each group, into as few regions as possible: (group [n],
+        `Region` rows).
+        """
         token, head = np.divmod(atom, self.num_head_atoms)
         # Along tokens first, per head atom; then along heads where the token runs are the same.
         order = np.argsort((group * self.num_head_atoms + head) * (self.num_token_atoms + 1) + token, kind="stable")
         group, token, head = group[order], token[order], head[order]
         seq = self.seq(token)
-        changes = (group[1:] != group[:-1]) | (head[1:] != head[:-1]) | (token[1:] != token[:-1] + 1) | (seq[1:] != seq[:-1])
+        changes = (
+            (group[1:] != group[:-1]) | (head[1:] != head[:-1]) | (token[1:] != token[:-1] + 1) | (seq[1:] != seq[:-1])
+        )
         bounds = run_bounds(changes, len(token))
         begin, end = bounds[:-1], bounds[1:] - 1
         group, first, last, head = group[begin], token[begin], token[end], head[begin]
@@ -203,9 +219,16 @@ class Atoms:
         if self.num_head_atoms > 1:
             order = np.lexsort((head, last, first, group))
             group, first, last, head = group[order], first[order], last[order], head[order]
-            changes = (group[1:] != group[:-1]) | (first[1:] != first[:-1]) | (last[1:] != last[:-1]) | (head[1:] != head[:-1] + 1)
+            changes = (
+                (group[1:] != group[:-1])
+                | (first[1:] != first[:-1])
+                | (last[1:] != last[:-1])
+                | (head[1:] != head[:-1] + 1)
+            )
             bounds = run_bounds(changes, len(head))
             begin, end = bounds[:-1], bounds[1:] - 1
             group, first, last, head, head_last = group[begin], first[begin], last[begin], head[begin], head[end]
-        rows = np.stack([self.seq(first), self.start(first), self.stop(last), self.heads[head], self.heads[head_last + 1]], 1)
+        rows = np.stack(
+            [self.seq(first), self.start(first), self.stop(last), self.heads[head], self.heads[head_last + 1]], 1
+        )
         return group, rows

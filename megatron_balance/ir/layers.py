@@ -1,4 +1,5 @@
-"""The two layers around any planner's decision, remapping and routing, as settings (Zeppelin, sections 3.4 and 3.3).
+"""The two layers around any planner's decision, remapping and routing, as settings (Zeppelin,
+sections 3.4 and 3.3).
 
 `planning.layers` decides by these settings what a plan gets; `solvers.remap` solves the remap.
 """

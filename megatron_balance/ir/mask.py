@@ -1,19 +1,22 @@
 """The attention mask as a value: each query sees one run of the keys of its own sequence.
 
-A mask answers one question, `keys`: which run of keys a query sees. Everything else follows from it: the
-part of a (query, key) rectangle that counts (`ir.visible`), numbers of pairs, completeness (`compile.verify`).
-Positions are those of the sequence, so a mask never depends on how a sequence is cut over ranks.
+A mask answers one question, `keys`: which run of keys a query sees. Everything else follows from
+it: the part of a (query, key) rectangle that counts (`ir.visible`), numbers of pairs, completeness
+(`compile.verify`). Positions are those of the sequence, so a mask never depends on how a sequence
+is cut over ranks.
 
-Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and the passes
-of `compile` accept any mask. Planners, comm patterns and the executor handle causal masks only, and
-`runtime.bind` rejects others.
+Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
+the passes of `compile` accept any mask. Planners, comm patterns and the executor handle causal
+masks only, and `runtime.bind` rejects others.
 
 Two masks that have their place here and are not built yet:
 
-* Sliding window of `size` tokens: `keys` returns `(max(query - size + 1, 0), query + 1)`, as arrays.
+* Sliding window of `size` tokens: `keys` returns `(max(query - size + 1, 0), query + 1)`, as
+  arrays.
 * Prefix (prefix LM), `lengths` by sequence: `keys` returns `(0, max(query + 1, lengths[seq]))`.
 
-Each is a frozen dataclass derived from `Mask`, and an entry in `MASKS` if text and JSON shall name it.
+Each is a frozen dataclass derived from `Mask`, and an entry in `MASKS` if text and JSON shall name
+it.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ class Mask(ABC):
         """
 
     def queries(self, seq: Positions, key: Positions) -> tuple[Positions, Positions]:
-        """The run of queries [first, stop) that see the key: the inverse of `keys`, found by bisection."""
+        """The run of queries [first, stop) that see the key: the inverse of `keys`, found by
+        bisection.
+        """
         return self._first_query(seq, key, stops=True), self._first_query(seq, key, stops=False)
 
     def num_pairs(self, length: int) -> int:

@@ -9,7 +9,9 @@ from megatron_balance.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A transformer. `num_kv_heads` divides `num_heads` (MHA: equal; GQA: fewer). `bytes_per_element` of activations."""
+    """A transformer. `num_kv_heads` divides `num_heads` (MHA: equal; GQA: fewer).
+    `bytes_per_element` of activations.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -31,7 +33,9 @@ class Model:
             if getattr(self, what) < 1:
                 raise ConfigError(f"model {self.name}: {what} must be at least 1, got {getattr(self, what)}")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+            raise ConfigError(
+                f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"
+            )
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -48,5 +52,7 @@ class Model:
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Forward FLOPs of one (query, key) pair in one layer: scores and weighted values, all heads."""
+        """Forward FLOPs of one (query, key) pair in one layer: scores and weighted values, all
+        heads.
+        """
         return 4.0 * self.num_heads * self.head_dim

@@ -1,4 +1,5 @@
-"""Plans, as planners make them: compact, hashable, printable; no object per rank and fragment, no tensors.
+"""Plans, as planners make them: compact, hashable, printable; no object per rank and fragment, no
+tensors.
 
 `ir.step` has the plan of a whole optimizer step.
 """
@@ -27,9 +28,9 @@ REMAP = -1
 class Zone:
     """Sequences that share a group of ranks, a placement and a comm pattern.
 
-    `pattern` names a comm pattern (`patterns`): "ring" and "all_gather" place zigzag, "head_exchange" contiguously.
-    A zone on one rank is local whatever its comm pattern. `name` is for people and reports (inter-node,
-    intra-node, local, pool).
+    `pattern` names a comm pattern (`patterns`): "ring" and "all_gather" place zigzag,
+    "head_exchange" contiguously. A zone on one rank is local whatever its comm pattern. `name` is
+    for people and reports (inter-node, intra-node, local, pool).
     """
 
     name: str
@@ -59,9 +60,9 @@ class TaskTable:
 class Routing:
     """The transfers between nodes that go over all NICs of both nodes (Zeppelin, section 3.3).
 
-    Routed are those of `zones` (indices into the plan's zones; `REMAP`: of the remap) that move `min_tokens` or more
-    from one rank to another in one exchange. `ranks_per_nic`: neighbouring ranks of a node that share a NIC.
-    `pieces`: number of pieces of one transfer on each NIC.
+    Routed are those of `zones` (indices into the plan's zones; `REMAP`: of the remap) that move
+    `min_tokens` or more from one rank to another in one exchange. `ranks_per_nic`: neighbouring
+    ranks of a node that share a NIC. `pieces`: number of pieces of one transfer on each NIC.
     """
 
     ranks_per_nic: int
@@ -72,11 +73,12 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
-    """One microbatch of the pool. Zones are in issue order: inter-node first, then intra-node, then local.
+    """One microbatch of the pool. Zones are in issue order: inter-node first, then intra-node, then
+    local.
 
-    `moves`: the remap (Zeppelin, section 3.4), `Move` rows by src, then dst: the last tokens of what the zones place
-    on src are owned by dst outside attention. Empty: the linear layout is the attention layout. `mask`: of all
-    sequences; JSON names it where it is not causal.
+    `moves`: the remap (Zeppelin, section 3.4), `Move` rows by src, then dst: the last tokens of
+    what the zones place on src are owned by dst outside attention. Empty: the linear layout is the
+    attention layout. `mask`: of all sequences; JSON names it where it is not causal.
     """
 
     planner: str
@@ -103,7 +105,10 @@ def to_json(plan: MicrobatchPlan) -> str:
     """The plan as one line of JSON with a fixed key order."""
     body = {
         "format": FORMAT,
-        **{k: getattr(plan, k) for k in ("planner", "lengths", "num_ranks", "ranks_per_node", "num_heads", "num_kv_heads")},
+        **{
+            k: getattr(plan, k)
+            for k in ("planner", "lengths", "num_ranks", "ranks_per_node", "num_heads", "num_kv_heads")
+        },
         "zones": [_zone_to_json(z) for z in plan.zones],
         "moves": list(plan.moves),
         "routing": None if plan.routing is None else asdict(plan.routing),
@@ -135,7 +140,9 @@ def from_body(loaded: Any) -> MicrobatchPlan:
     body = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else {}
     written = body.get("format")
     if written != FORMAT:
-        raise ConfigError(f"not a plan of this version: expected format {FORMAT!r}, got {written!r}; plan the batch again")
+        raise ConfigError(
+            f"not a plan of this version: expected format {FORMAT!r}, got {written!r}; plan the batch again"
+        )
     try:
         return MicrobatchPlan(
             planner=str(body["planner"]),
@@ -167,7 +174,9 @@ def _zone_from_json(zone: dict[str, Any]) -> Zone | TaskTable:
 def _routing_from_json(routing: dict[str, Any] | None) -> Routing | None:
     if routing is None:
         return None
-    return Routing(int(routing["ranks_per_nic"]), _ints(routing["zones"]), int(routing["min_tokens"]), int(routing["pieces"]))
+    return Routing(
+        int(routing["ranks_per_nic"]), _ints(routing["zones"]), int(routing["min_tokens"]), int(routing["pieces"])
+    )
 
 
 def _ints(values: Any) -> tuple[int, ...]:

@@ -1,34 +1,37 @@
 """The attention program: comm patterns write it; verify, reference, executor and simulator read it.
 
-A value is addressed by its kind and its region: tokens [start, stop) of a sequence times heads [head_start,
-head_stop). Query-side kinds (Q, OUT, OUT_GRAD, Q_GRAD) count query heads, key-side kinds (KV, KV_GRAD) count
-key-value heads. Positions are absolute, so what a query may see follows from them and the program's mask
-(`ir.mask`) and is never stored.
+A value is addressed by its kind and its region: tokens [start, stop) of a sequence times heads
+[head_start, head_stop). Query-side kinds (Q, OUT, OUT_GRAD, Q_GRAD) count query heads, key-side
+kinds (KV, KV_GRAD) count key-value heads. Positions are absolute, so what a query may see follows
+from them and the program's mask (`ir.mask`) and is never stored.
 
 Rows of the ops (int64; column names in `ir.columns`):
 
 | op | table | one row is |
 |---|---|---|
 | Exchange | Transfer | kind, seq, start, stop, head_start, head_stop, src, dst |
-| Attend, AttendGrad | Pair | seq, q_start, q_stop, q_head_start, q_head_stop, k_start, k_stop, kv_head_start, kv_head_stop |
+| Attend, AttendGrad | Pair | seq, q_start, q_stop, q heads, k_start, k_stop, kv heads |
 | Merge | Value | kind, seq, start, stop, head_start, head_stop |
 
 Meaning of an op:
 
-* `Exchange`: transfers issued together; `src` and `dst` are ranks. OUT and the gradients are moved (the source
-  gives them up); Q, KV and OUT_GRAD are copied. A gradient to which nobody has contributed yet is zero and may
-  travel.
-* `Attend`: for each query region one partial output, with its LSE, over all keys that the op lists for it.
+* `Exchange`: transfers issued together; `src` and `dst` are ranks. OUT and the gradients are moved
+  (the source gives them up); Q, KV and OUT_GRAD are copied. A gradient to which nobody has
+  contributed yet is zero and may travel.
+* `Attend`: for each query region one partial output, with its LSE, over all keys that the op lists
+  for it.
 * `AttendGrad`: for each query region one partial Q_GRAD, for each key region one partial KV_GRAD.
-* `Merge`: the partials of a region that the rank holds become one: outputs by LSE, gradients by sum.
+* `Merge`: the partials of a region that the rank holds become one: outputs by LSE, gradients by
+  sum.
 
-In a program with a remap (`RankProgram.remap_in`), what its exchanges take from an owner is moved, too: Q and KV
-in a remap-in exchange and, in the backward, OUT_GRAD in the reversal of the last forward exchange. So the
-attention in between may bring a rank what it had given up, like any other value.
+In a program with a remap (`RankProgram.remap_in`), what its exchanges take from an owner is moved,
+too: Q and KV in a remap-in exchange and, in the backward, OUT_GRAD in the reversal of the last
+forward exchange. So the attention in between may bring a rank what it had given up, like any other
+value.
 
-The same ops serve a whole program (`Program`) and one rank's projection of it (`RankProgram`), whose Exchanges
-hold only the rows that the rank sends or receives. Exchange ids rise along every projection, so matching sends
-and receives meet in one global order and cannot deadlock.
+The same ops serve a whole program (`Program`) and one rank's projection of it (`RankProgram`),
+whose Exchanges hold only the rows that the rank sends or receives. Exchange ids rise along every
+projection, so matching sends and receives meet in one global order and cannot deadlock.
 """
 
 from __future__ import annotations
@@ -69,14 +72,16 @@ COLLECTIVES: tuple[Collective, ...] = ("p2p", "all_to_all", "all_gather", "reduc
 class Exchange:
     """Transfers issued together: one batched communication call.
 
-    `collective` other than "p2p": exactly the ranks of `group` take part, all of them, so that the executor may
-    lower the op to a collective. With "all_gather" every rank sends the same rows to all the others; with
-    "reduce_scatter" every rank is sent the same rows by all the others, gradients to be summed.
+    `collective` other than "p2p": exactly the ranks of `group` take part, all of them, so that the
+    executor may lower the op to a collective. With "all_gather" every rank sends the same rows to
+    all the others; with "reduce_scatter" every rank is sent the same rows by all the others,
+    gradients to be summed.
 
-    `routes`: `Route` rows. All that the op moves from src to dst is cut, as bytes, into as many near-equal pieces
-    as there are rows of (src, dst). Piece i goes src -> send_proxy -> receive_proxy -> dst, where a hop from a rank
-    to itself is no transfer (Zeppelin, section 3.3). What arrives does not depend on routes; only the links do.
-    In a projection, `transfers` also lists what the rank passes on as a proxy, since it needs the sizes.
+    `routes`: `Route` rows. All that the op moves from src to dst is cut, as bytes, into as many
+    near-equal pieces as there are rows of (src, dst). Piece i goes src -> send_proxy ->
+    receive_proxy -> dst, where a hop from a rank to itself is no transfer (Zeppelin, section 3.3).
+    What arrives does not depend on routes; only the links do. In a projection, `transfers` also
+    lists what the rank passes on as a proxy, since it needs the sizes.
     """
 
     id: int
@@ -117,13 +122,13 @@ Op: TypeAlias = Exchange | Attend | AttendGrad | Merge
 class RankProgram:
     """One rank's projection: all it does in one attention call, in order.
 
-    `owned`: `Fragment` rows whose q, k, v it is given and whose output it returns, in the order of its tokens.
-    `num_exchanges`: forward exchanges of the whole program (backward ids derive from it).
-    `replays`: by forward exchange id, the exchange that brings the same inputs again in a replayed backward,
-    where that is not the forward exchange itself (a ring turns the other way).
-    `queues`: (zone name, number of its forward ops), in order.
-    `remap_in`: number of forward exchanges, the first ids, that bring inputs from the linear to the attention
-    layout. What they bring is used throughout, so a replayed backward brings it again at its start.
+    `owned`: `Fragment` rows whose q, k, v it is given and whose output it returns, in the order of
+    its tokens. `num_exchanges`: forward exchanges of the whole program (backward ids derive from
+    it). `replays`: by forward exchange id, the exchange that brings the same inputs again in a
+    replayed backward, where that is not the forward exchange itself (a ring turns the other way).
+    `queues`: (zone name, number of its forward ops), in order. `remap_in`: number of forward
+    exchanges, the first ids, that bring inputs from the linear to the attention layout. What they
+    bring is used throughout, so a replayed backward brings it again at its start.
     """
 
     rank: int
@@ -141,10 +146,10 @@ class RankProgram:
 class Program:
     """All ranks' ops of one attention call in one global order.
 
-    `owned[rank]`: that rank's linear layout, `Fragment` rows. A program knows nothing of microbatches: one that
-    spans several of them (a pipeline tick) gives every sequence its own id (docs/adr/0004). `policy`: how the
-    backward gets the inputs that the forward received ("keep" or "replay"); None: the program is forward only.
-    `remap_in`: as in `RankProgram`.
+    `owned[rank]`: that rank's linear layout, `Fragment` rows. A program knows nothing of
+    microbatches: one that spans several of them (a pipeline tick) gives every sequence its own id
+    (docs/adr/0004). `policy`: how the backward gets the inputs that the forward received ("keep" or
+    "replay"); None: the program is forward only. `remap_in`: as in `RankProgram`.
     """
 
     lengths: tuple[int, ...]
@@ -163,5 +168,7 @@ class Program:
 
 
 def is_remap_move(exchange_id: int, remap_in: int, *, forward: bool) -> bool:
-    """Whether the exchange moves inputs or output gradients, as those of the remap into the attention layout do."""
+    """Whether the exchange moves inputs or output gradients, as those of the remap into the
+    attention layout do.
+    """
     return exchange_id < remap_in or (not forward and 0 < remap_in == exchange_id - 1)

@@ -1,8 +1,10 @@
-"""An immutable table of integers: how ops and layouts hold many regions without one Python object per region.
+"""An immutable table of integers: how ops and layouts hold many regions without one Python object
+per region.
 
-A plan for 1,024 ranks has a million regions; a frozen dataclass for each would take seconds. A `Rows` is one `bytes`
-object of row-major int64, hashable and comparable, that NumPy reads without a copy (`numpy.frombuffer(rows.data, "<i8")`)
-and the standard library reads through `memoryview.cast`.
+A plan for 1,024 ranks has a million regions; a frozen dataclass for each would take seconds. A
+`Rows` is one `bytes` object of row-major int64, hashable and comparable, that NumPy reads without a
+copy (`numpy.frombuffer(rows.data, "<i8")`) and the standard library reads through
+`memoryview.cast`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ class Span:
         return f"[{self.start}:{self.stop})"
 
     def split(self, parts: int) -> list[Span]:
-        """Cut into at most `parts` nearly equal spans (sizes differ by at most one; empty ones are left out)."""
+        """Cut into at most `parts` nearly equal spans (sizes differ by at most one; empty ones are
+        left out).
+        """
         cuts = [self.start + len(self) * i // parts for i in range(parts + 1)]
         return [Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
 

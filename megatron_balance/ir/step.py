@@ -29,7 +29,8 @@ Lengths: TypeAlias = tuple[tuple[int, ...], ...]
 """By microbatch, the lengths in tokens of its sequences."""
 
 Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
-"""By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan."""
+"""By microbatch and nano-batch, the numbers of its sequences; the i-th is sequence i of its plan.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class Carry:
 
     @classmethod
     def of(cls, planner: str, state: Any) -> Carry:
-        """The carry of a planner, of plain JSON data (lists, dicts with string keys, numbers, text)."""
+        """The carry of a planner, of plain JSON data (lists, dicts with string keys, numbers,
+        text).
+        """
         return cls(planner, json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @property
@@ -126,14 +129,17 @@ class StepPlan:
         return max(self.ticks[0], key=lambda each: sum(cell is not None for cell in each.tick.cells))
 
     def is_dealt(self) -> bool:
-        """Whether every microbatch has the sequences that the data loader dealt it, held-back ones excluded."""
+        """Whether every microbatch has the sequences that the data loader dealt it, held-back ones
+        excluded.
+        """
         in_order = [sorted(chain.from_iterable(microbatch)) for microbatch in self.members]
         return list(chain.from_iterable(in_order)) == list(range(sum(map(len, in_order))))
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that differ when any decision differs; equal on every host.
 
-        Members count where they are not as dealt; halves of a dealt microbatch count by their lengths.
+        Members count where they are not as dealt; halves of a dealt microbatch count by their
+        lengths.
         """
         parts = [_digest(each.fingerprint() for each in self.plans)]
         parts += [fingerprint_of_ticks(each) for each in self.ticks]
@@ -158,7 +164,9 @@ def _lines(step: StepPlan) -> Iterator[str]:
         for n, at in enumerate(of):
             plan = step.plans[at]
             numbers = " ".join(f"s{seq}" for seq in seqs[n])
-            yield f"microbatch {m}.{n} {plan.planner} {plan.fingerprint()} {plan.num_tokens} tokens: {numbers}".rstrip(": ")
+            yield f"microbatch {m}.{n} {plan.planner} {plan.fingerprint()} {plan.num_tokens} tokens: {numbers}".rstrip(
+                ": "
+            )
     for n, ticks in enumerate(step.ticks):
         for at, each in enumerate(ticks):
             cells = " ".join("-" if cell is None else f"m{cell.microbatch}.c{cell.chunk}" for cell in each.tick.cells)
@@ -166,11 +174,18 @@ def _lines(step: StepPlan) -> Iterator[str]:
 
 
 def to_json(step: StepPlan) -> str:
-    """The step as one line of JSON with a fixed key order; ticks of the same microbatches share a plan."""
+    """The step as one line of JSON with a fixed key order; ticks of the same microbatches share a
+    plan.
+    """
     ticks: list[str] = []
     for nano_batch in step.ticks:
-        known: dict[int, tuple[int, MicrobatchPlan]] = {}  # by identity: hashing a large plan for each tick takes longer than all the rest
-        rows = [[each.tick.backward, each.tick.cells, known.setdefault(id(each.plan), (len(known), each.plan))[0]] for each in nano_batch]
+        known: dict[
+            int, tuple[int, MicrobatchPlan]
+        ] = {}  # by identity: hashing a large plan for each tick takes longer than all the rest
+        rows = [
+            [each.tick.backward, each.tick.cells, known.setdefault(id(each.plan), (len(known), each.plan))[0]]
+            for each in nano_batch
+        ]
         texts = ",".join(plans.to_json(plan) for _, plan in known.values())
         ticks.append(f'{{"plans":[{texts}],"ticks":{json.dumps(rows, separators=(",", ":"))}}}')
     members = json.dumps(step.members, separators=(",", ":"))
@@ -199,7 +214,9 @@ def from_body(loaded: Any) -> StepPlan:
         raise ConfigError(f"not the plan of a step of this version: format is {given!r}, expected {FORMAT!r}")
     try:
         members = tuple(tuple(tuple(int(seq) for seq in seqs) for seqs in microbatch) for microbatch in body["members"])
-        return StepPlan(members, tuple(map(plans.from_body, body["plans"])), tuple(map(_ticks_from_body, body["ticks"])))
+        return StepPlan(
+            members, tuple(map(plans.from_body, body["plans"])), tuple(map(_ticks_from_body, body["ticks"]))
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"damaged plan of a step: {type(error).__name__}: {error}") from None
 
@@ -208,7 +225,8 @@ def _ticks_from_body(body: dict[str, Any]) -> tuple[TickPlan, ...]:
     known = list(map(plans.from_body, body["plans"]))
     rows: list[tuple[bool, list[tuple[int, int] | None], int]] = body["ticks"]
     return tuple(
-        TickPlan(Tick(backward, tuple(None if cell is None else Cell(*cell) for cell in cells)), known[at]) for backward, cells, at in rows
+        TickPlan(Tick(backward, tuple(None if cell is None else Cell(*cell) for cell in cells)), known[at])
+        for backward, cells, at in rows
     )
 
 

@@ -1,4 +1,5 @@
-"""Programs as text that parses back: `parse(text(p)) == p`. Small programs in tests and every error message use it.
+"""Programs as text that parses back: `parse(text(p)) == p`. Small programs in tests and every error
+message use it.
 
     program lengths 1024 heads 8 kv_heads 2 policy keep
     owner r0 s0[0:512)
@@ -11,9 +12,10 @@
     merge r1
       out s0[512:1024)
 
-Heads are written, as `h[0:4)` behind a region, only where a region has not all of them. A routed exchange has a line a pair of
-ranks with the proxies of each piece, `r4 <- r3 via r2>r6 r3>r7`. A program with a remap says `remap_in N` behind its
-policy, one whose mask is not causal `mask M` behind that.
+Heads are written, as `h[0:4)` behind a region, only where a region has not all of them. A routed
+exchange has a line a pair of ranks with the proxies of each piece, `r4 <- r3 via r2>r6 r3>r7`. A
+program with a remap says `remap_in N` behind its policy, one whose mask is not causal `mask M`
+behind that.
 """
 
 from __future__ import annotations
@@ -39,7 +41,14 @@ from megatron_balance.ir.program import (
 )
 from megatron_balance.ir.rows import Rows
 
-KIND_NAMES = {Kind.Q: "q", Kind.KV: "kv", Kind.OUT: "out", Kind.OUT_GRAD: "dout", Kind.Q_GRAD: "dq", Kind.KV_GRAD: "dkv"}
+KIND_NAMES = {
+    Kind.Q: "q",
+    Kind.KV: "kv",
+    Kind.OUT: "out",
+    Kind.OUT_GRAD: "dout",
+    Kind.Q_GRAD: "dq",
+    Kind.KV_GRAD: "dkv",
+}
 _KINDS = {name: kind for kind, name in KIND_NAMES.items()}
 _REGION = re.compile(r"s(\d+)\[(\d+):(\d+)\)(?: h\[(\d+):(\d+)\))?")
 _TRANSFER = re.compile(r"r(\d+) <- r(\d+) (\w+) (.+)")
@@ -75,7 +84,10 @@ def op_lines(op: Op, num_heads: int, num_kv_heads: int) -> Iterator[str]:
             for kind, seq, start, stop, h0, h1, src, dst in transfers:
                 yield f"  r{dst} <- r{src} {KIND_NAMES[Kind(kind)]} {region(kind, seq, start, stop, h0, h1)}"
             for (src, dst), pieces in groupby(routes, key=lambda row: row[Route.PAIR]):
-                yield f"  r{dst} <- r{src} via {' '.join(f'r{row[Route.SEND_PROXY]}>r{row[Route.RECEIVE_PROXY]}' for row in pieces)}"
+                yield (
+                    f"  r{dst} <- r{src} via "
+                    f"{' '.join(f'r{row[Route.SEND_PROXY]}>r{row[Route.RECEIVE_PROXY]}' for row in pieces)}"
+                )
         case Attend(rank, pairs) | AttendGrad(rank, pairs):
             yield f"{'attend' if isinstance(op, Attend) else 'attend_grad'} r{rank}"
             for query, rows in groupby(pairs, key=lambda row: row[Pair.QUERY]):
@@ -106,10 +118,14 @@ class _Parser:
     def program(self) -> Program:
         number, line = self.lines[0] if self.lines else (1, "")
         head = re.fullmatch(
-            r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)(?: remap_in (\d+))?(?: mask (\w+))?", line
+            r"\s*program lengths((?: \d+)*) heads (\d+) kv_heads (\d+) policy (\w+)"
+            r"(?: remap_in (\d+))?(?: mask (\w+))?",
+            line,
         )
         if head is None or (head[6] or CAUSAL.name) not in MASKS:
-            raise self.error(number, line, "expected 'program lengths ... heads H kv_heads G policy P [remap_in N] [mask M]'")
+            raise self.error(
+                number, line, "expected 'program lengths ... heads H kv_heads G policy P [remap_in N] [mask M]'"
+            )
         self.num_heads, self.num_kv_heads = int(head[2]), int(head[3])
         owned: list[Rows] = []
         ops: dict[str, list[Op]] = {"forward": [], "backward": []}
@@ -121,7 +137,9 @@ class _Parser:
             if words[0] == "owner":
                 if words[1:2] != [f"r{len(owned)}"]:
                     raise self.error(number, header, f"owners are listed in order; expected r{len(owned)}")
-                owned.append(Rows.of(Fragment.WIDTH, [self.region(number, Kind.Q, w)[: Fragment.WIDTH] for w in words[2:]]))
+                owned.append(
+                    Rows.of(Fragment.WIDTH, [self.region(number, Kind.Q, w)[: Fragment.WIDTH] for w in words[2:]])
+                )
             elif header in ops:
                 phase = header
             else:
@@ -156,7 +174,9 @@ class _Parser:
             group = tuple(self.rank(number, w) for w in words[3:])
             routes = [route for row in rows for route in _routes(row[1])]
             transfers = [self.transfer(*row) for row in rows if not _ROUTE.fullmatch(row[1])]
-            return Exchange(int(words[1]), Rows.of(Transfer.WIDTH, transfers), words[2], group, Rows.of(Route.WIDTH, routes))
+            return Exchange(
+                int(words[1]), Rows.of(Transfer.WIDTH, transfers), words[2], group, Rows.of(Route.WIDTH, routes)
+            )
         if words[0] in ("attend", "attend_grad") and len(words) == 2:
             pairs = Rows.of(Pair.WIDTH, [pair for row in rows for pair in self.pairs(*row)])
             return (Attend if words[0] == "attend" else AttendGrad)(self.rank(number, words[1]), pairs)

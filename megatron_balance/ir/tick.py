@@ -1,8 +1,10 @@
-"""Ticks of a pipeline in which all stages attend together (DistCA, section 4.1): what each stage runs, and the attention of all of them.
+"""Ticks of a pipeline in which all stages attend together (DistCA, section 4.1): what each stage
+runs, and the attention of all of them.
 
-A tick is one forward or one backward pass of every stage that has work in it. Its plan (a `MicrobatchPlan`) has the ranks of all stages,
-stage by stage, and the sequences of all microbatches that are in the tick side by side, stage by stage; layer after layer, one
-attention call serves them all.
+A tick is one forward or one backward pass of every stage that has work in it. Its plan (a
+`MicrobatchPlan`) has the ranks of all stages, stage by stage, and the sequences of all microbatches
+that are in the tick side by side, stage by stage; layer after layer, one attention call serves them
+all.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """One phase of all stages. `cells[s]`: what stage s runs, None: nothing of its own, it only attends for others."""
+    """One phase of all stages. `cells[s]`: what stage s runs, None: nothing of its own, it only
+    attends for others.
+    """
 
     backward: bool
     cells: tuple[Cell | None, ...]
@@ -35,7 +39,9 @@ class Tick:
         return tuple(None if cell is None else cell.microbatch for cell in self.cells)
 
     def first_sequence(self, stage: int, num_sequences: Sequence[int]) -> int:
-        """The id, in the tick's plan, of sequence 0 of the microbatch on `stage`; the others follow. `num_sequences`: by microbatch."""
+        """The id, in the tick's plan, of sequence 0 of the microbatch on `stage`; the others
+        follow. `num_sequences`: by microbatch.
+        """
         return sum(num_sequences[m] for m in self.microbatches[:stage] if m is not None)
 
 

@@ -1,4 +1,6 @@
-"""Which part of a (query, key) rectangle a mask shows: the mask (`ir.mask`) applied to tables of pairs."""
+"""Which part of a (query, key) rectangle a mask shows: the mask (`ir.mask`) applied to tables of
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from megatron_balance.ir.mask import Mask
 
 
 class Rectangles(NamedTuple):
-    """Queries [q_start, q_stop) by keys [k_start, k_stop), one of each for every row: int64 [n] each."""
+    """Queries [q_start, q_stop) by keys [k_start, k_stop), one of each for every row: int64 [n]
+    each.
+    """
 
     q_start: Ints
     q_stop: Ints

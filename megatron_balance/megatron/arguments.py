@@ -47,14 +47,18 @@ def device_of(argv: Sequence[str]) -> Device:
 def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's parser with our group, and with defaults that work on a CPU if that is the device."""
     group = parser.add_argument_group("balance")
-    group.add_argument("--balance-config", metavar="FILE", default=None, help="YAML that names the planner and its options.")
+    group.add_argument(
+        "--balance-config", metavar="FILE", default=None, help="YAML that names the planner and its options."
+    )
     group.add_argument(
         DEVICE_OPTION,
         choices=("cpu", "cuda"),
         default="cuda",
         help="cpu runs without a GPU, for tests and demonstrations (slow, and says so).",
     )
-    group.add_argument("--balance-log", metavar="DIR", default=None, help="Write steps.jsonl and the resolved configuration here.")
+    group.add_argument(
+        "--balance-log", metavar="DIR", default=None, help="Write steps.jsonl and the resolved configuration here."
+    )
     from megatron_balance.megatron import cpu
 
     if cpu.installed():
@@ -100,15 +104,22 @@ def _balances_by(kind: str) -> Callable[[Any], bool]:
 REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: not args.calculate_per_token_loss,
-        "--calculate-per-token-loss is missing: ranks hold unequal numbers of tokens, so a loss averaged per rank would be biased",
+        "--calculate-per-token-loss is missing: ranks hold unequal numbers of tokens, so a loss averaged per rank "
+        "would be biased",
     ),
     (
         lambda args: args.yaml_cfg is not None,
         "--yaml-cfg replaces all options, --balance-* included; give the flags on the command line",
     ),
     (
-        lambda args: args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph or args.optimizer_cuda_graph,
-        "CUDA graphs replay fixed shapes and addresses, plans change every step; leave out --cuda-graph-impl and --optimizer-cuda-graph",
+        lambda args: (
+            args.cuda_graph_impl != "none"
+            or args.enable_cuda_graph
+            or args.external_cuda_graph
+            or args.optimizer_cuda_graph
+        ),
+        "CUDA graphs replay fixed shapes and addresses, plans change every step; leave out --cuda-graph-impl and "
+        "--optimizer-cuda-graph",
     ),
     (
         lambda args: bool(args.iterations_to_skip) or args.result_rejected_tracker_filename is not None,
@@ -124,11 +135,13 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda args: args.position_embedding_type not in ("rope", "learned_absolute", "none"),
-        "--position-embedding-type must be rope, learned_absolute or none: yarn, mrope and relative cannot be applied by position",
+        "--position-embedding-type must be rope, learned_absolute or none: yarn, mrope and relative cannot be applied "
+        "by position",
     ),
     (
         _given("sft"),
-        "--sft packs conversations in its own format and averages evaluation per microbatch; train on documents without it",
+        "--sft packs conversations in its own format and averages evaluation per microbatch; train on documents "
+        "without it",
     ),
     (
         _given("dataloader_inter_document_masking"),
@@ -148,11 +161,18 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda args: args.qk_clip or args.log_max_attention_logit,
-        "--qk-clip and --log-max-attention-logit read the largest logit from Transformer Engine's attention; not supported",
+        "--qk-clip and --log-max-attention-logit read the largest logit from Transformer Engine's attention; not "
+        "supported",
     ),
-    (_given("window_size"), "--window-size: plans are made for full causal attention; sliding windows are not supported yet"),
     (
-        lambda args: args.attention_backend is not None and getattr(args.attention_backend, "name", args.attention_backend) == "local",
+        _given("window_size"),
+        "--window-size: plans are made for full causal attention; sliding windows are not supported yet",
+    ),
+    (
+        lambda args: (
+            args.attention_backend is not None
+            and getattr(args.attention_backend, "name", args.attention_backend) == "local"
+        ),
         "--attention-backend local puts Megatron's own core attention over any layer spec; leave it out",
     ),
     (_given("tp_comm_overlap"), "--tp-comm-overlap allocates buffers for one fixed number of tokens; leave it out"),
@@ -163,26 +183,34 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda args: args.fp8 is not None and args.fp8_recipe not in FP8_ROWS,
-        "--fp8-recipe custom does not say what the rows of a matrix must be a multiple of; choose delayed, tensorwise, blockwise or mxfp8",
+        "--fp8-recipe custom does not say what the rows of a matrix must be a multiple of; choose delayed, "
+        "tensorwise, blockwise or mxfp8",
     ),
     (
         lambda args: args.fp8 is not None and any(getattr(args, name, False) for name in FP8_ATTENTION),
-        "fp8_dot_product_attention and fp8_multi_head_attention: planned attention computes in bf16; linear layers alone can be FP8",
+        "fp8_dot_product_attention and fp8_multi_head_attention: planned attention computes in bf16; linear layers "
+        "alone can be FP8",
     ),
     (
         lambda args: args.use_megatron_fsdp or args.use_torch_fsdp2,
-        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2) wraps the model and its schedule its own way; use --use-distributed-optimizer",
+        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2) wraps the model and its schedule its own way; use "
+        "--use-distributed-optimizer",
     ),
     (
         lambda args: args.hybrid_context_parallel or args.hierarchical_context_parallel_sizes,
-        "--hybrid-context-parallel and --hierarchical-context-parallel-sizes are other answers to the same question; choose one",
+        "--hybrid-context-parallel and --hierarchical-context-parallel-sizes are other answers to the same question; "
+        "choose one",
     ),
     (
         lambda args: args.hybrid_layer_pattern is not None or args.experimental_attention_variant is not None,
-        "hybrid models (--hybrid-layer-pattern, --experimental-attention-variant) have layers whose state runs along the sequence",
+        "hybrid models (--hybrid-layer-pattern, --experimental-attention-variant) have layers whose state runs along "
+        "the sequence",
     ),
     (
-        lambda args: args.heterogeneous_layers_config_path is not None or args.heterogeneous_layers_config_encoded_json is not None,
+        lambda args: (
+            args.heterogeneous_layers_config_path is not None
+            or args.heterogeneous_layers_config_encoded_json is not None
+        ),
         "--heterogeneous-layers-config-*: one plan serves all layers, so they must have the same heads",
     ),
     (
@@ -193,7 +221,10 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _given("overlap_moe_expert_parallel_comm"),
         "--overlap-moe-expert-parallel-comm runs layers out of order on other streams; leave it out",
     ),
-    (_given("fine_grained_activation_offloading"), "--fine-grained-activation-offloading runs attention on other streams; leave it out"),
+    (
+        _given("fine_grained_activation_offloading"),
+        "--fine-grained-activation-offloading runs attention on other streams; leave it out",
+    ),
     (_given("inprocess_restart"), "--inprocess-restart renumbers ranks while the job runs; leave it out"),
     (_given("perform_rl_step"), "--perform-rl-step has a training loop of its own; not supported"),
     (
@@ -201,8 +232,12 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--logits-load-dir and --logits-save-dir need the script's own loss and order of tokens; not supported",
     ),
     (
-        lambda args: (args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size) != args.tensor_model_parallel_size,
-        "--tensor-parallel-num-weight-shards other than the tensor-parallel size splits the data-parallel group; leave it out",
+        lambda args: (
+            (args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size)
+            != args.tensor_model_parallel_size
+        ),
+        "--tensor-parallel-num-weight-shards other than the tensor-parallel size splits the data-parallel group; "
+        "leave it out",
     ),
     (
         lambda args: args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
@@ -210,15 +245,18 @@ REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         _balances_by("seq_aux_loss"),
-        "--moe-router-load-balancing-type seq_aux_loss is per sequence, a rank holds fragments of many; use aux_loss or global_aux_loss",
+        "--moe-router-load-balancing-type seq_aux_loss is per sequence, a rank holds fragments of many; use aux_loss "
+        "or global_aux_loss",
     ),
     (
         lambda args: _balances_by("sinkhorn")(args) or _balances_by("quantile_balancing")(args),
-        "--moe-router-load-balancing-type sinkhorn and quantile_balancing route by what shares a rank; use aux_loss or global_aux_loss",
+        "--moe-router-load-balancing-type sinkhorn and quantile_balancing route by what shares a rank; use aux_loss "
+        "or global_aux_loss",
     ),
     (
         lambda args: args.moe_expert_capacity_factor is not None or args.moe_expert_rank_capacity_factor is not None,
-        "--moe-expert-capacity-factor drops tokens by what shares a rank with them, so the loss would depend on the plan; leave it out",
+        "--moe-expert-capacity-factor drops tokens by what shares a rank with them, so the loss would depend on the "
+        "plan; leave it out",
     ),
 )
 
@@ -231,21 +269,28 @@ UNEQUAL_STAGES = (
 JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: any(getattr(args, name, None) for name in UNEQUAL_STAGES),
-        "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-* "
+        "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers "
+        "and --account-for-* "
         "give stages different numbers of layers, so they would attend at different times",
     ),
     (
-        lambda args: bool(args.num_layers % (args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1))),
+        lambda args: bool(
+            args.num_layers % (args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1))
+        ),
         "--num-layers is not a multiple of pipeline stages x model chunks, so stages would attend at different times",
     ),
     (
         lambda args: (
             args.virtual_pipeline_model_parallel_size is not None
-            and getattr(args, "microbatch_group_size_per_vp_stage", None) not in (None, args.pipeline_model_parallel_size)
+            and getattr(args, "microbatch_group_size_per_vp_stage", None)
+            not in (None, args.pipeline_model_parallel_size)
         ),
         "--microbatch-group-size-per-virtual-pipeline-stage must be the number of pipeline stages",
     ),
-    (_given("defer_embedding_wgrad_compute"), "--defer-embedding-wgrad-compute belongs to Megatron's own schedules; leave it out"),
+    (
+        _given("defer_embedding_wgrad_compute"),
+        "--defer-embedding-wgrad-compute belongs to Megatron's own schedules; leave it out",
+    ),
     (_given("moe_paged_stash"), "--moe-paged-stash belongs to Megatron's own schedules; leave it out"),
 )
 """Flags that cannot work where all pipeline stages attend together."""

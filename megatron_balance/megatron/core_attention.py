@@ -44,7 +44,8 @@ class BalancedCoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ConfigError(
-                f"layer {layer_number}: balanced attention is causal self-attention, got {attention_type}, {attn_mask_type.name}"
+                f"layer {layer_number}: balanced attention is causal self-attention, got {attention_type}, "
+                f"{attn_mask_type.name}"
             )
         if attention_dropout or (attention_dropout is None and config.attention_dropout):
             raise ConfigError("attention dropout cannot be reproduced across placements; use --attention-dropout 0")
@@ -67,7 +68,8 @@ class BalancedCoreAttention(MegatronModule):
         """
         if not isinstance(packed_seq_params, BalancedSeqParams):
             raise ConfigError(
-                f"layer {self.layer_number}: core attention was called without a plan. The forward step must come from megatron_balance; "
+                f"layer {self.layer_number}: core attention was called without a plan. The forward step must come "
+                "from megatron_balance; "
                 "a script that calls the model itself (inference, a custom loop) cannot run with --balance-config"
             )
         if attention_bias is not None:
@@ -75,7 +77,9 @@ class BalancedCoreAttention(MegatronModule):
         return attend(query, key, value, packed_seq_params, self.softmax_scale)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: BalancedSeqParams, softmax_scale: float) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: BalancedSeqParams, softmax_scale: float
+) -> torch.Tensor:
     """Planned attention in Megatron's shapes.
 
     Query [T, 1, H, D], key and value [T, 1, G, D]; returns [T, 1, H * D].
@@ -88,7 +92,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: 
     return padded(balanced_attention(q, k, v, bound, softmax_scale, params.backward), query.shape[0])
 
 
-def rows_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bound: Bound
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows [T, heads, D] that sequences own, of Megatron's [rows, 1, heads, D].
 
     The last rows may be padding.
@@ -120,7 +126,9 @@ def balanced_spec(spec: Any) -> Any:
     result = copy.deepcopy(spec)
     replaced = sum(_replace(layer) for layer in getattr(result, "layer_specs", None) or [result])
     if not replaced:
-        raise ConfigError("the model's layer spec has no self-attention with a core_attention submodule; nothing to balance")
+        raise ConfigError(
+            "the model's layer spec has no self-attention with a core_attention submodule; nothing to balance"
+        )
     return result
 
 
@@ -172,6 +180,7 @@ def check_model(model: torch.nn.Module, te_patched: bool) -> None:
         if te_patched and type(core).__name__ == "TEDotProductAttention":
             continue
         raise ConfigError(
-            f"{name}.core_attention is {type(core).__name__}, which knows nothing of plans. Build the model from its model config "
+            f"{name}.core_attention is {type(core).__name__}, which knows nothing of plans. Build the model from its "
+            "model config "
             "(pretrain's first argument) instead of a model_provider of the script's own"
         )

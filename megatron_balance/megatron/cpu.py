@@ -28,7 +28,21 @@ log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye"),
+    *(
+        "tensor",
+        "as_tensor",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "arange",
+        "linspace",
+        "eye",
+    ),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
 )
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -49,7 +63,10 @@ def install() -> None:
     if installed():
         return
     if "megatron.core" in sys.modules:
-        raise ConfigError("--balance-device cpu must be known before Megatron is imported; start with megatron_balance's own entry points")
+        raise ConfigError(
+            "--balance-device cpu must be known before Megatron is imported; start with megatron_balance's own entry "
+            "points"
+        )
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _NEW:
@@ -61,10 +78,13 @@ def install() -> None:
     torch.compile = _not_compiled
     # A torch built for CUDA asks the driver when a DataLoader pins memory.
     torch.accelerator.is_available = lambda: False
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)  # there is one generator, and it says so each time
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
+        logging.ERROR
+    )  # there is one generator, and it says so each time
     setattr(torch, _MARK, True)
     log.warning(
-        "--balance-device cpu: in this process 'cuda' means the CPU. This is for tests and demonstrations; step times do not show balance."
+        "--balance-device cpu: in this process 'cuda' means the CPU. This is for tests and demonstrations; step times "
+        "do not show balance."
     )
 
 

@@ -87,7 +87,9 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         """
         self.split = split
         self.options = options
-        self.stream = DocumentStream(index.document_lengths, options.seq_length, options.seed, options.policy, documents)
+        self.stream = DocumentStream(
+            index.document_lengths, options.seq_length, options.seed, options.policy, documents
+        )
         self.num_samples = self.stream.num_samples(0) if num_samples is None else num_samples
         self._first_sequence = index.first_sequence
         self._lengths = index.document_lengths
@@ -128,12 +130,15 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         stop = min(piece.stop + 1, int(self._lengths[piece.document]))
         # A document's Megatron sequences lie one behind the other, so reading on from its first one
         # is reading the document.
-        read = self._tokens.get(int(self._first_sequence[piece.document]), offset=piece.start, length=stop - piece.start)
+        read = self._tokens.get(
+            int(self._first_sequence[piece.document]), offset=piece.start, length=stop - piece.start
+        )
         assert isinstance(read, np.ndarray)  # a multimodal corpus would give its mode as well; read_index refuses one
         limit = self.options.vocab_size
         if limit is not None and (int(read.max()) >= limit or int(read.min()) < 0):
             raise DataError(
-                f"{self._tokens.path_prefix}.bin: document {piece.document} has token ids from {read.min()} to {read.max()}, "
+                f"{self._tokens.path_prefix}.bin: document {piece.document} has token ids from {read.min()} to "
+                f"{read.max()}, "
                 f"the model's vocabulary has {limit}; use the tokenizer (or --vocab-size) that the corpus was made with"
             )
         return read
@@ -211,7 +216,8 @@ def build_datasets(args: DataArguments, num_samples: Sequence[int | None], polic
             # Megatron would go on without the set and fail at its first step or evaluation, on an
             # iterator that is None.
             raise ConfigError(
-                f"--split {args.split}: leaves no documents of {index.num_documents} in {prefix} for the {split.name} set; "
+                f"--split {args.split}: leaves no documents of {index.num_documents} in {prefix} for the {split.name} "
+                "set; "
                 f"give it a larger share{' or set --eval-iters 0' if split is Split.valid else ''}"
             )
         datasets.append(DocumentDataset(index, part, wanted, options, split) if wanted != 0 and filled else None)
@@ -227,18 +233,30 @@ def corpus_prefix(args: DataArguments) -> str:
     """
     for name in ("train_data_path", "valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path"):
         if getattr(args, name, None):
-            raise ConfigError(f"--{name.replace('_', '-')}: whole documents are read from one corpus; give --data-path PREFIX and --split")
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: whole documents are read from one corpus; give --data-path PREFIX and "
+                "--split"
+            )
     if args.dataloader_type != "single":
         raise ConfigError(
-            f"--dataloader-type {args.dataloader_type}: samples are shuffled by epoch already, and are read in order; use single"
+            f"--dataloader-type {args.dataloader_type}: samples are shuffled by epoch already, and are read in order; "
+            "use single"
         )
     if getattr(args, "phase_transition_iterations", None):
-        raise ConfigError("--phase-transition-iterations: every phase would begin at the first sample again; run the phases as one")
+        raise ConfigError(
+            "--phase-transition-iterations: every phase would begin at the first sample again; run the phases as one"
+        )
     path = list(args.data_path or ())
     if not path:
-        raise ConfigError("--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of preprocess_data.py")
+        raise ConfigError(
+            "--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of "
+            "preprocess_data.py"
+        )
     if len(path) != 1:
-        raise ConfigError(f"--data-path {' '.join(path)}: {len(path)} values, a blend; whole documents are read from exactly one PREFIX")
+        raise ConfigError(
+            f"--data-path {' '.join(path)}: {len(path)} values, a blend; whole documents are read from exactly one "
+            "PREFIX"
+        )
     return path[0]
 
 
@@ -246,6 +264,8 @@ def parse_split(split: str | None) -> tuple[float, float, float]:
     """Weights of train, validation and test from --split ("969, 30, 1"), as Megatron reads it."""
     weights = [float(number) for number in re.findall(r"[.0-9]+", split or "")]
     if not 1 <= len(weights) <= len(Split) or sum(weights) <= 0:
-        raise ConfigError(f"--split {split}: expected up to three weights for train, validation and test, for example 969,30,1")
+        raise ConfigError(
+            f"--split {split}: expected up to three weights for train, validation and test, for example 969,30,1"
+        )
     train, valid, test = (*weights, 0.0, 0.0)[:3]
     return train, valid, test

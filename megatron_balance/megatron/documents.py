@@ -11,7 +11,14 @@ from megatron_balance.megatron.data import DocumentDataset, make_provider
 
 log = logging.getLogger(__name__)
 
-CORPUS_OPTIONS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
+CORPUS_OPTIONS = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
 
 
 def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,12 +29,15 @@ def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
     named = getattr(given, "__qualname__", None) or repr(given)
     if not replace:
         log.warning(
-            "data: %s of the script is kept, since no --data-path is given; a sequence begins where its position_ids are 0, "
+            "data: %s of the script is kept, since no --data-path is given; a sequence begins where its position_ids "
+            "are 0, "
             "and batches cannot be planned ahead",
             named,
         )
     elif getattr(given, "func", given).__module__ != DocumentDataset.__module__:
-        log.warning("data: %s of the script is replaced by whole documents from --data-path (%s)", named, job.config.documents)
+        log.warning(
+            "data: %s of the script is replaced by whole documents from --data-path (%s)", named, job.config.documents
+        )
 
     def build(*args: Any, **kwargs: Any) -> Any:
         train, valid, test = provider(*args, **kwargs)

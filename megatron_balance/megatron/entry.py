@@ -66,18 +66,26 @@ def training(cfg_container: Any) -> Iterator[None]:
     check_arguments(args)
     config = load_config(args.balance_config)
     if config.planner is None:
-        raise ConfigError(f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'")
+        raise ConfigError(
+            f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'"
+        )
     model_config = getattr(cfg_container, "model", None)
     if model_config is not None:
         if not isinstance(model_config, GPTModelConfig):
-            raise ConfigError(f"the model is a {type(model_config).__name__}; plans are made for GPT models (GPTModelConfig)")
+            raise ConfigError(
+                f"the model is a {type(model_config).__name__}; plans are made for GPT models (GPTModelConfig)"
+            )
         model_config.transformer_layer_spec = layer_spec_of(model_config)
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
         log.warning(
             "--recompute-granularity selective runs core attention again in the backward pass, its exchanges included; "
             "attention keeps no score matrix here, so --recompute-modules without core_attn saves the traffic"
         )
-    log.info("planner %s from %s; the forward step is megatron_balance's, with loss per token", config.planner.name, config.source)
+    log.info(
+        "planner %s from %s; the forward step is megatron_balance's, with loss per token",
+        config.planner.name,
+        config.source,
+    )
     with opened(Session(args, config, te_patched=te_available())):
         yield
 

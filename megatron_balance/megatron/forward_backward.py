@@ -47,7 +47,8 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         job = session.current()
         if kwargs.get("collect_non_loss_data"):
             raise ConfigError(
-                "non-loss data is collected on the last rank alone, but a plan needs all ranks; pass no process_non_loss_data_func"
+                "non-loss data is collected on the last rank alone, but a plan needs all ranks; pass no "
+                "process_non_loss_data_func"
             )
         job.prepare(model)
         job.steps.begin(forward_only)
@@ -103,10 +104,15 @@ def _run_ticks(
     **kwargs: Any,
 ) -> Any:
     """The step with our schedule in place of Megatron's: all pipeline stages attend together."""
-    given = [name for name in ("pg_collection", "p2p_communicator", "adjust_tensor_shapes_fn") if kwargs.get(name) is not None]
+    given = [
+        name
+        for name in ("pg_collection", "p2p_communicator", "adjust_tensor_shapes_fn")
+        if kwargs.get(name) is not None
+    ]
     if given:
         raise ConfigError(
-            f"pretrain was handed {', '.join(given)}: stages cannot attend together over other groups; set 'pipeline: stages'"
+            f"pretrain was handed {', '.join(given)}: stages cannot attend together over other groups; set 'pipeline: "
+            "stages'"
         )
 
     def microbatch(index: int) -> PlannedMicrobatch:
@@ -151,7 +157,10 @@ class Microbatches:
 
     def _bind(self, index: int) -> PlannedMicrobatch:
         own = self._planned.plans_of[index]
-        bounds = [self._binder.bind(self._planned.plans[at], self._policy, nano_batch, self._phases) for nano_batch, at in enumerate(own)]
+        bounds = [
+            self._binder.bind(self._planned.plans[at], self._policy, nano_batch, self._phases)
+            for nano_batch, at in enumerate(own)
+        ]
         self.counters += [bound.counters for bound in bounds]
         return planned_microbatch(self._local(index), bounds)
 
@@ -165,4 +174,6 @@ def _count_flops(shared: PoolLengths, reader: int) -> None:
         own = np.array(lengths, dtype=np.int64)[owners == reader]
         # At least one entry: a rank that reports nothing would miss the all-reduce that Megatron
         # sums these with.
-        update_seqlen_stats_from_cu_seqlens(torch.from_numpy(np.concatenate([[0], np.cumsum(own) if len(own) else [0]])))
+        update_seqlen_stats_from_cu_seqlens(
+            torch.from_numpy(np.concatenate([[0], np.cumsum(own) if len(own) else [0]]))
+        )

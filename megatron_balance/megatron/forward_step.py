@@ -75,7 +75,9 @@ def planned_microbatch(local: LocalMicrobatch, bounds: Sequence[Bound | None]) -
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
-def forward_step(data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
+def forward_step(
+    data_iterator: Iterator[PlannedMicrobatch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
     """Token losses [1, T] of the next microbatch, and the function that sums them."""
     args: Any = get_args()
     timers: Any = get_timers()
@@ -95,7 +97,9 @@ def _padding_mask(batch: PlannedMicrobatch, model: torch.nn.Module, args: Any) -
     """
     if not args.sequence_parallel or get_attr_wrapped_model(model, "pre_process"):
         return batch.padding_mask
-    return batch.padding_mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[mpu.get_tensor_model_parallel_rank()]
+    return batch.padding_mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[
+        mpu.get_tensor_model_parallel_rank()
+    ]
 
 
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:

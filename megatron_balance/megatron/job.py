@@ -13,7 +13,9 @@ from megatron_balance.training.pool import Pool
 
 
 class PlannedJob(Protocol):
-    """The part of `session.Session` that planning reads, so that planning need not know the session."""
+    """The part of `session.Session` that planning reads, so that planning need not know the
+    session.
+    """
 
     args: argparse.Namespace
     """Megatron's."""

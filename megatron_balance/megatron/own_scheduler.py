@@ -1,4 +1,6 @@
-"""Megatron's own scheduler of context-parallel groups, as `planners.megatron_dynamic.plan_with` takes one."""
+"""Megatron's own scheduler of context-parallel groups, as `planners.megatron_dynamic.plan_with`
+takes one.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ PROBE = ((8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16), 1024, 8)
 
 
 def by_own_scheduler(choice: PlannerChoice) -> PlannerChoice | None:
-    """The planner with Megatron's own scheduler deciding its groups; None: its options follow no scheduler of Megatron's, or none works.
+    """The planner with Megatron's own scheduler deciding its groups; None: its options follow no
+    scheduler of Megatron's, or none works.
 
-    A batch that Megatron's scheduler fails on is planned by our rules for the same, and the log says so, once.
+    A batch that Megatron's scheduler fails on is planned by our rules for the same, and the log
+    says so, once.
     """
     plan_with = choice.planner.plan_with(choice.options) if choice.planner.plan_with is not None else None
     scheduler = own_scheduler() if plan_with is not None else None
@@ -55,7 +59,8 @@ class _Guarded:
         except Exception as error:  # Megatron's assertions and index errors alike
             if not self._said:
                 log.warning(
-                    "Megatron's scheduler fails for %d sequences on %d ranks of %d tokens (%s: %s); use our rules for such batches",
+                    "Megatron's scheduler fails for %d sequences on %d ranks of %d tokens (%s: %s); use our rules for "
+                    "such batches",
                     *(len(lengths), num_ranks, tokens, type(error).__name__, error),
                 )
                 self._said = True
@@ -63,16 +68,23 @@ class _Guarded:
 
 
 def own_scheduler() -> Scheduler | None:
-    """The scheduler of the installed megatron-core, or None if it has none or one that fails; a log line says which.
+    """The scheduler of the installed megatron-core, or None if it has none or one that fails; a log
+    line says which.
 
-    Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its code decides; what surrounds it there
-    (data loader, forward pass) is not used, and does not run in 0.17 to 0.19.
+    Through megatron-core 0.19 this is `BalancedCPScheduler`, whose rules are `rules: hybrid`. Its
+    code decides; what surrounds it there (data loader, forward pass) is not used, and does not run
+    in 0.17 to 0.19.
     """
     name = f"megatron-core {version('megatron-core')}"
     try:
         _schedule(*PROBE)
     except Exception as error:  # whatever the installed version raises, we do without it
-        log.warning("%s has no scheduler of context-parallel groups that works (%s: %s); use our rules", name, type(error).__name__, error)
+        log.warning(
+            "%s has no scheduler of context-parallel groups that works (%s: %s); use our rules",
+            name,
+            type(error).__name__,
+            error,
+        )
         return None
     log.info("context-parallel groups by BalancedCPScheduler of %s", name)
     return _schedule
@@ -89,7 +101,9 @@ class _Size:
 
 
 def _schedule(lengths: Sequence[int], tokens: int, num_ranks: int) -> list[Microbatch]:
-    """Microbatches of groups. Raises what Megatron raises, where its rules do not come out (ranks that are no power of two)."""
+    """Microbatches of groups. Raises what Megatron raises, where its rules do not come out (ranks
+    that are no power of two).
+    """
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     scheduler = BalancedCPScheduler(tokens, _Size(num_ranks))  # pyright: ignore[reportArgumentType]

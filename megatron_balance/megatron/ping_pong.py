@@ -46,11 +46,18 @@ Refusal: TypeAlias = tuple[Callable[[Any], bool], str]
 
 REFUSALS: tuple[Refusal, ...] = (
     (
-        lambda args: args.recompute_granularity == "selective" and not set(args.recompute_modules or ("core_attn",)) <= RECOMPUTED,
-        f"--recompute-granularity selective: of the modules only {', '.join(sorted(RECOMPUTED))} can be recomputed; name them by "
+        lambda args: (
+            args.recompute_granularity == "selective"
+            and not set(args.recompute_modules or ("core_attn",)) <= RECOMPUTED
+        ),
+        f"--recompute-granularity selective: of the modules only {', '.join(sorted(RECOMPUTED))} can be recomputed; "
+        "name them by "
         "--recompute-modules, or recompute whole layers (full)",
     ),
-    (lambda args: bool(args.distribute_saved_activations), "--distribute-saved-activations splits what a checkpoint of one batch saves"),
+    (
+        lambda args: bool(args.distribute_saved_activations),
+        "--distribute-saved-activations splits what a checkpoint of one batch saves",
+    ),
     (
         lambda args: args.fp8 is not None or args.fp4 is not None,
         "--fp8-format and --fp4-format quantise layer by layer, not nano-batch by nano-batch",
@@ -64,7 +71,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "moe_enable_routing_replay replays one routing a layer and microbatch; leave it out",
     ),
     (lambda args: args.cpu_offloading_num_layers > 0, "--cpu-offloading-num-layers moves activations layer by layer"),
-    (lambda args: bool(args.attention_output_gate), "--attention-output-gate is computed with the queries and used behind attention"),
+    (
+        lambda args: bool(args.attention_output_gate),
+        "--attention-output-gate is computed with the queries and used behind attention",
+    ),
     (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training splits the batch another time"),
 )
 
@@ -116,8 +126,13 @@ def _foreign(layer: torch.nn.Module) -> str | None:
     it knows of nano-batches.
     """
     plain = type(layer) is TransformerLayer and type(layer.self_attention) is SelfAttention
-    if not plain or not all(isinstance(module, IdentityOp) for module in (layer.cross_attention, layer.pre_cross_attn_layernorm)):
-        return f"{type(layer).__name__} with {type(getattr(layer, 'self_attention', None)).__name__} is not Megatron's own layer"
+    if not plain or not all(
+        isinstance(module, IdentityOp) for module in (layer.cross_attention, layer.pre_cross_attn_layernorm)
+    ):
+        return (
+            f"{type(layer).__name__} with {type(getattr(layer, 'self_attention', None)).__name__} is not "
+            "Megatron's own layer"
+        )
     router = router_of(layer)
     if router is not None and type(router) is not BalancedRouter:
         return f"the router of its experts, {type(router).__name__}, does not come from Megatron's own layer spec"
@@ -139,7 +154,11 @@ class _NanoBatch(NamedTuple):
 
 
 def run_block(
-    block: TransformerBlock, hidden_states: Tensor, rotary_pos_emb: Tensor | None, padding_mask: Tensor | None, params: BalancedSeqParams
+    block: TransformerBlock,
+    hidden_states: Tensor,
+    rotary_pos_emb: Tensor | None,
+    padding_mask: Tensor | None,
+    params: BalancedSeqParams,
 ) -> Tensor:
     """`TransformerBlock.forward` over the nano-batches that `params` carry.
 
@@ -155,7 +174,9 @@ def run_block(
     padding: Sequence[Tensor | None] = (
         [None] * len(rows) if padding_mask is None else padding_mask.split([n // shares for n in rows], dim=1)
     )
-    nano_batches = [_NanoBatch(at, len(rows), *own) for at, own in enumerate(zip(params.nano_batches, rotary, padding, strict=True))]
+    nano_batches = [
+        _NanoBatch(at, len(rows), *own) for at, own in enumerate(zip(params.nano_batches, rotary, padding, strict=True))
+    ]
     states = hidden_states.split([n // shares for n in rows])
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     rng = tracker.fork() if block.config.sequence_parallel else nullcontext()
@@ -166,7 +187,9 @@ def run_block(
             states = _checkpointed(layers, nano_batches, states) if again else _run_layers(layers, nano_batches, states)
     hidden_states = torch.cat(list(states))
     if block.final_layernorm is not None:
-        hidden_states = make_viewless_tensor(inp=apply_module(block.final_layernorm)(hidden_states), requires_grad=True, keep_graph=True)
+        hidden_states = make_viewless_tensor(
+            inp=apply_module(block.final_layernorm)(hidden_states), requires_grad=True, keep_graph=True
+        )
     return hidden_states
 
 
@@ -175,14 +198,18 @@ def _rows(params: BalancedSeqParams) -> int:
     return len(params.position_ids)
 
 
-def _checkpointed(layers: Sequence[TransformerLayer], nano_batches: Sequence[_NanoBatch], states: Sequence[Tensor]) -> Sequence[Tensor]:
+def _checkpointed(
+    layers: Sequence[TransformerLayer], nano_batches: Sequence[_NanoBatch], states: Sequence[Tensor]
+) -> Sequence[Tensor]:
     def run(*saved: Tensor) -> tuple[Tensor, ...]:
         return tuple(_run_layers(layers, nano_batches, saved))
 
     return tensor_parallel.checkpoint(run, False, *states)
 
 
-def _run_layers(layers: Sequence[TransformerLayer], nano_batches: Sequence[_NanoBatch], states: Sequence[Tensor]) -> Sequence[Tensor]:
+def _run_layers(
+    layers: Sequence[TransformerLayer], nano_batches: Sequence[_NanoBatch], states: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """Hidden states of each nano-batch behind these layers."""
     turning = [_PingPongRun(layers, nano_batch, state) for nano_batch, state in zip(nano_batches, states, strict=True)]
     for nano_batch, layer, part in interleaved(len(layers), len(nano_batches)):
@@ -237,7 +264,9 @@ class _PingPongRun:
         self.call = None
 
 
-def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def before(
+    layer: TransformerLayer, state: Tensor, rotary: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Run a layer up to core attention.
 
     Returns query, key and value [T, 1, heads, D], and the residual state.
@@ -252,7 +281,11 @@ def before(layer: TransformerLayer, state: Tensor, rotary: Tensor | None) -> tup
     if rotary is not None and not (skipped and skipped[attention.layer_number - 1]):
         query, key = (
             apply_rotary_pos_emb(
-                x, rotary, config=layer.config, mscale=attention._yarn_concentration_factor, cp_group=attention.pg_collection.cp
+                x,
+                rotary,
+                config=layer.config,
+                mscale=attention._yarn_concentration_factor,
+                cp_group=attention.pg_collection.cp,
             )
             for x in (query, key)
         )
@@ -263,7 +296,9 @@ def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _
     """Run a layer on from the output [T, 1, H * D] of core attention: its hidden states."""
     projected = apply_module(layer.self_attention.linear_proj)(out)
     with layer.bias_dropout_add_exec_handler():
-        state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, residual, layer.hidden_dropout)
+        state = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(
+            projected, residual, layer.hidden_dropout
+        )
     router = router_of(layer)
     with nullcontext() if router is None else router.routing_nano_batch(nano_batch.number, nano_batch.count):
         mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, packed_seq_params=nano_batch.params)

@@ -73,7 +73,9 @@ class TickRun:
         self.recompute = recompute_of(self.config)
         self.num_microbatches = len({m for tick in self.ticks for m in tick.microbatches if m is not None})
         self.microbatches = microbatches
-        self.bounds = BoundTicks(binder, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)})
+        self.bounds = BoundTicks(
+            binder, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)}
+        )
         self.passes: Any = schedules
         group = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
         self.communicator: Any = P2PCommunicator(group, _with_known_shapes(self.config))
@@ -91,7 +93,9 @@ class TickRun:
         """Counters of this rank's attention calls, one for each plan of the step."""
         return self.bounds.counters
 
-    def run(self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any) -> list[Any]:
+    def run(
+        self, *, first_val_step: bool | None = None, force_all_reduce: bool | None = False, **_unused: Any
+    ) -> list[Any]:
         """The reduced losses of the step, on the last stage.
 
         Keywords as Megatron's schedules take them.
@@ -172,10 +176,14 @@ class TickRun:
     def _serve(self, tick: Tick, bounds: Sequence[Bound]) -> None:
         """Attend for others in each of their layers."""
         server = Server(self.binder.dtype, self.num_tokens.device, softmax_scale(self.config))
-        passes = attention_passes(self.recompute, self.num_layers, len(bounds), backward=tick.backward, training=not self.forward_only)
+        passes = attention_passes(
+            self.recompute, self.num_layers, len(bounds), backward=tick.backward, training=not self.forward_only
+        )
         for backward, segments in passes:
             server.serve(bounds, segments, backward=backward)
-        calls = sum(segment.nano_batch == 0 and segment.part == "attend" for _, segments in passes for segment in segments)
+        calls = sum(
+            segment.nano_batch == 0 and segment.part == "attend" for _, segments in passes for segment in segments
+        )
         for bound in bounds:
             bound.counters.idle_tasks += calls * num_tasks(bound)
 
@@ -205,7 +213,9 @@ class TickRun:
         if sent is None and cell is None:
             return
         if tick.backward:
-            received = self.communicator.send_backward_recv_backward(sent, recv_next=cell is not None, tensor_shape=shape)
+            received = self.communicator.send_backward_recv_backward(
+                sent, recv_next=cell is not None, tensor_shape=shape
+            )
         else:
             received = self.communicator.send_forward_recv_forward(sent, recv_prev=cell is not None, tensor_shape=shape)
         if cell is not None:
@@ -244,7 +254,9 @@ class TickRun:
 
     def _synchronise_rest(self) -> None:
         if not self._sums_in_backward:
-            for synchronise, chunk in zip(_each(self.config.grad_sync_func, len(self.chunks)), self.chunks, strict=True):
+            for synchronise, chunk in zip(
+                _each(self.config.grad_sync_func, len(self.chunks)), self.chunks, strict=True
+            ):
                 synchronise(chunk.parameters())
 
     def _finalise(self, force_all_reduce: bool | None) -> None:
@@ -252,7 +264,8 @@ class TickRun:
             self.config.finalize_model_grads_func(
                 self.chunks,
                 self.num_tokens,
-                pg_collection=self.passes._build_default_pg_collection(),  # what Megatron's schedules make where they are given none
+                # as Megatron's schedules make where they are given none
+                pg_collection=self.passes._build_default_pg_collection(),
                 force_all_reduce=force_all_reduce,
             )
 

@@ -26,7 +26,8 @@ def step_plans(job: PlannedJob, *, ahead: bool, evaluation: bool = False, joint:
     """
     spec = plan_spec(job, joint=job.joint if joint is None else joint)
     own = by_own_scheduler(spec.choice())
-    # The planning process imports no Megatron: what Megatron's own code plans is planned on the spot.
+    # The planning process imports no Megatron: what Megatron's own code plans is planned on the
+    # spot.
     process = PlanAhead(spec) if ahead and job.train_data is not None and own is None else None
     return StepPlans(
         StepPlanner(spec, own),
@@ -46,8 +47,8 @@ def plan_spec(job: PlannedJob, *, joint: bool) -> PlanSpec:
     if options.get("tokens_per_rank") is None:
         full = tokens_per_rank(job.args.seq_length, job.args.micro_batch_size, job.args.context_parallel_size)
         cluster = job.cluster()
-        # Ranks without tokens leave theirs to the others; and a planner that may place tokens unevenly says by how much: what a rank
-        # must have memory for, whatever the batch.
+        # Ranks without tokens leave theirs to the others; and a planner that may place tokens
+        # unevenly says by how much: what a rank must have memory for, whatever the batch.
         held = -(-full * cluster.num_ranks // choice.num_holders(cluster))
         options["tokens_per_rank"] = int(held * (choice.planner.room(choice.options) if choice.planner.room else 1.0))
     layers = dataclasses.replace(choice.layers, align=job.row_multiple)
@@ -69,7 +70,8 @@ def samples(job: PlannedJob) -> Samples:
 
 
 def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_size: int) -> int:
-    """Tokens a rank holds when every sample is full and every rank holds tokens: its capacity if the configuration names none.
+    """Tokens a rank holds when every sample is full and every rank holds tokens: its capacity if
+    the configuration names none.
 
     Raises:
         ConfigError: samples that context-parallel ranks cannot share.
@@ -77,6 +79,7 @@ def tokens_per_rank(seq_length: int, micro_batch_size: int, context_parallel_siz
     tokens, rest = divmod(seq_length * micro_batch_size, context_parallel_size)
     if rest:
         raise ConfigError(
-            f"--seq-length {seq_length} x --micro-batch-size {micro_batch_size} is not divisible by {context_parallel_size} ranks"
+            f"--seq-length {seq_length} x --micro-batch-size {micro_batch_size} is not divisible by "
+            f"{context_parallel_size} ranks"
         )
     return tokens

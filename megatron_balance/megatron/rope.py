@@ -30,16 +30,26 @@ class PositionRotary(torch.nn.Module):
         self._table = None
 
     def get_rotary_seq_len(
-        self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed_seq_params: Any = None
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        config: Any,
+        packed_seq_params: Any = None,
     ) -> torch.Tensor | int:
         """Positions [T] of the microbatch; Megatron's own answer for anything that we did not plan."""
         if isinstance(packed_seq_params, BalancedSeqParams):
             assert packed_seq_params.position_ids is not None, "a planned microbatch knows its positions"
             return packed_seq_params.position_ids
-        return self.inner.get_rotary_seq_len(inference_context, transformer, transformer_input, config, packed_seq_params)
+        return self.inner.get_rotary_seq_len(
+            inference_context, transformer, transformer_input, config, packed_seq_params
+        )
 
     def forward(
-        self, positions: torch.Tensor | int, packed_seq: bool = False, cp_group: torch.distributed.ProcessGroup | None = None
+        self,
+        positions: torch.Tensor | int,
+        packed_seq: bool = False,
+        cp_group: torch.distributed.ProcessGroup | None = None,
     ) -> torch.Tensor:
         """Frequencies [T, 1, 1, D] of the given positions, by the formula of the wrapped module."""
         if not isinstance(positions, torch.Tensor):

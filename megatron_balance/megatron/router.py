@@ -81,17 +81,26 @@ class BalancedRouter(TopKRouter):
         # Megatron masks [T, experts] with [T] as if that were a row.
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
-    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
-        return self._balanced("aux_loss", super()._apply_aux_loss, (probs, scores_for_aux_loss, routing_map), with_padding_mask)
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._balanced(
+            "aux_loss", super()._apply_aux_loss, (probs, scores_for_aux_loss, routing_map), with_padding_mask
+        )
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
         return self._balanced(
-            "global_aux_loss", super()._apply_global_aux_loss, (probs, scores_for_aux_loss, routing_map), with_padding_mask
+            "global_aux_loss",
+            super()._apply_global_aux_loss,
+            (probs, scores_for_aux_loss, routing_map),
+            with_padding_mask,
         )
 
-    def _balanced(self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool) -> Tensor:
+    def _balanced(
+        self, name: str, apply: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], with_padding_mask: bool
+    ) -> Tensor:
         """Probabilities [T, experts]; behind those of the last nano-batch lies a loss of all.
 
         `given`: probabilities, scores and routing.
@@ -111,7 +120,9 @@ def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def give_router(mlp: Any) -> None:
     """Change what a layer spec says of its MLP: experts behind Megatron's own router get ours."""
-    submodules = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else getattr(mlp, "submodules", None)
+    submodules = (
+        mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else getattr(mlp, "submodules", None)
+    )
     if isinstance(submodules, MoESubmodules) and submodules.router is TopKRouter:
         submodules.router = BalancedRouter
 

@@ -71,13 +71,17 @@ class Session:
             ConfigError: the process groups were made past our patch.
         """
         if self._pool is None:
-            raise ConfigError("no pool: Megatron's process groups were made before this session; set them up inside `pretrain`")
+            raise ConfigError(
+                "no pool: Megatron's process groups were made before this session; set them up inside `pretrain`"
+            )
         return self._pool
 
     def make_pools(self) -> None:
         """Make the groups of all pools; every rank calls this once, together."""
         cluster, planner = self.config.cluster, self.config.planner
-        self._pool = make_pool(cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint)
+        self._pool = make_pool(
+            cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint
+        )
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
         cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
@@ -118,8 +122,10 @@ class Session:
         """
         if not self.pool.joint_ranks_per_node:
             raise ConfigError(
-                f"ranks {list(self.pool.joint.ranks)}, stage by stage, lie on nodes unevenly or not node by node, so their attention "
-                "cannot be planned together; leave out --use-tp-pp-dp-mapping, set cluster.ranks_per_node, or set 'pipeline: stages'"
+                f"ranks {list(self.pool.joint.ranks)}, stage by stage, lie on nodes unevenly or not node by node, so "
+                "their attention "
+                "cannot be planned together; leave out --use-tp-pp-dp-mapping, set cluster.ranks_per_node, or set "
+                "'pipeline: stages'"
             )
         return self._cluster_of(self.pool.joint.size, self.pool.joint_ranks_per_node)
 
@@ -127,7 +133,9 @@ class Session:
         cluster = self.config.cluster
         if cluster is None:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
-        return of_pool(cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size)
+        return of_pool(
+            cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size
+        )
 
     def model(self) -> Model:
         """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
@@ -157,7 +165,8 @@ class Session:
         return self._planners[forward_only]
 
     def resume(self, checkpoint_args: argparse.Namespace) -> None:
-        """Go on from a checkpoint with these arguments, with what the planner carried when it was saved.
+        """Go on from a checkpoint with these arguments, with what the planner carried when it was
+        saved.
 
         Raises:
             ConfigError: another planner's carry.
@@ -215,7 +224,9 @@ def of_pool(cluster: Cluster, tensor_parallel: int) -> Cluster:
     """`cluster` (of GPUs) for a pool with one rank of each `tensor_parallel` neighbours."""
     peers = min(tensor_parallel, cluster.ranks_per_nic)
     return dataclasses.replace(
-        cluster, ranks_per_nic=max(1, cluster.ranks_per_nic // tensor_parallel), nic_bytes_per_s=cluster.nic_bytes_per_s / peers
+        cluster,
+        ranks_per_nic=max(1, cluster.ranks_per_nic // tensor_parallel),
+        nic_bytes_per_s=cluster.nic_bytes_per_s / peers,
     )
 
 
@@ -229,7 +240,9 @@ def current() -> Session:
         ConfigError: there is none.
     """
     if not _current:
-        raise ConfigError("training was started without megatron_balance's pretrain; use megatron_balance.pretrain_gpt or .launch")
+        raise ConfigError(
+            "training was started without megatron_balance's pretrain; use megatron_balance.pretrain_gpt or .launch"
+        )
     return _current[-1]
 
 

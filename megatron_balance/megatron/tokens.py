@@ -22,7 +22,9 @@ def job_device() -> torch.device:
     return torch.empty(0, device="cuda").device
 
 
-def read(data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int) -> tuple[list[Sequences], Exception | None]:
+def read(
+    data_iterator: Iterator[Mapping[str, torch.Tensor]], num_microbatches: int
+) -> tuple[list[Sequences], Exception | None]:
     """The sequences of this rank's microbatches, on the host, or the error that prevented it."""
     microbatches: list[Sequences] = []
     try:

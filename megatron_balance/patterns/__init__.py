@@ -30,7 +30,9 @@ def pattern_of(zone: AnyZone) -> CommPattern[Any]:
         InvalidProgramError: no such comm pattern.
     """
     if zone.pattern not in PATTERNS:
-        raise InvalidProgramError(f"zone {zone.name}: unknown comm pattern {zone.pattern!r}; known: {', '.join(PATTERNS)}")
+        raise InvalidProgramError(
+            f"zone {zone.name}: unknown comm pattern {zone.pattern!r}; known: {', '.join(PATTERNS)}"
+        )
     return PATTERNS[zone.pattern]
 
 

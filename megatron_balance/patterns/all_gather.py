@@ -59,7 +59,9 @@ class AllGather(ZigzagPattern):
                 held.append(rows[is_shared[rows[:, Fragment.SEQ]]])
             heads = (0, context.num_kv_heads)
             tables = [transfers_of(Kind.KV, held[index], heads, rank, other) for other in zone.ranks if other != rank]
-            tables += [transfers_of(Kind.KV, held[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index]
+            tables += [
+                transfers_of(Kind.KV, held[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index
+            ]
             rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *tables])
             ops.append(exchange(context, 0, rows, "all_gather", zone.ranks))
         own = fragments(placed, index)

@@ -418,9 +418,13 @@ class CommPattern(ABC, Generic[Z]):
                 if isinstance(op, Attend):
                     pairs.append(as_array(op.pairs))
                     launch.append(np.full(len(op.pairs), place))
-        rows = np.concatenate([np.empty((0, Message.WIDTH), dtype=np.int64), *(each.each_pair() for each in self.messages(zone, context))])
+        rows = np.concatenate(
+            [np.empty((0, Message.WIDTH), dtype=np.int64), *(each.each_pair() for each in self.messages(zone, context))]
+        )
         is_output = rows[:, Message.KIND] == Kind.OUT
-        launches = Launches(np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None])
+        launches = Launches(
+            np.concatenate(pairs), np.concatenate(launch), np.zeros(len(ranks)), np.arange(len(ranks))[:, None]
+        )
         return ZoneRounds(ranks, launches, PointToPoint(rows[~is_output], rows[is_output]))
 
     def _programs(self, zone: Z, context: Context, *, attends: bool = True) -> Iterator[tuple[int, ZoneProgram]]:
@@ -489,7 +493,9 @@ def spared_messages(hops: FirstHops) -> Ints:
     return rows
 
 
-def messages_from(step: Ints | int, src: Ints | int, dst: Ints | int, kind: Kind, heads: tuple[int, int], tokens: Ints) -> Ints:
+def messages_from(
+    step: Ints | int, src: Ints | int, dst: Ints | int, kind: Kind, heads: tuple[int, int], tokens: Ints
+) -> Ints:
     """Rows of messages; the columns are broadcast against one another."""
     columns = np.broadcast_arrays(step, src, dst, np.int64(kind), *heads, tokens)
     return np.stack([column.ravel() for column in columns], axis=1).astype(np.int64)
@@ -521,7 +527,9 @@ def split_rows(table: Ints, counts: Ints) -> list[bytes]:
     return [table[a:b].tobytes() for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def exchange(context: Context, step: int, rows: Ints, collective: Collective = "p2p", group: tuple[int, ...] = ()) -> Exchange:
+def exchange(
+    context: Context, step: int, rows: Ints, collective: Collective = "p2p", group: tuple[int, ...] = ()
+) -> Exchange:
     """The exchange number `step` of the zone."""
     return Exchange(context.base + step, as_rows(rows), collective, group)
 

@@ -65,7 +65,9 @@ class Dispatch(CommPattern[TaskTable]):
     def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
         """The ops of `rank`."""
         there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
-        there, back = (rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)] for rows in (there, back))
+        there, back = (
+            rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)] for rows in (there, back)
+        )
         ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
         tasks = _visible(zone, rank) if context.attends else np.empty((0, Task.WIDTH), dtype=np.int64)
         if len(tasks):
@@ -153,7 +155,9 @@ class Dispatch(CommPattern[TaskTable]):
     def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
         """Inputs, one launch of every rank, outputs."""
         ranks = np.arange(context.num_ranks)
-        launches = Launches(_pairs(_visible(zone), context), as_array(zone.tasks)[:, Task.RANK], np.zeros(len(ranks)), ranks[:, None])
+        launches = Launches(
+            _pairs(_visible(zone), context), as_array(zone.tasks)[:, Task.RANK], np.zeros(len(ranks)), ranks[:, None]
+        )
         there, back = self.messages(zone, context)
         return ZoneRounds(ranks, launches, PointToPoint(there.rows, back.rows))
 

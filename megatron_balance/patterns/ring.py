@@ -76,7 +76,9 @@ class Ring(ZigzagPattern):
             before, after = zone.ranks[index - 1], zone.ranks[(index + 1) % size]
             forward = blocks.transfers(rounds, blocks.reach_forward(), rank, before, after)
             mirror = blocks.turned(-rounds % size) if context.replays else None
-            backward = mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
+            backward = (
+                mirror.transfers(rounds, mirror.reach_backward(), rank, after, before) if mirror is not None else []
+            )
             for t in range(1, size):
                 exchange_id = context.base + t - 1
                 if forward[t]:
@@ -164,7 +166,9 @@ class Ring(ZigzagPattern):
         """Launches of all rounds, and the blocks that walk round."""
         placed = of_zone(zone, context.lengths)
         traffic = HopByHop(*walks(placed)) if placed.size > 1 else None
-        return ZoneRounds(np.array(zone.ranks), ring_launches(placed, (context.num_heads, context.num_kv_heads)), traffic)
+        return ZoneRounds(
+            np.array(zone.ranks), ring_launches(placed, (context.num_heads, context.num_kv_heads)), traffic
+        )
 
 
 class Blocks:
@@ -402,7 +406,9 @@ def _launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
     together = np.rint(holds @ holds.T).astype(np.int64)
     source = (index[:, None] - index) % size
     kind = np.where(source == index[:, None], 0, np.where(source < index[:, None], 1, 2))
-    kinds, which = np.unique(kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True)
+    kinds, which = np.unique(
+        kind * (together.max(initial=0) + 1) + together[index[:, None], source], return_inverse=True
+    )
     order, shared = np.divmod(kinds, together.max(initial=0) + 1)
     chunk = np.maximum(1, np.rint(placed.lengths[~short] / (2 * size)).astype(np.int64))
     combinations: tuple[tuple[tuple[int, int], ...], ...] = (

@@ -108,7 +108,9 @@ def tokens(lengths: Ints, size: int) -> Ints:
     # No more than 2 G^2 is counted with, so narrow numbers do, which divide faster.
     whole, width = lengths[~short], 2 * size
     held += 2 * (whole // width).sum()
-    rest, edges = ((values % width).astype(np.uint32 if size < _NARROW else np.int64) for values in (whole, np.arange(size + 1)))
+    rest, edges = (
+        (values % width).astype(np.uint32 if size < _NARROW else np.int64) for values in (whole, np.arange(size + 1))
+    )
     for begin in range(0, len(whole), step):
         before = rest[begin : begin + step, None] * edges
         held += np.diff((before // width + (before + (width - 1)) // width).sum(axis=0, dtype=np.int64))
@@ -127,7 +129,9 @@ def fragments(placed: Zigzag, index: int) -> Ints:
     position = placed.position(np.array(index))
     lo0, lo1 = placed.lo(position)
     hi0, hi1 = placed.hi(position)
-    rows = np.stack([np.repeat(placed.seqs, 2), np.stack([lo0, hi0], 1).ravel(), np.stack([lo1, hi1], 1).ravel()], axis=1)
+    rows = np.stack(
+        [np.repeat(placed.seqs, 2), np.stack([lo0, hi0], 1).ravel(), np.stack([lo1, hi1], 1).ravel()], axis=1
+    )
     return rows[np.repeat(position < placed.parts, 2) & (rows[:, 1] < rows[:, 2])]
 
 
@@ -184,7 +188,10 @@ class ZigzagPattern(CommPattern[Zone]):
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]: zone by zone, each
         as listed.
         """
-        sizes, counts = (np.array([len(of(zone)) for _, zone in zones], dtype=np.int64) for of in (attrgetter("ranks"), attrgetter("seqs")))
+        sizes, counts = (
+            np.array([len(of(zone)) for _, zone in zones], dtype=np.int64)
+            for of in (attrgetter("ranks"), attrgetter("seqs"))
+        )
         members = np.fromiter(chain.from_iterable(zone.ranks for _, zone in zones), np.int64, int(sizes.sum()))
         seqs = np.fromiter(chain.from_iterable(zone.seqs for _, zone in zones), np.int64, int(counts.sum()))
         stops = np.cumsum(counts)

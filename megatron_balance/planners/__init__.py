@@ -7,7 +7,17 @@ To add one, write its functions and options in a module of its own and add a lin
 from __future__ import annotations
 
 from megatron_balance.ir.layers import Layers
-from megatron_balance.planners import distca, flexsp, hybrid_dp, llama_all_gather, megatron_dynamic, packing, te_ring, ulysses, zeppelin
+from megatron_balance.planners import (
+    distca,
+    flexsp,
+    hybrid_dp,
+    llama_all_gather,
+    megatron_dynamic,
+    packing,
+    te_ring,
+    ulysses,
+    zeppelin,
+)
 from megatron_balance.planners.base import Planner, slack
 
 PLANNERS: dict[str, Planner] = {
@@ -24,6 +34,10 @@ PLANNERS: dict[str, Planner] = {
         room=slack,
         plan_with=megatron_dynamic.plan_by,
     ),
-    "distca": Planner(distca.plan, distca.DistcaOptions, plan_owned=distca.plan_owned, num_holders=distca.num_holders, ping_pong=True),
-    "zeppelin": Planner(zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays"), room=slack),
+    "distca": Planner(
+        distca.plan, distca.DistcaOptions, plan_owned=distca.plan_owned, num_holders=distca.num_holders, ping_pong=True
+    ),
+    "zeppelin": Planner(
+        zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays"), room=slack
+    ),
 }

@@ -24,8 +24,8 @@ from megatron_balance.ir.step import Carry, Lengths, StepPlan
 NO_LAYERS = Layers()
 
 Scheduler: TypeAlias = Callable[[Sequence[int], int, int], list[tuple[tuple[int, tuple[int, ...]], ...]]]
-"""From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups from
-the first rank on: the number of ranks and the sequences of each."""
+"""From lengths, tokens of a rank and number of ranks, by microbatch, to context-parallel groups
+from the first rank on: the number of ranks and the sequences of each."""
 
 
 @runtime_checkable
@@ -82,9 +82,11 @@ class StepContext:
     ping_pong: bool = False
     """Whether microbatches of two sequences or more run as two nano-batches."""
     own_microbatches: bool = True
-    """Whether a planner may deal the sequences into microbatches of its own; else they stay where they were dealt."""
+    """Whether a planner may deal the sequences into microbatches of its own; else they stay where
+    they were dealt."""
     may_carry: bool = True
-    """Whether another step follows that can take what this one holds back; not in evaluation, nor for a microbatch alone."""
+    """Whether another step follows that can take what this one holds back; not in evaluation, nor
+    for a microbatch alone."""
     forward_only: bool = False
     """Whether the step has no backward pass: evaluation."""
     options: Any = None
@@ -111,18 +113,23 @@ class Planner:
     plan_step: PlanStep | None = None
     """Plan a whole step. None: its microbatches are placed one by one (`planning.place`)."""
     plan_batch: Callable[[Batch, Cluster, Model, CostModel, Any], StepPlan] | None = None
-    """Make microbatches of the system's own from a batch that may be larger than the pool; None: as dealt."""
+    """Make microbatches of the system's own from a batch that may be larger than the pool; None: as
+    dealt."""
     plan_owned: Callable[[tuple[int, ...], Rows, Cluster, Model, CostModel, Any], MicrobatchPlan] | None = None
-    """Plan attention for tokens wherever they are owned, so also for those of several pipeline stages at once: from lengths, and rows
-    (rank, seq, start, stop) of owners, to a plan with these owners, whatever ranks have none."""
+    """Plan attention for tokens wherever they are owned, so also for those of several pipeline
+    stages at once: from lengths, and rows (rank, seq, start, stop) of owners, to a plan with these
+    owners, whatever ranks have none."""
     num_holders: Callable[[Cluster, Any], int] | None = None
-    """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold some."""
+    """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
+    some."""
     ping_pong: bool = False
     """Whether microbatches run as two nano-batches unless somebody says otherwise."""
     room: Callable[[Any], float] | None = None
-    """Tokens that a rank must have room for, over the mean tokens per rank; None: no more than the mean."""
+    """Tokens that a rank must have room for, over the mean tokens per rank; None: no more than the
+    mean."""
     plan_with: Callable[[Any], PlanWith | None] | None = None
-    """Plan by another scheduler of context-parallel groups, if the options allow one: training hands it Megatron's own."""
+    """Plan by another scheduler of context-parallel groups, if the options allow one: training
+    hands it Megatron's own."""
 
     @property
     def joint(self) -> bool:
@@ -134,7 +141,9 @@ class Planner:
 class PlanWith(Protocol):
     """Place one microbatch by a scheduler of context-parallel groups."""
 
-    def __call__(self, scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: Any, /) -> MicrobatchPlan: ...
+    def __call__(
+        self, scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: Any, /
+    ) -> MicrobatchPlan: ...
 
 
 def slack(options: Any) -> float:

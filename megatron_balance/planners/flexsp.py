@@ -100,13 +100,16 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
     fewest = max(1, -(-batch.num_tokens // pool_tokens))
     tried = (blast(batch.lengths, count) for count in range(fewest, max(fewest + BLASTS, len(batch.lengths) + 1)))
     fitting = [
-        microbatches for microbatches in tried if all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
+        microbatches
+        for microbatches in tried
+        if all(sum(batch.lengths[seq] for seq in seqs) <= pool_tokens for seqs in microbatches)
     ][:BLASTS]
     best_s, best = None, None
     for microbatches in fitting:
         grouped = [pricing.groups([batch.lengths[seq] for seq in seqs], capacity, options) for seqs in microbatches]
         total_s = sum(
-            pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g) for seqs, g in zip(microbatches, grouped, strict=True)
+            pricing.problem([batch.lengths[s] for s in seqs], capacity).makespan(g)
+            for seqs, g in zip(microbatches, grouped, strict=True)
         )
         if best_s is None or total_s < best_s:
             best_s, best = total_s, (microbatches, grouped)
@@ -127,7 +130,9 @@ def blast(lengths: Sequence[int], count: int) -> list[list[int]]:
     microbatches: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for seq in order:
-        microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(seq)  # where its middle lies
+        microbatches[min(count - 1, (2 * before + lengths[seq]) * count // (2 * total))].append(
+            seq
+        )  # where its middle lies
         before += lengths[seq]
     return [seqs for seqs in microbatches if seqs]
 
@@ -147,7 +152,9 @@ def _capacity(batch: Batch, cluster: Cluster, options: FlexSpOptions) -> int:
 
 def _placement(groups: Groups, num_seqs: int, cluster: Cluster) -> list[tuple[int, ...]]:
     placement: list[tuple[int, ...]] = [()] * num_seqs
-    for (_, seqs), ranks in zip(groups, arrange([size for size, _ in groups], cluster.num_ranks, cluster.node_size), strict=True):
+    for (_, seqs), ranks in zip(
+        groups, arrange([size for size, _ in groups], cluster.num_ranks, cluster.node_size), strict=True
+    ):
         for seq in seqs:
             placement[seq] = ranks
     return placement
@@ -191,7 +198,9 @@ class _Pricing:
         heads = ceil(self.model.num_heads / size) / self.model.num_heads
         busy_s = heads * self.cost.attention_s(CAUSAL.num_pairs(length)) + self.cost.linear_s(length / size)
         inside, outside = min(size, self.cluster.node_size) - 1, max(0, size - self.cluster.node_size)
-        part = length / size / size  # tokens of which a rank sends another one all heads, or all tokens of as many heads
+        part = (
+            length / size / size
+        )  # tokens of which a rank sends another one all heads, or all tokens of as many heads
         per_peer = self.cost.kv_bytes(part) + 2 * self.cost.query_bytes(part)
         inside_s = self.cost.intra_node_s(inside * per_peer, 0) if inside else 0.0
         outside_s = self.cost.inter_node_s(outside * per_peer, 0, 1 / self.cluster.ranks_per_nic) if outside else 0.0

@@ -79,7 +79,8 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 
 def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: HybridDpOptions) -> StepPlan:
-    """As many microbatches as memory asks for, FLOPs even over their sum; the batch may be larger than the pool.
+    """As many microbatches as memory asks for, FLOPs even over their sum; the batch may be larger
+    than the pool.
 
     Raises:
         InfeasibleError: a sequence is larger than what the ranks hold.
@@ -113,7 +114,9 @@ class _Problem:
 
 def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOptions) -> _Problem:
     if options.slack < 1:
-        raise ConfigError(f"hybrid_dp: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
+        raise ConfigError(
+            f"hybrid_dp: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
+        )
     if options.tolerance < 0:
         raise ConfigError(f"hybrid_dp: tolerance {options.tolerance}: must be at least 0")
     pair, token = model.attention_flops_per_pair, model.linear_flops_per_token
@@ -155,8 +158,12 @@ class _Placing:
         lengths, cluster = self.problem.lengths, self.problem.cluster
         order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
         allowed = sizes(cluster.num_ranks)
-        runs = {size: [tuple(run) for run in blocks(size, cluster.num_ranks, cluster.node_size)] for size in allowed[1:]}
-        return all(self._place_alone(seq) or any(self._place(seq, size, runs[size]) for size in allowed[1:]) for seq in order)
+        runs = {
+            size: [tuple(run) for run in blocks(size, cluster.num_ranks, cluster.node_size)] for size in allowed[1:]
+        }
+        return all(
+            self._place_alone(seq) or any(self._place(seq, size, runs[size]) for size in allowed[1:]) for seq in order
+        )
 
     def _place_alone(self, seq: int) -> bool:
         """Place a sequence on the fullest rank that can take it (without a limit, the emptiest).

@@ -28,7 +28,9 @@ class LlamaAllGatherOptions:
     """Capacity of a rank in tokens; unlimited if not given."""
 
 
-def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: LlamaAllGatherOptions) -> MicrobatchPlan:
+def plan(
+    batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: LlamaAllGatherOptions
+) -> MicrobatchPlan:
     """One zone: all sequences over all ranks, zigzag, keys and values gathered by all.
 
     Raises:
@@ -39,5 +41,11 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     ranks, seqs = tuple(range(cluster.num_ranks)), tuple(range(len(batch.lengths)))
     zones = (Zone("pool", "all_gather", ranks, seqs),) if seqs else ()
     return MicrobatchPlan(
-        "llama_all_gather", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
+        "llama_all_gather",
+        batch.lengths,
+        cluster.num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        zones,
     )

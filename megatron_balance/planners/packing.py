@@ -62,7 +62,9 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     del cost  # only tokens count
     lengths, num_ranks = batch.lengths, cluster.num_ranks
     check_pool(lengths, num_ranks, options.tokens_per_rank)
-    packs = [batch.num_tokens * (rank + 1) // num_ranks - batch.num_tokens * rank // num_ranks for rank in range(num_ranks)]
+    packs = [
+        batch.num_tokens * (rank + 1) // num_ranks - batch.num_tokens * rank // num_ranks for rank in range(num_ranks)
+    ]
     order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
     pack_of = best_fit([lengths[seq] for seq in order], packs)
     whole: dict[int, list[int]] = defaultdict(list)
@@ -71,9 +73,13 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
             whole[pack].append(seq)
     left = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
     cut_seqs = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
-    zones: list[Zone | TaskTable] = [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left)] if cut_seqs else []
+    zones: list[Zone | TaskTable] = (
+        [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left)] if cut_seqs else []
+    )
     zones += [Zone(LOCAL, "ring", (rank,), tuple(sorted(seqs))) for rank, seqs in sorted(whole.items()) if seqs]
-    return MicrobatchPlan("packing", lengths, num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, tuple(zones))
+    return MicrobatchPlan(
+        "packing", lengths, num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, tuple(zones)
+    )
 
 
 def _cut_zone(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> TaskTable:
@@ -135,6 +141,7 @@ def redundant_pairs_per_rank(plan: MicrobatchPlan) -> tuple[int, ...]:
             packs[zone.ranks[0]] += [plan.lengths[seq] for seq in zone.seqs]
         else:
             raise InvalidProgramError(
-                f"zone {zone.name} of planner {plan.planner} has {len(zone.ranks)} ranks; redundant pairs are defined for plans of packing"
+                f"zone {zone.name} of planner {plan.planner} has {len(zone.ranks)} ranks; redundant pairs are defined "
+                "for plans of packing"
             )
     return tuple(sum(redundant_pairs(pack)) for pack in packs)

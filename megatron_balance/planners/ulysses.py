@@ -38,4 +38,6 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     ranks, seqs = tuple(range(cluster.num_ranks)), tuple(range(len(batch.lengths)))
     zones = (Zone("pool", "head_exchange", ranks, seqs),) if seqs else ()
-    return MicrobatchPlan("ulysses", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones)
+    return MicrobatchPlan(
+        "ulysses", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
+    )

@@ -47,7 +47,9 @@ class _Slot:
 
 
 class PlanAhead:
-    """The background process. Requests are answered in order; `take` waits for one only if it is not there yet."""
+    """The background process. Requests are answered in order; `take` waits for one only if it is
+    not there yet.
+    """
 
     def __init__(self, spec: PlanSpec) -> None:
         """Start the process (about a tenth of a second of its own, none of the caller's)."""
@@ -72,14 +74,18 @@ class PlanAhead:
         slot = self._slots[key] = _Slot()
         self._queue.append(slot)
         given = "null" if carry is None else carry.to_json()
-        self._send(f'{{"lengths":{json.dumps([[int(n) for n in microbatch] for microbatch in lengths])},"carry":{given}}}')
+        self._send(
+            f'{{"lengths":{json.dumps([[int(n) for n in microbatch] for microbatch in lengths])},"carry":{given}}}'
+        )
 
     def forget(self) -> None:
         """Drop all answers that were not taken."""
         self._slots.clear()
 
     def take(self, key: Hashable, timeout_s: float = 60.0) -> Ready | None:
-        """The answer to `key`, waited for if need be; None if `key` was never asked or the process died (said in the log)."""
+        """The answer to `key`, waited for if need be; None if `key` was never asked or the process
+        died (said in the log).
+        """
         slot = self._slots.pop(key, None)
         if slot is None:
             return None
@@ -87,7 +93,9 @@ class PlanAhead:
         deadline = start + timeout_s
         while not slot.done.wait(0.2):
             if self._process.poll() is not None or time.perf_counter() > deadline:
-                log.warning("the planning process gave no answer (exit code %s); planning on the spot", self._process.poll())
+                log.warning(
+                    "the planning process gave no answer (exit code %s); planning on the spot", self._process.poll()
+                )
                 return None
         waited = time.perf_counter() - start
         body: dict[str, Any] = json.loads(slot.answer)
@@ -123,7 +131,8 @@ def _read(stream: IO[bytes], queue: list[_Slot]) -> None:
 
 
 def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The process itself: the first line is a PlanSpec, each other line a step; every answer is one line.
+    """The process itself: the first line is a PlanSpec, each other line a step; every answer is one
+    line.
 
     After a step that could not be planned, what it would have carried is unknown: steps that follow
     it are not planned either, until one comes with a carry of its own.
@@ -141,7 +150,9 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
                 step, carry = planner.plan(body["lengths"], before)
                 text = to_json(step)
         seconds = time.perf_counter() - start
-        pair = ",".join(f'"{name}":{(each or Carry()).to_json()}' for name, each in (("before", before), ("after", carry)))
+        pair = ",".join(
+            f'"{name}":{(each or Carry()).to_json()}' for name, each in (("before", before), ("after", carry))
+        )
         answers.write(f'{{"plan_s":{seconds:.6f},{pair},"step":{text}}}\n'.encode())
         answers.flush()
 

@@ -1,4 +1,6 @@
-"""A planner chosen from the registry: its options checked, its layers around it, and how training runs its plans."""
+"""A planner chosen from the registry: its options checked, its layers around it, and how training
+runs its plans.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ Stages: TypeAlias = Literal["joint", "stages"] | None
 
 @dataclass(frozen=True, slots=True)
 class PlannerChoice(PlannerSection):
-    """A planner by name, its options as that planner's own frozen dataclass, and the layers around it.
+    """A planner by name, its options as that planner's own frozen dataclass, and the layers around
+    it.
 
     `given`: the options that somebody set; the others are defaults, or follow from the layers.
     """
@@ -64,11 +67,14 @@ class PlannerChoice(PlannerSection):
         Raises:
             InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
             ConfigError: as `num_holders`; stages that the planner cannot plan together; interleaved
-                stages, and microbatches that do not come in whole groups; a carry of another planner.
+                stages, and microbatches that do not come in whole groups; a carry of another
+                planner.
         """
         self.num_holders(context.cluster)
         if context.joint is not None and not self.planner.joint:
-            raise ConfigError(f"planner {self.name} cannot plan several pipeline stages together; these can: {joint_planners()}")
+            raise ConfigError(
+                f"planner {self.name} cannot plan several pipeline stages together; these can: {joint_planners()}"
+            )
         self.check_carry(carry)
         plan_step = self.planner.plan_step or place_microbatches(self.planner)
         step, after = plan_step(lengths, self._asked(context), carry)
@@ -83,22 +89,27 @@ class PlannerChoice(PlannerSection):
         """
         if not carry.is_empty and (carry.planner != self.name or self.planner.plan_step is None):
             raise ConfigError(
-                f"planner {self.name} cannot take over what planner {carry.planner} carried from the step before (sequences that it "
-                f"held back would be lost); go on with planner {carry.planner}, or start anew from the weights alone (--finetune)"
+                f"planner {self.name} cannot take over what planner {carry.planner} carried from the step before "
+                "(sequences that it "
+                f"held back would be lost); go on with planner {carry.planner}, or start anew from the weights alone "
+                "(--finetune)"
             )
 
     def num_holders(self, cluster: Cluster) -> int:
         """Number of ranks of the cluster that hold tokens; the others only serve attention.
 
         Raises:
-            ConfigError: options that leave no rank for either, or a remap, which would give tokens to those that are to hold none.
+            ConfigError: options that leave no rank for either, or a remap, which would give tokens
+                to those that are to hold none.
         """
         of = self.planner.num_holders
         num_holders = cluster.num_ranks if of is None else of(cluster, self.options)
         if self.layers.remap and num_holders < cluster.num_ranks:
             raise ConfigError(
-                f"planner {self.name} keeps {cluster.num_ranks - num_holders} of {cluster.num_ranks} ranks for attention alone (servers: "
-                "pool), and a remap would give them tokens again outside attention. Leave out the remap (--no-remap, remap: false), or "
+                f"planner {self.name} keeps {cluster.num_ranks - num_holders} of {cluster.num_ranks} ranks for "
+                "attention alone (servers: "
+                "pool), and a remap would give them tokens again outside attention. Leave out the remap (--no-remap, "
+                "remap: false), or "
                 "let all ranks hold tokens (servers: in_place)"
             )
         return num_holders
@@ -116,14 +127,20 @@ def joint_planners() -> str:
     return ", ".join(name for name, planner in PLANNERS.items() if planner.joint) or "none"
 
 
-def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner", layers: Layers | None = None) -> PlannerChoice:
-    """The planner `name` with options checked against that planner's own dataclass, and with `layers` or the planner's own.
+def choose_planner(
+    name: str, given: Mapping[str, Any], where: str = "planner", layers: Layers | None = None
+) -> PlannerChoice:
+    """The planner `name` with options checked against that planner's own dataclass, and with
+    `layers` or the planner's own.
 
     Raises:
-        ConfigError: no such planner or option, or a wrong type; `where` says in which file or option.
+        ConfigError: no such planner or option, or a wrong type; `where` says in which file or
+            option.
     """
     if name not in PLANNERS:
-        raise ConfigError(f"{where}: {unknown_name('unknown planner', name, PLANNERS)}. Planners: {', '.join(PLANNERS)}")
+        raise ConfigError(
+            f"{where}: {unknown_name('unknown planner', name, PLANNERS)}. Planners: {', '.join(PLANNERS)}"
+        )
     planner = PLANNERS[name]
     keys = checked(planner.options, given, where, "")
     if keys.get("tokens_per_rank") is not None and keys["tokens_per_rank"] < 1:
@@ -132,8 +149,12 @@ def choose_planner(name: str, given: Mapping[str, Any], where: str = "planner", 
     return under_layers(chosen, layers if layers is not None else planner.layers)
 
 
-def choose_layers(name: str, routing: When | RoutingChoice | None = None, remapping: bool | RemapChoice | None = None) -> Layers:
-    """The layers around planner `name`: its own, but for what is given. A remap that is asked for is made whether it pays or not."""
+def choose_layers(
+    name: str, routing: When | RoutingChoice | None = None, remapping: bool | RemapChoice | None = None
+) -> Layers:
+    """The layers around planner `name`: its own, but for what is given. A remap that is asked for
+    is made whether it pays or not.
+    """
     layers = PLANNERS[name].layers
     if isinstance(routing, RoutingChoice):
         layers = dataclasses.replace(layers, routing=routing.when, pieces=routing.pieces)
@@ -144,11 +165,15 @@ def choose_layers(name: str, routing: When | RoutingChoice | None = None, remapp
     if not remapping:
         return dataclasses.replace(layers, remap=False, remap_when="always")
     how = remapping if isinstance(remapping, RemapChoice) else RemapChoice()
-    return dataclasses.replace(layers, remap=True, remap_when=how.when, solver=how.solver, objective=how.objective, sides=how.sides)
+    return dataclasses.replace(
+        layers, remap=True, remap_when=how.when, solver=how.solver, objective=how.objective, sides=how.sides
+    )
 
 
 def under_layers(choice: PlannerChoice, layers: Layers) -> PlannerChoice:
-    """`choice` with other layers, on which a planner's options `routed` and `remapped` count unless somebody set them."""
+    """`choice` with other layers, on which a planner's options `routed` and `remapped` count unless
+    somebody set them.
+    """
     follow = {"routed": layers.routing != "never", "remapped": layers.remap}
     names = {each.name for each in dataclasses.fields(choice.options)} - set(choice.given)
     options = dataclasses.replace(choice.options, **{name: value for name, value in follow.items() if name in names})
@@ -172,7 +197,8 @@ class StepMode:
 
 
 def step_mode(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "auto", stages: Stages = None) -> StepMode:
-    """How training runs this planner's plans under the keys `ping_pong` and `pipeline` of a configuration.
+    """How training runs this planner's plans under the keys `ping_pong` and `pipeline` of a
+    configuration.
 
     Raises:
         ConfigError: stages shall attend together, which the planner cannot plan.
@@ -184,13 +210,17 @@ def step_mode(choice: PlannerChoice, num_stages: int, ping_pong: PingPong = "aut
 
 
 def attends_jointly(choice: PlannerChoice, stages: Stages, otherwise: str) -> bool:
-    """Whether several pipeline stages attend together under the key `pipeline`; `otherwise`: how to ask for the opposite.
+    """Whether several pipeline stages attend together under the key `pipeline`; `otherwise`: how to
+    ask for the opposite.
 
     Raises:
         ConfigError: they shall, and the planner cannot plan that.
     """
     if stages == "joint" and not choice.planner.joint:
-        raise ConfigError(f"pipeline: joint: planner {choice.name} plans each stage for itself; choose {joint_planners()}, or {otherwise}")
+        raise ConfigError(
+            f"pipeline: joint: planner {choice.name} plans each stage for itself; choose {joint_planners()}, or "
+            f"{otherwise}"
+        )
     return choice.planner.joint and stages != "stages"
 
 
@@ -206,10 +236,11 @@ def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> A
 
 
 def capacity(cluster: Cluster, model: Model) -> int:
-    """Tokens a rank can hold in a microbatch, when nobody says: (90 % of memory - its share of the state) / bytes per token.
+    """Tokens a rank can hold in a microbatch, when nobody says: (90 % of memory - its share of the
+    state) / bytes per token.
 
-    The state is taken as sharded over all ranks. A rough number, there so that planning works without being told; a training
-    job knows better (`--tokens-per-rank`).
+    The state is taken as sharded over all ranks. A rough number, there so that planning works
+    without being told; a training job knows better (`--tokens-per-rank`).
 
     Raises:
         ConfigError: the model's state alone does not fit.
@@ -219,7 +250,8 @@ def capacity(cluster: Cluster, model: Model) -> int:
     if tokens < 1:
         raise ConfigError(
             f"{model.name} does not fit {cluster.name}: parameters, gradients and optimizer need "
-            f"{model_state_bytes(model) / cluster.num_ranks / 1e9:.0f} GB on each of {cluster.num_ranks} ranks, which have "
+            f"{model_state_bytes(model) / cluster.num_ranks / 1e9:.0f} GB on each of {cluster.num_ranks} ranks, which "
+            "have "
             f"{cluster.memory_bytes / 1e9:.0f} GB. Use more ranks or say --tokens-per-rank"
         )
     return tokens

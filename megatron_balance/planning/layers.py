@@ -152,7 +152,9 @@ def _zone_loads(index: int, plan: MicrobatchPlan, cluster: Cluster, cost: CostMo
         rows = messages.each_pair()
         rows = rows[rows[:, Message.SRC] // cluster.node_size != rows[:, Message.DST] // cluster.node_size]
         is_kv = rows[:, Message.KIND] == Kind.KV
-        heads = (rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]) / np.where(is_kv, plan.num_kv_heads, plan.num_heads)
+        heads = (rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]) / np.where(
+            is_kv, plan.num_kv_heads, plan.num_heads
+        )
         each = np.where(is_kv, cost.kv_bytes(1), cost.query_bytes(1)) * heads
         num_bytes = np.rint(each * rows[:, Message.TOKENS]).astype(np.int64)
         ends = (Message.SRC, Message.DST)

@@ -1,7 +1,7 @@
 """Lift a planner that places microbatches to a planner of steps: the one adapter there is.
 
-Microbatches are as dealt, or the system's own; they run whole or as two nano-batches (docs/adr/0013);
-pipeline stages attend each for itself or together, tick by tick (docs/adr/0014).
+Microbatches are as dealt, or the system's own; they run whole or as two nano-batches
+(docs/adr/0013); pipeline stages attend each for itself or together, tick by tick (docs/adr/0014).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from megatron_balance.planning.ticks import PlanOwned, plan_ticks
 from megatron_balance.solvers.nano_batches import nano_batches
 
 NanoBatches: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole."""
+"""Of one microbatch: which of its sequences are in each nano-batch, ascending. One: it runs whole.
+"""
 
 
 def place_microbatches(planner: Planner) -> PlanStep:
@@ -45,7 +46,8 @@ def nano_batches_of(lengths: Sequence[int], *, ping_pong: bool) -> NanoBatches:
 
 
 def aligned_nano_batches(microbatches: Sequence[Sequence[int]], *, ping_pong: bool) -> tuple[NanoBatches, ...]:
-    """Every microbatch in as many nano-batches as the others, since their sequences meet in one attention call.
+    """Every microbatch in as many nano-batches as the others, since their sequences meet in one
+    attention call.
 
     The second nano-batch of a microbatch may be empty.
     """
@@ -69,7 +71,9 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
     else:
         parts = tuple(nano_batches_of(each, ping_pong=context.ping_pong) for each in microbatches)
     split = tuple(tuple(tuple(seqs[i] for i in part) for part in of) for seqs, of in zip(members, parts, strict=True))
-    plans = tuple(place(planner, Batch(tuple(pooled[seq] for seq in part)), context) for part in chain.from_iterable(split))
+    plans = tuple(
+        place(planner, Batch(tuple(pooled[seq] for seq in part)), context) for part in chain.from_iterable(split)
+    )
     return _with_ticks(planner, StepPlan(split, plans), context)
 
 
@@ -87,7 +91,12 @@ def _with_ticks(planner: Planner, step: StepPlan, context: StepContext) -> StepP
     num_stages = context.joint.cluster.num_ranks // context.cluster.num_ranks
     order = ticks(num_stages, len(step.members), context.joint.num_chunks, forward_only=context.forward_only)
     by_nano_batch = zip(*step.microbatches, strict=True)
-    return replace(step, ticks=tuple(plan_ticks(order, plans, _joint_planner(planner, context, context.joint)) for plans in by_nano_batch))
+    return replace(
+        step,
+        ticks=tuple(
+            plan_ticks(order, plans, _joint_planner(planner, context, context.joint)) for plans in by_nano_batch
+        ),
+    )
 
 
 def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -> PlanOwned:
@@ -99,7 +108,10 @@ def _joint_planner(planner: Planner, context: StepContext, joint: JointStages) -
 
     def plan(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
         return with_layers(
-            plan_owned(lengths, owned, joint.cluster, context.model, joint.cost, context.options), joint.cluster, joint.cost, layers
+            plan_owned(lengths, owned, joint.cluster, context.model, joint.cost, context.options),
+            joint.cluster,
+            joint.cost,
+            layers,
         )
 
     return plan

@@ -1,4 +1,6 @@
-"""The configuration of a run, its planner looked up in the registry: what the command line and training load."""
+"""The configuration of a run, its planner looked up in the registry: what the command line and
+training load.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def load_config(path: str | Path) -> Run:
     """The configuration in a YAML file.
 
     Raises:
-        ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing or mistyped key.
+        ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing
+            or mistyped key.
     """
     config = read_config(path, tuple(PLANNERS))
     section, planner = config.planner, None
@@ -45,7 +48,9 @@ def load_config(path: str | Path) -> Run:
 
 
 def resolved(config: Run) -> dict[str, Any]:
-    """Everything the run was told and every default it took, as plain data; written beside every result."""
+    """Everything the run was told and every default it took, as plain data; written beside every
+    result.
+    """
     planner, cluster, model = config.planner, config.cluster, config.model
     told = {"routing", "remap"} if planner is not None else set[str]()  # then the planner's layers say so
     body = config.model_dump(exclude={"source", "planner", "cluster", "model"} | told, exclude_none=True, mode="json")
@@ -65,4 +70,6 @@ def resolved(config: Run) -> dict[str, Any]:
 
 def to_yaml(config: Run) -> str:
     """`resolved(config)` as YAML that `load_config` reads back."""
-    return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(resolved(config), sort_keys=False)
+    return f"# Resolved from {config.source}: every default is written out.\n" + yaml.safe_dump(
+        resolved(config), sort_keys=False
+    )

@@ -42,14 +42,20 @@ class PlanSpec:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"options": dict(self.options)}
+        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {
+            "options": dict(self.options)
+        }
         return json.dumps(body, default=dataclasses.asdict)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PlanSpec:
         """The spec that `to_json` wrote."""
         body = json.loads(text)
-        body |= {"cluster": Cluster(**body["cluster"]), "model": Model(**body["model"]), "layers": Layers(**body["layers"])}
+        body |= {
+            "cluster": Cluster(**body["cluster"]),
+            "model": Model(**body["model"]),
+            "layers": Layers(**body["layers"]),
+        }
         if body["pipeline"] is not None:
             body["pipeline"] = Pipeline(Cluster(**body["pipeline"]["cluster"]), body["pipeline"]["num_chunks"])
         return cls(**body)
@@ -84,7 +90,9 @@ class StepPlanner:
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 
     def plan(self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY) -> tuple[StepPlan, Carry]:
-        """The plan of a training step, and what the next one is planned with; as `PlannerChoice.plan_step`."""
+        """The plan of a training step, and what the next one is planned with; as
+        `PlannerChoice.plan_step`.
+        """
         return self.choice.plan_step(_frozen(lengths), self._context, carry)
 
     def plan_evaluation(self, lengths: Sequence[Sequence[int]]) -> StepPlan:

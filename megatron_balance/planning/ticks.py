@@ -1,4 +1,6 @@
-"""One plan for the attention of all stages of a tick: their microbatches side by side (docs/adr/0004, 0014)."""
+"""One plan for the attention of all stages of a tick: their microbatches side by side
+(docs/adr/0004, 0014).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.tick import Tick, TickPlan
 
 PlanOwned: TypeAlias = Callable[[tuple[int, ...], Rows], MicrobatchPlan]
-"""A plan for sequences of these lengths whose owners are rows (rank, seq, start, stop), those of a rank
-in the order of its tokens."""
+"""A plan for sequences of these lengths whose owners are rows (rank, seq, start, stop), those of a
+rank in the order of its tokens."""
 
 
 def plan_ticks(ticks: Sequence[Tick], plans: Sequence[MicrobatchPlan], plan_owned: PlanOwned) -> tuple[TickPlan, ...]:
@@ -23,8 +25,10 @@ def plan_ticks(ticks: Sequence[Tick], plans: Sequence[MicrobatchPlan], plan_owne
 
     Args:
         ticks: of a step.
-        plans: by microbatch, over the ranks of one stage; only where they leave tokens outside attention counts.
-        plan_owned: the planner, over the ranks of all stages. Asked once for ticks of the same microbatches.
+        plans: by microbatch, over the ranks of one stage; only where they leave tokens outside
+            attention counts.
+        plan_owned: the planner, over the ranks of all stages. Asked once for ticks of the same
+            microbatches.
     """
     owned = [layouts(plan) for plan in plans]
     planned: dict[tuple[int | None, ...], MicrobatchPlan] = {}
@@ -35,13 +39,17 @@ def plan_ticks(ticks: Sequence[Tick], plans: Sequence[MicrobatchPlan], plan_owne
 
 
 def side_by_side(tick: Tick, plans: Sequence[MicrobatchPlan], owned: Sequence[Ints]) -> tuple[tuple[int, ...], Rows]:
-    """Lengths of all sequences of a tick, and rows (rank, seq, start, stop) of where they are owned, stage by stage."""
+    """Lengths of all sequences of a tick, and rows (rank, seq, start, stop) of where they are
+    owned, stage by stage.
+    """
     lengths: tuple[int, ...] = ()
     parts = [np.empty((0, 4), dtype=np.int64)]
     num_sequences = [len(plan.lengths) for plan in plans]
     for stage, microbatch in enumerate(tick.microbatches):
         if microbatch is not None:
             plan = plans[microbatch]
-            parts.append(owned[microbatch] + np.array([stage * plan.num_ranks, tick.first_sequence(stage, num_sequences), 0, 0]))
+            parts.append(
+                owned[microbatch] + np.array([stage * plan.num_ranks, tick.first_sequence(stage, num_sequences), 0, 0])
+            )
             lengths += plan.lengths
     return lengths, as_rows(np.concatenate(parts))

@@ -26,7 +26,9 @@ from megatron_balance.runtime.kernels import choose_kernel
 DEVICES = ("cpu", "cuda")
 
 
-def profile(model: Model, device_name: str, options: ProfileOptions, progress: Progress, links: tuple[LinkTable, ...] = ()) -> CostTable:
+def profile(
+    model: Model, device_name: str, options: ProfileOptions, progress: Progress, links: tuple[LinkTable, ...] = ()
+) -> CostTable:
     """Measure this machine for `model`'s heads and layers in its element type.
 
     Raises:
@@ -35,7 +37,15 @@ def profile(model: Model, device_name: str, options: ProfileOptions, progress: P
     device = open_device(device_name)
     dtype = torch.float32 if model.bytes_per_element == 4 else torch.bfloat16
     bench = KernelBench(model, device, dtype, choose_kernel(options.kernel, device, dtype, model.head_dim), options)
-    return CostTable(FORMAT, _source(device, options), bench.attention(progress), bench.merge(), bench.pack(), bench.layer(progress), links)
+    return CostTable(
+        FORMAT,
+        _source(device, options),
+        bench.attention(progress),
+        bench.merge(),
+        bench.pack(),
+        bench.layer(progress),
+        links,
+    )
 
 
 def best_device() -> str:
@@ -63,7 +73,9 @@ def open_device(name: str) -> torch.device:
     if name not in DEVICES:
         raise ConfigError(f"--device {name!r}: choose one of {', '.join(DEVICES)}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu, or see 'megatron-balance doctor'")
+        raise ConfigError(
+            "--device cuda: torch finds no CUDA device here; use --device cpu, or see 'megatron-balance doctor'"
+        )
     return torch.device(name)
 
 

@@ -18,14 +18,22 @@ from typing import Any
 
 WAITING_CALLS = frozenset(
     (
-        *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"),
+        *(
+            "cudaStreamSynchronize",
+            "cudaDeviceSynchronize",
+            "cudaEventSynchronize",
+            "cuStreamSynchronize",
+            "cuCtxSynchronize",
+        ),
         *("cudaMemcpy", "cudaMemcpy2D", "cudaMemcpyToSymbol", "cudaMemcpyFromSymbol", "cuMemcpyDtoH_v2", "cudaMemset"),
         *("cudaFree", "cudaFreeHost"),
     )
 )
 """Calls of CUDA's runtime and driver that return when the device is done, or wait for it first."""
 
-WAITING_OPS = frozenset(("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2", "aten::masked_select"))
+WAITING_OPS = frozenset(
+    ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2", "aten::masked_select")
+)
 """Operators whose result, or its shape, the host must know."""
 
 RUNTIME = frozenset(("cuda_runtime", "cuda_driver"))
@@ -62,7 +70,9 @@ def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list
         for event in events
         if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and "Pageable" in event["name"]
     }
-    if within is not None and not any(event["name"] == within and event.get("cat") == "user_annotation" for event in events):
+    if within is not None and not any(
+        event["name"] == within and event.get("cat") == "user_annotation" for event in events
+    ):
         raise ValueError(f"no record_function named {within!r} in the trace")
     waits = [
         (event["ts"], HostSync(event["name"], where, event["dur"] / 1e6))

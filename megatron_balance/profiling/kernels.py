@@ -36,7 +36,9 @@ class KernelBench:
     Values do not matter to the time of these kernels; they are small, so that nothing overflows.
     """
 
-    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype, kernel: Kernel, options: ProfileOptions) -> None:
+    def __init__(
+        self, model: Model, device: torch.device, dtype: torch.dtype, kernel: Kernel, options: ProfileOptions
+    ) -> None:
         self.model, self.device, self.dtype, self.kernel, self.options = model, device, dtype, kernel, options
         self.generator = torch.Generator(device).manual_seed(1)
 
@@ -102,7 +104,9 @@ class KernelBench:
         sizes, seconds = self.options.layer_tokens, []
         for tokens in sizes:
             one, other = (self._partial(tokens) for _ in range(2))
-            seconds.append(time_s(lambda one=one, other=other: merge_partials(one, other), self.device, self.options.repeats))
+            seconds.append(
+                time_s(lambda one=one, other=other: merge_partials(one, other), self.device, self.options.repeats)
+            )
         return Curve(sizes, tuple(seconds))
 
     def _partial(self, tokens: int) -> tuple[Tensor, Tensor]:

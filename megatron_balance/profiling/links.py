@@ -17,7 +17,9 @@ from megatron_balance.profiling.options import ProfileOptions
 from megatron_balance.profiling.timing import clock_s, events_s
 
 
-def measure_links(device_name: str, options: ProfileOptions, ranks_per_node: int | None) -> tuple[tuple[LinkTable, ...], bool]:
+def measure_links(
+    device_name: str, options: ProfileOptions, ranks_per_node: int | None
+) -> tuple[tuple[LinkTable, ...], bool]:
     """Times of the launched world's links (torchrun), else of this machine's loopback.
 
     And whether this process goes on to measure kernels.
@@ -35,7 +37,9 @@ def measure_links(device_name: str, options: ProfileOptions, ranks_per_node: int
         if device_name == "cuda":  # NCCL needs a device of its own for each rank
             device = torch.device(device_name, rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        return world_links(options.message_bytes, options.repeats, ranks_per_node or dist.get_world_size(), device), rank == 0
+        return world_links(
+            options.message_bytes, options.repeats, ranks_per_node or dist.get_world_size(), device
+        ), rank == 0
     finally:
         dist.destroy_process_group()
 
@@ -81,7 +85,9 @@ def _join(store: str, rank: int) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
 
 
-def world_links(message_bytes: Sequence[int], repeats: int, ranks_per_node: int, device: torch.device) -> tuple[LinkTable, ...]:
+def world_links(
+    message_bytes: Sequence[int], repeats: int, ranks_per_node: int, device: torch.device
+) -> tuple[LinkTable, ...]:
     """Times of messages between ranks of the launched world (torchrun).
 
     Of rank 0 with its neighbour, and with the first rank of the next node.
@@ -93,7 +99,10 @@ def world_links(message_bytes: Sequence[int], repeats: int, ranks_per_node: int,
     """
     size = dist.get_world_size()
     if size < 2:
-        raise ConfigError("--links: the launched world has 1 rank; launch 2 or more with torchrun, or leave torchrun out for the loopback")
+        raise ConfigError(
+            "--links: the launched world has 1 rank; launch 2 or more with torchrun, or leave torchrun out for the "
+            "loopback"
+        )
     links: list[LinkTable] = []
     for name, peer in (("intra_node", 1), ("inter_node", ranks_per_node)):
         if peer < size and (name == "inter_node" or ranks_per_node > 1):

@@ -11,7 +11,9 @@ BOUGHT = 2
 """Number of suggestions that become sentences: changes that cost nothing, and machines to buy."""
 
 
-def answer(rows: list[Figures], names: tuple[str, str], limits: Figures, tried: Figures, memory_bytes: float) -> list[str]:
+def answer(
+    rows: list[Figures], names: tuple[str, str], limits: Figures, tried: Figures, memory_bytes: float
+) -> list[str]:
     """Sentences for readers of nothing else; `names`: of the baseline and of the best planner."""
     base, best = (next(row for row in rows if row["planner"] == name) for name in names)
     return [_fastest(base, best), *_room(best, memory_bytes), limits["sentence"], *suggestions(tried)[:1]]
@@ -19,7 +21,10 @@ def answer(rows: list[Figures], names: tuple[str, str], limits: Figures, tried: 
 
 def _fastest(base: Figures, best: Figures) -> str:
     if base is best:
-        return f"{base['planner']} takes {words.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it against."
+        return (
+            f"{base['planner']} takes {words.seconds(base['step_s'])} a step (simulated); there is no other "
+            "planner to hold it against."
+        )
     versus = f"{words.seconds(best['step_s'])} instead of {words.seconds(base['step_s'])} a step (simulated)"
     if best["speedup"] >= 1:
         return f"{best['planner']} is {words.times(best['speedup'])} as fast as {base['planner']}: {versus}."
@@ -30,7 +35,8 @@ def _room(row: Figures, memory_bytes: float) -> list[str]:
     if row["fits"]:
         return []
     return [
-        f"It does not fit: a rank would need {words.size(row['peak_bytes'])} and has {words.size(memory_bytes)} (simulated). Its time is "
+        f"It does not fit: a rank would need {words.size(row['peak_bytes'])} and has {words.size(memory_bytes)} "
+        "(simulated). Its time is "
         "what a step would take if it did."
     ]
 
@@ -42,11 +48,14 @@ def suggestions(tried: Figures) -> list[str]:
     if not own and tried["fits"]:
         rows = [row for row in tried["tries"] if row["where"] != "machine" and row["fits"]]
         sentences.append(
-            f"None of the {len(rows)} other settings that were simulated and fit in memory makes a step of {tried['planner']} more than 1 "
+            f"None of the {len(rows)} other settings that were simulated and fit in memory makes a step of "
+            f"{tried['planner']} more than 1 "
             "% faster."
         )
     if not own and not tried["fits"]:
-        sentences.append("None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks.")
+        sentences.append(
+            "None of the settings that were simulated fits in memory; use fewer tokens on a rank, or more ranks."
+        )
     return [*sentences, *(_suggestion(row, tried) for row in bought[:BOUGHT])]
 
 

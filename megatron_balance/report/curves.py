@@ -19,9 +19,15 @@ FEW = 40
 
 def curve(runs: Sequence[Figures], key: str, title: str, *, log: bool = False) -> Figure:
     """One figure of every step."""
-    data = [_line(run, key, run["label"], colour) for run, colour in zip(runs, COLOURS, strict=False) if key in run["curves"]]
+    data = [
+        _line(run, key, run["label"], colour)
+        for run, colour in zip(runs, COLOURS, strict=False)
+        if key in run["curves"]
+    ]
     return data, layout(
-        330, xaxis=_step_axis(), yaxis=axis(title, type="log" if log else "linear", rangemode="normal" if log else "tozero")
+        330,
+        xaxis=_step_axis(),
+        yaxis=axis(title, type="log" if log else "linear", rangemode="normal" if log else "tozero"),
     )
 
 
@@ -39,14 +45,26 @@ def imbalance(runs: Sequence[Figures]) -> Figure:
             for key, dash, word in (("imbalance_before", "dot", "before"), ("imbalance_after", "solid", "after")):
                 if f"{key}.{what}" in run["curves"]:
                     line = _line(run, f"{key}.{what}", f"{run['label']}, {word}", colour, dash=dash)
-                    data.append({**line, "legendgroup": f"{run['label']} {word}", "showlegend": at == 0, "yaxis": "y2" if at else "y"})
-    axes = {"yaxis": axis("attention, most/mean", domain=[0.56, 1.0]), "yaxis2": axis("tokens, most/mean", domain=[0.0, 0.44])}
+                    data.append(
+                        {
+                            **line,
+                            "legendgroup": f"{run['label']} {word}",
+                            "showlegend": at == 0,
+                            "yaxis": "y2" if at else "y",
+                        }
+                    )
+    axes = {
+        "yaxis": axis("attention, most/mean", domain=[0.56, 1.0]),
+        "yaxis2": axis("tokens, most/mean", domain=[0.0, 0.44]),
+    }
     return data, layout(470, xaxis={**_step_axis(), "anchor": "y2"}, **axes)
 
 
 def keys_and_values(runs: Sequence[Figures]) -> Figure:
     """Received by a rank, mean over ranks; those of other nodes dotted."""
-    data = _dashed(runs, ("kv_tokens_received", "solid", "all"), ("kv_tokens_received_inter_node", "dot", "from other nodes"))
+    data = _dashed(
+        runs, ("kv_tokens_received", "solid", "all"), ("kv_tokens_received_inter_node", "dot", "from other nodes")
+    )
     return data, layout(340, xaxis=_step_axis(), yaxis=axis("KV tokens, mean rank", rangemode="tozero"))
 
 
@@ -83,7 +101,9 @@ def predicted(runs: Sequence[Figures]) -> Figure:
         if "predicted_ms" in run["curves"]
     ]
     return data, layout(
-        360, xaxis=axis("predicted computing, ms (simulated)", rangemode="tozero"), yaxis=axis("step, ms (measured)", rangemode="tozero")
+        360,
+        xaxis=axis("predicted computing, ms (simulated)", rangemode="tozero"),
+        yaxis=axis("step, ms (measured)", rangemode="tozero"),
     )
 
 

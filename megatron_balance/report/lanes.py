@@ -13,7 +13,13 @@ from megatron_balance.simulator.timeline import timeline
 SHOWN = 8
 """Ranks of a timeline."""
 
-ACTIVITIES = ("outside attention", "attention", "packing and adding up", "transfers inside the node", "transfers between nodes")
+ACTIVITIES = (
+    "outside attention",
+    "attention",
+    "packing and adding up",
+    "transfers inside the node",
+    "transfers between nodes",
+)
 
 _FINEST = 1 / 3000
 """Spans of one activity closer than this share of the whole are drawn as one."""

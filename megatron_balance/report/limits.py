@@ -264,7 +264,8 @@ def _sentence(played: Played, seconds: dict[str, float], limits: tuple[str, str]
         return f"{what}. What limits it most is {PARTS[other]}: {lost}, would go away without. {why}"
     computing = sum(seconds[part] for part in COMPUTING)
     share = (
-        f"{words.seconds(computing)}, {words.percent(computing / step_s)} of it, is arithmetic that even perfect balance and links would "
+        f"{words.seconds(computing)}, {words.percent(computing / step_s)} of it, is arithmetic that even perfect "
+        "balance and links would "
         "leave"
     )
     if seconds[other] < 0.01 * step_s:
@@ -280,25 +281,37 @@ def _why(part: str, played: Played, layer: _Layer) -> str:
             if nic is None:
                 return ""
             return (
-                f"In the first microbatch the busiest NIC is number {nic['nic']} of node {nic['node']}: {words.size(nic['bytes'])} go "
-                f"{nic['direction']} over it in one layer, {words.times(nic['bytes'] / nic['mean_bytes'])} the mean NIC's, and keep it "
+                f"In the first microbatch the busiest NIC is number {nic['nic']} of node {nic['node']}: "
+                f"{words.size(nic['bytes'])} go "
+                f"{nic['direction']} over it in one layer, {words.times(nic['bytes'] / nic['mean_bytes'])} the mean "
+                "NIC's, and keep it "
                 f"full for {words.percent(nic['full_share'])} of the layer."
             )
         case "straggler":
             slow = machine.slow()
-            return f"Rank {int(slow.argmax())} computes {words.times(float(slow.max()))} as long as it should, and all others wait for it."
+            return (
+                f"Rank {int(slow.argmax())} computes {words.times(float(slow.max()))} as long as it should, "
+                "and all others wait for it."
+            )
         case "imbalance":
             balance = played.row["imbalance"]
             return (
-                f"In the first microbatch rank {spread['most_rank']} computes {words.times(spread['imbalance'])} as long as the mean rank; "
-                f"over all batches the most loaded rank has {balance['attention']:.2f} times the mean attention work and "
+                f"In the first microbatch rank {spread['most_rank']} computes {words.times(spread['imbalance'])} as "
+                "long as the mean rank; "
+                f"over all batches the most loaded rank has {balance['attention']:.2f} times the mean attention work "
+                "and "
                 f"{balance['tokens']:.2f} times the mean tokens."
             )
         case "bubble":
             setup = played.case.setup
             few = words.count(max(len(step.plans) for step in played.steps), "microbatch", "microbatches")
-            return f"A step has {few} for {setup.pipeline} pipeline stages, which idle while the first comes in and the last goes out."
+            return (
+                f"A step has {few} for {setup.pipeline} pipeline stages, which idle while the first comes in "
+                "and the last goes out."
+            )
         case "gradient_sync":
-            return "Every step has one, however many batches it has: more of them in a step (`--microbatches`) share it."
+            return (
+                "Every step has one, however many batches it has: more of them in a step (`--microbatches`) share it."
+            )
         case _:
             return ""

@@ -120,7 +120,8 @@ def plot_library() -> str:
     except ImportError as error:
         package = (error.name or "plotly").partition(".")[0]
         raise ConfigError(
-            f"a report needs {package}, which is not installed: pip install 'megatron-balance[report]', or pip install {package}"
+            f"a report needs {package}, which is not installed: pip install 'megatron-balance[report]', or pip "
+            f"install {package}"
         ) from None
     return str(get_plotlyjs())
 
@@ -129,7 +130,9 @@ def render(title: str, lead: Sequence[str], sections: Sequence[Section], library
     """The page as text; `lead`: paragraphs on what it is about, `library`: the source of plotly.js."""
     from markupsafe import Markup
 
-    plots = [{"id": plot.id, "data": plot.data, "layout": plot.layout} for each in sections for plot in _plots(each.items)]
+    plots = [
+        {"id": plot.id, "data": plot.data, "layout": plot.layout} for each in sections for plot in _plots(each.items)
+    ]
     style, script = _part("page.css"), _part("page.js")
     ours = {"policy": _policy(library, script), "style": style, "library": library, "script": script}
     trusted = {name: Markup(text) for name, text in ours.items()}
@@ -145,7 +148,12 @@ def label(text: str) -> str:
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    made = Environment(loader=PackageLoader("megatron_balance.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    made = Environment(
+        loader=PackageLoader("megatron_balance.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
     made.filters.update(inline=_inline, type_name=_type_name)  # pyright: ignore[reportUnknownMemberType]
     made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return made

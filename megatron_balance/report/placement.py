@@ -20,7 +20,9 @@ LISTED = 40
 
 def of_plan(plan: MicrobatchPlan) -> Figures:
     """By kind of place: how many sequences and tokens; and the longest sequences with their ranks."""
-    rows = [(seq, plan.lengths[seq], _kind(ranks, plan.ranks_per_node), zone, ranks) for zone, seq, ranks in _places(plan)]
+    rows = [
+        (seq, plan.lengths[seq], _kind(ranks, plan.ranks_per_node), zone, ranks) for zone, seq, ranks in _places(plan)
+    ]
     rows.sort(key=lambda row: (-row[1], row[0]))
     kinds: list[Figures] = []
     for kind in KINDS:

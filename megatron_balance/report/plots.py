@@ -20,7 +20,15 @@ Figure = tuple[list[Json], Json]
 """Traces and layout."""
 
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
-PINK, YELLOW, GREY, SLATE, PURPLE, BROWN, LIME = "#CC79A7", "#D9C300", "#8C96A3", "#5A6570", "#7A4B9A", "#A65628", "#B3DE69"
+PINK, YELLOW, GREY, SLATE, PURPLE, BROWN, LIME = (
+    "#CC79A7",
+    "#D9C300",
+    "#8C96A3",
+    "#5A6570",
+    "#7A4B9A",
+    "#A65628",
+    "#B3DE69",
+)
 
 WHERE = dict(zip(placement.KINDS, (RED, SKY, GREEN), strict=True))
 
@@ -59,7 +67,14 @@ def layout(height: int, **more: Any) -> Json:
     return {
         "height": height,
         "margin": {"l": 60, "r": 15, "t": 10, "b": 55},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left", "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "x": 0,
+            "xanchor": "left",
+            "traceorder": "normal",
+        },
         "hovermode": "closest",
         "showlegend": True,
         **more,
@@ -87,7 +102,9 @@ def bars(name: str, y: Sequence[Any], x: Sequence[float], colour: str, hover: st
 
 def stacked(names: Sequence[str], height: int, **more: Any) -> Json:
     """Layout of stacked bars, one row for each name, the first on top; `more` has the x axis."""
-    return layout(height + 44 * len(names), barmode="stack", yaxis=axis("", autorange="reversed", type="category"), **more)
+    return layout(
+        height + 44 * len(names), barmode="stack", yaxis=axis("", autorange="reversed", type="category"), **more
+    )
 
 
 def lengths(histogram: Figures) -> Figure:
@@ -95,7 +112,11 @@ def lengths(histogram: Figures) -> Figure:
     bins = histogram["bins"]
     names = [length_range(each["from"], each["below"]) for each in bins]
     data: list[Json] = []
-    for key, name, colour in (("sequences", "sequences", GREY), ("tokens", "tokens", SKY), ("attention_pairs", "attention work", RED)):
+    for key, name, colour in (
+        ("sequences", "sequences", GREY),
+        ("tokens", "tokens", SKY),
+        ("attention_pairs", "attention work", RED),
+    ):
         total = sum(each[key] for each in bins)
         data.append(
             {
@@ -108,7 +129,9 @@ def lengths(histogram: Figures) -> Figure:
                 "hovertemplate": "%{x} tokens: %{y:.1f} % (%{customdata:,})<extra>" + name + "</extra>",
             }
         )
-    return data, layout(340, barmode="group", xaxis=axis("length of the sequence, tokens", type="category"), yaxis=axis("share, %"))
+    return data, layout(
+        340, barmode="group", xaxis=axis("length of the sequence, tokens", type="category"), yaxis=axis("share, %")
+    )
 
 
 def length_range(low: int, high: int) -> str:
@@ -188,7 +211,15 @@ def _node_lines(num_ranks: int, size: int) -> list[Json]:
     if num_ranks // size > _MOST_LINES:
         return []
     return [
-        {"type": "line", "x0": at - 0.5, "x1": at - 0.5, "y0": 0, "y1": 1, "yref": "paper", "line": {"width": 1, "dash": "dot"}}
+        {
+            "type": "line",
+            "x0": at - 0.5,
+            "x1": at - 0.5,
+            "y0": 0,
+            "y1": 1,
+            "yref": "paper",
+            "line": {"width": 1, "dash": "dot"},
+        }
         for at in range(size, num_ranks, size)
     ]
 
@@ -230,7 +261,9 @@ def loads(of_planners: Figures, shown: Sequence[str], num_ranks: int, size: int)
         f"yaxis{at + 1 if at else ''}": axis(what, domain=[0.70 - 0.35 * at, 1.0 - 0.35 * at], rangemode="tozero")
         for at, (_, what) in enumerate((("", "pairs"), ("", "tokens"), ("", "KV tokens")))
     }
-    return data, layout(560, xaxis=axis("rank", anchor="y3", tickformat=",d"), shapes=_node_lines(num_ranks, size), **axes)
+    return data, layout(
+        560, xaxis=axis("rank", anchor="y3", tickformat=",d"), shapes=_node_lines(num_ranks, size), **axes
+    )
 
 
 def timeline(traced: Figures, most_ms: float) -> Figure:
@@ -266,7 +299,17 @@ def timeline(traced: Figures, most_ms: float) -> Figure:
             showgrid=False,
             zeroline=False,
         ),
-        shapes=[{"type": "line", "x0": turn, "x1": turn, "y0": 0, "y1": 1, "yref": "paper", "line": {"width": 1, "dash": "dash"}}],
+        shapes=[
+            {
+                "type": "line",
+                "x0": turn,
+                "x1": turn,
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "line": {"width": 1, "dash": "dash"},
+            }
+        ],
     )
 
 
@@ -274,7 +317,13 @@ def limits(of_planners: Figures) -> Figure:
     """The parts of a step, of each planner."""
     names = [label(name) for name in of_planners]
     data = [
-        bars(words, names, [each["parts_s"][part] for each in of_planners.values()], _PART_COLOURS[part], "%{y}: %{x:.3f} s")
+        bars(
+            words,
+            names,
+            [each["parts_s"][part] for each in of_planners.values()],
+            _PART_COLOURS[part],
+            "%{y}: %{x:.3f} s",
+        )
         for part, words in PARTS.items()
         if any(each["parts_s"][part] > 0 for each in of_planners.values())
     ]

@@ -48,7 +48,10 @@ def document(paths: Sequence[Path]) -> Figures:
         "runs": described_runs,
         "compared": compared,
         "limits": limits,
-        "try_next": {run.label: verdict.suggestions(each, limits[run.label]) for run, each in zip(runs, described_runs, strict=True)},
+        "try_next": {
+            run.label: verdict.suggestions(each, limits[run.label])
+            for run, each in zip(runs, described_runs, strict=True)
+        },
     }
 
 
@@ -159,11 +162,18 @@ def _compared(runs: Sequence[Run]) -> Figures:
     common = sorted(first.keys() & second.keys())
     a, b = runs
     if not common:
-        return {"common_steps": 0, "sentence": f"{a.label} and {b.label} have no step in common; they are not held against each other."}
+        return {
+            "common_steps": 0,
+            "sentence": f"{a.label} and {b.label} have no step in common; they are not held against each other.",
+        }
     steady = common[WARM_UP:] if len(common) >= 3 * WARM_UP else common
     times = [float(np.median([run[step]["step_ms"] for step in steady])) for run in (first, second)]
     ratio = times[0] / times[1]
-    losses = [(first[s]["loss"], second[s]["loss"]) for s in common if first[s]["loss"] is not None and second[s]["loss"] is not None]
+    losses = [
+        (first[s]["loss"], second[s]["loss"])
+        for s in common
+        if first[s]["loss"] is not None and second[s]["loss"] is not None
+    ]
     apart = max((abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in losses), default=None)
     same = all(first[s].get(key) == second[s].get(key) for s in common for key in ("num_tokens", "num_sequences"))
     return {
@@ -181,7 +191,8 @@ def _versus(a: Run, b: Run, times: Sequence[float], ratio: float) -> str:
     """The faster one first."""
     fast, slow, near, far = (b, a, times[1], times[0]) if ratio >= 1 else (a, b, times[0], times[1])
     return (
-        f"{fast.label} is {words.times(max(ratio, 1 / ratio))} as fast as {slow.label}: {words.seconds(near / 1e3)} instead of "
+        f"{fast.label} is {words.times(max(ratio, 1 / ratio))} as fast as {slow.label}: {words.seconds(near / 1e3)} "
+        "instead of "
         f"{words.seconds(far / 1e3)} a step (medians, measured)."
     )
 
@@ -191,4 +202,8 @@ def _losses(apart: float | None) -> str:
 
 
 def _data(same: bool) -> str:
-    return "" if same else " The two runs did not see the same sequences step by step, so their times compare only on average."
+    return (
+        ""
+        if same
+        else " The two runs did not see the same sequences step by step, so their times compare only on average."
+    )

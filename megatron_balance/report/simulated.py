@@ -16,11 +16,14 @@ def page(study: Figures, library: str) -> str:
     asked = study["asked"]
     cluster, model = asked["cluster"], asked["model"]
     title = (
-        f"{model['name']} on {cluster['num_ranks'] * cluster['gpus_per_rank']} GPUs of {cluster['name']}: where a training step's time goes"
+        f"{model['name']} on {cluster['num_ranks'] * cluster['gpus_per_rank']} GPUs of {cluster['name']}: "
+        "where a training step's time goes"
     )
     lead = (
-        "Documents that a language model is trained on are of very different lengths, and attention over a document costs the square of "
-        "its length. Who gets which document, and how its keys and values travel, decides how long the slowest GPU takes, for which all "
+        "Documents that a language model is trained on are of very different lengths, and attention over a document "
+        "costs the square of "
+        "its length. Who gets which document, and how its keys and values travel, decides how long the slowest GPU "
+        "takes, for which all "
         "others wait. This page compares ways to decide it (planners) on a machine that was simulated, not run.",
     )
     sections = (
@@ -77,11 +80,23 @@ def _short(study: Figures) -> Section:
 def _question(study: Figures) -> Section:
     asked = study["asked"]
     cluster, model, step, lengths = asked["cluster"], asked["model"], asked["step"], study["lengths"]
-    rank = "a rank is a GPU" if cluster["gpus_per_rank"] == 1 else f"a rank is {cluster['gpus_per_rank']} GPUs (tensor parallelism)"
-    nics = f"one NIC for every {cluster['ranks_per_nic']} ranks" if cluster["ranks_per_nic"] > 1 else "one NIC for each rank"
+    rank = (
+        "a rank is a GPU"
+        if cluster["gpus_per_rank"] == 1
+        else f"a rank is {cluster['gpus_per_rank']} GPUs (tensor parallelism)"
+    )
+    nics = (
+        f"one NIC for every {cluster['ranks_per_nic']} ranks"
+        if cluster["ranks_per_nic"] > 1
+        else "one NIC for each rank"
+    )
     source = f"measured: {cluster['costs']}" if cluster["costs"] else "data sheets"
     rows = [
-        ("ranks", f"{cluster['num_ranks']:,}: {words.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; {rank}"),
+        (
+            "ranks",
+            f"{cluster['num_ranks']:,}: {words.count(cluster['num_nodes'], 'node')} of {cluster['ranks_per_node']}; "
+            f"{rank}",
+        ),
         ("between nodes", f"{nics}, {words.rate(cluster['nic_bytes_per_s'])} each way"),
         ("inside a node", f"{words.size(cluster['intra_bytes_per_s'])}/s a rank, each way"),
         ("arithmetic of a rank", f"{cluster['flops_per_s'] / 1e12:,.0f} Tflop/s at its peak, by its data sheet"),
@@ -104,17 +119,23 @@ def _question(study: Figures) -> Section:
         ("lengths", asked["lengths"]),
         (
             "batches",
-            f"{words.count(lengths['num_batches'], 'batch', 'batches')} of {words.tokens(batch['mean'])} tokens{spread}; {step['batches']} "
+            f"{words.count(lengths['num_batches'], 'batch', 'batches')} of {words.tokens(batch['mean'])} "
+            f"tokens{spread}; {step['batches']} "
             "in a step",
         ),
-        ("capacity of a rank", "; ".join(sorted({f"{words.tokens(each)} tokens" for each in asked["planners"].values()}))),
+        (
+            "capacity of a rank",
+            "; ".join(sorted({f"{words.tokens(each)} tokens" for each in asked["planners"].values()})),
+        ),
         ("kept for the backward", _kept(step)),
         ("pipeline", _pipeline(step)),
         ("slow ranks", _slow(step)),
         *([("experts", f"{step['experts']} ranks share a layer's")] if step["experts"] > 1 else []),
     ]
     items: list[Item] = [
-        Text(f"Nobody said which model or cluster: {asked['assumed']}.") if asked["assumed"] else Text("Model and cluster were given."),
+        Text(f"Nobody said which model or cluster: {asked['assumed']}.")
+        if asked["assumed"]
+        else Text("Model and cluster were given."),
         HtmlTable(f"the cluster {cluster['name']}", ("", "what it has"), tuple(rows), cluster["kind"]),
         HtmlTable(f"the model {model['name']}", ("", "what it has"), tuple(of_model), "published"),
         HtmlTable("the training step", ("", "as asked"), tuple(of_step), "exact"),
@@ -124,9 +145,13 @@ def _question(study: Figures) -> Section:
 
 def _kept(step: Figures) -> str:
     received = (
-        "keys and values that came from others are kept" if step["policy"] == "keep" else "keys and values of others are received again"
+        "keys and values that came from others are kept"
+        if step["policy"] == "keep"
+        else "keys and values of others are received again"
     )
-    return f"{received}; {'all activations are recomputed' if step['recompute'] == 'full' else 'all activations are kept'}"
+    return (
+        f"{received}; {'all activations are recomputed' if step['recompute'] == 'full' else 'all activations are kept'}"
+    )
 
 
 def _pipeline(step: Figures) -> str:
@@ -150,8 +175,10 @@ def _lengths(study: Figures) -> Section:
         f"{words.count(histogram['num_sequences'], 'sequence')} of {words.tokens(histogram['shortest'])} to "
         f"{words.tokens(histogram['longest'])} "
         f"tokens, half of them of {words.tokens(histogram['median'])} or fewer. Sequences of "
-        f"{plots.length_range(heavy['from'], heavy['below'])} tokens are {words.percent(share['sequences'])} of all, hold "
-        f"{words.percent(share['tokens'])} of the tokens and are {words.percent(share['attention_pairs'])} of the attention work, which "
+        f"{plots.length_range(heavy['from'], heavy['below'])} tokens are {words.percent(share['sequences'])} of all, "
+        "hold "
+        f"{words.percent(share['tokens'])} of the tokens and are {words.percent(share['attention_pairs'])} of the "
+        "attention work, which "
         "grows with the square of the length. Equal numbers of tokens are therefore not equal work."
     )
     rows = tuple(
@@ -165,8 +192,15 @@ def _lengths(study: Figures) -> Section:
         )
         for each in bins
     )
-    plot = Plot("plot-lengths", "Sequences, tokens and attention work by length", caption, "exact", *plots.lengths(histogram))
-    table = HtmlTable("by length", ("tokens of a sequence", "sequences", "of all", "tokens", "of all", "attention work"), rows, "exact")
+    plot = Plot(
+        "plot-lengths", "Sequences, tokens and attention work by length", caption, "exact", *plots.lengths(histogram)
+    )
+    table = HtmlTable(
+        "by length",
+        ("tokens of a sequence", "sequences", "of all", "tokens", "of all", "attention work"),
+        rows,
+        "exact",
+    )
     return Section("lengths", "How long the sequences are", (plot, Fold("The same as a table", (table,))))
 
 
@@ -174,13 +208,24 @@ def _planners(study: Figures) -> Section:
     rows = study["rows"]
     best, base = _row(study, study["best"]), study["baseline"]
     caption = (
-        f"Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as fast as {base} the "
-        f"median step is. The fastest is {rows[0]['planner']} with {words.seconds(rows[0]['step_s'])}, the slowest {rows[-1]['planner']} "
+        "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "
+        f"fast as {base} the "
+        f"median step is. The fastest is {rows[0]['planner']} with {words.seconds(rows[0]['step_s'])}, the slowest "
+        f"{rows[-1]['planner']} "
         f"with {words.seconds(rows[-1]['step_s'])}."
     )
     table = HtmlTable(
         f"planners, fastest first; speedup over {base}",
-        ("planner", "step", "speedup", "tokens/s", "attention, most/mean", "tokens, most/mean", "planning", "memory at most"),
+        (
+            "planner",
+            "step",
+            "speedup",
+            "tokens/s",
+            "attention, most/mean",
+            "tokens, most/mean",
+            "planning",
+            "memory at most",
+        ),
         tuple(
             (
                 row["planner"],
@@ -197,13 +242,21 @@ def _planners(study: Figures) -> Section:
         ("simulated", "exact", "measured"),
     )
     items: list[Item] = [
-        Plot("plot-planners", "Where the step's time goes, planner by planner", caption, "simulated", *plots.planners(rows)),
+        Plot(
+            "plot-planners",
+            "Where the step's time goes, planner by planner",
+            caption,
+            "simulated",
+            *plots.planners(rows),
+        ),
         table,
     ]
     items.append(
         Text(
-            "Steps are medians over all steps, with the 5 % fastest and slowest where they differ. Times and memory are simulated; "
-            "most/mean is the most loaded rank's load over the mean, counted from the plans; planning is of one batch, timed where this "
+            "Steps are medians over all steps, with the 5 % fastest and slowest where they differ. Times and memory "
+            "are simulated; "
+            "most/mean is the most loaded rank's load over the mean, counted from the plans; planning is of one "
+            "batch, timed where this "
             "page was made."
         )
     )
@@ -221,17 +274,23 @@ def _step(row: Figures) -> str:
 
 def _made(study: Figures) -> Section:
     measured = study["asked"]["cluster"]["costs"]
-    source = f"the measured cost table {measured}" if measured else "data sheets and published microbenchmarks (docs/costs.md names each)"
+    source = (
+        f"the measured cost table {measured}"
+        if measured
+        else "data sheets and published microbenchmarks (docs/costs.md names each)"
+    )
     return Section(
         "made",
         "Where the numbers come from, and what the words mean",
         (
             Bullets(
                 (
-                    f"simulated: the programs of the plans ran on clocks instead of GPUs, with times from {source}. Nothing was fitted to "
+                    f"simulated: the programs of the plans ran on clocks instead of GPUs, with times from {source}. "
+                    "Nothing was fitted to "
                     "a training run.",
                     "exact: counted from the lengths and the plans.",
-                    "measured: taken with a clock on a real machine; here, how long planning took where this page was made.",
+                    "measured: taken with a clock on a real machine; here, how long planning took where this page was "
+                    "made.",
                     "published: from a data sheet or a paper.",
                 )
             ),
@@ -250,7 +309,10 @@ WORDS: tuple[Item, ...] = (
                 (
                     ("sequence", "one document; its tokens attend to one another and to no other document's"),
                     ("batch, step", "what all ranks work on together; one or more batches make an optimizer step"),
-                    ("rank, node", "a GPU, or a few that work as one; a machine with several of them, joined by fast links"),
+                    (
+                        "rank, node",
+                        "a GPU, or a few that work as one; a machine with several of them, joined by fast links",
+                    ),
                     ("NIC", "a network card; what leaves a node goes through one"),
                     (
                         "keys and values (KV)",
@@ -260,11 +322,16 @@ WORDS: tuple[Item, ...] = (
                     ("most / mean", "the most loaded rank's load over the mean; 1.00 is perfect balance"),
                     (
                         "planner",
-                        "what decides which rank attends to what; te_ring, which cuts every sequence over all ranks, is how it is usually "
+                        "what decides which rank attends to what; te_ring, which cuts every sequence over all ranks, "
+                        "is how it is usually "
                         "done",
                     ),
                     ("routing", "a transfer between nodes is cut over all NICs of both, not only over its own rank's"),
-                    ("remap", "tokens move between ranks around attention, so that the rest of a layer has equally many on each"),
+                    (
+                        "remap",
+                        "tokens move between ranks around attention, so that the rest of a layer has equally many on "
+                        "each",
+                    ),
                     ("forward, backward", "computing a layer's output, and its gradients"),
                 ),
                 "exact",

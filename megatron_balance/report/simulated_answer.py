@@ -17,8 +17,12 @@ SAME = 0.0005
 def limits(study: Figures) -> Section:
     """The parts of a step."""
     of_planners = study["limits"]
-    caption = "Grey, blue and green compute; everything else is what the step loses to something that could be better. " + " ".join(
-        f"{name} loses {words.percent(1 - each['computing_s'] / each['step_s'])}." for name, each in of_planners.items()
+    caption = (
+        "Grey, blue and green compute; everything else is what the step loses to something that could be better. "
+        + " ".join(
+            f"{name} loses {words.percent(1 - each['computing_s'] / each['step_s'])}."
+            for name, each in of_planners.items()
+        )
     )
     steps = next(iter(of_planners.values()))["num_steps"]
     parts = [part for part in PARTS if any(each["parts_s"][part] > 0 for each in of_planners.values())]
@@ -38,9 +42,12 @@ def limits(study: Figures) -> Section:
         Plot("plot-limits", "What a step's seconds are lost to", caption, "simulated", *plots.limits(of_planners)),
         HtmlTable("the same as a table", ("part", "", *of_planners), rows, "simulated"),
         Text(
-            f"Over the first {words.count(steps, 'step')}. One thing after another is made ideal, and charged what the step gains: no rank "
-            "slower than the others, then transfers between nodes that take no time, then those inside nodes. What is left computes; what "
-            "all ranks would take if they computed equally long is computing, and the rest is imbalance or waiting. Transfers that are "
+            f"Over the first {words.count(steps, 'step')}. One thing after another is made ideal, and charged what "
+            "the step gains: no rank "
+            "slower than the others, then transfers between nodes that take no time, then those inside nodes. What is "
+            "left computes; what "
+            "all ranks would take if they computed equally long is computing, and the rest is imbalance or waiting. "
+            "Transfers that are "
             "hidden behind computing cost nothing."
         ),
     ]
@@ -56,8 +63,10 @@ def _kernels(study: Figures) -> list[Item]:
         return []
     return [
         Text(
-            f"The attention itself is the same work under every planner, but {base['planner']} computes {words.seconds(slow)} for what "
-            f"{best['planner']} computes in {words.seconds(fast)}: the smaller the pieces that sequences are cut into, the worse they fill "
+            f"The attention itself is the same work under every planner, but {base['planner']} computes "
+            f"{words.seconds(slow)} for what "
+            f"{best['planner']} computes in {words.seconds(fast)}: the smaller the pieces that sequences are cut "
+            "into, the worse they fill "
             "a GPU."
         )
     ]
@@ -72,9 +81,11 @@ def what_next(study: Figures) -> Section:
     if rows:
         top = rows[:SHOWN_TRIES]
         caption = (
-            f"Each bar is one change to {best} as it was asked for, simulated on the first {words.count(tried['num_steps'], 'step')} "
+            f"Each bar is one change to {best} as it was asked for, simulated on the first "
+            f"{words.count(tried['num_steps'], 'step')} "
             f"({words.seconds(tried['step_s'])} as it is): to the right a step takes less time, to the left more. "
-            f"{'The best of all, ' if top[0]['saves'] > 0 else 'The nearest, '}{top[0]['name']}, takes {words.seconds(top[0]['step_s'])}."
+            f"{'The best of all, ' if top[0]['saves'] > 0 else 'The nearest, '}{top[0]['name']}, takes "
+            f"{words.seconds(top[0]['step_s'])}."
         )
         items.append(Plot("plot-next", "What a step would gain", caption, "simulated", *plots.gains(top)))
         table = HtmlTable(

@@ -18,7 +18,15 @@ from megatron_balance.report.cases import Figures
 STEPS_FILE = "steps.jsonl"
 
 NUMBERS = (
-    *("loss", "grad_norm", "num_sequences", "num_tokens", "num_microbatches", "kv_tokens_received", "kv_tokens_received_inter_node"),
+    *(
+        "loss",
+        "grad_norm",
+        "num_sequences",
+        "num_tokens",
+        "num_microbatches",
+        "kv_tokens_received",
+        "kv_tokens_received_inter_node",
+    ),
     *("kernel_calls", "remapped_tokens", "routed_transfers", "plan_ms", "plan_wait_ms", "predicted_ms"),
 )
 """Keys that a record may lack; a number, or null."""
@@ -64,13 +72,18 @@ def read(path: Path) -> Run:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         what = "holds no steps.jsonl" if path.is_dir() and not file.exists() else f"cannot be read: {error.strerror}"
-        raise ConfigError(f"--steps {path}: {what}; give the folder of --balance-log, or the steps.jsonl in it") from None
+        raise ConfigError(
+            f"--steps {path}: {what}; give the folder of --balance-log, or the steps.jsonl in it"
+        ) from None
     records, notes = _records(text, file)
     if not records:
         raise ConfigError(f"--steps {file}: has no steps; the run ended before its first one, or logged elsewhere")
     steps, repeated = _each_once(records)
     if repeated:
-        notes.append(f"{words.count(repeated, 'step')} ran more than once, as after a restart from a checkpoint; the last time counts.")
+        notes.append(
+            f"{words.count(repeated, 'step')} ran more than once, as after a restart from a checkpoint; the last time "
+            "counts."
+        )
     notes += _unsound(steps)
     missing = tuple(key for key in (*NUMBERS, *LOADS) if all(step.get(key) is None for step in steps))
     label = file.parent.name if file.name == STEPS_FILE and file.parent.name else file.stem
@@ -107,9 +120,13 @@ def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
             loaded: Any = json.loads(line)
         except ValueError as error:
             if at == last and at == len(lines) - 1:  # no newline after it: the writer was stopped
-                notes.append(f"Line {at + 1}, the last, is incomplete, as when a run is killed while it writes; it is left out.")
+                notes.append(
+                    f"Line {at + 1}, the last, is incomplete, as when a run is killed while it writes; it is left out."
+                )
                 continue
-            raise ConfigError(f"{where}: is damaged ({error}), got {line[:60]!r}; delete the line, or give another run") from None
+            raise ConfigError(
+                f"{where}: is damaged ({error}), got {line[:60]!r}; delete the line, or give another run"
+            ) from None
         records.append(_checked(loaded, where))
     return records, notes
 
@@ -121,9 +138,14 @@ def _checked(loaded: Any, where: str) -> Figures:
     record = dict(cast(Figures, loaded))
     step, step_ms = record.get("step"), record.get("step_ms")
     if not isinstance(step, int) or isinstance(step, bool):
-        raise ConfigError(f"{where}: expected the number of the step in the key 'step', {_got(record, 'step')}; is this a steps.jsonl?")
+        raise ConfigError(
+            f"{where}: expected the number of the step in the key 'step', {_got(record, 'step')}; is this a "
+            "steps.jsonl?"
+        )
     if not _is_number(step_ms) or not math.isfinite(cast(float, step_ms)) or cast(float, step_ms) <= 0:
-        raise ConfigError(f"{where}: expected milliseconds in the key 'step_ms', {_got(record, 'step_ms')}; is this a steps.jsonl?")
+        raise ConfigError(
+            f"{where}: expected milliseconds in the key 'step_ms', {_got(record, 'step_ms')}; is this a steps.jsonl?"
+        )
     for key in NUMBERS:
         record[key] = _number(record, key, f"{where}: {key}")
     for key in LOADS:
@@ -171,7 +193,10 @@ def _unsound(steps: Sequence[Figures]) -> list[str]:
     notes: list[str] = []
     span = steps[-1]["step"] - steps[0]["step"] + 1
     if span > len(steps):
-        notes.append(f"{words.count(span - len(steps), 'step')} between {steps[0]['step']} and {steps[-1]['step']} are not in the log.")
+        notes.append(
+            f"{words.count(span - len(steps), 'step')} between {steps[0]['step']} and {steps[-1]['step']} are not in "
+            "the log."
+        )
     lost = sum(step["loss"] is None for step in steps)
     if 0 < lost < len(steps):
         notes.append(

@@ -80,7 +80,11 @@ def _timelines(shown: Sequence[Played], progress: Progress) -> tuple[Figures, st
     if case.setup.transport == "sockets":
         return {}, "With --transport sockets ranks have no streams, which is what a timeline shows."
     if case.machine.num_ranks > MOST_RANKS:
-        return {}, f"A timeline plays every transfer of every rank, and is made for at most {MOST_RANKS} ranks; ask for fewer with --ranks."
+        return (
+            {},
+            f"A timeline plays every transfer of every rank, and is made for at most {MOST_RANKS} ranks; ask for "
+            "fewer with --ranks.",
+        )
     made = progress(shown, "timeline")
     return {each.name: lanes.of_plan(each.first_plan, each.case.machine, each.case.setup.policy) for each in made}, ""
 

@@ -15,10 +15,18 @@ def page(document: Figures, library: str) -> str:
     """The HTML of a run's document; `library`: the source of plotly.js."""
     names = [run["label"] for run in document["runs"]]
     lead = (
-        "Every step of this training run was planned: which GPU (rank) attends to which documents, and how their keys and values travel. "
+        "Every step of this training run was planned: which GPU (rank) attends to which documents, and how their keys "
+        "and values travel. "
         "This page is what the run logged about it, step by step: measured, but for what the plans predicted.",
     )
-    sections = (_short(document), _ran(document), _loss(document), _time(document), _balance(document), _traffic(document))
+    sections = (
+        _short(document),
+        _ran(document),
+        _loss(document),
+        _time(document),
+        _balance(document),
+        _traffic(document),
+    )
     more = (_planning(document), _predicted(document), _limits(document), _next(document), _made())
     return html.render(f"Training run: {words.listed(names)}", lead, [*sections, *more], library)
 
@@ -51,7 +59,14 @@ def _short(document: Figures) -> Section:
             cards.append(Card(f"tokens a second of {run['label']}", words.tokens(run["tokens_per_s"]), "", "measured"))
     for run in document["runs"]:
         if run["loss"] is not None:
-            cards.append(Card(f"last loss of {run['label']}", f"{run['loss']['last']:.4g}", f"from {run['loss']['first']:.4g}", "measured"))
+            cards.append(
+                Card(
+                    f"last loss of {run['label']}",
+                    f"{run['loss']['last']:.4g}",
+                    f"from {run['loss']['first']:.4g}",
+                    "measured",
+                )
+            )
     if document["compared"] and document["compared"]["common_steps"]:
         names = [run["label"] for run in document["runs"]]
         cards.append(
@@ -75,7 +90,9 @@ def _ran(document: Figures) -> Section:
         row("log", lambda run: run["path"]),
         row(
             "planner",
-            lambda run: ", ".join(name if len(run["planners"]) == 1 else f"{name} ({n} steps)" for name, n in run["planners"].items()),
+            lambda run: ", ".join(
+                name if len(run["planners"]) == 1 else f"{name} ({n} steps)" for name, n in run["planners"].items()
+            ),
         ),
         row("ranks", lambda run: "not in the log" if run["num_ranks"] is None else str(run["num_ranks"])),
         row("steps", lambda run: f"{run['num_steps']:,}: {run['first_step']:,} to {run['last_step']:,}"),
@@ -83,8 +100,13 @@ def _ran(document: Figures) -> Section:
         row("tokens of a step", lambda run: _mean(run, "num_tokens")),
         row("microbatches of a step", lambda run: _mean(run, "num_microbatches")),
     )
-    items: list[Item] = [HtmlTable("the run" if len(runs) == 1 else "the runs", ("", *(run["label"] for run in runs)), rows, "measured")]
-    steady = _each(document, lambda run: f"Means of {run['label']} are over {words.count(run['steady_steps'], 'step')}{_warm(run)}.")
+    items: list[Item] = [
+        HtmlTable("the run" if len(runs) == 1 else "the runs", ("", *(run["label"] for run in runs)), rows, "measured")
+    ]
+    steady = _each(
+        document,
+        lambda run: f"Means of {run['label']} are over {words.count(run['steady_steps'], 'step')}{_warm(run)}.",
+    )
     notes = [f"{run['label']}: {note}" for run in runs for note in run["notes"]]
     items.append(Text(steady))
     if notes:
@@ -123,7 +145,9 @@ def _loss(document: Figures) -> Section:
         document,
         ("loss", "Loss"),
         "loss",
-        lambda: _plot("loss", "Loss of every step", _each(document, sentence) + same, "measured", curves.loss(document["runs"])),
+        lambda: _plot(
+            "loss", "Loss of every step", _each(document, sentence) + same, "measured", curves.loss(document["runs"])
+        ),
     )
 
 
@@ -139,7 +163,9 @@ def _time(document: Figures) -> Section:
     thinned = f" A point is the mean of {points} steps." if points > 1 else ""
     figure = curves.curve(document["runs"], "step_ms", "ms of a step")
     return Section(
-        "time", "Time of a step", (_plot("time", "Time of every step", _each(document, sentence) + thinned, "measured", figure),)
+        "time",
+        "Time of a step",
+        (_plot("time", "Time of every step", _each(document, sentence) + thinned, "measured", figure),),
     )
 
 
@@ -149,17 +175,29 @@ def _balance(document: Figures) -> Section:
         before, after = means["imbalance_before.attention"], means["imbalance_after.attention"]
         if after is None:
             return ""
-        was = "" if before is None else f" instead of the {before:.2f} times it would have had as the samples were dealt"
-        return f"In the mean step of {run['label']} the most loaded rank has {after:.2f} times the mean attention work{was}."
+        was = (
+            "" if before is None else f" instead of the {before:.2f} times it would have had as the samples were dealt"
+        )
+        return (
+            f"In the mean step of {run['label']} the most loaded rank has {after:.2f} times the mean attention "
+            f"work{was}."
+        )
 
-    words_on = "Dotted: as Megatron dealt samples to data-parallel replicas; solid: as planned. 1.00 is perfect balance. " + _each(
-        document, sentence
+    words_on = (
+        "Dotted: as Megatron dealt samples to data-parallel replicas; solid: as planned. 1.00 is perfect balance. "
+        + _each(document, sentence)
     )
     return _section(
         document,
         ("balance", "Balance, before and after"),
         "imbalance_after",
-        lambda: _plot("balance", "The most loaded rank's load over the mean rank's", words_on, "exact", curves.imbalance(document["runs"])),
+        lambda: _plot(
+            "balance",
+            "The most loaded rank's load over the mean rank's",
+            words_on,
+            "exact",
+            curves.imbalance(document["runs"]),
+        ),
     )
 
 
@@ -168,8 +206,15 @@ def _traffic(document: Figures) -> Section:
         received, crossing = run["means"]["kv_tokens_received"], run["means"]["kv_tokens_received_inter_node"]
         if received is None:
             return ""
-        share = f", {words.percent(crossing / received)} of them from other nodes" if crossing is not None and received else ""
-        return f"A rank of {run['label']} receives the keys and values of {words.tokens(received)} tokens a step in the mean{share}."
+        share = (
+            f", {words.percent(crossing / received)} of them from other nodes"
+            if crossing is not None and received
+            else ""
+        )
+        return (
+            f"A rank of {run['label']} receives the keys and values of {words.tokens(received)} tokens a step "
+            f"in the mean{share}."
+        )
 
     return _section(
         document,
@@ -190,7 +235,10 @@ def _planning(document: Figures) -> Section:
         waited, took = run["means"]["plan_wait_ms"], run["means"]["plan_ms"]
         if waited is None:
             return ""
-        share = f"{words.seconds(waited / 1e3)} for its plan in the mean, {words.percent(waited / run['means']['step_ms'])} of its time"
+        share = (
+            f"{words.seconds(waited / 1e3)} for its plan in the mean, "
+            f"{words.percent(waited / run['means']['step_ms'])} of its time"
+        )
         planned = "" if took is None else f" Planning it took {words.seconds(took / 1e3)}."
         return f"A step of {run['label']} waited {share}.{planned}"
 
@@ -198,7 +246,13 @@ def _planning(document: Figures) -> Section:
         document,
         ("planning", "Planning"),
         "plan_wait_ms",
-        lambda: _plot("planning", "Planning, and waiting for it", _each(document, sentence), "measured", curves.planning(document["runs"])),
+        lambda: _plot(
+            "planning",
+            "Planning, and waiting for it",
+            _each(document, sentence),
+            "measured",
+            curves.planning(document["runs"]),
+        ),
     )
 
 
@@ -210,12 +264,14 @@ def _predicted(document: Figures) -> Section:
         how = run["follows"].get("predicted_ms")
         order = "" if how is None else f"; their order agrees with a rank correlation of {how:.2f}"
         return (
-            f"{run['label']}: {words.seconds(predicted / 1e3)} predicted (simulated) and {words.seconds(step_ms / 1e3)} measured in the "
+            f"{run['label']}: {words.seconds(predicted / 1e3)} predicted (simulated) and "
+            f"{words.seconds(step_ms / 1e3)} measured in the "
             f"mean, a ratio of {step_ms / predicted:,.3g}{order}."
         )
 
     caption = (
-        "Each point is a step. What is predicted is computing alone, by the cost model of the configuration: no transfers, nothing around "
+        "Each point is a step. What is predicted is computing alone, by the cost model of the configuration: no "
+        "transfers, nothing around "
         "the layers. " + _each(document, sentence)
     )
     return _section(
@@ -223,7 +279,11 @@ def _predicted(document: Figures) -> Section:
         ("predicted", "Predicted and measured"),
         "predicted_ms",
         lambda: _plot(
-            "predicted", "Measured steps over predicted computing", caption, ("measured", "simulated"), curves.predicted(document["runs"])
+            "predicted",
+            "Measured steps over predicted computing",
+            caption,
+            ("measured", "simulated"),
+            curves.predicted(document["runs"]),
         ),
     )
 
@@ -234,17 +294,21 @@ def _limits(document: Figures) -> Section:
         (
             name,
             *(
-                f"{words.seconds(each['parts_ms'][part] / 1e3)} ({words.percent(each['parts_ms'][part] / each['step_ms'])})"
+                f"{words.seconds(each['parts_ms'][part] / 1e3)} "
+                f"({words.percent(each['parts_ms'][part] / each['step_ms'])})"
                 for each in of_runs.values()
             ),
         )
         for part, (name, _) in curves.PARTS.items()
     )
     closest = [
-        Fold(f"What the time of a step of {run['label']} goes with", (_correlations(run),)) for run in document["runs"] if run["follows"]
+        Fold(f"What the time of a step of {run['label']} goes with", (_correlations(run),))
+        for run in document["runs"]
+        if run["follows"]
     ]
     caption = (
-        "Computing is what the plans predicted of the most loaded rank; the last part is measured time that no prediction accounts for."
+        "Computing is what the plans predicted of the most loaded rank; the last part is measured time that "
+        "no prediction accounts for."
     )
     return Section(
         "limits",
@@ -261,7 +325,8 @@ def _limits(document: Figures) -> Section:
 def _correlations(run: Figures) -> HtmlTable:
     ordered: Sequence[tuple[str, float]] = sorted(run["follows"].items(), key=lambda each: -each[1])
     return HtmlTable(
-        "rank correlation with the time of a step: 1 goes up and down together, 0 has nothing to do with it; not a cause",
+        "rank correlation with the time of a step: 1 goes up and down together, 0 has nothing to do with it; not a "
+        "cause",
         ("figure of a step", "correlation"),
         tuple((verdict.NAMES[key], f"{value:.2f}") for key, value in ordered),
         "measured",

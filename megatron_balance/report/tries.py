@@ -140,7 +140,11 @@ def _planner(case: Case, name: str, options: str, choice: PlannerChoice) -> Try:
 def _other_planners(case: Case) -> Iterator[Try]:
     """Variants with another planner: its own layers, with those settings that the user gave."""
     now, own = case.choice.layers, PLANNERS[case.choice.name].layers
-    told = {each.name: getattr(now, each.name) for each in dataclasses.fields(now) if getattr(now, each.name) != getattr(own, each.name)}
+    told = {
+        each.name: getattr(now, each.name)
+        for each in dataclasses.fields(now)
+        if getattr(now, each.name) != getattr(own, each.name)
+    }
     for name, planner in PLANNERS.items():
         if name != case.choice.name:
             layers = replace(planner.layers, **told)
@@ -149,7 +153,9 @@ def _other_planners(case: Case) -> Iterator[Try]:
 
 
 def _whole(case: Case, name: str) -> str:
-    """The options without which `simulate` would run the planner's microbatches, or its stages, as training does: a report does not."""
+    """The options without which `simulate` would run the planner's microbatches, or its stages, as
+    training does: a report does not.
+    """
     nano_batches = " --ping-pong false" if PLANNERS[name].ping_pong else ""
     stages = " --stages stages" if case.setup.pipeline > 1 and PLANNERS[name].joint else ""
     return nano_batches + stages
@@ -161,14 +167,19 @@ def _other_layers(case: Case) -> Iterator[Try]:
         if when != choice.layers.routing and case.cluster.num_nodes > 1:
             layers = replace(choice.layers, routing=when)
             yield _planner(
-                case, f"routing transfers between nodes over all NICs: {when}", f"--routing {when}", under_layers(choice, layers)
+                case,
+                f"routing transfers between nodes over all NICs: {when}",
+                f"--routing {when}",
+                under_layers(choice, layers),
             )
     if choice.layers.remap:
         off = replace(choice.layers, remap=False, remap_when="always")
         yield _planner(case, "no remap: tokens stay where they attend", "--no-remap", under_layers(choice, off))
     if not choice.layers.remap or choice.layers.remap_when == "pays":
         on = replace(choice.layers, remap=True, remap_when="always")
-        yield _planner(case, "a remap: equal tokens on all ranks outside attention", "--remap", under_layers(choice, on))
+        yield _planner(
+            case, "a remap: equal tokens on all ranks outside attention", "--remap", under_layers(choice, on)
+        )
 
 
 def _other_options(case: Case) -> Iterator[Try]:
@@ -180,12 +191,20 @@ def _other_options(case: Case) -> Iterator[Try]:
             continue
         now = getattr(choice.options, field.name)
         for value in _alternatives(field.name, hints[field.name], now):
-            text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+            text = (
+                str(value).lower()
+                if isinstance(value, bool)
+                else f"{value:g}"
+                if isinstance(value, float)
+                else str(value)
+            )
             try:
                 other = choose_planner(choice.name, {**_told(choice), field.name: value}, layers=choice.layers)
             except (BalanceError, ValueError):
                 continue  # a value that the planner does not take
-            yield _planner(case, f"{choice.name} with {field.name} {text}", f"-o {choice.name}.{field.name}={text}", other)
+            yield _planner(
+                case, f"{choice.name} with {field.name} {text}", f"-o {choice.name}.{field.name}={text}", other
+            )
 
 
 _FOLLOW_LAYERS = ("routed", "remapped", "tokens_per_rank")
@@ -214,7 +233,9 @@ def _other_capacities(case: Case) -> Iterator[Try]:
     now: int = case.choice.options.tokens_per_rank
     ranks = case.choice.num_holders(case.cluster)
     fullest = max(batch.num_tokens for batch in case.batches)
-    for capacity in sorted({*(int(-(-fullest * scale // ranks)) for scale in SCALES), *(int(now * scale) for scale in SCALES)} - {now}):
+    for capacity in sorted(
+        {*(int(-(-fullest * scale // ranks)) for scale in SCALES), *(int(now * scale) for scale in SCALES)} - {now}
+    ):
         options = replace(case.choice.options, tokens_per_rank=capacity)
         name = f"{capacity:,} tokens on a rank at most, {capacity * ranks / fullest:.2f} times the mean"
         yield _planner(case, name, f"--tokens-per-rank {capacity}", replace(case.choice, options=options))
@@ -229,12 +250,17 @@ def _other_steps(case: Case) -> Iterator[Try]:
     if case.group > 1 and case.group % 2 == 0:
         merged = _merged(case)
         yield Try(
-            "step", f"{merged.group} microbatches a step of twice the tokens, not {case.group}", f"--microbatches {merged.group}", merged
+            "step",
+            f"{merged.group} microbatches a step of twice the tokens, not {case.group}",
+            f"--microbatches {merged.group}",
+            merged,
         )
     if setup.policy == "replay":
         yield of("received keys and values are kept for the backward", "--policy keep", policy="keep")
     else:
-        yield of("keys and values are received again in the backward, to save memory", "--policy replay", policy="replay")
+        yield of(
+            "keys and values are received again in the backward, to save memory", "--policy replay", policy="replay"
+        )
     if setup.recompute == "full":
         yield of("no recomputation of activations", "--recompute none", recompute="none")
     else:
@@ -264,7 +290,12 @@ def _other_machines(case: Case) -> Iterator[Try]:
     half = 1 / FASTER
     if cluster.num_nodes > 1:
         nics = cluster.nic_bytes_per_s * FASTER
-        yield faster("NICs twice as fast", Factors(inter_node=half), nic_bytes_per_s=nics, inter_alpha_s=cluster.inter_alpha_s * half)
+        yield faster(
+            "NICs twice as fast",
+            Factors(inter_node=half),
+            nic_bytes_per_s=nics,
+            inter_alpha_s=cluster.inter_alpha_s * half,
+        )
     if cluster.node_size > 1:
         links = cluster.intra_bytes_per_s * FASTER
         yield faster(
@@ -273,7 +304,11 @@ def _other_machines(case: Case) -> Iterator[Try]:
             intra_bytes_per_s=links,
             intra_alpha_s=cluster.intra_alpha_s * half,
         )
-    yield faster("ranks that compute twice as fast", Factors(attention=half, linear=half), flops_per_s=cluster.flops_per_s * FASTER)
+    yield faster(
+        "ranks that compute twice as fast",
+        Factors(attention=half, linear=half),
+        flops_per_s=cluster.flops_per_s * FASTER,
+    )
     if any(factor > 1 for factor in machine.slowdown):
         even = Machine(machine.cluster, machine.model, machine.cost)
         yield Try("machine", "no slow rank", "", replace(case, machine=even))

@@ -76,9 +76,11 @@ def _sentence(run: Figures, parts: dict[str, float], closest: str | None) -> str
             if run["means"]["predicted_ms"] is None:
                 return f"{what}; the log holds no prediction to hold it against." + _followed(run, closest)
             return (
-                f"{what}. The plans predict {words.seconds((parts['computing'] + parts['imbalance']) / 1e3)} of computing in it "
+                f"{what}. The plans predict {words.seconds((parts['computing'] + parts['imbalance']) / 1e3)} of "
+                "computing in it "
                 f"(simulated); the rest, {share} "
-                "of it, is what they leave out (transfers, what surrounds the layers) or a machine that is slower than its configuration "
+                "of it, is what they leave out (transfers, what surrounds the layers) or a machine that is slower "
+                "than its configuration "
                 "says." + _followed(run, closest)
             )
 
@@ -90,7 +92,8 @@ def _followed(run: Figures, closest: str | None) -> str:
     if closest == "predicted_ms":
         return f" From step to step the time follows that prediction ({agrees}): its order is right, its scale is not."
     return (
-        f" From step to step the time follows {NAMES[closest]} most closely ({agrees}), which makes that the first suspect and proves "
+        f" From step to step the time follows {NAMES[closest]} most closely ({agrees}), which makes that the first "
+        "suspect and proves "
         "nothing."
     )
 
@@ -105,25 +108,30 @@ def suggestions(run: Figures, split: Figures) -> list[str]:
     if wait >= WAITS:
         sentences.append(
             "Plan ahead (`plan_ahead: true` in the configuration) or with a cheaper planner: steps waited "
-            f"{words.seconds(parts['plan_wait'] / 1e3)} for plans in the mean, {words.percent(wait)} of a step (measured); that much could "
+            f"{words.seconds(parts['plan_wait'] / 1e3)} for plans in the mean, {words.percent(wait)} of a step "
+            "(measured); that much could "
             "go."
         )
     uneven = _most(means, "imbalance_after")
     if uneven is not None and uneven >= UNEVEN:
         sentences.append(
-            f"Balance better: the most loaded rank has {uneven:.2f} times the mean load (counted), so even loads would save up to "
-            f"{words.percent(1 - 1 / uneven)} of what ranks compute. More capacity (`tokens_per_rank`) leaves a planner more choice."
+            f"Balance better: the most loaded rank has {uneven:.2f} times the mean load (counted), so even loads "
+            "would save up to "
+            f"{words.percent(1 - 1 / uneven)} of what ranks compute. More capacity (`tokens_per_rank`) leaves a "
+            "planner more choice."
         )
     crossing, received = means["kv_tokens_received_inter_node"], means["kv_tokens_received"]
     if crossing and received and crossing / received >= CROSSING:
         sentences.append(
-            f"{words.percent(crossing / received)} of the received keys and values come from other nodes (counted): `routing: always` "
+            f"{words.percent(crossing / received)} of the received keys and values come from other nodes (counted): "
+            "`routing: always` "
             "sends them over all NICs, and planners that keep sequences inside nodes send fewer."
         )
     predicted = means["predicted_ms"]
     if predicted is not None and predicted < OFF * step_ms:
         sentences.append(
-            f"Measure this machine with `megatron-balance profile`: the predictions (simulated) are {words.percent(predicted / step_ms)} "
+            "Measure this machine with `megatron-balance profile`: the predictions (simulated) are "
+            f"{words.percent(predicted / step_ms)} "
             "of the measured steps, and a cost table of its own (`plan_costs`) makes them its own."
         )
     sentences.append(_simulate(run))
@@ -136,6 +144,7 @@ def _simulate(run: Figures) -> str:
     tokens = run["means"]["num_tokens"]
     drawn = f" --tokens {round(tokens / (run['means']['num_microbatches'] or 1))}" if tokens else ""
     return (
-        "The log holds no lengths, so nothing was simulated for this page. To see by how much another planner, routing or NICs would "
+        "The log holds no lengths, so nothing was simulated for this page. To see by how much another planner, "
+        "routing or NICs would "
         f"help: `megatron-balance report{config}{ranks} --dataset YOUR_CORPUS{drawn} --out next.html`."
     )

@@ -42,7 +42,12 @@ class BackwardSlot:
 
 
 def balanced_attention(
-    q: Tensor, k: Tensor, v: Tensor, bound: Bound, softmax_scale: float | None = None, backward: BackwardSlot | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bound: Bound,
+    softmax_scale: float | None = None,
+    backward: BackwardSlot | None = None,
 ) -> Tensor:
     """Causal attention of this rank's queries within their sequences, wherever the keys lie.
 
@@ -114,7 +119,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> None:
     shape = bound.shape
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
         if tuple(x.shape) != (bound.num_tokens, heads, shape.head_dim):
-            raise ConfigError(f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, heads, shape.head_dim)}")
+            raise ConfigError(
+                f"{name} is {tuple(x.shape)}, the plan gives this rank {(bound.num_tokens, heads, shape.head_dim)}"
+            )
 
 
 def _scale(softmax_scale: float | None, bound: Bound) -> float:
@@ -199,7 +206,9 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         runs: _Runs = ctx.runs
-        runs.backward = BackwardRun(runs.slot.bound_for(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale)
+        runs.backward = BackwardRun(
+            runs.slot.bound_for(runs.num_tokens), dout, (q, k, v), (out, lse), ctx.received, runs.scale
+        )
         ctx.received = None
         runs.backward.start()
         return dout.new_empty(0), None, None, None, None

@@ -139,7 +139,9 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     if plan.num_ranks != groups.size:
         raise ConfigError(f"the plan is for {plan.num_ranks} ranks, the pool has {groups.size}")
     if policy == "keep" and not set(BOTH_PHASES) <= set(phases):
-        raise ConfigError("policy keep hands what the forward received to the backward: bind both phases, or with policy replay")
+        raise ConfigError(
+            "policy keep hands what the forward received to the backward: bind both phases, or with policy replay"
+        )
     if plan.mask != CAUSAL:
         raise ConfigError(f"the executor runs plans of mask {CAUSAL.name!r} only, got {plan.mask.name!r}")
     compiled = compile_rank(plan, rank, policy, phases=phases)
@@ -150,7 +152,9 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
     needs = None
     if groups.buffers.lends(torch.device(device)):
-        needs = peak_bytes(lowering.phases, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep")
+        needs = peak_bytes(
+            lowering.phases, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep"
+        )
         groups.buffers.reserve(needs.call_bytes)
     owned = as_array(program.owned)
     return Bound(

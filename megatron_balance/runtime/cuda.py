@@ -105,7 +105,10 @@ class CudaStream:
 
     def batch(self, transfers: Sequence[Transfer]) -> None:
         assert self._group is not None, "a stream for collectives was given a transfer"
-        ops = [dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self._ranks[t.peer], self._group) for t in transfers]
+        ops = [
+            dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self._ranks[t.peer], self._group)
+            for t in transfers
+        ]
         self.call(lambda: dist.batch_isend_irecv(ops))
 
     def call(self, issue: Callable[[], Sequence[dist.Work]]) -> None:

@@ -30,7 +30,12 @@ def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 
 
 def run_backward(
-    bound: Bound, dout: Tensor, inputs: tuple[Tensor, Tensor, Tensor], final: tuple[Tensor, Tensor], received: Received, scale: float
+    bound: Bound,
+    dout: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    final: tuple[Tensor, Tensor],
+    received: Received,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `inputs` (q, k, v) in their dtypes. `final`: output and LSE of the forward."""
     run = BackwardRun(bound, dout, inputs, final, received, scale)
@@ -174,5 +179,8 @@ class BackwardRun(PhaseRun):
             self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
         held = (self.dout, self.out, self.lse)
         self.bound.mover.place(
-            [Place(packed, x, tuple(of[run.buffer] for run in packed.runs)) for x, of in zip(tensors, held, strict=True)]
+            [
+                Place(packed, x, tuple(of[run.buffer] for run in packed.runs))
+                for x, of in zip(tensors, held, strict=True)
+            ]
         )

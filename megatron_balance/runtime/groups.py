@@ -88,7 +88,11 @@ def make_groups(
     by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for pool in pools:
         for members in _wanted(len(pool), ranks_per_node):
-            link = "inter_node" if len(members) == len(pool) and not _on_one_node(len(pool), ranks_per_node) else "intra_node"
+            link = (
+                "inter_node"
+                if len(members) == len(pool) and not _on_one_node(len(pool), ranks_per_node)
+                else "intra_node"
+            )
             options = nccl_options(link, sms or {}) if nccl else None
             group = dist.new_group([pool[i] for i in members], timeout=timeout, backend=backend, pg_options=options)
             if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine[0] and pool.index(me) in members:
@@ -123,7 +127,11 @@ def _on_one_node(size: int, ranks_per_node: int) -> bool:
 
 
 def _make_streams(
-    pools: Sequence[Sequence[int]], mine: tuple[int, ...], ranks_per_node: int, timeout: timedelta | None, sms: Mapping[str, int]
+    pools: Sequence[Sequence[int]],
+    mine: tuple[int, ...],
+    ranks_per_node: int,
+    timeout: timedelta | None,
+    sms: Mapping[str, int],
 ) -> CudaStreams | None:
     """Streams with a communicator each.
 

@@ -39,7 +39,9 @@ class Server:
         """
         for bound in bounds:
             if bound.num_tokens:
-                raise InvalidProgramError(f"rank {bound.rank} has {bound.num_tokens} rows of its own in a call that it only serves")
+                raise InvalidProgramError(
+                    f"rank {bound.rank} has {bound.num_tokens} rows of its own in a call that it only serves"
+                )
         runs: dict[int, PhaseRun] = {}
         for nano_batch, _, part in segments:
             match part:

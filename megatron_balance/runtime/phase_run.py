@@ -169,7 +169,9 @@ class PhaseRun:
         """Memory of the rank's pool, not filled."""
         return self.bound.groups.buffers.empty(shape, dtype or self.dtype, self.device)
 
-    def gather(self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    def gather(
+        self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
         """Rows [N, heads, ...] of `packed` from the tensors `of(buffer)`.
 
         A view where that is possible and no `into` is given; else filled by the next `fill`,
@@ -179,7 +181,9 @@ class PhaseRun:
             run = packed.runs[0]
             return rows_view(of(run.buffer), run.start, run.stop, run.buffer_head, run.num_heads)
         sources = tuple(of(run.buffer) for run in packed.runs)
-        target = self.empty(packed.num_rows, packed.num_heads, *sources[0].shape[2:], dtype=dtype) if into is None else into
+        target = (
+            self.empty(packed.num_rows, packed.num_heads, *sources[0].shape[2:], dtype=dtype) if into is None else into
+        )
         self.filling.append(Fill(packed, sources, target))
         return target
 
@@ -234,7 +238,12 @@ class PhaseRun:
         for exchange in self.upcoming:
             arriving, slots = self.slots(exchange)
             messages = self.brought(exchange)
-            receives = [(m.peer, x) for m, tensors in zip(messages, slots, strict=True) if m.peer not in arriving for x in tensors]
+            receives = [
+                (m.peer, x)
+                for m, tensors in zip(messages, slots, strict=True)
+                if m.peer not in arriving
+                for x in tensors
+            ]
             self.transport.expect(exchange, receives, arriving)
             self.under_way[exchange.id] = slots
             return
@@ -289,7 +298,12 @@ class PhaseRun:
                 return self.other_parcel(message, into)
 
     def pair(
-        self, packed: Packed, stacked: Mapping[int, Tensor], of: Callable[[int, int], Tensor], dtype: torch.dtype, into: Tensor | None
+        self,
+        packed: Packed,
+        stacked: Mapping[int, Tensor],
+        of: Callable[[int, int], Tensor],
+        dtype: torch.dtype,
+        into: Tensor | None,
     ) -> Tensor:
         """Rows of two tensors `of(buffer, 0 or 1)` as one [2, N, heads, D].
 
@@ -311,7 +325,10 @@ class PhaseRun:
         Before them, by peer whose messages are routed, the memory that holds all of the peer's.
         """
         if not exchange.routed_receives:
-            return {}, [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)] for m in self.brought(exchange)]
+            return {}, [
+                [self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)]
+                for m in self.brought(exchange)
+            ]
         arriving: dict[int, Tensor] = {}
         slots: list[list[Tensor]] = []
         for peer, messages in groupby(exchange.receives, attrgetter("peer")):

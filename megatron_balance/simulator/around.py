@@ -23,7 +23,9 @@ class Around:
 
     def sharding(self, stage: int) -> Sharding:
         """Spread of the state of a stage's layers over ranks."""
-        return Sharding(pipeline=self.setup.pipeline, stage=stage, optimizer=self.machine.num_ranks, experts=self.setup.experts)
+        return Sharding(
+            pipeline=self.setup.pipeline, stage=stage, optimizer=self.machine.num_ranks, experts=self.setup.experts
+        )
 
     def sync_s(self, num_layers: int, backward_s: float) -> float:
         """Seconds of gradient synchronisation that nothing hides.
@@ -44,16 +46,23 @@ class Around:
         if ranks == 1 or not self.machine.model.num_experts:
             return 0.0
         here = min(ranks, cluster.node_size)
-        return parallel.expert_exchange_s(self.machine.model, num_tokens, group_of(cluster, ranks, here, busy_nics=True))
+        return parallel.expert_exchange_s(
+            self.machine.model, num_tokens, group_of(cluster, ranks, here, busy_nics=True)
+        )
 
     def optimizer_s(self) -> float:
         """Seconds of the optimizer's update."""
-        return self.machine.cost.optimizer_s(self._num_parameters() / self.machine.num_ranks) * float(self.machine.slow().max())
+        return self.machine.cost.optimizer_s(self._num_parameters() / self.machine.num_ranks) * float(
+            self.machine.slow().max()
+        )
 
     def _num_parameters(self) -> float:
         """Parameters of the stage with the most."""
         ends = (0, self.setup.pipeline - 1)
-        return max(memory.rank_memory(self.machine.model, 0, 0, self.sharding(s)).weights for s in ends) / memory.WEIGHT_BYTES
+        return (
+            max(memory.rank_memory(self.machine.model, 0, 0, self.sharding(s)).weights for s in ends)
+            / memory.WEIGHT_BYTES
+        )
 
     def _group(self) -> Group:
         machine = self.machine

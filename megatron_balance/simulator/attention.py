@@ -54,7 +54,9 @@ def attention_call(
     """
     check_engine(name, machine)
     if name == "rounds" and transport == "sockets":
-        raise ConfigError("the engine 'rounds' knows the transport 'streams' only; use the engine 'events' for 'sockets'")
+        raise ConfigError(
+            "the engine 'rounds' knows the transport 'streams' only; use the engine 'events' for 'sockets'"
+        )
     forward_s, backward_s = (np.zeros(machine.num_ranks),) * 2 if enter_s is None else enter_s
     small = machine.num_ranks <= SMALL or transport == "sockets" or machine.cost.contention.waits
     if name == "rounds" or (name == "auto" and not small):
@@ -69,7 +71,10 @@ def check_engine(name: EngineName, machine: Machine) -> None:
         ConfigError: transfers wait for SMs, and the engine is `rounds`.
     """
     if name == "rounds" and machine.cost.contention.waits:
-        raise ConfigError(f"the engine 'rounds' has no transfers that wait for SMs, and those of {machine.cluster.name} do; use 'events'")
+        raise ConfigError(
+            f"the engine 'rounds' has no transfers that wait for SMs, and those of {machine.cluster.name} do; use "
+            "'events'"
+        )
 
 
 def events(

@@ -39,10 +39,11 @@ class Clocks:
     """The clocks of all ranks. All arrays are [num_ranks] unless said.
 
     `done`: when the compute stream has done all it was given; `ready`: when it had come to the last
-    start of what is copied; `free` [traffic class, link, num_ranks]: when a stream is free; `opened`: when
-    what a rank attends to is all there; `late`, `late_s`: when the last of what no launch waits for
-    comes, and how long it takes to unpack. `share` [2, num_nics]: the part of each NIC, out and in,
-    that is free for what comes next; `nic_bytes`: what has gone over it since that was set.
+    start of what is copied; `free` [traffic class, link, num_ranks]: when a stream is free;
+    `opened`: when what a rank attends to is all there; `late`, `late_s`: when the last of what no
+    launch waits for comes, and how long it takes to unpack. `share` [2, num_nics]: the part of each
+    NIC, out and in, that is free for what comes next; `nic_bytes`: what has gone over it since that
+    was set.
     """
 
     def __init__(self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> None:
@@ -93,7 +94,9 @@ class Clocks:
         direct = ~routed
         uses = machine.resources(src, dst)
         ready = (begin_s + machine.alpha_s(src, dst))[direct]
-        stop[direct] = self._end(uses[direct], np.repeat(num_bytes[direct, None], 2, axis=1), np.repeat(ready[:, None], 2, axis=1), rates)
+        stop[direct] = self._end(
+            uses[direct], np.repeat(num_bytes[direct, None], 2, axis=1), np.repeat(ready[:, None], 2, axis=1), rates
+        )
         if routed.any():
             stop[routed] = self._by_proxies(src[routed], dst[routed], num_bytes[routed], begin_s[routed], rates)
         for end in (src, dst):
@@ -124,7 +127,11 @@ class Clocks:
         out, into = (machine.nics.node(end)[:, None] * per_node + here for end in (src, dst))
         nics = np.concatenate([first + out, first + machine.num_nics + into], axis=1)
         piece = np.repeat(num_bytes[:, None] / per_node, 2 * per_node, axis=1)
-        at = self._end(nics, piece, np.repeat(at, 2 * per_node, axis=1), rates)[:, None] + self.call_s + machine.intra.alpha_s
+        at = (
+            self._end(nics, piece, np.repeat(at, 2 * per_node, axis=1), rates)[:, None]
+            + self.call_s
+            + machine.intra.alpha_s
+        )
         return self._end((machine.num_ranks + dst)[:, None], passed_on, at, rates)
 
     def routed(self, index: int, tokens: Ints | Floats) -> Bools:
@@ -146,7 +153,9 @@ class Clocks:
         """
         parcels = self.machine.payload.parcels(messages)
         routed = self.routed(index, parcels.tokens) & self.machine.crosses(parcels.src, parcels.dst)
-        sent = Transfers(parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed)
+        sent = Transfers(
+            parcels.src, parcels.dst, np.where(routed, parcels.packed, parcels.direct).astype(np.float64), routed
+        )
         ranks = np.arange(self.machine.num_ranks)
         out = np.bincount(parcels.src, weights=parcels.direct, minlength=len(ranks))
         packed = self.pack_s(out) * self.slow
@@ -181,7 +190,9 @@ class Clocks:
         ranks, machine = tuple(table.ranks.tolist()), self.machine
         return not self.is_routed(table) and is_collective(ranks, machine.num_ranks, machine.cluster.node_size)
 
-    def all_together(self, table: ZoneTable, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool) -> Floats:
+    def all_together(
+        self, table: ZoneTable, posted: Floats, num_bytes: Floats, traffic_class: int, *, ring: bool
+    ) -> Floats:
         """When each rank of the zone has what a collective brings it; without a communicator, or
         routed, it is many transfers.
         """
@@ -190,8 +201,14 @@ class Clocks:
             routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            return self.carry(Transfers(src, dst, sizes, routed & machine.crosses(src, dst)), posted, traffic_class)[ranks]
-        taken = collective.ring(ranks, float(num_bytes.max()), machine) if ring else collective.exchange(ranks, num_bytes, machine)
+            return self.carry(Transfers(src, dst, sizes, routed & machine.crosses(src, dst)), posted, traffic_class)[
+                ranks
+            ]
+        taken = (
+            collective.ring(ranks, float(num_bytes.max()), machine)
+            if ring
+            else collective.exchange(ranks, num_bytes, machine)
+        )
         self.bytes_moved += taken.load
         self.nic_bytes += taken.load[2 * machine.num_ranks :].reshape(2, -1)
         stop = np.maximum(posted[ranks], self.free[traffic_class, TOGETHER, ranks]).max() + self.call_s + taken.seconds

@@ -20,7 +20,9 @@ Transport: TypeAlias = Literal["streams", "sockets"]
 TRANSPORTS: tuple[Transport, ...] = ("streams", "sockets")
 
 
-def play(phase: Phase, machine: Machine, enter_s: Floats, transport: Transport = "streams", *, trace: bool = False) -> Outcome:
+def play(
+    phase: Phase, machine: Machine, enter_s: Floats, transport: Transport = "streams", *, trace: bool = False
+) -> Outcome:
     """Run a phase; `enter_s` [num_ranks]: when each rank enters it. `trace`: note what every stream
     does.
     """

@@ -22,7 +22,11 @@ from megatron_balance.simulator.ticks import TickTimes, simulate_ticks
 
 
 def simulate_joint(
-    ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], stage: Machine, machine: Machine, setup: Setup
+    ticks: Sequence[Sequence[TickPlan]],
+    microbatches: Sequence[Microbatch],
+    stage: Machine,
+    machine: Machine,
+    setup: Setup,
 ) -> Step:
     """Simulate the step of these ticks.
 
@@ -71,7 +75,8 @@ def _peak_bytes(ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Micr
     setup, model = around.setup, around.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {
-        each[0].tick.microbatches: np.sum([most_in_a_round(part.plan) for part in each], axis=0) for each in zip(*ticks, strict=True)
+        each[0].tick.microbatches: np.sum([most_in_a_round(part.plan) for part in each], axis=0)
+        for each in zip(*ticks, strict=True)
     }
     received = np.max(list(brought.values()), axis=0).reshape(setup.pipeline, len(tokens))
     peak: list[float] = []

@@ -41,7 +41,10 @@ class Machine:
     def __post_init__(self) -> None:
         cluster = self.cluster
         if self.slowdown and len(self.slowdown) != cluster.num_ranks:
-            raise ConfigError(f"slowdown names {len(self.slowdown)} ranks, {cluster.name} has {cluster.num_ranks}: give one factor a rank")
+            raise ConfigError(
+                f"slowdown names {len(self.slowdown)} ranks, {cluster.name} has {cluster.num_ranks}: give one factor "
+                "a rank"
+            )
         object.__setattr__(self, "nics", NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic))
         object.__setattr__(self, "payload", Payload.of(self.model))
         object.__setattr__(self, "intra", self.cost.link(inter_node=False))
@@ -60,7 +63,8 @@ class Machine:
         cluster = self.cluster
         if (plan.num_ranks, min(plan.ranks_per_node, plan.num_ranks)) != (cluster.num_ranks, cluster.node_size):
             raise ConfigError(
-                f"a plan for {plan.num_ranks} ranks, {plan.ranks_per_node} a node, on {cluster.name} with {cluster.num_ranks} ranks, "
+                f"a plan for {plan.num_ranks} ranks, {plan.ranks_per_node} a node, on {cluster.name} with "
+                f"{cluster.num_ranks} ranks, "
                 f"{cluster.node_size} a node: plan for the cluster that is simulated"
             )
 
@@ -76,7 +80,9 @@ class Machine:
 
     def capacity(self) -> Floats:
         """Bytes per second of every resource."""
-        return np.repeat([self.intra.bytes_per_s, self.inter.bytes_per_s], [2 * self.num_ranks, 2 * self.num_nics]).astype(np.float64)
+        return np.repeat(
+            [self.intra.bytes_per_s, self.inter.bytes_per_s], [2 * self.num_ranks, 2 * self.num_nics]
+        ).astype(np.float64)
 
     def crosses(self, src: Ints, dst: Ints) -> Bools:
         """Mask [n] of the transfers that go from node to node."""

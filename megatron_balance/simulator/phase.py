@@ -13,7 +13,17 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_balance.analysis.wire import Parcels, is_collective, piece_bounds
-from megatron_balance.compile.order import Finish, Leg, Run, Start, Step, collective_stream, hops, stream_name, traffic_class
+from megatron_balance.compile.order import (
+    Finish,
+    Leg,
+    Run,
+    Start,
+    Step,
+    collective_stream,
+    hops,
+    stream_name,
+    traffic_class,
+)
 from megatron_balance.compile.pipeline import CompiledRank
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import tiles
@@ -86,7 +96,9 @@ class Phase:
     collectives: list[GroupExchange] = field(default_factory=list[GroupExchange])
 
 
-def phase_of(ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True, prefetched: bool = False) -> Phase:
+def phase_of(
+    ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True, prefetched: bool = False
+) -> Phase:
     """The tasks of a phase of all ranks.
 
     `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not).
@@ -130,7 +142,12 @@ def _launch_seconds(
     """By rank and op: seconds of a launch with the merging that belongs to it; seconds of one of
     its thread blocks.
     """
-    attends = [(rank, index, op) for rank, own in enumerate(ops) for index, op in enumerate(own) if isinstance(op, Attend | AttendGrad)]
+    attends = [
+        (rank, index, op)
+        for rank, own in enumerate(ops)
+        for index, op in enumerate(own)
+        if isinstance(op, Attend | AttendGrad)
+    ]
     pairs = concat([op.pairs for _, _, op in attends], Pair.WIDTH)
     launch = np.repeat(np.arange(len(attends)), [len(op.pairs) for _, _, op in attends])
     merging = np.array([_merges_after(ops[rank], index) for rank, index, _ in attends], dtype=np.float64)
@@ -143,7 +160,9 @@ def _launch_seconds(
     contention = machine.cost.contention
     if contention.waits:
         blocks = np.bincount(
-            launch, weights=(pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]) * tiles(pairs)[1], minlength=len(attends)
+            launch,
+            weights=(pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]) * tiles(pairs)[1],
+            minlength=len(attends),
         )
         for (rank, index, _), kernel_s, count in zip(attends, costs.kernel.tolist(), blocks.tolist(), strict=True):
             blocks_s[rank][index] = contention.block_s(kernel_s * float(slow[rank]), count)
@@ -154,7 +173,9 @@ def _merges_after(ops: Sequence[Op], index: int) -> bool:
     return index + 1 < len(ops) and isinstance(ops[index + 1], Merge)
 
 
-def _handling(ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool) -> tuple[dict[int, float], dict[int, float]]:
+def _handling(
+    ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool
+) -> tuple[dict[int, float], dict[int, float]]:
     """By op: seconds of packing what an exchange sends, and of unpacking what it brings."""
     slow = float(machine.slow()[rank])
     pack: dict[int, float] = {}
@@ -175,7 +196,9 @@ def _handling(ops: Sequence[Op], rank: int, machine: Machine, *, sums: bool) -> 
         ):
             # one block, the sum
             brought = brought[brought[:, Transfer.SRC] == brought[0, Transfer.SRC]]
-        passed_on = [kind in (Kind.KV, Kind.KV_GRAD) and (kind, seq, at) in arrived for kind, seq, at in own[:, :3].tolist()]
+        passed_on = [
+            kind in (Kind.KV, Kind.KV_GRAD) and (kind, seq, at) in arrived for kind, seq, at in own[:, :3].tolist()
+        ]
         num_bytes = float(_values(own[~np.array(passed_on, dtype=bool)], machine)[0].sum())
         pack[index] = slow * machine.cost.pack_s(num_bytes) if num_bytes else 0.0
         unpack[index] = slow * unpack_s(*_values(brought, machine), machine)
@@ -207,7 +230,9 @@ def _flows(op: Exchange, rank: int, machine: Machine) -> list[Flow]:
 
 def _parcels(parcels: Parcels) -> list[tuple[int, int, int, int]]:
     """(src, dst, bytes as they are, bytes packed)."""
-    return list(zip(*(column.tolist() for column in (parcels.src, parcels.dst, parcels.direct, parcels.packed)), strict=True))
+    return list(
+        zip(*(column.tolist() for column in (parcels.src, parcels.dst, parcels.direct, parcels.packed)), strict=True)
+    )
 
 
 def _hops_of(
@@ -237,4 +262,6 @@ def _collective(op: Exchange, rows: Ints, machine: Machine) -> GroupExchange:
     place[list(op.group)] = np.arange(len(op.group))
     num_bytes: Floats = np.zeros((len(op.group), len(op.group)))
     num_bytes[place[parcels.src], place[parcels.dst]] = parcels.padded
-    return GroupExchange(op.id, op.collective, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes)
+    return GroupExchange(
+        op.id, op.collective, op.group, collective_stream(op.group, machine.cluster.node_size), num_bytes
+    )

@@ -90,10 +90,14 @@ def layers(
         machine.check(nano_batch)
     zones = [zone for nano_batch in nano_batches for zone in nano_batch.zones]
     point_to_point = all(pattern_of(zone).traffic is PointToPoint for zone in zones)
-    rounds_apply = point_to_point and not any(nano_batch.moves for nano_batch in nano_batches) and mode.transport == "streams"
+    rounds_apply = (
+        point_to_point and not any(nano_batch.moves for nano_batch in nano_batches) and mode.transport == "streams"
+    )
     check_engine(mode.engine, machine)
     if mode.engine == "rounds" and not rounds_apply:
-        raise ConfigError("the engine 'rounds' runs nano-batches of task tables on streams only; use the engine 'events'")
+        raise ConfigError(
+            "the engine 'rounds' runs nano-batches of task tables on streams only; use the engine 'events'"
+        )
     small = machine.num_ranks <= SMALL or machine.cost.contention.waits
     rounds = rounds_apply and (mode.engine == "rounds" or (mode.engine == "auto" and not small))
     linear = [
@@ -114,7 +118,9 @@ def layers(
 def linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
     """Seconds of one layer's modules outside attention on each rank [R], forward and backward."""
     counts, place = np.unique(linear_tokens(plan), return_inverse=True)
-    forward, backward = (np.array([machine.cost.layer_s(n, backward=b) for n in counts.tolist()])[place] for b in (False, True))
+    forward, backward = (
+        np.array([machine.cost.layer_s(n, backward=b) for n in counts.tolist()])[place] for b in (False, True)
+    )
     return forward * machine.slow(), backward * machine.slow()
 
 
@@ -124,7 +130,11 @@ def _extended(less: Outcome, more: Outcome, times: int) -> Outcome:
     def extended(a: Floats, b: Floats) -> Floats:
         return b + times * (b - a)
 
-    return Outcome(extended(less.end_s, more.end_s), extended(less.compute_s, more.compute_s), extended(less.bytes_moved, more.bytes_moved))
+    return Outcome(
+        extended(less.end_s, more.end_s),
+        extended(less.compute_s, more.compute_s),
+        extended(less.bytes_moved, more.bytes_moved),
+    )
 
 
 def _segments(num_layers: int, mode: PingPongMode, *, backward: bool) -> tuple[Segment, ...]:
@@ -141,7 +151,11 @@ def _is_layer(segment: Segment, num_layers: int) -> bool:
 
 class _Events:
     def __init__(
-        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], mode: PingPongMode
+        self,
+        nano_batches: Sequence[MicrobatchPlan],
+        machine: Machine,
+        linear: Sequence[tuple[Floats, Floats]],
+        mode: PingPongMode,
     ) -> None:
         self.machine, self.linear, self.mode = machine, linear, mode
         self.nano_batches = [_NanoBatch.of(nano_batch, machine, mode) for nano_batch in nano_batches]
@@ -152,7 +166,8 @@ class _Events:
         joint = Phase([()] * ranks, seconds, [list[int]() for _ in range(ranks)], blocks_s)
         steps: list[list[Step]] = [[] for _ in range(ranks)]
         stride = 1 + max(
-            (max(ids, default=-1) for nano_batch in self.nano_batches for ids in nano_batch.phases[backward].exchanges), default=0
+            (max(ids, default=-1) for nano_batch in self.nano_batches for ids in nano_batch.phases[backward].exchanges),
+            default=0,
         )
         for segment in _segments(num_layers, self.mode, backward=backward):
             if segment.part == "linear":
@@ -176,7 +191,10 @@ class _Events:
 
     def _append(self, joint: Phase, steps: list[list[Step]], segment: Segment, first: int, *, backward: bool) -> None:
         """Append every rank's steps of one segment; `first`: added to the ids of its exchanges."""
-        phase, cuts = self.nano_batches[segment.nano_batch].phases[backward], self.nano_batches[segment.nano_batch].cuts[backward]
+        phase, cuts = (
+            self.nano_batches[segment.nano_batch].phases[backward],
+            self.nano_batches[segment.nano_batch].cuts[backward],
+        )
         for rank, (attend, end) in enumerate(cuts):
             whole = len(phase.steps[rank])
             begin, stop = {"start": (0, attend), "attend": (attend, end), "end": (end, whole)}[segment.part]
@@ -217,7 +235,11 @@ class _Rounds:
     """
 
     def __init__(
-        self, nano_batches: Sequence[MicrobatchPlan], machine: Machine, linear: Sequence[tuple[Floats, Floats]], mode: PingPongMode
+        self,
+        nano_batches: Sequence[MicrobatchPlan],
+        machine: Machine,
+        linear: Sequence[tuple[Floats, Floats]],
+        mode: PingPongMode,
     ) -> None:
         self.machine, self.linear, self.mode = machine, linear, mode
         self.tables = [Tables(nano_batch, machine) for nano_batch in nano_batches]

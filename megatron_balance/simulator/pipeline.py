@@ -34,7 +34,8 @@ def order(num_stages: int, stage: int, num_microbatches: int, num_chunks: int = 
     """
     if num_chunks > 1 and num_microbatches % num_stages:
         raise ConfigError(
-            f"interleave {num_chunks}: {num_microbatches} microbatches are not a multiple of {num_stages} pipeline stages; "
+            f"interleave {num_chunks}: {num_microbatches} microbatches are not a multiple of {num_stages} pipeline "
+            "stages; "
             f"use a multiple, or interleave 1"
         )
     total = num_microbatches * num_chunks
@@ -68,7 +69,12 @@ Run = Callable[[int, Pass, Floats], Floats]
 
 
 def run(
-    num_stages: int, num_microbatches: int, num_chunks: int, num_ranks: int, each: Run, transfer: Callable[[int], Floats]
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int,
+    num_ranks: int,
+    each: Run,
+    transfer: Callable[[int], Floats],
 ) -> list[Floats]:
     """Seconds at which each stage's ranks are done with all passes.
 
@@ -86,7 +92,11 @@ def run(
             while at[stage] < len(orders[stage]):
                 step = orders[stage][at[stage]]
                 ready = _ready(
-                    step, step.chunk * num_stages + stage, last, done, transfer(step.microbatch) if num_stages > 1 else clock[stage] * 0
+                    step,
+                    step.chunk * num_stages + stage,
+                    last,
+                    done,
+                    transfer(step.microbatch) if num_stages > 1 else clock[stage] * 0,
                 )
                 if ready is None:
                     break
@@ -94,11 +104,15 @@ def run(
                 done[step.backward, step.chunk * num_stages + stage, step.microbatch] = clock[stage]
                 at[stage] += 1
                 moved = True
-    assert all(place == len(own) for place, own in zip(at, orders, strict=True)), "a pipeline schedule that waits for itself"
+    assert all(place == len(own) for place, own in zip(at, orders, strict=True)), (
+        "a pipeline schedule that waits for itself"
+    )
     return clock
 
 
-def _ready(step: Pass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats) -> Floats | float | None:
+def _ready(
+    step: Pass, place: int, last: int, done: dict[tuple[bool, int, int], Floats], transfer_s: Floats
+) -> Floats | float | None:
     """Seconds at which the input of a pass is there; None: not known yet.
 
     `place`: of its chunk among all chunks of the model.

@@ -60,7 +60,9 @@ def setup_of(options: Mapping[str, Any]) -> Setup:
     return Setup(**options)
 
 
-def simulate_plans(plans: Sequence[StepPlan | MicrobatchPlan], machine: Machine, setup: Setup, perturbation: Perturbation) -> list[Step]:
+def simulate_plans(
+    plans: Sequence[StepPlan | MicrobatchPlan], machine: Machine, setup: Setup, perturbation: Perturbation
+) -> list[Step]:
     """Simulate every plan, each a step, on every machine."""
     machines = list(perturbation.machines(machine))
     return [simulate_step(_microbatches(plan), each, setup) for plan in plans for each in machines]
@@ -83,6 +85,8 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
         "tokens_per_s": sum(step.num_tokens for step in steps) / float(seconds.sum()),
         "phases_s": {name: float(np.mean([step.phases_s[name] for step in steps])) for name in steps[0].phases_s},
         "peak_bytes_per_rank": np.max([step.peak_bytes for step in steps], axis=0).tolist(),
-        "utilisation": {name: float(np.mean([step.utilisation[name] for step in steps])) for name in steps[0].utilisation},
+        "utilisation": {
+            name: float(np.mean([step.utilisation[name] for step in steps])) for name in steps[0].utilisation
+        },
         "kind": "simulated",
     }

@@ -147,7 +147,9 @@ class Ring:
         moving = ~np.isnan(seconds)
         place = np.arange(self.size)
         there = (place + turn.step) % self.size
-        begin = np.maximum(np.maximum(posted, free[turn.link, place]), np.maximum(posted[there], free[turn.link, there]))
+        begin = np.maximum(
+            np.maximum(posted, free[turn.link, place]), np.maximum(posted[there], free[turn.link, there])
+        )
         arrived = np.full(self.size, -np.inf)
         if turn.legs is not None:
             moving &= np.isnan(turn.legs[0][at])
@@ -166,7 +168,10 @@ class Ring:
         hop = np.flatnonzero(~np.isnan(turn.legs[0][at]) & ~np.isnan(turn.seconds[at]))
         there = (hop + turn.step) % self.size
         first = np.maximum(posted[hop], free[DISPATCH, hop]) + turn.legs[0][at, hop]
-        between = np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there])) + turn.legs[1][at, hop]
+        between = (
+            np.maximum(np.maximum(first, free[INTER, hop]), np.maximum(posted[there], free[INTER, there]))
+            + turn.legs[1][at, hop]
+        )
         last = np.maximum(between, free[COMBINE, there]) + turn.legs[2][at, hop]
         free[DISPATCH, hop], free[COMBINE, there] = first, last
         free[INTER, hop], free[INTER, there] = between, between

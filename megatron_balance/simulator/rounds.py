@@ -29,7 +29,9 @@ from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Tables
 from megatron_balance.simulator.work import ADD
 
 
-def play(plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]) -> tuple[Outcome, Outcome]:
+def play(
+    plan: MicrobatchPlan, machine: Machine, policy: Policy, enter_s: tuple[Floats, Floats]
+) -> tuple[Outcome, Outcome]:
     """The forward and the backward of one attention call; `enter_s`: when each rank [num_ranks]
     enters them.
     """
@@ -68,7 +70,9 @@ def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
     rates = np.stack([use.nic_bytes / max(use.end_s - use.begin_s, 1e-12) for use in uses]) / machine.inter.bytes_per_s
     parts: list[Floats] = []
     for index, use in enumerate(uses):
-        overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None) / max(use.end_s - use.begin_s, 1e-12)
+        overlap = np.clip(np.minimum(end, use.end_s) - np.maximum(begin, use.begin_s), 0, None) / max(
+            use.end_s - use.begin_s, 1e-12
+        )
         overlap[index] = 0.0
         others = np.tensordot(overlap, rates, 1)
         fair = rates[index] / np.maximum(rates[index] + others, 1e-12)
@@ -79,7 +83,9 @@ def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
 class _Run:
     """One phase, zone by zone. `taken`: the part of each NIC that each zone has beside the others."""
 
-    def __init__(self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool, taken: list[Floats] | None = None) -> None:
+    def __init__(
+        self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool, taken: list[Floats] | None = None
+    ) -> None:
         self.tables, self.taken = tables, taken
         self.clocks = Clocks(tables, policy, enter_s, backward=backward)
         self.uses: list[_Use] = []
@@ -160,7 +166,9 @@ class _Run:
         holder, owner, tokens = as_array(plan.moves)[:, [Move.SRC, Move.DST, Move.TOKENS]].T
         src, dst = (owner, holder) if remap_in else (holder, owner)
         heads = [(0, plan.num_kv_heads if kind in KEY_SIDE else plan.num_heads) for kind in kinds]
-        return np.concatenate([messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)])
+        return np.concatenate(
+            [messages_from(0, src, dst, kind, own, tokens) for kind, own in zip(kinds, heads, strict=True)]
+        )
 
     def _collective(self, table: ZoneTable, traffic: Collectives) -> None:
         gathers = traffic.gathers

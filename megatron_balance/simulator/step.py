@@ -29,7 +29,16 @@ from megatron_balance.simulator.pipeline import Pass
 from megatron_balance.simulator.received import most_in_a_round
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
 
-PHASES = ("forward_linear", "forward_attention", "backward_linear", "backward_attention", "head", "waiting", "gradient_sync", "optimizer")
+PHASES = (
+    "forward_linear",
+    "forward_attention",
+    "backward_linear",
+    "backward_attention",
+    "head",
+    "waiting",
+    "gradient_sync",
+    "optimizer",
+)
 
 
 @dataclass(slots=True)
@@ -81,7 +90,10 @@ class _Run:
         self.chunks = setup.pipeline * setup.interleave
         self.layers_per_chunk, rest = divmod(machine.model.num_layers, self.chunks)
         if rest:
-            raise ConfigError(f"{machine.model.num_layers} layers of {machine.model.name} cannot be cut into {self.chunks} pipeline chunks")
+            raise ConfigError(
+                f"{machine.model.num_layers} layers of {machine.model.name} cannot be cut into {self.chunks} pipeline "
+                "chunks"
+            )
         known: dict[tuple[str, ...], _Layer] = {}
         self.layers: list[_Layer] = []
         for microbatch in plans:
@@ -121,7 +133,10 @@ class _Run:
         passes = ping_pong.layers(plans, machine, num_layers, mode, experts_s)
         linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + sum(experts_s)
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
-        heads = tuple(np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow() for b in (False, True))
+        heads = tuple(
+            np.array([machine.cost.head_s(n, backward=b) for n in tokens.tolist()]) * machine.slow()
+            for b in (False, True)
+        )
         groups = np.array([coupled(plan) for plan in plans])
         group = np.zeros_like(groups[0]) if (groups != groups[0]).any() else groups[0]
         forward_s, backward_s = (_together(outcome.end_s, group) / num_layers for outcome in passes)
@@ -131,7 +146,9 @@ class _Run:
             Outcome(outcome.end_s, outcome.compute_s / num_layers - linear[b], outcome.bytes_moved / num_layers)
             for b, outcome in enumerate(passes)
         )
-        return _Layer(tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, Call(*attention))
+        return _Layer(
+            tokens, linear[0], linear[1], forward_s, backward_s, (heads[0], heads[1]), group, Call(*attention)
+        )
 
     def step(self) -> Step:
         stages = self._stages()
@@ -163,8 +180,12 @@ class _Run:
             return _together(ready, layer.group) + seconds
 
         def transfer(microbatch: int) -> Floats:
-            link = self.machine.inter if self.machine.cluster.num_nodes > 1 or setup.pipeline > 1 else self.machine.intra
-            return np.array([parallel.stage_transfer_s(model, n, link) for n in self.layers[microbatch].tokens.tolist()])
+            link = (
+                self.machine.inter if self.machine.cluster.num_nodes > 1 or setup.pipeline > 1 else self.machine.intra
+            )
+            return np.array(
+                [parallel.stage_transfer_s(model, n, link) for n in self.layers[microbatch].tokens.tolist()]
+            )
 
         return pipeline.run(setup.pipeline, len(self.plans), setup.interleave, self.machine.num_ranks, each, transfer)
 
@@ -189,12 +210,17 @@ class _Run:
         peak: list[Floats] = []
         for stage in range(setup.pipeline):
             most = np.zeros(self.machine.num_ranks)
-            for each, layer in {id(layer): (each, layer) for each, layer in zip(self.plans, self.layers, strict=True)}.values():
+            for each, layer in {
+                id(layer): (each, layer) for each, layer in zip(self.plans, self.layers, strict=True)
+            }.values():
                 # of both nano-batches at once, also where they are replayed
                 received = [self._received(plan) for plan in parts_of(each)]
                 pairs = np.stack([layer.tokens, np.sum(received, axis=0)], 1)
                 kinds, place = np.unique(pairs, axis=0, return_inverse=True)
-                sizes = [memory.rank_memory(model, held, got, self.around.sharding(stage), holding).total for held, got in kinds.tolist()]
+                sizes = [
+                    memory.rank_memory(model, held, got, self.around.sharding(stage), holding).total
+                    for held, got in kinds.tolist()
+                ]
                 most = np.maximum(most, np.array(sizes)[place.reshape(-1)])
             peak.append(most)
         return np.concatenate(peak)

@@ -97,8 +97,8 @@ class Streams(Links):
         self.together.append(_Together(each.taken(self.machine), calls, len(calls)))
 
     def _line_up(self, rank: int, started: Sequence[int]) -> None:
-        """Line up the calls of a rank to wait for one another, stream by stream and leg by leg; and for
-        the compute stream.
+        """Line up the calls of a rank to wait for one another, stream by stream and leg by leg; and
+        for the compute stream.
         """
         last: dict[str, _Call] = {}
         for exchange in started:

@@ -112,7 +112,9 @@ class Tables:
             holders = remote[remote[:, RemoteHeld.ZONE] == index, RemoteHeld.HOLDER] if len(remote) else remote[:, 0]
             waits = np.isin(rounds.ranks, holders)
             launch = rounds.launches.of_round + self._add(rounds.launches)
-            self.zones.append(ZoneTable(index, rounds.ranks, launch, self._traffic(rounds.traffic), waits, waits.copy()))
+            self.zones.append(
+                ZoneTable(index, rounds.ranks, launch, self._traffic(rounds.traffic), waits, waits.copy())
+            )
         self.first_hops: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
         """Messages that the remap's first exchange carries beside those of the moves: first hops
         that owners make.

@@ -56,7 +56,9 @@ class TickTimes:
         return float(self.compute_s.mean() / self.step_s)
 
 
-def simulate_ticks(ticks: Sequence[TickPlan], machine: Machine, setup: Setup = PLAIN, second: Sequence[TickPlan] = ()) -> TickTimes:
+def simulate_ticks(
+    ticks: Sequence[TickPlan], machine: Machine, setup: Setup = PLAIN, second: Sequence[TickPlan] = ()
+) -> TickTimes:
     """Simulate the ticks of a step.
 
     Args:
@@ -115,7 +117,8 @@ class _Run:
             raise ConfigError(f"the ticks are of {num_stages} pipeline stages, the setup has {setup.pipeline}")
         if rest or spare:
             raise ConfigError(
-                f"{machine.model.num_layers} layers of {machine.model.name} on {machine.num_ranks} ranks cannot be cut into {chunks} "
+                f"{machine.model.num_layers} layers of {machine.model.name} on {machine.num_ranks} ranks cannot be "
+                f"cut into {chunks} "
                 f"chunks on {num_stages} pipeline stages"
             )
         self.known: dict[tuple[tuple[int | None, ...], bool], _Pass] = {}
@@ -132,7 +135,9 @@ class _Run:
             clock = _together(clock, [coupled(plan) for plan in plans]) + layers.seconds + head
             busy += layers.compute_s + head
             bytes_moved += layers.bytes_moved
-            for name, seconds in zip((*_PHASES[one.tick.backward], "head"), (layers.linear_s, layers.attention_s, head), strict=True):
+            for name, seconds in zip(
+                (*_PHASES[one.tick.backward], "head"), (layers.linear_s, layers.attention_s, head), strict=True
+            ):
                 phases[name] += seconds
             done = clock
             clock = self._passed_on(one.tick, plans, clock)
@@ -145,7 +150,9 @@ class _Run:
         if key not in self.known:
             forward, backward = self._both(plans)
             self.known[tick.microbatches, False] = forward
-            self.known[tick.microbatches, True] = backward.after(forward) if self.setup.recompute == "full" else backward
+            self.known[tick.microbatches, True] = (
+                backward.after(forward) if self.setup.recompute == "full" else backward
+            )
         return self.known[key]
 
     def _both(self, plans: Sequence[MicrobatchPlan]) -> list[_Pass]:
@@ -180,7 +187,9 @@ class _Run:
         cell = tick.cells[-1]
         if cell is not None and cell.chunk == self.setup.interleave - 1:
             tokens = sum(linear_tokens(plan)[-self.size :] for plan in plans)
-            seconds[-self.size :] = [self.machine.cost.head_s(n, backward=tick.backward) for n in np.asarray(tokens).tolist()]
+            seconds[-self.size :] = [
+                self.machine.cost.head_s(n, backward=tick.backward) for n in np.asarray(tokens).tolist()
+            ]
         return seconds * self.machine.slow()
 
     def _passed_on(self, tick: Tick, plans: Sequence[MicrobatchPlan], clock: Floats) -> Floats:

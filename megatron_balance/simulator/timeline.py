@@ -33,18 +33,28 @@ def timeline(plan: MicrobatchPlan, machine: Machine, policy: Policy = "keep") ->
         ConfigError: more ranks than can be traced.
     """
     if machine.num_ranks > MOST_RANKS:
-        raise ConfigError(f"a trace of {machine.num_ranks} ranks is too large to open; trace at most {MOST_RANKS}, with --ranks")
+        raise ConfigError(
+            f"a trace of {machine.num_ranks} ranks is too large to open; trace at most {MOST_RANKS}, with --ranks"
+        )
     tokens, slow = linear_tokens(plan).tolist(), machine.slow()
-    linear = tuple(np.array([machine.cost.layer_s(n, backward=backward) for n in tokens]) * slow for backward in (False, True))
+    linear = tuple(
+        np.array([machine.cost.layer_s(n, backward=backward) for n in tokens]) * slow for backward in (False, True)
+    )
     call = events(plan, machine, policy, (linear[0], linear[1]), trace=True)
     second = float(call.forward.end_s.max())
     spans = [*_linear(linear[0], "forward"), *(_span(each, "forward", 0.0) for each in call.forward.occupied)]
-    spans += [*_linear(linear[1], "backward", second), *(_span(each, "backward", second) for each in call.backward.occupied)]
+    spans += [
+        *_linear(linear[1], "backward", second),
+        *(_span(each, "backward", second) for each in call.backward.occupied),
+    ]
     return {"traceEvents": [*_names(spans, machine), *_numbered(spans)], "displayTimeUnit": "ms"}
 
 
 def _linear(seconds: Floats, phase: str, offset_s: float = 0.0) -> list[dict[str, Any]]:
-    return [_span(Occupied(rank, "compute", "linear", -1, 0.0, s), phase, offset_s) for rank, s in enumerate(seconds.tolist())]
+    return [
+        _span(Occupied(rank, "compute", "linear", -1, 0.0, s), phase, offset_s)
+        for rank, s in enumerate(seconds.tolist())
+    ]
 
 
 def _span(each: Occupied, phase: str, offset_s: float) -> dict[str, Any]:
@@ -63,7 +73,9 @@ def _span(each: Occupied, phase: str, offset_s: float) -> dict[str, Any]:
 
 def _tracks(spans: list[dict[str, Any]]) -> dict[tuple[int, str], int]:
     """A number for every stream of every rank, "compute" first."""
-    tracks = sorted({(span["pid"], span["tid"]) for span in spans}, key=lambda track: (track[0], track[1] != "compute", track[1]))
+    tracks = sorted(
+        {(span["pid"], span["tid"]) for span in spans}, key=lambda track: (track[0], track[1] != "compute", track[1])
+    )
     first: dict[int, int] = {}
     for at, (rank, _) in enumerate(tracks):
         first.setdefault(rank, at)
@@ -78,7 +90,13 @@ def _numbered(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _names(spans: list[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
     node = machine.cluster.node_size
     ranks = [
-        {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}, node {rank // node}"}}
+        {
+            "name": "process_name",
+            "ph": "M",
+            "pid": rank,
+            "tid": 0,
+            "args": {"name": f"rank {rank}, node {rank // node}"},
+        }
         for rank in range(machine.num_ranks)
     ]
     streams = [

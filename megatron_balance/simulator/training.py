@@ -1,5 +1,5 @@
-"""A planned step as training would run it, on clocks: microbatches whole or as two nano-batches (docs/adr/0013), pipeline stages each
-for itself or attending together (docs/adr/0014).
+"""A planned step as training would run it, on clocks: microbatches whole or as two nano-batches
+(docs/adr/0013), pipeline stages each for itself or attending together (docs/adr/0014).
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
     queries = _distinct(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
         return Launches(
-            kernel, merging * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()])
+            kernel,
+            merging
+            * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
         )
     keys = _distinct(pairs[:, Pair.KEY], launch, len(merging))
     sizes = machine.payload.row_bytes

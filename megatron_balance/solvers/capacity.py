@@ -20,8 +20,10 @@ def check_each(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
     seq = max(range(len(lengths)), key=lambda s: (lengths[s], -s))
     if lengths[seq] > pool_tokens:
         raise InfeasibleError(
-            f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of {tokens_per_rank} tokens; "
-            f"{num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold {pool_tokens}). Use more ranks, raise "
+            f"sequence {seq} has {lengths[seq]} tokens and needs {-(-lengths[seq] // tokens_per_rank)} ranks of "
+            f"{tokens_per_rank} tokens; "
+            f"{num_ranks} are available ({num_ranks} ranks x {tokens_per_rank} tokens hold {pool_tokens}). Use more "
+            "ranks, raise "
             f"--tokens-per-rank (tokens_per_rank) to at least {-(-lengths[seq] // num_ranks)}, or cut the sequence"
         )
 
@@ -38,7 +40,8 @@ def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
     if tokens_per_rank is None or total <= num_ranks * tokens_per_rank:
         return
     raise InfeasibleError(
-        f"the batch has {total} tokens; {num_ranks} ranks x {tokens_per_rank} tokens hold {num_ranks * tokens_per_rank}. "
+        f"the batch has {total} tokens; {num_ranks} ranks x {tokens_per_rank} tokens hold "
+        f"{num_ranks * tokens_per_rank}. "
         f"Use at least {-(-total // tokens_per_rank)} ranks, "
         f"raise --tokens-per-rank (tokens_per_rank) to at least {-(-total // num_ranks)}, or plan a smaller batch"
     )

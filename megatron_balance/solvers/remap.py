@@ -95,14 +95,20 @@ def _moves(problem: Problem, solver: Solver) -> Ints:
 
 @cache
 def _warn_once(solver: Solver, reason: str) -> None:
-    log.warning("remapping: solver %r gives no answer: %s; the exact solver, whose cost is the same, takes over", solver, reason)
+    log.warning(
+        "remapping: solver %r gives no answer: %s; the exact solver, whose cost is the same, takes over", solver, reason
+    )
 
 
 def _check(held: Ints, node_size: int, intra_s: float, inter_s: float, align: int) -> None:
     if held.ndim != 1 or not len(held) or held.min() < 0:
-        raise ConfigError(f"remapping: tokens held by each rank must be one count of 0 or more per rank, got {held.tolist()}")
+        raise ConfigError(
+            f"remapping: tokens held by each rank must be one count of 0 or more per rank, got {held.tolist()}"
+        )
     if node_size < 1 or align < 1:
-        raise ConfigError(f"remapping: a node has at least 1 rank and align is at least 1, got node_size={node_size}, align={align}")
+        raise ConfigError(
+            f"remapping: a node has at least 1 rank and align is at least 1, got node_size={node_size}, align={align}"
+        )
     for name, cost in (("intra_s", intra_s), ("inter_s", inter_s)):
         if not (math.isfinite(cost) and cost >= 0):
             raise ConfigError(f"remapping: {name} must be a finite cost per token of 0 or more, got {cost}")

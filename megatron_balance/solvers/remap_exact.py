@@ -25,8 +25,12 @@ def solve(problem: Problem) -> Ints:
     surplus, deficit = _by_node(problem.surplus, problem.node_size), _by_node(problem.deficit, problem.node_size)
     inside = np.minimum(surplus.sum(axis=1), deficit.sum(axis=1))
     sent = _fill_fairly(surplus, inside, problem.intra)
-    received = _fill_fairly(deficit, inside, problem.intra) if problem.sides == "both" else _fill_in_order(deficit, inside)
-    return np.concatenate([_match(sent.ravel(), received.ravel()), _match((surplus - sent).ravel(), (deficit - received).ravel())])
+    received = (
+        _fill_fairly(deficit, inside, problem.intra) if problem.sides == "both" else _fill_in_order(deficit, inside)
+    )
+    return np.concatenate(
+        [_match(sent.ravel(), received.ravel()), _match((surplus - sent).ravel(), (deficit - received).ravel())]
+    )
 
 
 def _by_node(counts: Ints, node_size: int) -> Ints:

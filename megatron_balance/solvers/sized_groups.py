@@ -104,7 +104,11 @@ def _within(problem: Problem, most_s: float) -> Groups | None:
         tokens, seconds = problem.tokens[item], problem.seconds[item]
         fits = [g for g, i in enumerate(sizes) if tokens <= free_tokens[g] and time_s[g] + seconds[i] <= most_s]
         if fits:
-            group = max(fits, key=lambda g: (time_s[g] + seconds[sizes[g]], -g)) if most_s < inf else min(fits, key=time_s.__getitem__)
+            group = (
+                max(fits, key=lambda g: (time_s[g] + seconds[sizes[g]], -g))
+                if most_s < inf
+                else min(fits, key=time_s.__getitem__)
+            )
         else:
             size = next((i for i in problem.allowed(item, most_s) if problem.sizes[i] <= free), None)
             if size is None:
@@ -202,7 +206,11 @@ def bucket(tokens: Sequence[int], num_buckets: int) -> list[list[int]]:
 
 
 def _best_begins(
-    before: Sequence[int], excess: Callable[[int, int], int], begins: list[int], sums: list[int], span: tuple[int, int, int, int]
+    before: Sequence[int],
+    excess: Callable[[int, int], int],
+    begins: list[int],
+    sums: list[int],
+    span: tuple[int, int, int, int],
 ) -> None:
     """For each end in [low, high] the begin of its last run in [first, last] with the least sum:
     begins ascend with ends, so halve.
@@ -226,7 +234,9 @@ class _Program:
         self.seconds = [problem.seconds[item] for item in largest]
         self.tokens = [problem.tokens[item] for item in largest]
         self.group_sizes = [i for i, size in enumerate(problem.sizes) for _ in range(self._most_groups(i, size))]
-        self.takes = [(q, p) for p, i in enumerate(self.group_sizes) for q in range(len(buckets)) if i in self.allowed[q]]
+        self.takes = [
+            (q, p) for p, i in enumerate(self.group_sizes) for q in range(len(buckets)) if i in self.allowed[q]
+        ]
         self.num_variables = 1 + len(self.group_sizes) + len(self.takes)
 
     def _most_groups(self, index: int, size: int) -> int:
@@ -245,7 +255,9 @@ class _Program:
             optimize = importlib.import_module("scipy.optimize")
             sparse = importlib.import_module("scipy.sparse")
         except ImportError:
-            raise NoSolverError("SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'") from None
+            raise NoSolverError(
+                "SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'"
+            ) from None
         rows = self._rows()
         entries = [(i, column, value) for i, (_, _, row) in enumerate(rows) for column, value in row]
         matrix = sparse.coo_matrix(
@@ -257,7 +269,9 @@ class _Program:
             c=[1.0] + [0.0] * (self.num_variables - 1),
             integrality=[0] + [1] * (self.num_variables - 1),
             bounds=optimize.Bounds(0.0, most),
-            constraints=optimize.LinearConstraint(matrix.tocsr(), [low for low, _, _ in rows], [high for _, high, _ in rows]),
+            constraints=optimize.LinearConstraint(
+                matrix.tocsr(), [low for low, _, _ in rows], [high for _, high, _ in rows]
+            ),
             options={"node_limit": nodes, "mip_rel_gap": TOLERANCE},
         )
         if result.x is None:

@@ -25,7 +25,9 @@ class Binder:
     device: torch.device
     kernel: str = "auto"
 
-    def bind(self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES) -> Bound:
+    def bind(
+        self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES
+    ) -> Bound:
         """Bind `plan` for this rank. Arguments and errors as for `runtime.bind.bind`."""
         return bind(
             plan,
@@ -48,7 +50,9 @@ class BoundTicks:
     last.
     """
 
-    def __init__(self, binder: Binder, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]) -> None:
+    def __init__(
+        self, binder: Binder, nano_batches: Sequence[Sequence[TickPlan]], phases_of: Mapping[bool, frozenset[PhaseName]]
+    ) -> None:
         """Note the phases of each plan; `take` binds.
 
         Args:
@@ -61,7 +65,9 @@ class BoundTicks:
         self._last = {planned.tick.microbatches: number for number, planned in enumerate(nano_batches[0])}
         self._phases: dict[tuple[int | None, ...], frozenset[PhaseName]] = {}
         for tick in (planned.tick for planned in nano_batches[0]):
-            self._phases[tick.microbatches] = self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
+            self._phases[tick.microbatches] = (
+                self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
+            )
         self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
         self.counters: list[Counters] = []
         """Of every plan bound so far."""
@@ -70,7 +76,9 @@ class BoundTicks:
         """The bound plans of tick `number`, by nano-batch; they are asked for in order."""
         key = self._nano_batches[0][number].tick.microbatches
         if key not in self._bound:
-            self._bound[key] = tuple(self._bind(ticks[number], nano_batch) for nano_batch, ticks in enumerate(self._nano_batches))
+            self._bound[key] = tuple(
+                self._bind(ticks[number], nano_batch) for nano_batch, ticks in enumerate(self._nano_batches)
+            )
             self.counters += [bound.counters for bound in self._bound[key]]
         return self._bound.pop(key) if self._last[key] == number else self._bound[key]
 

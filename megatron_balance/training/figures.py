@@ -90,7 +90,8 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
     seconds = [
-        max(cost.attention_s(p) + cost.linear_s(t) for p, t in zip(ps, ts, strict=True)) for ps, ts in zip(pairs, tokens, strict=True)
+        max(cost.attention_s(p) + cost.linear_s(t) for p, t in zip(ps, ts, strict=True))
+        for ps, ts in zip(pairs, tokens, strict=True)
     ]
     buffers = job.pool.joint.buffers
     record: Json = {
@@ -137,17 +138,25 @@ def tick_figures(nano_batches: Sequence[Sequence[TickPlan]], model: Model, cost:
     forward = [of_tick for one, of_tick in zip(ticks, each, strict=True) if not one.tick.backward]
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
-    seconds = [max(map(cost.attention_s, ps)) + max(map(cost.linear_s, ts)) for ps, ts in zip(pairs.tolist(), tokens.tolist(), strict=True)]
+    seconds = [
+        max(map(cost.attention_s, ps)) + max(map(cost.linear_s, ts))
+        for ps, ts in zip(pairs.tolist(), tokens.tolist(), strict=True)
+    ]
     layers = model.num_layers / (len(ticks[0].tick.cells) * num_chunks)
     passes = [BACKWARD if one.tick.backward else 1 for one in ticks]
     return {
         "planner": ticks[0].plan.planner,
         "num_ticks": len(nano_batches[0]),
         "kv_tokens_received": sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in forward) / num_chunks,
-        "kv_tokens_received_inter_node": sum(float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward) / num_chunks,
+        "kv_tokens_received_inter_node": sum(
+            float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in forward
+        )
+        / num_chunks,
         "routed_transfers": sum(f["routed_transfers"] for f in forward),
         "bytes_sent_per_nic": (np.sum([f["bytes_sent_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
-        "bytes_received_per_nic": (np.sum([f["bytes_received_per_nic"] for f in forward], axis=0) / num_chunks).tolist(),
+        "bytes_received_per_nic": (
+            np.sum([f["bytes_received_per_nic"] for f in forward], axis=0) / num_chunks
+        ).tolist(),
         # All ranks meet twice in every layer of a tick, before attention and behind it.
         "predicted_ms": 1e3 * layers * sum(n * s for n, s in zip(passes, seconds, strict=True)),
         "attention": pairs,

@@ -84,12 +84,15 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
     if failed:
         if isinstance(failure, BalanceError):
             raise failure
-        raise DataError(f"ranks {failed} could not read their microbatches; the reason is in the log of each") from failure
+        raise DataError(
+            f"ranks {failed} could not read their microbatches; the reason is in the log of each"
+        ) from failure
     first, last = rows[: pool.size], rows[-pool.size :]
     if not np.array_equal(first, last):
         differing = [pool.joint.ranks[rank] for rank in np.flatnonzero((first != last).any(axis=1))]
         raise DataError(
-            f"ranks {differing} and their peers on the last pipeline stage read different samples; give all ranks the same data set"
+            f"ranks {differing} and their peers on the last pipeline stage read different samples; give all ranks the "
+            "same data set"
         )
 
 

@@ -75,7 +75,9 @@ class StepLog:
                 (folder / CONFIG_FILE).write_text(target.config, encoding="utf-8")
                 self._file = (folder / STEPS_FILE).open("a", encoding="utf-8")
             except OSError as error:
-                raise ConfigError(f"folder of the step log, {folder}: cannot be written ({error.strerror}); name another one") from None
+                raise ConfigError(
+                    f"folder of the step log, {folder}: cannot be written ({error.strerror}); name another one"
+                ) from None
 
     def describe(self, job: Job, device: torch.device) -> None:
         """Tell the log what no step changes. `device`: that the process groups work on."""
@@ -162,7 +164,9 @@ _COUNTERS = tuple(field.name for field in fields(Counters))
 
 def _table(counters: Sequence[Counters]) -> Ints:
     """Counters of one rank [M, counters] int64."""
-    return np.array([[getattr(c, name) for name in _COUNTERS] for c in counters], dtype=np.int64).reshape(-1, len(_COUNTERS))
+    return np.array([[getattr(c, name) for name in _COUNTERS] for c in counters], dtype=np.int64).reshape(
+        -1, len(_COUNTERS)
+    )
 
 
 def _counted(table: Ints) -> Json:
@@ -172,7 +176,10 @@ def _counted(table: Ints) -> Json:
     """
     sums = table.sum(axis=1)
     kernel_calls = sums[:, _COUNTERS.index("kernel_calls")]
-    return {"kernel_calls": float(kernel_calls.mean()), "counters": {name: sums[:, at].tolist() for at, name in enumerate(_COUNTERS)}}
+    return {
+        "kernel_calls": float(kernel_calls.mean()),
+        "counters": {name: sums[:, at].tolist() for at, name in enumerate(_COUNTERS)},
+    }
 
 
 def _number(value: float | torch.Tensor | None) -> float | None:
@@ -180,7 +187,11 @@ def _number(value: float | torch.Tensor | None) -> float | None:
 
 
 def _scalars(record: Json) -> list[tuple[str, float]]:
-    flat = [(f"{name}/{of}", value) for name in ("imbalance_before", "imbalance_after") for of, value in record[name].items()]
+    flat = [
+        (f"{name}/{of}", value)
+        for name in ("imbalance_before", "imbalance_after")
+        for of, value in record[name].items()
+    ]
     names = (
         *("kv_tokens_received", "remapped_tokens", "routed_transfers", "kernel_calls", "num_sequences", "num_tokens"),
         *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),
@@ -191,7 +202,8 @@ def _scalars(record: Json) -> list[tuple[str, float]]:
 def _log_line(record: Json) -> None:
     before_, after = record["imbalance_before"], record["imbalance_after"]
     log.info(
-        "step %d: %s, %d sequences, %d tokens, imbalance tokens %.3f -> %.3f, attention %.3f -> %.3f, %d tokens remapped, "
+        "step %d: %s, %d sequences, %d tokens, imbalance tokens %.3f -> %.3f, attention %.3f -> %.3f, %d tokens "
+        "remapped, "
         "%d transfers routed, plan %.1f ms (waited %.1f), step %.0f ms (predicted compute %.2f)",
         record["step"],
         record["planner"],

@@ -1,4 +1,5 @@
-"""Plans for the steps of a training job: ahead of time where the coming lengths are known, on the spot otherwise.
+"""Plans for the steps of a training job: ahead of time where the coming lengths are known, on the
+spot otherwise.
 
 What a trainer knows comes in as callables: samples consumed, microbatches of a step, lengths of a
 sample, and how ranks compare a fingerprint.
@@ -31,7 +32,9 @@ ALWAYS_AGREE = 3
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The plan of one step. `plan_s`: seconds of planning, wherever it ran; `wait_s`: of them, how long the step waited."""
+    """The plan of one step. `plan_s`: seconds of planning, wherever it ran; `wait_s`: of them, how
+    long the step waited.
+    """
 
     step: StepPlan
     plan_s: float
@@ -75,8 +78,8 @@ class PlannedStep:
 class Samples:
     """The training samples of a pool, dealt in order: `per_microbatch` to each microbatch.
 
-    `lengths`: of the sequences of one sample, known without reading it; None: they are not ours, and
-    nothing is planned ahead.
+    `lengths`: of the sequences of one sample, known without reading it; None: they are not ours,
+    and nothing is planned ahead.
     """
 
     consumed: Callable[[], int]
@@ -110,7 +113,9 @@ class StepPlans:
         ahead: PlanAhead | None = None,
         evaluation: bool = False,
     ) -> None:
-        """Plan by `planner`, ahead in the process `ahead` if there is one; `agree` is collective over all ranks that plan."""
+        """Plan by `planner`, ahead in the process `ahead` if there is one; `agree` is collective
+        over all ranks that plan.
+        """
         self._planner = planner
         self._samples = samples
         self._agree = agree
@@ -143,7 +148,9 @@ class StepPlans:
         return planned
 
     def keep_carry(self) -> Carry:
-        """End the last step: what it carries is what the next one is planned with, and what a checkpoint saves."""
+        """End the last step: what it carries is what the next one is planned with, and what a
+        checkpoint saves.
+        """
         if self._last is not None:
             self._carry = self._last[2].carry
         return self._carry
@@ -173,7 +180,9 @@ class StepPlans:
         return PlannedStep(step, seconds, seconds, carry)
 
     def _from_ahead(self, ahead: PlanAhead, consumed: int, lengths: Lengths) -> PlannedStep:
-        """The plan made ahead, if it is one of these lengths and of this carry; else one made now. Asks for the coming steps."""
+        """The plan made ahead, if it is one of these lengths and of this carry; else one made now.
+        Asks for the coming steps.
+        """
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
         if ready is not None and ready.step is not None and expected == lengths and ready.before == self._carry:
@@ -186,7 +195,8 @@ class StepPlans:
         if not intact:  # what was asked for follows another carry, or nothing
             ahead.forget()
             self._expected.clear()
-        # Not this step: the first one after a start or a resume is planned on the spot, not waited for.
+        # Not this step: the first one after a start or a resume is planned on the spot, not waited
+        # for.
         size = self._samples.num_microbatches() * self._samples.per_microbatch
         carry = None if intact else planned.carry
         for first in range(consumed + size, consumed + (HORIZON + 1) * size, size):
@@ -200,7 +210,8 @@ class StepPlans:
     def _warn_of_other_lengths(self, consumed: int) -> None:
         if not self._warned:
             log.warning(
-                "planning ahead expected other lengths than the data iterator brought at sample %d; planning on the spot. "
+                "planning ahead expected other lengths than the data iterator brought at sample %d; planning on the "
+                "spot. "
                 "Is the order of samples not sequential?",
                 consumed,
             )
@@ -215,6 +226,7 @@ def _check_dealt(step: StepPlan, lengths: Lengths, planner: str) -> None:
     """
     if tuple(tuple(sorted(chain.from_iterable(microbatch))) for microbatch in step.members) != dealt(lengths):
         raise ConfigError(
-            f"planner {planner} moves sequences to other microbatches or steps than the data loader dealt them to, and training does "
+            f"planner {planner} moves sequences to other microbatches or steps than the data loader dealt them to, "
+            "and training does "
             "not move their tokens there yet; choose a planner that keeps microbatches as dealt, or simulate this one"
         )

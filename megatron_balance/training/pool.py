@@ -110,7 +110,9 @@ class Membership:
         return cls(tuple(dist.get_process_group_ranks(group)), replica=group.rank())
 
 
-def make_pool(mine: Membership, ranks_per_node: int | None = None, sms: Mapping[str, int] | None = None, *, joint: bool = False) -> Pool:
+def make_pool(
+    mine: Membership, ranks_per_node: int | None = None, sms: Mapping[str, int] | None = None, *, joint: bool = False
+) -> Pool:
     """Make the process groups of all pools, and return this rank's pool.
 
     Collective over the world, once.
@@ -131,19 +133,29 @@ def make_pool(mine: Membership, ranks_per_node: int | None = None, sms: Mapping[
     everyone: list[Membership] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     nodes: list[int | str] = (
-        [each.host for each in everyone] if ranks_per_node is None else [rank // ranks_per_node for rank in range(len(everyone))]
+        [each.host for each in everyone]
+        if ranks_per_node is None
+        else [rank // ranks_per_node for rank in range(len(everyone))]
     )
     pools = sorted({each.pool for each in everyone})
     per_node = {pool: node_size([nodes[rank] for rank in pool], pool) for pool in pools}
     if len(set(per_node.values())) > 1:
-        raise ConfigError(f"pools hold different numbers of ranks per node: {sorted(set(per_node.values()))}; set cluster.ranks_per_node")
+        raise ConfigError(
+            f"pools hold different numbers of ranks per node: {sorted(set(per_node.values()))}; set "
+            "cluster.ranks_per_node"
+        )
     size = per_node[mine.pool]
     replicas = tuple(everyone[rank].replica for rank in mine.pool)
     first = {everyone[rank].replica: at for at, rank in enumerate(mine.pool) if everyone[rank].reads}
     readers = tuple(first[replica] for replica in sorted(first))
     if len(mine.stages) <= 1:
         return Pool(make_groups(pools, size, sms=sms), size, replicas, readers)
-    joints = sorted({tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage) for pool in pools})
+    joints = sorted(
+        {
+            tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage)
+            for pool in pools
+        }
+    )
     joint_size = _common_node_size(joints, nodes)
     if joint:
         groups, joint_groups = _plain_groups(pools), make_groups(joints, joint_size, sms=sms)
@@ -180,7 +192,8 @@ def node_size(nodes: Sequence[int | str], ranks: Sequence[int]) -> int:
     if len(set(counts.values())) > 1 or changes + 1 != len(counts):
         shown = ", ".join(f"{node}: {count}" for node, count in counts.items())
         raise ConfigError(
-            f"ranks {list(ranks)} lie on nodes unevenly or not node by node ({shown}); start the same number of ranks on every node, "
+            f"ranks {list(ranks)} lie on nodes unevenly or not node by node ({shown}); start the same number of ranks "
+            "on every node, "
             "or set cluster.ranks_per_node in the configuration"
         )
     return next(iter(counts.values()))

@@ -52,7 +52,9 @@ class TokenExchange:
         """By microbatch: tokens of this rank."""
         self._known: _Routes | None = None
 
-    def to_ranks(self, mine: Sequence[Sequences], num_columns: int, tensor_parallel: TensorParallel, device: torch.device) -> list[Tensor]:
+    def to_ranks(
+        self, mine: Sequence[Sequences], num_columns: int, tensor_parallel: TensorParallel, device: torch.device
+    ) -> list[Tensor]:
         """Rows [T, C] int64 of this rank by microbatch, in the order of its layouts.
 
         Collective over the pool and the tensor-parallel group. Zeros on a pipeline stage that has
@@ -137,7 +139,13 @@ class TokenExchange:
         """
         none = np.empty(0, dtype=np.int64)
         sources = np.concatenate(
-            [none, *(owners[rows[:, Fragment.SEQ]] for owners, rows in zip(self._shared.owners, self.layouts, strict=True))]
+            [
+                none,
+                *(
+                    owners[rows[:, Fragment.SEQ]]
+                    for owners, rows in zip(self._shared.owners, self.layouts, strict=True)
+                ),
+            ]
         )
         sizes = np.concatenate([none, *(rows[:, Fragment.STOP] - rows[:, Fragment.START] for rows in self.layouts)])
         order = np.argsort(sources, kind="stable")

@@ -96,15 +96,20 @@ def build(prefix: str, files: Iterable[Path], max_bytes: int | None = None, limi
                     continue
                 content = path.read_bytes()
             except OSError as error:
-                raise DataError(f"{path}: cannot be read ({error.strerror}); leave it out or mend its permissions") from error
+                raise DataError(
+                    f"{path}: cannot be read ({error.strerror}); leave it out or mend its permissions"
+                ) from error
             if not content:
                 empty += 1
                 continue
-            writer.add_document(np.append(np.frombuffer(content, dtype=np.uint8).astype(TOKEN_TYPE), np.uint16(END_OF_DOCUMENT)))
+            writer.add_document(
+                np.append(np.frombuffer(content, dtype=np.uint8).astype(TOKEN_TYPE), np.uint16(END_OF_DOCUMENT))
+            )
             documents += 1
             tokens += len(content) + 1
         if not documents:
             raise DataError(
-                f"{prefix}: no document left to write, {empty} files were empty and {too_large} larger than --max-bytes {max_bytes}"
+                f"{prefix}: no document left to write, {empty} files were empty and {too_large} larger than "
+                f"--max-bytes {max_bytes}"
             )
     return BuildReport(documents, tokens, empty, too_large, beyond_limit)

@@ -27,7 +27,9 @@ ASPECT = (0.96, 1.04)
 
 LOW_RESOLUTION = "g32b32i256f1s0"
 MIXED_RESOLUTION = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
-IMAGES_AND_VIDEOS = "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
+IMAGES_AND_VIDEOS = (
+    "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
+)
 """Table 1's three workloads, for 32 GPUs."""
 
 _CODE = re.compile(r"g(\d+)b(\d+)i(\d+)f(\d+)s([01])")
@@ -66,14 +68,19 @@ def parse(text: str) -> tuple[DataCode, ...]:
         match = _CODE.fullmatch(word.strip())
         if not match:
             raise ConfigError(
-                f"data code {word.strip()!r}: expected g{{GPUs}}b{{samples}}i{{pixels}}f{{frames}}s{{0|1}}, such as g8b4i256f1s0"
+                f"data code {word.strip()!r}: expected g{{GPUs}}b{{samples}}i{{pixels}}f{{frames}}s{{0|1}}, such as "
+                "g8b4i256f1s0"
             )
         gpus, samples, pixels, frames, clip = (int(number) for number in match.groups())
         if not gpus or not samples or not frames or not pixels or pixels % PATCH_PIXELS:
-            raise ConfigError(f"data code {word.strip()!r}: GPUs, samples and frames are at least 1, pixels a multiple of {PATCH_PIXELS}")
+            raise ConfigError(
+                f"data code {word.strip()!r}: GPUs, samples and frames are at least 1, pixels a multiple of "
+                f"{PATCH_PIXELS}"
+            )
         if clip and frames % CLIP_FRAMES:
             raise ConfigError(
-                f"data code {word.strip()!r}: a clip's frames are a multiple of {CLIP_FRAMES}, which become {CLIP_LATENTS} each"
+                f"data code {word.strip()!r}: a clip's frames are a multiple of {CLIP_FRAMES}, which become "
+                f"{CLIP_LATENTS} each"
             )
         codes.append(DataCode(gpus, samples, pixels, frames, bool(clip)))
     return tuple(codes)

@@ -61,7 +61,10 @@ def document_lengths(name: str) -> Lengths:
     elif path.with_name(path.name + ".idx").is_file():
         lengths = read_index(base).document_lengths
     else:
-        raise ConfigError(f"--dataset {name}: no such file or folder; a corpus (.idx), JSONL, or a folder or file of .parquet or .arrow")
+        raise ConfigError(
+            f"--dataset {name}: no such file or folder; a corpus (.idx), JSONL, or a folder or file of .parquet or "
+            ".arrow"
+        )
     lengths = lengths[lengths > 0]
     if not len(lengths):
         raise DataError(f"{base}: holds no document with tokens")
@@ -79,7 +82,8 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
             raise DataError(f"{path}:{number}: not JSON ({error})") from error
         if isinstance(value, list):  # a JSON file of lengths, as --lengths-file takes them
             lengths += [
-                _checked(int, length, f"{path}:{number}: length {place}") for place, length in enumerate(cast("list[object]", value))
+                _checked(int, length, f"{path}:{number}: length {place}")
+                for place, length in enumerate(cast("list[object]", value))
             ]
             continue
         row = cast("dict[str, Any]", value if isinstance(value, dict) else {"length": value})
@@ -124,7 +128,9 @@ def _counter(example: object, column: str, where: str) -> Callable[[Any], int]:
         case list():
             return len
         case _:
-            raise ConfigError(f"{where}: column {column!r} holds {type(example).__name__}; expected whole numbers, token ids or text")
+            raise ConfigError(
+                f"{where}: column {column!r} holds {type(example).__name__}; expected whole numbers, token ids or text"
+            )
 
 
 def _text_tokens(text: str) -> int:
@@ -134,7 +140,10 @@ def _text_tokens(text: str) -> int:
 def _checked(count: Callable[[Any], int], value: object, where: str) -> int:
     kind = {int: int, len: list, _text_tokens: str}[count]
     if type(value) is not kind or (kind is int and cast(int, value) < 0):
-        raise DataError(f"{where}: expected {'a whole number of tokens' if kind is int else kind.__name__}, got {json.dumps(value)[:60]}")
+        raise DataError(
+            f"{where}: expected {'a whole number of tokens' if kind is int else kind.__name__}, got "
+            f"{json.dumps(value)[:60]}"
+        )
     return count(value)
 
 
@@ -194,7 +203,9 @@ def _of_array(pa: Any, array: Any, column: str, file: Path) -> Lengths:
         counted = compute.list_value_length(array)
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         _warn_of_text(str(file), column)
-        counted = compute.ceil(compute.divide(compute.cast(compute.binary_length(array), pa.float64()), BYTES_PER_TOKEN))
+        counted = compute.ceil(
+            compute.divide(compute.cast(compute.binary_length(array), pa.float64()), BYTES_PER_TOKEN)
+        )
     else:
         raise ConfigError(f"{file}: column {column!r} holds {kind}; expected whole numbers, token ids or text")
     return np.asarray(counted.fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)

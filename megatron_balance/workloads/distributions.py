@@ -120,7 +120,8 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "pretrain": Bins(
         WLB_EDGES,
         tuple(
-            count * (PRETRAIN_COPIES if low >= 64 * K else PRETRAIN_KEPT) for low, count in zip(WLB_EDGES[:-1], WLB_DOCUMENTS, strict=True)
+            count * (PRETRAIN_COPIES if low >= 64 * K else PRETRAIN_KEPT)
+            for low, count in zip(WLB_EDGES[:-1], WLB_DOCUMENTS, strict=True)
         ),
     ),
     "prolong": Mix(((64 * K, 0.4), (512 * K, 0.2)), COMMONCRAWL),

@@ -148,7 +148,9 @@ class DocumentStream:
         self._pieces = cut(document_lengths[part.start : part.stop], seq_length, policy)
         self._pieces[:, 0] += part.start
         if not len(self._pieces):
-            raise DataError(f"documents {part.start} to {part.stop} of the corpus hold no token; choose another split or corpus")
+            raise DataError(
+                f"documents {part.start} to {part.stop} of the corpus hold no token; choose another split or corpus"
+            )
         self.seq_length = seq_length
         self.seed = seed
         self.policy: CutPolicy = policy
@@ -228,7 +230,9 @@ class DocumentStream:
         return packed
 
 
-def open_stream(prefix: str, seq_length: int, seed: int, policy: CutPolicy = "split", documents: range | None = None) -> DocumentStream:
+def open_stream(
+    prefix: str, seq_length: int, seed: int, policy: CutPolicy = "split", documents: range | None = None
+) -> DocumentStream:
     """The stream over a Megatron corpus, from its index alone: any process plans ahead with it,
     without torch and without the tokens.
     """
@@ -241,6 +245,8 @@ def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[ran
     """
     total = sum(weights)
     if total <= 0 or min(weights) < 0:
-        raise ConfigError(f"--split {','.join(f'{weight:g}' for weight in weights)}: weights must not be negative and not all zero")
+        raise ConfigError(
+            f"--split {','.join(f'{weight:g}' for weight in weights)}: weights must not be negative and not all zero"
+        )
     bounds = [round(sum(weights[:i]) / total * num_documents) for i in range(len(weights) + 1)]
     return tuple(range(start, stop) for start, stop in pairwise(bounds))

@@ -1,15 +1,18 @@
-r"""Megatron's indexed corpus: `PREFIX.bin` holds token ids, `PREFIX.idx` says where each document lies.
+r"""Megatron's indexed corpus: `PREFIX.bin` holds token ids, `PREFIX.idx` says where each document
+lies.
 
 Layout of `.idx` (megatron-core 0.19.2, megatron/core/datasets/indexed_dataset.py), little-endian:
 
     9 bytes  MMIDIDX\0\0            8 bytes  version, 1            1 byte   code of the token type
     8 bytes  number of sequences   8 bytes  number of boundaries (documents + 1)
-    int32 [sequences] lengths in tokens    int64 [sequences] byte offsets in .bin    int64 [boundaries] document boundaries
+    int32 [sequences] lengths in tokens    int64 [sequences] byte offsets in .bin
+    int64 [boundaries] document boundaries
     int8 [sequences] modes, only in a multimodal corpus
 
-Megatron notices a truncated `.bin` only when it reads the missing part, in step 900 or so, and never notices one that is
-too long. `read_index` compares every size with what the index says before anything is trained.
-A Megatron "sequence" is a part of a document; everywhere else in this package a sequence is a document (or a piece cut from one).
+Megatron notices a truncated `.bin` only when it reads the missing part, in step 900 or so, and
+never notices one that is too long. `read_index` compares every size with what the index says before
+anything is trained. A Megatron "sequence" is a part of a document; everywhere else in this package
+a sequence is a document (or a piece cut from one).
 """
 
 from __future__ import annotations
@@ -116,7 +119,9 @@ def _size(path: Path, prefix: str) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; a corpus is the two files {prefix}.bin and {prefix}.idx") from error
+        raise DataError(
+            f"{path}: {error.strerror or error}; a corpus is the two files {prefix}.bin and {prefix}.idx"
+        ) from error
     if not path.is_file():
         raise DataError(f"{path}: not a file; a corpus is the two files {prefix}.bin and {prefix}.idx")
     return status.st_size
@@ -130,7 +135,10 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise DataError(f"{path}: not a Megatron index, it begins with {head[: len(MAGIC)]!r}, expected {MAGIC!r}")
     if len(head) < HEADER.size:
-        raise DataError(f"{path}: truncated, it has {idx_bytes} bytes and the header alone takes {HEADER.size}; build the corpus again")
+        raise DataError(
+            f"{path}: truncated, it has {idx_bytes} bytes and the header alone takes {HEADER.size}; build the corpus "
+            "again"
+        )
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(head)
     if version != VERSION:
         raise DataError(f"{path}: index version {version}, this package reads version {VERSION}")
@@ -138,15 +146,24 @@ def _read_header(stream: BinaryIO, path: Path, idx_bytes: int) -> tuple[int, int
         known = ", ".join(f"{key} ({name})" for key, name in TOKEN_TYPES.items())
         raise DataError(f"{path}: token type code {code} is not a type of token ids; known are {known}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    sizes = f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take {expected}"
+    sizes = (
+        f"{path}: {idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries "
+        f"take {expected}"
+    )
     if idx_bytes == expected + num_sequences and num_sequences:
-        raise DataError(f"{sizes}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported")
+        raise DataError(
+            f"{sizes}; the {num_sequences} bytes more look like a multimodal corpus, which is not supported"
+        )
     if idx_bytes != expected:
-        raise DataError(f"{sizes}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again")
+        raise DataError(
+            f"{sizes}; the file is {'truncated' if idx_bytes < expected else 'too long'}, copy or build it again"
+        )
     return num_sequences, num_boundaries, np.dtype(TOKEN_TYPES[code])
 
 
-def _split_body(body: bytes, num_sequences: int, num_boundaries: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+def _split_body(
+    body: bytes, num_sequences: int, num_boundaries: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """Lengths [sequences], byte offsets [sequences] and document boundaries [documents + 1] behind
     the header.
     """
@@ -163,7 +180,9 @@ def _check_documents(
     or overlap.
     """
     if len(lengths) == 0 or len(boundaries) < 2:
-        raise DataError(f"{path}: the corpus is empty, it has {len(lengths)} sequences in {max(len(boundaries) - 1, 0)} documents")
+        raise DataError(
+            f"{path}: the corpus is empty, it has {len(lengths)} sequences in {max(len(boundaries) - 1, 0)} documents"
+        )
     if (lengths < 0).any():
         at = int(np.argmax(lengths < 0))
         raise DataError(f"{path}: sequence {at} has length {lengths[at]}; the file is damaged, build it again")
@@ -190,7 +209,8 @@ def _check_bin(prefix: str, bin_bytes: int, num_tokens: int, dtype: np.dtype[np.
     if bin_bytes != expected:
         how = "truncated" if bin_bytes < expected else "too long"
         raise DataError(
-            f"{bin_path(prefix)}: {how}, it has {bin_bytes} bytes, but {idx_path(prefix).name} describes {num_tokens} tokens of {dtype}, "
+            f"{bin_path(prefix)}: {how}, it has {bin_bytes} bytes, but {idx_path(prefix).name} describes {num_tokens} "
+            f"tokens of {dtype}, "
             f"{expected} bytes; the two files do not belong together, copy or build them again"
         )
 
@@ -235,17 +255,23 @@ class CorpusWriter:
         """
         document = len(self._lengths)
         if token_ids.ndim != 1 or not 0 < len(token_ids) < 1 << 31:
-            raise DataError(f"document {document} has shape {token_ids.shape}; a document is 1 to 2^31 - 1 token ids in one dimension")
+            raise DataError(
+                f"document {document} has shape {token_ids.shape}; a document is 1 to 2^31 - 1 token ids in one "
+                "dimension"
+            )
         low, high, limits = int(token_ids.min()), int(token_ids.max()), np.iinfo(self._dtype.name)
         if low < limits.min or high > limits.max:
             raise DataError(
-                f"document {document} has token ids from {low} to {high}; {self._dtype} holds {limits.min} to {limits.max}, "
+                f"document {document} has token ids from {low} to {high}; {self._dtype} holds {limits.min} to "
+                f"{limits.max}, "
                 "choose a wider type"
             )
         self._stream.write(token_ids.astype(self._dtype).tobytes())
         self._lengths.append(len(token_ids))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._stream.flush()
             os.fsync(self._stream.fileno())

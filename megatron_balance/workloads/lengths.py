@@ -62,8 +62,13 @@ def draw(name: str, tokens: int | None, batches: int, seed: int | Sequence[int])
         raise ConfigError(f"--seed {seed}: must be at least 0")
     if datacodes.is_data_code(name):
         if tokens is not None:
-            raise ConfigError(f"--tokens {tokens}: the data codes of --dataset {name} say how many tokens a batch has; leave --tokens out")
-        return [tuple(length for gpu in batch for length in gpu) for batch in datacodes.draw_by_gpu(name, batches, seeds)]
+            raise ConfigError(
+                f"--tokens {tokens}: the data codes of --dataset {name} say how many tokens a batch has; leave "
+                "--tokens out"
+            )
+        return [
+            tuple(length for gpu in batch for length in gpu) for batch in datacodes.draw_by_gpu(name, batches, seeds)
+        ]
     if name not in DISTRIBUTIONS and not datasets.is_path(name):
         raise ConfigError(
             f"--dataset {name!r} is not known; choose one of {', '.join(DATASETS)}, data codes such as g8b4i256f1s0, "
@@ -108,9 +113,13 @@ def read_lengths(path: Path) -> list[Lengths]:
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; --lengths-file takes a JSON file of lengths in tokens") from error
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; --lengths-file takes a JSON file of lengths in tokens"
+        ) from error
     except ValueError as error:  # JSON and UTF-8 errors alike
-        raise ConfigError(f"{path}: not JSON ({error}); expected [4096, 512, ...] or [[4096, 512], [1024], ...]") from error
+        raise ConfigError(
+            f"{path}: not JSON ({error}); expected [4096, 512, ...] or [[4096, 512], [1024], ...]"
+        ) from error
     if isinstance(content, list) and content and isinstance(content[0], list):
         return [_batch(entry, f"{path}: batch {number}") for number, entry in enumerate(cast(list[object], content))]
     return [_batch(cast(object, content), f"{path}")]
@@ -119,12 +128,17 @@ def read_lengths(path: Path) -> list[Lengths]:
 def _batch(entries: object, where: str) -> Lengths:
     """One batch, every entry checked."""
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{where}: holds {_describe(cast(object, entries))}; expected [4096, 512, ...] or [[4096, 512], [1024], ...]")
+        raise ConfigError(
+            f"{where}: holds {_describe(cast(object, entries))}; expected [4096, 512, ...] or [[4096, 512], [1024], "
+            "...]"
+        )
     lengths: list[int] = []
     for place, length in enumerate(cast(list[object], entries)):
         # bool is an int to Python, and `true` is no length.
         if type(length) is not int or length < 1:
-            raise ConfigError(f"{where}: length {place} is {_describe(length)}; a length is a whole number of tokens, at least 1")
+            raise ConfigError(
+                f"{where}: length {place} is {_describe(length)}; a length is a whole number of tokens, at least 1"
+            )
         lengths.append(length)
     return tuple(lengths)
 
@@ -137,7 +151,9 @@ def _describe(value: object) -> str:
     return json.dumps(value)
 
 
-def corpus_lengths(prefix: str, seq_length: int, samples: int, batches: int, seed: int, policy: CutPolicy = "split") -> list[Lengths]:
+def corpus_lengths(
+    prefix: str, seq_length: int, samples: int, batches: int, seed: int, policy: CutPolicy = "split"
+) -> list[Lengths]:
     """Batches as training on a Megatron corpus meets them: the first `batches` batches of `samples`
     samples each.
 

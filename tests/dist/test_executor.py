@@ -1,4 +1,5 @@
-"""The executor on real gloo ranks against the reference, for every planner: outputs, gradients, and what it counted."""
+"""The executor on real gloo ranks against the reference, for every planner: outputs, gradients, and
+what it counted."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def truth_of(planned: MicrobatchPlan, head_dim: int, policy: Policy) -> tuple[re
 
 
 def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: int, counters: list[dict[str, int]]) -> None:
-    """The fp32 run of one call: what `plan --json` predicts is what arrived, and each rank ran the ops of its projection."""
+    """The fp32 run of one call: what `plan --json` predicts is what arrived, and each rank ran the
+    ops of its projection."""
     model = Model(planned.num_heads, planned.num_kv_heads, head_dim, bytes_per_element=4)
     predicted = figures(planned, model)
     assert [c["bytes_received_forward"] for c in counters] == predicted["bytes_received_per_rank"]["total"]
@@ -80,7 +82,8 @@ def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: int, counter
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_one_bound_plan_serves_many_calls_at_once(pool: Pool, planner: str) -> None:
-    """Layers share a bound plan: their forwards come before their backwards, nothing is mixed up, and each is counted."""
+    """Layers share a bound plan: their forwards come before their backwards, nothing is mixed up,
+    and each is counted."""
     planned = plan(planner, SOME)
     ways = [Run(policy, "float64", calls) for policy in POLICIES for calls in (1, 3)]
     per_rank = pool.run(jobs.attend, 4, planned, 8, ways)
@@ -102,7 +105,8 @@ def test_tensors_need_not_be_contiguous(pool: Pool, planner: str) -> None:
 
 
 def test_each_kind_of_exchange_and_each_queue_runs(pool: Pool) -> None:
-    """Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank: counted where they run."""
+    """Collectives in the pool and in a node, point-to-point in a ring, and a zone on one rank:
+    counted where they run."""
     zones = (
         by_hand.ring(range(8), 0, name="inter_node"),
         by_hand.head_exchange(range(8), 1, name="inter_node"),

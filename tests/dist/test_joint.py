@@ -1,5 +1,6 @@
-"""Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own, wherever, with whom and interleaved with what
-it ran, and all ranks make the same calls in the same order.
+"""Pipeline stages that attend together on gloo ranks: each microbatch's attention is its own,
+wherever, with whom and interleaved with what it ran, and all ranks make the same calls in the same
+order.
 """
 
 from __future__ import annotations

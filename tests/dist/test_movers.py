@@ -1,4 +1,5 @@
-"""The executor with Triton's mover, by the interpreter, against the reference; and the memory that calls share."""
+"""The executor with Triton's mover, by the interpreter, against the reference; and the memory that
+calls share."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ COLLECTIVE = by_hand.plan(
     ranks_per_node=2,
     heads=(4, 2),
 )
-# For the interpreter, which takes its time over every block of 8 rows: still fragments of more than one block, and of parts of one.
+# For the interpreter, which takes its time over every block of 8 rows: still fragments of more than
+# one block, and of parts of one.
 SMALL = replace(SOME, batch=Batch((40, 9, 1, 17)), tokens_per_rank=24)
 INTERPRETED = {"routed": replace(ROUTED, lengths=(72, 20)), "collective": replace(COLLECTIVE, lengths=(72, 20, 17))}
 MOVEMENTS = ("te_ring", "ulysses", "zeppelin", "random_task_table")
@@ -73,7 +75,8 @@ STEPS = {"routed": ("keep", "bfloat16", 2), "collective": ("replay", "float32", 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_the_second_step_allocates_nothing_but_its_results(pool: Pool, step: str) -> None:
-    """Operators that make memory in a step, but for the attention kernel's: one for each result of each layer."""
+    """Operators that make memory in a step, but for the attention kernel's: one for each result of
+    each layer."""
     policy, dtype, layers = STEPS[step]
     for (seen,) in pool.run(steady.steps, 4, (INTERPRETED[step],), layers, policy, "triton", dtype):
         first, second, third = seen.steps
@@ -86,7 +89,8 @@ def test_the_second_step_allocates_nothing_but_its_results(pool: Pool, step: str
 
 @pytest.mark.parametrize("policy", ["keep", "replay"])
 def test_memory_is_what_the_plan_said_it_would_be(pool: Pool, policy: str) -> None:
-    """One call at a time takes no more than its demand, and what it takes is no small part of that."""
+    """One call at a time takes no more than its demand, and what it takes is no small part of that.
+    """
     for planned in (ROUTED, COLLECTIVE, TILED):
         for (seen,) in pool.run(steady.steps, planned.num_ranks, (planned,), 1, policy, "plain", "bfloat16"):
             most = max(step.peak_bytes for step in seen.steps)

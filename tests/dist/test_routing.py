@@ -1,4 +1,5 @@
-"""Routed exchanges on real gloo ranks: same bits, other links; proxies that do not wait for themselves; errors that reach everyone."""
+"""Routed exchanges on real gloo ranks: same bits, other links; proxies that do not wait for
+themselves; errors that reach everyone."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ pytestmark = pytest.mark.dist
 
 CASE = Case(Batch((400, 90, 64, 33, 250)), Cluster(8, 4), Model(4, 2, 8), 130, seed=5)
 PLANNERS = ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "random_task_table", "random_zones"]
-"""One of each comm pattern; tests/dist/test_executor.py runs all planners, remapped and routed, against the reference."""
-# Ranks 0 and 2 share a sequence across two nodes of two; ranks 1 and 3 attend their own and pass on the others'.
+"""One of each comm pattern; tests/dist/test_executor.py runs all planners, remapped and routed,
+against the reference."""
+# Ranks 0 and 2 share a sequence across two nodes of two; ranks 1 and 3 attend their own and pass on
+# the others'.
 TWO_NODES = by_hand.plan(
     (256, 40, 40),
     4,
@@ -48,7 +51,8 @@ def test_routing_changes_the_links_and_not_a_bit(pool: Pool, planner: str, remap
     if remapped:
         direct = replace(direct, moves=random_moves(direct, CASE.seed))
     ways = [Run(policy, dtype) for policy in POLICIES for dtype in ("float32", "bfloat16")]
-    # A collective sums in another order than its point-to-point transfers; a program that is routed in part has none.
+    # A collective sums in another order than its point-to-point transfers; a program that is routed
+    # in part has none.
     by_node = replace(direct, routing=Routing(4, (REMAP, *range(len(direct.zones)))))
     ours, theirs = (pool.run(jobs.attend, 8, p, 8, ways) for p in (everything_routed(direct), by_node))
     for rank, (routed_runs, direct_runs) in enumerate(zip(ours, theirs, strict=True)):
@@ -69,7 +73,8 @@ def test_routing_changes_the_links_and_not_a_bit(pool: Pool, planner: str, remap
 
 
 def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
-    """What NCCL will carry, with threads for streams: messages match by their order, and nothing waits in a circle."""
+    """What NCCL will carry, with threads for streams: messages match by their order, and nothing
+    waits in a circle."""
     ways = [Run(policy, "float32") for policy in POLICIES]
     plans = []
     for name in PLANNERS:
@@ -113,7 +118,8 @@ def test_ranks_that_share_a_nic_are_one_proxy(pool: Pool) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", [*PLANNERS, "remapped zeppelin", "remapped te_ring"])
 def test_streams_do_in_order_what_was_foreseen(pool: Pool, planner: str, policy: Policy) -> None:
-    """The recorded order of each stream is that of `compile.order.streams`, which the simulator prices."""
+    """The recorded order of each stream is that of `compile.order.streams`, which the simulator
+    prices."""
     name = planner.removeprefix("remapped ")
     for planned in (plan(name, CASE), everything_routed(plan(name, replace(CASE, remapped=planner != name)))):
         for rank, phases in enumerate(pool.run(routed.traced, 8, planned, policy)):

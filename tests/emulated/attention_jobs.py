@@ -39,7 +39,9 @@ class Carried:
     counters: dict[str, int]
 
 
-def nic_bytes(rank: int, controller: Controller, plans: Sequence[MicrobatchPlan], head_dim: int, policy: Policy) -> list[Carried]:
+def nic_bytes(
+    rank: int, controller: Controller, plans: Sequence[MicrobatchPlan], head_dim: int, policy: Policy
+) -> list[Carried]:
     """Forward and backward calls of every plan."""
     groups = _join(plans[0])
     found: list[Carried] = []
@@ -61,7 +63,9 @@ def nic_bytes(rank: int, controller: Controller, plans: Sequence[MicrobatchPlan]
     return found
 
 
-def killed(rank: int, _controller: Controller, plan: MicrobatchPlan, head_dim: int, victim: int, after_s: float) -> None:
+def killed(
+    rank: int, _controller: Controller, plan: MicrobatchPlan, head_dim: int, victim: int, after_s: float
+) -> None:
     """One call, in the middle of which a rank dies."""
     groups = _join(plan)
     bound, inputs = _bound(plan, rank, groups, head_dim, "keep")
@@ -77,7 +81,9 @@ def _join(plan: MicrobatchPlan) -> Groups:
     return make_groups([list(range(plan.num_ranks))], plan.ranks_per_node)
 
 
-def _bound(plan: MicrobatchPlan, rank: int, groups: Groups, head_dim: int, policy: Policy) -> tuple[Bound, list[torch.Tensor]]:
+def _bound(
+    plan: MicrobatchPlan, rank: int, groups: Groups, head_dim: int, policy: Policy
+) -> tuple[Bound, list[torch.Tensor]]:
     bound = bind(plan, rank, AttentionShape(plan.num_heads, plan.num_kv_heads, head_dim), groups=groups, policy=policy)
     heads = (plan.num_heads, plan.num_kv_heads, plan.num_kv_heads)
     return bound, [torch.zeros(bound.num_tokens, n, head_dim, requires_grad=True) for n in heads]
@@ -92,7 +98,9 @@ def _counted(rank: int, controller: Controller) -> tuple[NicBytes, ...]:
 
 
 def _difference(before: tuple[NicBytes, ...], after: tuple[NicBytes, ...]) -> tuple[NicBytes, ...]:
-    return tuple(NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True))
+    return tuple(
+        NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True)
+    )
 
 
 def _lowest(calls: Sequence[tuple[NicBytes, ...]]) -> tuple[NicBytes, ...]:

@@ -56,7 +56,9 @@ def emulate(permitted: None, tmp_path: Path) -> Emulate:
     return call
 
 
-def _run(pipe: Connection, topology: Topology, job: Job, args: tuple[Any, ...], logs: Path, options: dict[str, Any]) -> None:
+def _run(
+    pipe: Connection, topology: Topology, job: Job, args: tuple[Any, ...], logs: Path, options: dict[str, Any]
+) -> None:
     target: Target = lambda rank, controller: job(rank, controller, *args)  # noqa: E731  the ranks are forks, so it need not be pickled
     with suppress(PermissionError):
         # so that what else runs on the cores disturbs the measured rates less; root may

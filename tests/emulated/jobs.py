@@ -53,7 +53,9 @@ def transfers(rank: int, controller: Controller, cases: tuple[Transfers, ...], n
         if rank == 0 and case.rates is not None:
             controller.reshape(*case.rates)
         repetitions = [_transfer(rank, controller, case, num_bytes)]
-        while len(repetitions) < MIN_REPEATS or (repetitions[-1].seconds > case.wanted_s and len(repetitions) < MAX_REPEATS):
+        while len(repetitions) < MIN_REPEATS or (
+            repetitions[-1].seconds > case.wanted_s and len(repetitions) < MAX_REPEATS
+        ):
             repetitions.append(_transfer(rank, controller, case, num_bytes))
         measured.append(repetitions)
     dist.barrier()
@@ -83,7 +85,9 @@ def _transfer(rank: int, controller: Controller, case: Transfers, num_bytes: int
     seconds = torch.tensor([time.monotonic() - float(start)], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     after = controller.nic_bytes() if rank == 0 else ()
-    nics = tuple(NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True))
+    nics = tuple(
+        NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, after, strict=True)
+    )
     return Measured(float(seconds), all(torch.equal(received, pattern) for received, _ in receives), nics)
 
 

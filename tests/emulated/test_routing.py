@@ -105,10 +105,14 @@ UNPLANNED_BYTES = 4_000
 @pytest.mark.parametrize(("nics", "policy"), [(4, "keep"), (2, "replay")])
 def test_every_nic_carries_what_the_plan_says(nics: int, policy: Policy, emulate: Emulate) -> None:
     ranks_per_nic = RANKS_PER_NODE // nics
-    cluster = Cluster(NUM_RANKS, RANKS_PER_NODE, intra_bytes_per_s=100e6, nic_bytes_per_s=12.5e6, ranks_per_nic=ranks_per_nic)
+    cluster = Cluster(
+        NUM_RANKS, RANKS_PER_NODE, intra_bytes_per_s=100e6, nic_bytes_per_s=12.5e6, ranks_per_nic=ranks_per_nic
+    )
     cases = list(product(BATCHES, (False, True), (False, True)))
     plans = [planned(name, cluster, remapped=remapped, routed=routed) for name, remapped, routed in cases]
-    result = emulate(topology(nics, rate=400_000_000), attention_jobs.nic_bytes, plans, MODEL.head_dim, policy, deadline_s=120.0)
+    result = emulate(
+        topology(nics, rate=400_000_000), attention_jobs.nic_bytes, plans, MODEL.head_dim, policy, deadline_s=120.0
+    )
     for index, (name, remapped, routed) in enumerate(cases):
         program = expand(plans[index], policy)
         of_ranks = [of_rank[index] for of_rank in result.values]
@@ -132,7 +136,10 @@ def assert_carried(counted: Sequence[NicBytes], program: Program, ranks_per_nic:
     assert plan.nic_sent.sum() > MEGABYTE
     for nic in counted:
         sent, received = (int(of[nic.node, nic.nic]) for of in (plan.nic_sent, plan.nic_received))
-        for what, count, payload, other_way in (("send", nic.sent, sent, received), ("receive", nic.received, received, sent)):
+        for what, count, payload, other_way in (
+            ("send", nic.sent, sent, received),
+            ("receive", nic.received, received, sent),
+        ):
             most = (1 + SLACK) * payload + ACKNOWLEDGED * other_way + UNPLANNED_BYTES
             assert payload <= count <= most, f"{nic}: the plan lets it {what} {payload} bytes"
 
@@ -147,7 +154,14 @@ def test_a_rank_killed_in_the_middle_of_a_routed_call_ends_the_job_and_is_named(
     before = network_namespaces()
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"rank {victim} \(node \d, local rank \d\) was killed by SIGKILL") as caught:
-        emulate(topology(4, RATE // 2), attention_jobs.killed, routing.plan_of(case, routed=True), routing.HEAD_DIM, victim, middle_s)
+        emulate(
+            topology(4, RATE // 2),
+            attention_jobs.killed,
+            routing.plan_of(case, routed=True),
+            routing.HEAD_DIM,
+            victim,
+            middle_s,
+        )
     assert time.monotonic() - start < ENDED_S
     assert caught.value.rank == victim
     assert_no_namespace_but(before)

@@ -75,9 +75,24 @@ def assert_no_namespace_but(before: set[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [("-m", "tests.emulated.total"), (f"{HERE}/total.py",)], ids=["module", "script"])
-def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(command: tuple[str, ...], nothing_left: Path) -> None:
+def test_a_command_runs_on_every_rank_and_the_counters_come_at_its_end(
+    command: tuple[str, ...], nothing_left: Path
+) -> None:
     figures = nothing_left.parent / "figures.json"
-    options = ("--nodes", "2", "--ranks-per-node", "2", "--nics", "1", "--logs", nothing_left, "--show", "3", "--json", figures)
+    options = (
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "2",
+        "--nics",
+        "1",
+        "--logs",
+        nothing_left,
+        "--show",
+        "3",
+        "--json",
+        figures,
+    )
     done = call("run", *options, "--", *command, "--flag", "value")
     assert done.returncode == 0, done.stderr
     assert "rank 3 of 4: total 6, arguments ['--flag', 'value']" in done.stdout
@@ -104,7 +119,9 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_job_and_is_named(nothing
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_is_stopped_leaves_nothing(number: signal.Signals, nothing_left: Path) -> None:
-    command = tool("run", "--nodes", "1", "--ranks-per-node", "2", "--logs", nothing_left, "--", f"{HERE}/steps.py", "-1", "-1")
+    command = tool(
+        "run", "--nodes", "1", "--ranks-per-node", "2", "--logs", nothing_left, "--", f"{HERE}/steps.py", "-1", "-1"
+    )
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
         log = nothing_left / "rank1.log"
         wait_until(lambda: log.exists() and "begins step 3" in log.read_text(), 60.0, "the ranks never began")
@@ -148,7 +165,10 @@ def test_a_standing_cluster_serves_several_runs(permitted: None, tmp_path: Path)
     ("preface", "reason"),
     [
         # A user namespace that may hold no network namespace.
-        ("echo 0 > /proc/sys/user/max_net_namespaces && exec", "this machine permits no namespaces: No space left on device"),
+        (
+            "echo 0 > /proc/sys/user/max_net_namespaces && exec",
+            "this machine permits no namespaces: No space left on device",
+        ),
         ("PATH=/nonexistent exec", "ip: No such file or directory; install iproute2"),
     ],
 )
@@ -156,11 +176,18 @@ def test_where_it_is_not_permitted_check_says_skip_and_run_says_why(permitted: N
     def inside(*words: str) -> subprocess.CompletedProcess[str]:
         script = f'{preface} "$0" "$@"'
         return subprocess.run(
-            ["unshare", "-Ur", "sh", "-c", script, *tool(*words)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            ["unshare", "-Ur", "sh", "-c", script, *tool(*words)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     checked = inside("check")
-    assert (checked.returncode, checked.stdout.startswith(f"SKIP: {reason}")) == (77, True), checked.stdout + checked.stderr
+    assert (checked.returncode, checked.stdout.startswith(f"SKIP: {reason}")) == (77, True), (
+        checked.stdout + checked.stderr
+    )
     refused = inside("run", "--", f"{HERE}/total.py")
     assert (refused.returncode, refused.stderr.startswith(f"error: {reason}")) == (2, True), refused.stderr
     assert refused.stderr.count("\n") == 1
@@ -191,7 +218,9 @@ def test_a_failing_rank_ends_the_job_and_is_named(emulate: Emulate, code: int | 
 
 
 def test_the_deadline_ends_a_job_and_shows_where_it_stands(emulate: Emulate) -> None:
-    with pytest.raises(RankError, match=r"the deadline passed after \d s: rank 1 was still running[\s\S]*in hang_on") as raised:
+    with pytest.raises(
+        RankError, match=r"the deadline passed after \d s: rank 1 was still running[\s\S]*in hang_on"
+    ) as raised:
         emulate(SMALL, jobs.hang_on, 1, deadline_s=1.0)
     assert raised.value.rank == 1
 

@@ -12,7 +12,12 @@ TWO_BY_FOUR = Topology(num_nodes=2, ranks_per_node=4, nics_per_node=2, nic_bits_
 
 
 def test_ranks_are_numbered_node_by_node_with_one_address_each() -> None:
-    assert [TWO_BY_FOUR.address(rank) for rank in (0, 3, 4, 7)] == ["10.201.0.1", "10.201.0.4", "10.201.1.1", "10.201.1.4"]
+    assert [TWO_BY_FOUR.address(rank) for rank in (0, 3, 4, 7)] == [
+        "10.201.0.1",
+        "10.201.0.4",
+        "10.201.1.1",
+        "10.201.1.4",
+    ]
     assert TWO_BY_FOUR.environment(6) == {
         "RANK": "6",
         "LOCAL_RANK": "2",

@@ -29,7 +29,15 @@ def test_training_runs_over_shaped_nics_and_finds_the_nodes_by_host_name(tmp_pat
     flags = {"context-parallel-size": NUM_RANKS, "train-iters": STEPS, "data-path": corpus}
     ours = {"balance-config": tmp_path / "balance.yaml", "balance-log": tmp_path / "log"}
     command = [sys.executable, "-m", "tools.emulated_cluster", "run", "--ranks-per-node", "2", "--intra-mbit", "800"]
-    command += ["--logs", str(tmp_path / "ranks"), "--json", str(tmp_path / "figures.json"), "--deadline-s", "100", "--"]
+    command += [
+        "--logs",
+        str(tmp_path / "ranks"),
+        "--json",
+        str(tmp_path / "figures.json"),
+        "--deadline-s",
+        "100",
+        "--",
+    ]
     command += ["-m", "megatron_balance.pretrain_gpt", *command_line(MODEL, RUN, flags, ours)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-6000:]

@@ -95,4 +95,6 @@ def assert_carried(measured: Measured, sent: dict[tuple[int, int], int], receive
             ("received", nic.received, received.get((nic.node, nic.nic), 0)),
         ):
             slack = 0.03 * max(payload, NUM_BYTES)
-            assert payload <= count <= payload + slack, f"node {nic.node} NIC {nic.nic} {name} {count} bytes, payload {payload}"
+            assert payload <= count <= payload + slack, (
+                f"node {nic.node} NIC {nic.nic} {name} {count} bytes, payload {payload}"
+            )

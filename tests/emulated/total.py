@@ -15,7 +15,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     total = torch.tensor([float(os.environ["RANK"])])
     dist.all_reduce(total)
-    sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: total {total.item():g}, arguments {sys.argv[1:]}\n")
+    sys.stdout.write(
+        f"rank {dist.get_rank()} of {dist.get_world_size()}: total {total.item():g}, arguments {sys.argv[1:]}\n"
+    )
     dist.barrier()
     dist.destroy_process_group()
 

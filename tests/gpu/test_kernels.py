@@ -126,7 +126,9 @@ def test_a_kernel_that_does_not_serve_the_tensors_is_refused():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(ConfigError, match="does not serve cpu tensors"):
         choose_kernel("torch_varlen", cpu, torch.bfloat16, 64)
-    with pytest.raises(ConfigError, match="unknown kernel 'flash'; known: auto, plain, cpu_flash, torch_varlen, flash_attn, "):
+    with pytest.raises(
+        ConfigError, match="unknown kernel 'flash'; known: auto, plain, cpu_flash, torch_varlen, flash_attn, "
+    ):
         choose_kernel("flash", cpu, torch.bfloat16, 64)
     with pytest.raises(ConfigError, match=r"serves head dims up to 256 in multiples of 8 \(head dim 20\)"):
         choose_kernel("torch_varlen", cuda, torch.bfloat16, 20)
@@ -148,9 +150,13 @@ def test_a_kernel_that_is_not_installed_says_what_it_needs(monkeypatch):
 def test_auto_takes_the_first_that_is_installed_and_fits(monkeypatch):
     def auto(*installed, device="cuda", dtype=torch.bfloat16, head_dim=128):
         monkeypatch.setattr(base, "has_module", lambda name: name in installed)
-        monkeypatch.setitem(KERNELS, "flash_attn", replace(KERNELS["flash_attn"], make=lambda: VarlenKernel("flash_attn", ByFormula())))
         monkeypatch.setitem(
-            KERNELS, "flash_attn_3", replace(KERNELS["flash_attn_3"], make=lambda: VarlenKernel("flash_attn_3", ByFormula()))
+            KERNELS, "flash_attn", replace(KERNELS["flash_attn"], make=lambda: VarlenKernel("flash_attn", ByFormula()))
+        )
+        monkeypatch.setitem(
+            KERNELS,
+            "flash_attn_3",
+            replace(KERNELS["flash_attn_3"], make=lambda: VarlenKernel("flash_attn_3", ByFormula())),
         )
         return choose_kernel("auto", torch.device(device), dtype, head_dim).name
 
@@ -186,7 +192,12 @@ def test_torchs_own_operators_take_these_arguments(name):
     prepared = kernel.prepare(entries, meta)
     out, lse = kernel.forward(prepared, q, k, v, SCALE)
     num_q, num_k = entries.num_q, sum(b - a for a, b in entries.k)
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((num_q, HEADS, DIM), torch.bfloat16, (num_q, HEADS), torch.float32)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+        (num_q, HEADS, DIM),
+        torch.bfloat16,
+        (num_q, HEADS),
+        torch.float32,
+    )
     rows = max(stop for _, stop in entries.dout)
     final = (q.new_empty(rows, HEADS, DIM), q.new_empty(rows, HEADS, DIM), lse.new_empty(rows, HEADS))
     grads = kernel.backward(prepared, final, q, k, v, SCALE)

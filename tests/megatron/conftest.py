@@ -136,7 +136,9 @@ def train_with(trainer: Trainer, corpus: str, tmp_path_factory: pytest.TempPathF
             expect(result)
         else:
             failed = result.failed
-            assert failed is None, f"ranks ended with {result.codes}, first rank {failed}; its log ends:\n{result.tail(failed or 0)}"
+            assert failed is None, (
+                f"ranks ended with {result.codes}, first rank {failed}; its log ends:\n{result.tail(failed or 0)}"
+            )
         steps = folder / "log" / "steps.jsonl"
         return Run(result, tuple(map(json.loads, steps.read_text().splitlines())) if steps.exists() else ())
 

@@ -14,11 +14,25 @@ pytest.importorskip("megatron.training")
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.arguments import REFUSALS, add_balance_arguments, check_arguments, device_of, row_multiple
+from megatron_balance.megatron.arguments import (
+    REFUSALS,
+    add_balance_arguments,
+    check_arguments,
+    device_of,
+    row_multiple,
+)
 
 pytestmark = pytest.mark.megatron
 
-WORKS = ("--balance-config", "x.yaml", "--calculate-per-token-loss", "--attention-dropout", "0", "--position-embedding-type", "rope")
+WORKS = (
+    "--balance-config",
+    "x.yaml",
+    "--calculate-per-token-loss",
+    "--attention-dropout",
+    "0",
+    "--position-embedding-type",
+    "rope",
+)
 EXPERTS = ("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall")
 
 
@@ -86,7 +100,11 @@ def test_a_flag_that_cannot_work_is_refused_by_name(sentence: str, words: tuple[
 def test_every_refusal_is_tested() -> None:
     tried = [parse(*words) for words in REFUSED.values()]
     untested = [reason for refused, reason in REFUSALS if not any(refused(args) for args in tried)]
-    without_flag = ("--calculate-per-token-loss is missing", "--fused-single-qkv", "fp8_dot_product_attention")  # tested below
+    without_flag = (
+        "--calculate-per-token-loss is missing",
+        "--fused-single-qkv",
+        "fp8_dot_product_attention",
+    )  # tested below
     assert untested == [reason for _, reason in REFUSALS if any(word in reason for word in without_flag)]
 
 

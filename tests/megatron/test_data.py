@@ -50,7 +50,9 @@ def prefix(tmp_path: Path) -> str:
     return str(tmp_path / "corpus")
 
 
-def dataset(prefix: str, policy: CutPolicy = "split", num_samples: int | None = None, **options: object) -> data.DocumentDataset:
+def dataset(
+    prefix: str, policy: CutPolicy = "split", num_samples: int | None = None, **options: object
+) -> data.DocumentDataset:
     index = read_index(prefix)
     chosen = data.DataOptions(SEQ_LENGTH, 7, policy, **options)  # pyright: ignore[reportArgumentType]
     return data.DocumentDataset(index, range(index.num_documents), num_samples, chosen)
@@ -93,7 +95,18 @@ def test_a_corpus_of_megatrons_builder_is_read(tmp_path: Path) -> None:
     builder.finalize(f"{tmp_path}/c.idx")
     assert read_index(f"{tmp_path}/c").document_lengths.tolist() == [9, 3]
     samples = dataset(f"{tmp_path}/c")
-    assert sorted(label for index in range(len(samples)) for label in real_labels(samples[index])) == [1, 1, 2, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(label for index in range(len(samples)) for label in real_labels(samples[index])) == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
 
 
 def real_labels(sample: dict[str, torch.Tensor]) -> list[int]:
@@ -107,7 +120,9 @@ def test_a_sample_is_its_pieces_with_the_next_token_of_the_document_as_label(pre
     cuts = 0
     for index in range(len(samples)):
         sample = samples[index]
-        tokens, labels, loss_mask, positions = (sample[key].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids"))
+        tokens, labels, loss_mask, positions = (
+            sample[key].tolist() for key in ("tokens", "labels", "loss_mask", "position_ids")
+        )
         assert [len(column) for column in (tokens, labels, loss_mask, positions)] == [SEQ_LENGTH] * 4
         at = 0
         for piece in samples.stream.sample(index):
@@ -201,7 +216,9 @@ def test_a_data_set_goes_to_loader_workers(prefix: str) -> None:
 @pytest.mark.parametrize("num_documents", [1, 12, 1249, 100_000])
 def test_documents_are_split_as_megatron_splits_them(split: str, num_documents: int) -> None:
     theirs = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    expected = [range(round(part[0] * num_documents), round(part[1] * num_documents)) if part else range(0) for part in theirs]
+    expected = [
+        range(round(part[0] * num_documents), round(part[1] * num_documents)) if part else range(0) for part in theirs
+    ]
     ours = split_documents(num_documents, data.parse_split(split))
     assert [list(part) for part in ours] == [list(part) for part in expected]
 
@@ -212,8 +229,14 @@ def test_the_provider_makes_three_sets_of_different_documents(prefix: str, monke
     assert train is not None
     assert valid is not None
     assert test is not None
-    assert [(part.split, len(part)) for part in (train, valid, test)] == [(Split.train, 100), (Split.valid, 20), (Split.test, 10)]
-    drawn = [{piece.document for index in range(30) for piece in part.stream.sample(index)} for part in (train, valid, test)]
+    assert [(part.split, len(part)) for part in (train, valid, test)] == [
+        (Split.train, 100),
+        (Split.valid, 20),
+        (Split.test, 10),
+    ]
+    drawn = [
+        {piece.document for index in range(30) for piece in part.stream.sample(index)} for part in (train, valid, test)
+    ]
     assert drawn == [set(range(7)), set(range(7, 10)), set(range(10, 12))]
 
 
@@ -255,8 +278,16 @@ def test_validation_is_the_same_however_training_went(prefix: str) -> None:
     ("changed", "error", "sentence"),
     [
         ({"data_path": None}, ConfigError, "--data-path: missing; name a corpus"),
-        ({"data_path": ["0.3", "a", "0.7", "b"]}, ConfigError, "--data-path 0.3 a 0.7 b: 4 values, a blend; .* exactly one PREFIX"),
-        ({"data_path": None, "train_data_path": ["a"]}, ConfigError, "--train-data-path: whole documents are read from one corpus"),
+        (
+            {"data_path": ["0.3", "a", "0.7", "b"]},
+            ConfigError,
+            "--data-path 0.3 a 0.7 b: 4 values, a blend; .* exactly one PREFIX",
+        ),
+        (
+            {"data_path": None, "train_data_path": ["a"]},
+            ConfigError,
+            "--train-data-path: whole documents are read from one corpus",
+        ),
         ({"dataloader_type": "cyclic"}, ConfigError, "--dataloader-type cyclic: .* use single"),
         ({"phase_transition_iterations": [5]}, ConfigError, "--phase-transition-iterations"),
         ({"split": "0,0,0"}, ConfigError, "--split 0,0,0: expected up to three weights"),
@@ -266,7 +297,9 @@ def test_validation_is_the_same_however_training_went(prefix: str) -> None:
         ({"data_path": ["/nowhere/corpus"]}, DataError, "/nowhere/corpus.bin: No such file"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(prefix: str, changed: dict[str, object], error: type[BalanceError], sentence: str) -> None:
+def test_arguments_that_cannot_work_are_refused(
+    prefix: str, changed: dict[str, object], error: type[BalanceError], sentence: str
+) -> None:
     with pytest.raises(error, match=sentence):
         data.build_datasets(arguments(prefix, **({"split": "50,50,0"} | changed)), (8, 4, 0), "split")
 
@@ -291,5 +324,7 @@ def test_a_foreign_index_is_found_before_the_first_step(prefix: str) -> None:
 def test_token_ids_that_the_model_cannot_embed_are_named(prefix: str) -> None:
     train = data.build_datasets(arguments(prefix, padded_vocab_size=500), (50, 0, 0), "split")[0]
     assert train is not None
-    with pytest.raises(DataError, match=r"token ids from \d+ to 999, the model's vocabulary has 500; use the tokenizer"):
+    with pytest.raises(
+        DataError, match=r"token ids from \d+ to 999, the model's vocabulary has 500; use the tokenizer"
+    ):
         list(map(train.__getitem__, range(len(train))))

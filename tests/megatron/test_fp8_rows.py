@@ -20,7 +20,9 @@ PARALLEL = {"context-parallel-size": 2, "tensor-model-parallel-size": 2, "sequen
 
 
 def test_every_layer_gets_the_rows_that_its_recipe_needs(train: Train) -> None:
-    aligned = train(4, "zeppelin", {**STEPS, "stand-in-recipe": "blockwise"}, config=TWO_NODES, entry="launch", before=(SCRIPT,))
+    aligned = train(
+        4, "zeppelin", {**STEPS, "stand-in-recipe": "blockwise"}, config=TWO_NODES, entry="launch", before=(SCRIPT,)
+    )
     assert "> layers refuse rows that are no multiple of 128" in aligned.result.log(0)
     assert_same_training(aligned, train(4, "zeppelin", STEPS, config=TWO_NODES))
 
@@ -39,4 +41,12 @@ def test_without_alignment_a_layer_refuses(train: Train) -> None:
         assert failed is not None
         assert "no multiple of 16" in result.log(failed), result.tail(failed)
 
-    train(4, "zeppelin", {**STEPS, "stand-in-unaligned": True}, config=TWO_NODES, entry="launch", before=(SCRIPT,), expect=refused)
+    train(
+        4,
+        "zeppelin",
+        {**STEPS, "stand-in-unaligned": True},
+        config=TWO_NODES,
+        entry="launch",
+        before=(SCRIPT,),
+        expect=refused,
+    )

@@ -30,7 +30,10 @@ def batches(count: int) -> list[tuple[list[int], int, int]]:
     made = []
     for _ in range(count):
         num_ranks, tokens = 2 ** rng.randrange(6), rng.choice([64, 1000, 4096])
-        lengths = [max(1, min(num_ranks * tokens, int(rng.lognormvariate(5, 1.5) * tokens / 150))) for _ in range(rng.randint(1, 60))]
+        lengths = [
+            max(1, min(num_ranks * tokens, int(rng.lognormvariate(5, 1.5) * tokens / 150)))
+            for _ in range(rng.randint(1, 60))
+        ]
         made.append((lengths, tokens, num_ranks))
     return made
 
@@ -50,17 +53,28 @@ def test_a_plan_made_by_megatron_itself_is_the_plan_of_our_rules() -> None:
     assert plan_with(scheduler, Batch(lengths), cluster, model, MegatronDynamicOptions()) == ours
 
 
-def test_a_scheduler_that_fails_is_left_alone_and_said_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_that_fails_is_left_alone_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: object) -> list[object]:
         raise AssertionError("no group")
 
     monkeypatch.setattr(own, "_schedule", broken)
     with caplog.at_level(logging.WARNING):
         assert own.own_scheduler() is None
-    assert "has no scheduler of context-parallel groups that works (AssertionError: no group); use our rules" in caplog.text
+    assert (
+        "has no scheduler of context-parallel groups that works (AssertionError: no group); use our rules"
+        in caplog.text
+    )
 
 
-SPEC = PlanSpec("megatron_dynamic", Cluster(8, 4), Model(8, 2, 16), Layers(), {"tokens_per_rank": 200, "rules": "hybrid", "slack": 1.5})
+SPEC = PlanSpec(
+    "megatron_dynamic",
+    Cluster(8, 4),
+    Model(8, 2, 16),
+    Layers(),
+    {"tokens_per_rank": 200, "rules": "hybrid", "slack": 1.5},
+)
 LENGTHS = (300, 140, 40, 20, 7, 1, 90, 90, 65)
 
 
@@ -72,7 +86,9 @@ def planner(spec: PlanSpec) -> Callable[[Batch], MicrobatchPlan]:
     return lambda batch: choice.plan(batch, spec.cluster, spec.model, cost)
 
 
-def test_training_plans_by_megatrons_own_code(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_plans_by_megatrons_own_code(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     asked: list[tuple[int, ...]] = []
     schedule = own._schedule
 
@@ -104,10 +120,17 @@ def test_a_batch_that_megatrons_code_fails_on_is_planned_by_our_rules(
     plan = planner(SPEC)
     with caplog.at_level(logging.WARNING):
         assert plan(Batch(LENGTHS)) == plan(Batch(LENGTHS))
-    assert plan(Batch(LENGTHS)) == make_planner("megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options)(LENGTHS)
-    assert caplog.text.count("Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index") == 1
+    assert plan(Batch(LENGTHS)) == make_planner(
+        "megatron_dynamic", SPEC.cluster, SPEC.model, SPEC.layers, **SPEC.options
+    )(LENGTHS)
+    assert (
+        caplog.text.count("Megatron's scheduler fails for 9 sequences on 8 ranks of 200 tokens (IndexError: list index")
+        == 1
+    )
 
 
 def test_other_planners_and_rules_are_not_megatrons() -> None:
-    assert own.by_own_scheduler(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"}).choice()) is None
+    assert (
+        own.by_own_scheduler(dataclasses.replace(SPEC, options={**SPEC.options, "rules": "dynamic"}).choice()) is None
+    )
     assert own.by_own_scheduler(dataclasses.replace(SPEC, name="te_ring", options={}).choice()) is None

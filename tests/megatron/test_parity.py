@@ -53,7 +53,12 @@ def options_of(planner: str) -> dict[str, Any]:
 # Every planner without layers (with both: below, on eight ranks); with any of them the planner that
 # has both by default.
 LAYERED = [(planner, "never", False) for planner in PLANNERS]
-LAYERED += [("te_ring", "always", True), ("zeppelin", "always", True), ("zeppelin", "always", False), ("zeppelin", "never", True)]
+LAYERED += [
+    ("te_ring", "always", True),
+    ("zeppelin", "always", True),
+    ("zeppelin", "always", False),
+    ("zeppelin", "never", True),
+]
 
 
 @pytest.mark.parametrize(("planner", "routing", "remap"), LAYERED)
@@ -66,14 +71,18 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
     assert_layers_ran(run, planner, routing=routing, remap=remap)
 
 
-@pytest.mark.parametrize(("planner", "num_ranks"), [*((planner, 8) for planner in PLANNERS), ("te_ring", 2), ("zeppelin", 2)])
+@pytest.mark.parametrize(
+    ("planner", "num_ranks"), [*((planner, 8) for planner in PLANNERS), ("te_ring", 2), ("zeppelin", 2)]
+)
 def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planner: str, num_ranks: int) -> None:
     steps = 6  # in the first four flexsp has nothing to remap
     config = {**two_nodes(num_ranks), "routing": "always", "remap": True}
     run = train(num_ranks, options_of(planner), {"train-iters": steps}, config=config)
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
     assert_everything_ran(run, planner, num_ranks)
-    assert_layers_ran(run, planner, routing="always" if num_ranks > 2 else "never", remap=True)  # a node of one rank has one NIC
+    assert_layers_ran(
+        run, planner, routing="always" if num_ranks > 2 else "never", remap=True
+    )  # a node of one rank has one NIC
 
 
 # By planner that does not go by rings: the exchanges it is made of (forward and backward) where
@@ -107,7 +116,9 @@ def assert_everything_ran(run: Run, planner: str, num_ranks: int) -> None:
     assert counted["kv_tokens_received"].sum() > 0
     assert counted["bytes_received_backward"].sum() > 0
     if planner == "zeppelin":
-        queues = ["inter_node", "intra_node", "local"] if num_ranks > 2 else ["inter_node", "local"]  # a node of one rank has no ring
+        queues = (
+            ["inter_node", "intra_node", "local"] if num_ranks > 2 else ["inter_node", "local"]
+        )  # a node of one rank has no ring
         for queue in queues:
             assert counted[f"kernel_calls_{queue}"].sum() > 0, f"queue {queue} never ran"
             assert any(step["zones"].get(queue, 0) for step in run.steps)
@@ -136,26 +147,41 @@ def assert_layers_ran(run: Run, planner: str, *, routing: str, remap: bool) -> N
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "replayed backward": ({}, {"backward": "replay"}),
-    "full recomputation": ({"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}, {}),
+    "full recomputation": (
+        {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+        {},
+    ),
     "recomputed core attention": ({"recompute-granularity": "selective"}, {}),
     "two samples a microbatch": ({"micro-batch-size": 2}, {}),
     "distributed optimizer, overlapped": (
-        {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True, "context-parallel-size": 2},
+        {
+            "use-distributed-optimizer": True,
+            "overlap-grad-reduce": True,
+            "overlap-param-gather": True,
+            "context-parallel-size": 2,
+        },
         {},
     ),
 }
 
 
 @pytest.mark.parametrize(("flags", "config"), VARIANTS.values(), ids=VARIANTS)
-def test_a_way_to_train_changes_no_number(train: Train, one_rank: Run, flags: dict[str, Any], config: dict[str, Any]) -> None:
+def test_a_way_to_train_changes_no_number(
+    train: Train, one_rank: Run, flags: dict[str, Any], config: dict[str, Any]
+) -> None:
     run = train(
-        4, options_of("zeppelin"), {**flags, "train-iters": 5}, config={**two_nodes(4), "routing": "always", "remap": True, **config}
+        4,
+        options_of("zeppelin"),
+        {**flags, "train-iters": 5},
+        config={**two_nodes(4), "routing": "always", "remap": True, **config},
     )
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:5]))
     assert sum(run.column("remapped_tokens")) > 0
     assert sum(run.column("routed_transfers")) > 0
     twice = "recompute-granularity" in flags
-    assert run.steps[0]["counters"]["forward_calls"] == [n * (1 + twice) for n in run.steps[0]["counters"]["backward_calls"]]
+    assert run.steps[0]["counters"]["forward_calls"] == [
+        n * (1 + twice) for n in run.steps[0]["counters"]["backward_calls"]
+    ]
 
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "none"])
@@ -196,7 +222,9 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return flags, train(1, "te_ring", flags)
 
 
-@pytest.mark.parametrize(("planner", "sequence_parallel"), [*((planner, True) for planner in PLANNERS), ("zeppelin", False)])
+@pytest.mark.parametrize(
+    ("planner", "sequence_parallel"), [*((planner, True) for planner in PLANNERS), ("zeppelin", False)]
+)
 def test_tensor_parallel_ranks_train_like_one_rank(
     train: Train, one_rank: Run, loaded: tuple[dict[str, Any], Run], planner: str, sequence_parallel: bool
 ) -> None:

@@ -63,7 +63,9 @@ def patch_of(function: object, qualname: str, digest: str | None = None) -> Patc
 
 
 def test_every_module_of_the_folder_is_listed() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "selection")) == sorted(MODULES)
+    assert sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "selection")) == sorted(
+        MODULES
+    )
 
 
 def test_the_pinned_megatron_is_the_reviewed_one() -> None:

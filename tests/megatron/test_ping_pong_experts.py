@@ -23,8 +23,16 @@ TWO = {"micro-batch-size": 2, "global-batch-size": 4, "train-iters": STEPS}
 """Two microbatches a step, of two samples, so that none is one document; a router's losses are
 averages over microbatches.
 """
-BIASED = {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True, "moe-router-bias-update-rate": 0.05}
-BALANCED = {"moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"], "moe-aux-loss-coeff": [0.2, 0.2], "moe-z-loss-coeff": 1e-2}
+BIASED = {
+    "moe-router-score-function": "sigmoid",
+    "moe-router-enable-expert-bias": True,
+    "moe-router-bias-update-rate": 0.05,
+}
+BALANCED = {
+    "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
+    "moe-aux-loss-coeff": [0.2, 0.2],
+    "moe-z-loss-coeff": 1e-2,
+}
 """Coefficients that show in the gradient, so that one row too many does."""
 SHARED = {"expert-model-parallel-size": 2, "expert-tensor-parallel-size": 1}
 RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
@@ -34,7 +42,9 @@ RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "r
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
     """Flags to start from one rank's weights, and that rank's run from there."""
     one_for_all = {"moe-shared-expert-intermediate-size": 32}
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**EXPERTS, **BIASED, **BALANCED, **TWO, **one_for_all})
+    flags = started(
+        train, tmp_path_factory.mktemp("checkpoint"), {**EXPERTS, **BIASED, **BALANCED, **TWO, **one_for_all}
+    )
     return flags, train(1, "te_ring", flags)
 
 
@@ -48,7 +58,10 @@ def ran_as_two(run: Run, layers: int, again: int) -> bool:
     """Every microbatch ran as two: each layer of a stage attended twice, and as often again in a
     recomputed backward.
     """
-    calls = [(step["counters"]["forward_calls"], step["counters"]["backward_calls"], step["num_microbatches"]) for step in run.steps]
+    calls = [
+        (step["counters"]["forward_calls"], step["counters"]["backward_calls"], step["num_microbatches"])
+        for step in run.steps
+    ]
     return all(set(f) == {(1 + again) * 2 * m * layers} and set(b) == {2 * m * layers} for f, b, m in calls)
 
 
@@ -71,18 +84,32 @@ def test_stages_that_attend_together_route_half_batches(train: Train, loaded: tu
     among them.
     """
     flags, one = {**loaded[0], "train-iters": 2}, Run(loaded[1].result, loaded[1].steps[:2])
-    parallel = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}
+    parallel = {
+        "pipeline-model-parallel-size": 2,
+        "tensor-model-parallel-size": 2,
+        "sequence-parallel": True,
+        "context-parallel-size": 2,
+    }
     run = train(8, "distca", {**flags, **SHARED, **parallel, **RECOMPUTED}, config={"cluster": {"ranks_per_node": 2}})
     assert_same_training(run, one)
     ticks = run.steps[0]["num_ticks"] // 2
-    assert all(set(step["counters"]["backward_calls"]) == {2 * ticks} for step in run.steps), "one layer, two nano-batches"
-    assert logged(run.result, "load_balancing_loss") == pytest.approx(logged(one.result, "load_balancing_loss")[:2], rel=1e-5)
+    assert all(set(step["counters"]["backward_calls"]) == {2 * ticks} for step in run.steps), (
+        "one layer, two nano-batches"
+    )
+    assert logged(run.result, "load_balancing_loss") == pytest.approx(
+        logged(one.result, "load_balancing_loss")[:2], rel=1e-5
+    )
 
 
 def test_a_stage_behind_the_first_knows_its_padding(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
     """Microbatches in one piece under Megatron's own schedule, rows cut by sequence parallelism."""
     flags, one = {**loaded[0], "train-iters": 2}, Run(loaded[1].result, loaded[1].steps[:2])
-    parallel = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 1}
+    parallel = {
+        "pipeline-model-parallel-size": 2,
+        "tensor-model-parallel-size": 2,
+        "sequence-parallel": True,
+        "context-parallel-size": 1,
+    }
     run = train(4, "te_ring", {**flags, **parallel, "expert-tensor-parallel-size": 1})
     assert_same_training(run, one)
 
@@ -101,8 +128,14 @@ def test_replicas_share_experts(train: Train, loaded: tuple[dict[str, Any], Run]
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--moe-token-dispatcher-type", "flex"), "--moe-token-dispatcher-type flex has not been tried .* use alltoall"),
-        (("--recompute-granularity", "selective", "--recompute-modules", "moe"), "of the modules only mlp, moe_act, shared_experts can be"),
+        (
+            ("--moe-token-dispatcher-type", "flex"),
+            "--moe-token-dispatcher-type flex has not been tried .* use alltoall",
+        ),
+        (
+            ("--recompute-granularity", "selective", "--recompute-modules", "moe"),
+            "of the modules only mlp, moe_act, shared_experts can be",
+        ),
     ],
     ids=["flex", "moe"],
 )

@@ -48,21 +48,30 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 # One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else
 # of a plan.
 @pytest.mark.parametrize("planner", ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"])
-def test_a_planner_trains_on_two_stages_like_one_rank(train: Train, loaded: tuple[dict[str, Any], Run], planner: str) -> None:
+def test_a_planner_trains_on_two_stages_like_one_rank(
+    train: Train, loaded: tuple[dict[str, Any], Run], planner: str
+) -> None:
     flags, one = loaded
     run = train(4, planner, {**flags, **TWO_STAGES}, config={**ONE_RANK_NODES, "pipeline": "stages"})
     assert_same_training(run, one)
     nano_batches = 2 if planner == "distca" else 1  # its nano-batches run interleaved
     calls = [LAYERS // 2 * microbatches * nano_batches for microbatches in run.column("num_microbatches")]
     for step, expected in zip(run.steps, calls, strict=True):
-        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == [expected] * 4, "two stages of two ranks"
+        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == [expected] * 4, (
+            "two stages of two ranks"
+        )
     assert run.column("num_tokens") == one.column("num_tokens")
 
 
 WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "interleaved, overlapped": (
         4,
-        {**TWO_STAGES, "num-virtual-stages-per-pipeline-rank": 2, "use-distributed-optimizer": True, "overlap-grad-reduce": True},
+        {
+            **TWO_STAGES,
+            "num-virtual-stages-per-pipeline-rank": 2,
+            "use-distributed-optimizer": True,
+            "overlap-grad-reduce": True,
+        },
         {"backward": "replay"},
     ),
     "tensor-parallel, recomputed": (
@@ -91,7 +100,10 @@ def test_a_way_to_lay_out_stages_changes_no_number(
 def test_four_stages_train_and_evaluate_like_one_rank(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
     flags = {**loaded[0], **EVALUATION}
     stages = {"pipeline-model-parallel-size": 4, "context-parallel-size": 1}
-    one, four = train(1, "te_ring", at_once(flags)), train(4, "te_ring", {**flags, **stages}, config={"plan_ahead": True})
+    one, four = (
+        train(1, "te_ring", at_once(flags)),
+        train(4, "te_ring", {**flags, **stages}, config={"plan_ahead": True}),
+    )
     assert_same_training(four, one)
     losses = validation_losses(four.result.log(3))  # only the last stage knows them
     assert len(losses) == 2

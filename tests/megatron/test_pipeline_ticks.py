@@ -52,7 +52,9 @@ def test_stages_that_attend_together_train_like_one_rank(
     start, one = loaded
     parallel = {"pipeline-model-parallel-size": stages, "context-parallel-size": 1, **flags}
     pool = ranks // flags.get("tensor-model-parallel-size", 1)
-    run = train(ranks, DISTCA, {**start, **parallel}, config={"cluster": {"ranks_per_node": pool // 2}, "plan_ahead": True})
+    run = train(
+        ranks, DISTCA, {**start, **parallel}, config={"cluster": {"ranks_per_node": pool // 2}, "plan_ahead": True}
+    )
     steps = flags.get("train-iters", STEPS)
     assert_same_training(run, Run(one.result, one.steps[:steps]))
     assert run.column("step") == list(range(1, steps + 1))
@@ -74,7 +76,12 @@ def test_stages_that_attend_together_train_like_one_rank(
 def test_stages_that_attend_together_in_one_stream(train: Train, loaded: tuple[dict[str, Any], Run]) -> None:
     """Without nano-batches, and with core attention alone computed again, which they do not do."""
     start, one = loaded
-    flags = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1, "recompute-granularity": "selective", "train-iters": 2}
+    flags = {
+        "pipeline-model-parallel-size": 2,
+        "context-parallel-size": 1,
+        "recompute-granularity": "selective",
+        "train-iters": 2,
+    }
     run = train(4, DISTCA, {**start, **flags}, config={"cluster": {"ranks_per_node": 2}, "ping_pong": False})
     assert_same_training(run, Run(one.result, one.steps[:2]))
     assert_ticks_ran(run, 2 * (BATCH // 2 + 1), LAYERS // 2, 2)
@@ -90,7 +97,10 @@ def assert_ticks_ran(run: Run, num_ticks: int, layers: int, forwards: int) -> No
         calls = num_ticks // 2 * layers
         assert counted["backward_calls"] == [calls] * len(counted["backward_calls"])
         assert counted["forward_calls"] == [forwards * calls] * len(counted["forward_calls"])
-    assert all(sum(step["counters"]["idle_tasks"][rank] for step in run.steps) > 0 for rank in range(len(counted["idle_tasks"])))
+    assert all(
+        sum(step["counters"]["idle_tasks"][rank] for step in run.steps) > 0
+        for rank in range(len(counted["idle_tasks"]))
+    )
 
 
 def assert_counted_once(run: Run, layers: int) -> None:
@@ -99,7 +109,9 @@ def assert_counted_once(run: Run, layers: int) -> None:
     """
     for step in run.steps:
         counted = step["counters"]
-        assert step["kv_tokens_received"] * len(counted["kv_tokens_received"]) * layers == pytest.approx(sum(counted["kv_tokens_received"]))
+        assert step["kv_tokens_received"] * len(counted["kv_tokens_received"]) * layers == pytest.approx(
+            sum(counted["kv_tokens_received"])
+        )
         for way in ("sent", "received"):
             planned = sum(map(sum, step[f"bytes_{way}_per_nic"]))
             assert planned * layers == pytest.approx(sum(counted[f"inter_node_bytes_{way}_forward"])) != 0
@@ -113,8 +125,16 @@ and no second nano-batch.
 """
 
 
-def test_microbatches_of_one_document_and_a_resumed_run(train: Train, loaded: tuple[dict[str, Any], Run], tmp_path: Path) -> None:
-    flags = {**loaded[0], **EVALUATION, "global-batch-size": 4, "train-iters": 4, "data-path": write_corpus(tmp_path / "odd", ODD * 8)}
+def test_microbatches_of_one_document_and_a_resumed_run(
+    train: Train, loaded: tuple[dict[str, Any], Run], tmp_path: Path
+) -> None:
+    flags = {
+        **loaded[0],
+        **EVALUATION,
+        "global-batch-size": 4,
+        "train-iters": 4,
+        "data-path": write_corpus(tmp_path / "odd", ODD * 8),
+    }
     one = train(1, "te_ring", at_once(flags))
     saved = tmp_path / "saved"
     stages = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
@@ -162,14 +182,19 @@ def test_flags_that_keep_stages_apart_are_refused(sentence: str, words: tuple[st
         ({"recompute_granularity": "selective"}, "f1 b1 f1 b1 f1 b1"),
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, "f1 b1 f2 b2"),
         ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, "b1 f1 b1 f1 b1"),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9}, "f1 b1 f1 b1 f1 b1"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
+            "f1 b1 f1 b1 f1 b1",
+        ),
     ],
 )
 def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[str, Any], calls: str) -> None:
     """Passes through layers, f: forward, b: backward; each nano-batch attends once in each layer,
     forward and evaluating too.
     """
-    recompute = recompute_of(SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options}))
+    recompute = recompute_of(
+        SimpleNamespace(**{"recompute_granularity": None, "recompute_modules": ["core_attn"], **options})
+    )
     for num_nano_batches in (1, 2):
         passes = attention_passes(recompute, 3, num_nano_batches, backward=True)
         assert " ".join(f"{'fb'[each.backward]}{attended(each.segments, num_nano_batches)}" for each in passes) == calls
@@ -183,7 +208,8 @@ def test_an_idle_stage_makes_the_calls_of_a_recomputed_backward(options: dict[st
 def attended(segments: Sequence[Any], num_nano_batches: int) -> int:
     """Layers in which every nano-batch attends."""
     counts = {
-        sum(segment.nano_batch == nano_batch and segment.part == "attend" for segment in segments) for nano_batch in range(num_nano_batches)
+        sum(segment.nano_batch == nano_batch and segment.part == "attend" for segment in segments)
+        for nano_batch in range(num_nano_batches)
     }
     assert len(counts) == 1
     return counts.pop()

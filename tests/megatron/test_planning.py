@@ -1,4 +1,5 @@
-"""Steps planned ahead and on the spot, and the small sums around them; no training, no process group."""
+"""Steps planned ahead and on the spot, and the small sums around them; no training, no process
+group."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pyte
     assert not caplog.records
 
 
-def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_ticks(caplog: pytest.LogCaptureFixture) -> None:
+def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_ticks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2, 1, 1, False)
     jobs = [joint_job(data) for data in (None, Data())]
@@ -111,7 +114,9 @@ def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_tic
             assert (planned.plans, planned.ticks) == (here.plan(lengths).plans, here.plan(lengths).ticks)
             parts = [tuple(lengths[m][i] for i in part) for m, own in enumerate(planned.parts) for part in own]
             assert [plan.lengths for plan in planned.plans] == parts
-            assert [len(own) for own in planned.parts] == [2, 2], "of a microbatch of one document the second half is empty"
+            assert [len(own) for own in planned.parts] == [2, 2], (
+                "of a microbatch of one document the second half is empty"
+            )
             order, other = ([one.tick for one in ticks] for ticks in planned.ticks)
             assert order == other
             for nano_batch, ticks in enumerate(planned.ticks):
@@ -127,7 +132,8 @@ def test_figures_of_ticks_count_each_half_once() -> None:
     planned = planning.step_plans(work, ahead=False).plan(((300, 200, 40), (170,), (90, 90)))
     cost = AnalyticCost(work.joint_cluster(), work.model())
     both, first, second = (
-        tick_figures(nano_batches, work.model(), cost, 1) for nano_batches in (planned.ticks, planned.ticks[:1], planned.ticks[1:])
+        tick_figures(nano_batches, work.model(), cost, 1)
+        for nano_batches in (planned.ticks, planned.ticks[:1], planned.ticks[1:])
     )
     assert both["num_ticks"] == first["num_ticks"] == 2 * (3 + 1)
     assert first["kv_tokens_received"] > second["kv_tokens_received"] > 0

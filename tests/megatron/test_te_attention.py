@@ -64,6 +64,10 @@ assert attention.linear_proj.__name__ == "TERowParallelLinear", attention.linear
 def test_the_layer_spec_of_transformer_engine_keeps_its_layers_and_gets_our_attention() -> None:
     path = os.pathsep.join([str(SUPPORT / "stand_in_te"), str(SUPPORT.parents[1])])
     built = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SPEC], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", SPEC],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert built.returncode == 0, built.stderr

@@ -38,7 +38,13 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     config = {**TWO_NODES, "routing": {"when": "always", "pieces": 2}, "remap": True}
     whole = train(4, planner, {"train-iters": steps}, config=config)
     assert min(sum(whole.column("remapped_tokens")), sum(whole.column("routed_transfers"))) > 0
-    saving = {"train-iters": steps, "ckpt-format": "torch_dist", "save": tmp_path, "load": tmp_path, "save-interval": saved}
+    saving = {
+        "train-iters": steps,
+        "ckpt-format": "torch_dist",
+        "save": tmp_path,
+        "load": tmp_path,
+        "save-interval": saved,
+    }
 
     def ended_by_kill(result: Result) -> None:
         assert set(result.codes) == {SIGKILL}, result.tail(result.failed or 0)
@@ -48,7 +54,9 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
         assert first.column(name) == whole.column(name)[: len(first.steps)], f"{name} before the kill"
     elsewhere = train(2, "distca", {**saving, "save": None}, config=TWO_NODES)
-    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8], "2 layers of 2 microbatches, each as two nano-batches"
+    assert elsewhere.steps[0]["counters"]["forward_calls"] == [8, 8], (
+        "2 layers of 2 microbatches, each as two nano-batches"
+    )
     resumed = train(4, planner, saving, config=config)
     for run in (elsewhere, resumed):
         assert run.column("step") == list(range(saved + 1, steps + 1))
@@ -58,8 +66,11 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     assert_a_carry_was_saved_and_another_planners_is_refused(tmp_path / f"iter_{steps:07}", train, saving)
 
 
-def assert_a_carry_was_saved_and_another_planners_is_refused(checkpoint: Path, train: Train, saving: dict[str, Any]) -> None:
-    """All planners carry nothing, and that went through the resumes on 4 and on 2 ranks; here something is put in its place.
+def assert_a_carry_was_saved_and_another_planners_is_refused(
+    checkpoint: Path, train: Train, saving: dict[str, Any]
+) -> None:
+    """All planners carry nothing, and that went through the resumes on 4 and on 2 ranks; here
+    something is put in its place.
 
     Megatron prefers a `common.pt` to what the checkpoint says of the same.
     """
@@ -107,18 +118,27 @@ def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_p
         assert "Need to rerun step to check reproducibility" in result.log(0)
         assert "Saving a checkpoint and exiting now" in result.log(0)
 
-    flags = {"error-injection-rate": 3, "error-injection-type": "correct_result", "save": tmp_path, "save-interval": 1000}
+    flags = {
+        "error-injection-rate": 3,
+        "error-injection-type": "correct_result",
+        "save": tmp_path,
+        "save-interval": 1000,
+    }
     train(2, "zeppelin", {**flags, "ckpt-format": "torch_dist"}, config=TWO_NODES, expect=replayed)
 
 
-@pytest.mark.parametrize(("experts", "parallel"), [(1, {}), (2, {}), (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True})])
+@pytest.mark.parametrize(
+    ("experts", "parallel"), [(1, {}), (2, {}), (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True})]
+)
 def test_experts_train_like_one_rank(train: Train, tmp_path: Path, experts: int, parallel: dict[str, Any]) -> None:
     # The auxiliary loss takes its statistics over a replica's context-parallel ranks, so with one
     # replica it is that of one rank.
     load = started(train, tmp_path, {**EXPERTS, "train-iters": 8})
     sharded = {"expert-model-parallel-size": experts, "expert-tensor-parallel-size": 1, **parallel}
     context = {"context-parallel-size": 4 // parallel.get("tensor-model-parallel-size", 1)}
-    assert_same_training(train(4, "zeppelin", {**load, **sharded, **context}, config=TWO_NODES), train(1, "te_ring", load))
+    assert_same_training(
+        train(4, "zeppelin", {**load, **sharded, **context}, config=TWO_NODES), train(1, "te_ring", load)
+    )
 
 
 def test_experts_of_several_replicas_differ_by_the_auxiliary_loss_alone(train: Train, tmp_path: Path) -> None:
@@ -128,10 +148,14 @@ def test_experts_of_several_replicas_differ_by_the_auxiliary_loss_alone(train: T
     plain = {**EXPERTS, "moe-router-load-balancing-type": "none", "moe-aux-loss-coeff": 0, "train-iters": 4}
     load = started(train, tmp_path, plain)
     parallel = {"context-parallel-size": 1, "expert-model-parallel-size": 2}
-    assert_same_training(train(2, "zeppelin", {**load, **parallel}, config={"cluster": {"ranks_per_node": 1}}), train(1, "te_ring", load))
+    assert_same_training(
+        train(2, "zeppelin", {**load, **parallel}, config={"cluster": {"ranks_per_node": 1}}), train(1, "te_ring", load)
+    )
     with_loss = {**load, **EXPERTS}
     pooled, one = train(2, "zeppelin", {**with_loss, **parallel}), train(1, "te_ring", with_loss)
-    assert pooled.column("loss")[0] == pytest.approx(one.column("loss")[0], rel=1e-6), "the loss itself has no such statistics"
+    assert pooled.column("loss")[0] == pytest.approx(one.column("loss")[0], rel=1e-6), (
+        "the loss itself has no such statistics"
+    )
     assert pooled.column("loss") == pytest.approx(one.column("loss"), rel=1e-3)
 
 
@@ -169,7 +193,9 @@ def test_a_rank_that_cannot_read_its_samples_leaves_none_waiting(train: Train, t
     tokens = bytearray(path.read_bytes())
     tokens[-2 * 30 : -2 * 29] = b"\xff\x7f"  # one id that no embedding has, in the last document
     path.write_bytes(tokens)
-    train(2, "te_ring", {"data-path": corpus, "context-parallel-size": 1, "train-iters": 7}, expect=refused, deadline_s=60)
+    train(
+        2, "te_ring", {"data-path": corpus, "context-parallel-size": 1, "train-iters": 7}, expect=refused, deadline_s=60
+    )
 
 
 def test_a_pool_that_cannot_hold_a_batch_says_what_it_would_take(train: Train) -> None:

@@ -24,7 +24,9 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 @each_planner
 @each_policy
 @given(case=cases())
-def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(planner: str, policy: Policy, case: Case) -> None:
+def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
+    planner: str, policy: Policy, case: Case
+) -> None:
     verify(expand(plan(planner, case), policy))
 
 

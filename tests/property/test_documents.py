@@ -30,10 +30,14 @@ class Run:
         return self.num_replicas * self.micro_batch_size * self.num_microbatches
 
 
-runs = st.lists(st.builds(Run, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=4)
+runs = st.lists(
+    st.builds(Run, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=4
+)
 
 
-def train(lengths: list[int], seq_length: int, seed: int, policy: CutPolicy, lives: list[Run]) -> list[tuple[Piece, ...]]:
+def train(
+    lengths: list[int], seq_length: int, seed: int, policy: CutPolicy, lives: list[Run]
+) -> list[tuple[Piece, ...]]:
     """Samples in the order of their global batches; every rank of every life opens its own stream,
     as separate processes do.
     """
@@ -75,7 +79,11 @@ def test_every_epoch_reads_every_token_once_across_ranks_and_resumes(
         epoch += 1
     # The epoch under way: what it has read so far, it has read once.
     under_way = times_read(samples[judge.first_sample(epoch) :], lengths)
-    assert all(time <= most for document, limits in zip(under_way, once, strict=True) for time, most in zip(document, limits, strict=True))
+    assert all(
+        time <= most
+        for document, limits in zip(under_way, once, strict=True)
+        for time, most in zip(document, limits, strict=True)
+    )
 
 
 @given(lengths=corpora, seq_length=contexts, seed=seeds, policy=policies, lives=runs)
@@ -99,7 +107,9 @@ def test_samples_hold_whole_pieces_up_to_the_context_length(
 
 
 @given(lengths=corpora, seq_length=contexts, seed=seeds)
-def test_a_sample_ends_only_where_the_next_piece_does_not_fit_or_the_epoch_ends(lengths: list[int], seq_length: int, seed: int) -> None:
+def test_a_sample_ends_only_where_the_next_piece_does_not_fit_or_the_epoch_ends(
+    lengths: list[int], seq_length: int, seed: int
+) -> None:
     stream = DocumentStream(np.array(lengths), seq_length, seed)
     for epoch in range(3):
         samples = range(stream.first_sample(epoch), stream.first_sample(epoch + 1))
@@ -132,7 +142,11 @@ def test_the_vectorised_packing_is_next_fit(lengths: list[int], seq_length: int)
 def test_epochs_differ_in_order_but_not_in_content(lengths: list[int], seq_length: int, seed: int) -> None:
     stream = DocumentStream(np.array(lengths), seq_length, seed)
     epochs = [
-        [piece for index in range(stream.first_sample(epoch), stream.first_sample(epoch + 1)) for piece in stream.sample(index)]
+        [
+            piece
+            for index in range(stream.first_sample(epoch), stream.first_sample(epoch + 1))
+            for piece in stream.sample(index)
+        ]
         for epoch in range(4)
     ]
     assert all(sorted(pieces) == sorted(epochs[0]) for pieces in epochs)

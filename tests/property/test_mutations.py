@@ -29,7 +29,12 @@ def cuts(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:
 def random_tiles(rng: random.Random, seqs: list[int], lengths: tuple[int, ...], num_ranks: int) -> TaskTable:
     """Any cut of the (query, key) triangle into rectangles, on any ranks."""
     fragments = sorted((rng.randrange(num_ranks), seq, a, b) for seq in seqs for a, b in cuts(rng, lengths[seq], 3))
-    tasks = [(rng.randrange(num_ranks), seq, a, b, c, d) for seq in seqs for a, b in cuts(rng, lengths[seq], 3) for c, d in cuts(rng, b, 2)]
+    tasks = [
+        (rng.randrange(num_ranks), seq, a, b, c, d)
+        for seq in seqs
+        for a, b in cuts(rng, lengths[seq], 3)
+        for c, d in cuts(rng, b, 2)
+    ]
     return TaskTable("tiles", Rows.of(4, fragments), Rows.of(6, tasks))
 
 
@@ -59,7 +64,9 @@ def without_one_op(program: Program) -> list[tuple[str, Program]]:
     mutants: list[tuple[str, Program]] = []
     for phase in ("forward", "backward"):
         ops = getattr(program, phase)
-        mutants += [(f"{phase} {i}: {op}", replace(program, **{phase: ops[:i] + ops[i + 1 :]})) for i, op in enumerate(ops)]
+        mutants += [
+            (f"{phase} {i}: {op}", replace(program, **{phase: ops[:i] + ops[i + 1 :]})) for i, op in enumerate(ops)
+        ]
     return mutants
 
 

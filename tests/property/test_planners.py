@@ -24,7 +24,10 @@ from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.placed import Placement
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
-VARIANTS |= {"zeppelin paper": ("zeppelin", {"rule": "paper"}), "zeppelin unremapped": ("zeppelin", {"remapped": False, "routed": False})}
+VARIANTS |= {
+    "zeppelin paper": ("zeppelin", {"rule": "paper"}),
+    "zeppelin unremapped": ("zeppelin", {"remapped": False, "routed": False}),
+}
 VARIANTS |= {"distca pairs": ("distca", {"shards": "head_tail", "block": 16, "tolerance": 0.02})}
 
 lengths_of = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 90), st.integers(1, 2000)), max_size=10)
@@ -74,7 +77,9 @@ def test_a_plan_is_a_function_of_its_inputs_and_survives_json(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(lengths=lengths_of.filter(bool), cluster=clusters, model=models)
-def test_one_token_too_many_is_an_error_that_says_what_would_do(variant: str, lengths: list[int], cluster: Cluster, model: Model) -> None:
+def test_one_token_too_many_is_an_error_that_says_what_would_do(
+    variant: str, lengths: list[int], cluster: Cluster, model: Model
+) -> None:
     name, options = VARIANTS[variant]
     capacity = (sum(lengths) - 1) // cluster.num_ranks
     if capacity:
@@ -87,7 +92,14 @@ def placement_of(plan: MicrobatchPlan) -> Placement:
     return [found[seq] for seq in range(len(plan.lengths))]
 
 
-@given(lengths=lengths_of.filter(bool), cluster=clusters, model=models, slack=slacks, scale=st.sampled_from([1, 50]), layers=st.booleans())
+@given(
+    lengths=lengths_of.filter(bool),
+    cluster=clusters,
+    model=models,
+    slack=slacks,
+    scale=st.sampled_from([1, 50]),
+    layers=st.booleans(),
+)
 def test_zeppelin_never_has_a_higher_price_than_all_sequences_over_all_ranks(
     lengths: list[int], cluster: Cluster, model: Model, slack: float, scale: int, layers: bool
 ) -> None:
@@ -104,7 +116,9 @@ def test_relabelling_the_ranks_of_a_node_does_not_change_the_price(
     lengths: list[int], cluster: Cluster, model: Model, slack: float, seed: int
 ) -> None:
     rng = random.Random(seed)
-    new_name = [rank for node in range(cluster.num_nodes) for rank in rng.sample(cluster.ranks_of(node), cluster.node_size)]
+    new_name = [
+        rank for node in range(cluster.num_nodes) for rank in rng.sample(cluster.ranks_of(node), cluster.node_size)
+    ]
     prices = Prices(lengths, cluster, AnalyticCost(cluster, model), Pricing(1.0, 0.05))
     placement = placement_of(plan_of("zeppelin", lengths, cluster, model, slack))
     relabelled = [tuple(sorted(new_name[rank] for rank in ranks)) for ranks in placement]
@@ -123,7 +137,9 @@ def test_zeppelin_keeps_within_the_capacity_unless_only_all_ranks_together_hold_
 
 
 @given(lengths=lengths_of.filter(bool), cluster=clusters, slack=slacks)
-def test_the_printed_rule_passes_the_capacity_by_rounding_only(lengths: list[int], cluster: Cluster, slack: float) -> None:
+def test_the_printed_rule_passes_the_capacity_by_rounding_only(
+    lengths: list[int], cluster: Cluster, slack: float
+) -> None:
     capacity = max(1, int(slack * -(-sum(lengths) // cluster.num_ranks)))
     held = [0.0] * cluster.num_ranks
     for seq, ranks in enumerate(printed.place(Batch(tuple(lengths)).lengths, cluster, capacity)):

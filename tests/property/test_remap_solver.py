@@ -51,7 +51,9 @@ def instances() -> tuple[Instance, ...]:
         num_nodes = int(rng.integers(1, 9))
         node_size = int(rng.integers(1 if num_nodes > 1 else 2, max(2, 64 // num_nodes) + 1))
         num_ranks = num_nodes * node_size
-        held = (rng.lognormal(0.0, rng.choice([0.2, 1.0, 2.0]), num_ranks) * rng.choice([3, 100, 4000])).astype(np.int64)
+        held = (rng.lognormal(0.0, rng.choice([0.2, 1.0, 2.0]), num_ranks) * rng.choice([3, 100, 4000])).astype(
+            np.int64
+        )
         held[rng.random(num_ranks) < rng.choice([0.0, 0.3, 0.9])] = 0
         inter = float(rng.choice([1.0, 1.5, 4.0, 8.0, 31.7, 1000.0]))
         drawn.append(Instance(held, node_size, inter, "send" if index % 2 else "both"))
@@ -114,7 +116,9 @@ def test_in_whole_tokens_the_bottleneck_is_that_of_the_integer_program():
         # the plain integer program would take long: between its relaxation and one token more
         else:
             relaxed = equation_2(instance, over, whole=False)
-            assert relaxed * (1 - LP_TOLERANCE) - LP_TOLERANCE <= exact <= relaxed * (1 + LP_TOLERANCE) + instance.inter, instance
+            assert (
+                relaxed * (1 - LP_TOLERANCE) - LP_TOLERANCE <= exact <= relaxed * (1 + LP_TOLERANCE) + instance.inter
+            ), instance
     assert compared >= 500
 
 
@@ -142,7 +146,11 @@ def test_targets_are_balanced_and_moves_reach_them_with_the_fewest_tokens(align)
         # No other order of the same counts is nearer: the larger counts are on the ranks that hold
         # most.
         assert tokens.sum() == np.maximum(np.sort(held) - np.sort(target), 0).sum()
-        after = held - np.bincount(src, tokens, num_ranks).astype(np.int64) + np.bincount(dst, tokens, num_ranks).astype(np.int64)
+        after = (
+            held
+            - np.bincount(src, tokens, num_ranks).astype(np.int64)
+            + np.bincount(dst, tokens, num_ranks).astype(np.int64)
+        )
         np.testing.assert_array_equal(after, target)
         assert not set(src.tolist()) & set(dst.tolist())
         pairs = list(zip(src.tolist(), dst.tolist(), strict=True))
@@ -160,12 +168,18 @@ def test_every_solver_reaches_the_exact_cost(solver, objective, caplog):
             pytest.skip(f"this solver cannot be compared here: {caplog.messages[0]}")
         np.testing.assert_array_equal(other.target, exact.target)
         which = ("bottleneck", "total").index(objective)
-        assert costs(other.moves, instance)[which] == pytest.approx(costs(exact.moves, instance)[which], rel=1e-9), instance
+        assert costs(other.moves, instance)[which] == pytest.approx(costs(exact.moves, instance)[which], rel=1e-9), (
+            instance
+        )
         moved = np.bincount(other.moves[:, 0], other.moves[:, 2], len(instance.held))
         np.testing.assert_array_equal(moved, np.maximum(instance.held - exact.target, 0))
 
 
-@given(held=st.lists(st.integers(0, 60), min_size=2, max_size=12), node_size=st.integers(1, 6), inter=st.sampled_from([1.0, 2.0, 4.0, 1e9]))
+@given(
+    held=st.lists(st.integers(0, 60), min_size=2, max_size=12),
+    node_size=st.integers(1, 6),
+    inter=st.sampled_from([1.0, 2.0, 4.0, 1e9]),
+)
 def test_tokens_stay_inside_one_by_one_where_the_cost_is_largest(held, node_size, inter):
     remapping = solve(np.array(held), node_size, intra_s=1.0, inter_s=inter)
     over = np.array(held) - remapping.target
@@ -175,7 +189,9 @@ def test_tokens_stay_inside_one_by_one_where_the_cost_is_largest(held, node_size
         kept = np.bincount(rank_of[inside], tokens[inside], len(held)).astype(int)
         for first in range(0, len(held), node_size):
             ranks = range(first, min(first + node_size, len(held)))
-            assert kept[first : ranks.stop].tolist() == one_by_one([int(need[rank]) for rank in ranks], int(kept[ranks].sum()), inter)
+            assert kept[first : ranks.stop].tolist() == one_by_one(
+                [int(need[rank]) for rank in ranks], int(kept[ranks].sum()), inter
+            )
 
 
 def one_by_one(need: list[int], inside: int, inter: float) -> list[int]:

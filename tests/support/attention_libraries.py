@@ -46,7 +46,9 @@ class ByFormula:
         out, lse = PlainKernel().forward(entries_of(at), q, k, v, scale)
         return out, lse.T.contiguous().T
 
-    def backward(self, at: CuSeqlens, dout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, at: CuSeqlens, dout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self.backwards += 1
         assert all(len(x) == at.cu_q[-1] for x in (q, *dout))
         dq, dk, dv = PlainKernel().backward(entries_of(at), dout, q, k, v, scale)
@@ -67,7 +69,9 @@ def _flash_forward(at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float)
     return out, lse.T  # [heads, queries]
 
 
-def _flash_backward(at: CuSeqlens, final: tuple[Tensor, ...], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float) -> None:
+def _flash_backward(
+    at: CuSeqlens, final: tuple[Tensor, ...], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float
+) -> None:
     dout, out, lse = final
     q, k, v = inputs
     _packed(q, k, v, dout, out)
@@ -123,9 +127,38 @@ def _fa3_forward(
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None,
     sm_margin=0,
 ):  # fmt: skip
-    assert k_new is v_new is qv is out is cu_seqlens_k_new is seqused_q is seqused_k is page_table is kv_batch_idx is leftpad_k is None
-    assert rotary_cos is rotary_sin is seqlens_rotary is q_descale is k_descale is v_descale is scheduler_metadata is pack_gqa is None
-    assert (window_size, attention_chunk, softcap, rotary_interleaved, num_splits, sm_margin) == ((-1, -1), 0, 0.0, True, 1, 0)
+    assert (
+        k_new
+        is v_new
+        is qv
+        is out
+        is cu_seqlens_k_new
+        is seqused_q
+        is seqused_k
+        is page_table
+        is kv_batch_idx
+        is leftpad_k
+        is None
+    )
+    assert (
+        rotary_cos
+        is rotary_sin
+        is seqlens_rotary
+        is q_descale
+        is k_descale
+        is v_descale
+        is scheduler_metadata
+        is pack_gqa
+        is None
+    )
+    assert (window_size, attention_chunk, softcap, rotary_interleaved, num_splits, sm_margin) == (
+        (-1, -1),
+        0,
+        0.0,
+        True,
+        1,
+        0,
+    )
     at = CuSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
     return *_flash_forward(at, q, k, v, softmax_scale), None, None
 
@@ -191,7 +224,10 @@ def _te_forward(
     at = _te_at(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, locals())
     out, lse = ByFormula().forward(at, q, k, v, attn_scale)
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, 1) if padded_statistics else (*lse.shape, 1)
-    return out, [torch.zeros(shape) if padded_statistics else lse.contiguous()[..., None], torch.zeros(2, dtype=torch.int64)]
+    return out, [
+        torch.zeros(shape) if padded_statistics else lse.contiguous()[..., None],
+        torch.zeros(2, dtype=torch.int64),
+    ]
 
 
 def _te_backward(
@@ -246,7 +282,11 @@ def _te_backward_from_2_15(
 
 
 def _te(forward: Any, backward: Any) -> dict[str, ModuleType]:
-    content = {"fused_attn_fwd": forward, "fused_attn_bwd": backward, "FusedAttnBackend": {"F16_arbitrary_seqlen": "F16"}}
+    content = {
+        "fused_attn_fwd": forward,
+        "fused_attn_bwd": backward,
+        "FusedAttnBackend": {"F16_arbitrary_seqlen": "F16"},
+    }
     return {
         **_module("transformer_engine.pytorch.cpp_extensions.fused_attn", **content),
         **_module("transformer_engine.pytorch.constants", TE_DType={torch.bfloat16: "kBFloat16"}),
@@ -255,11 +295,17 @@ def _te(forward: Any, backward: Any) -> dict[str, ModuleType]:
 
 LIBRARIES: dict[str, dict[str, ModuleType]] = {
     "flash_attn 2.8.3": _module(
-        "flash_attn.flash_attn_interface", _flash_attn_varlen_forward=_fa2_forward, _flash_attn_varlen_backward=_fa2_backward
+        "flash_attn.flash_attn_interface",
+        _flash_attn_varlen_forward=_fa2_forward,
+        _flash_attn_varlen_backward=_fa2_backward,
     ),
-    "flash_attn_3 2.8.3": _module("flash_attn_interface", _flash_attn_forward=_fa3_forward, _flash_attn_backward=_fa3_backward),
+    "flash_attn_3 2.8.3": _module(
+        "flash_attn_interface", _flash_attn_forward=_fa3_forward, _flash_attn_backward=_fa3_backward
+    ),
     "flash_attn_3 main": _module(
-        "flash_attn_3.flash_attn_interface", _flash_attn_forward=_fa3_forward_main, _flash_attn_backward=_fa3_backward_main
+        "flash_attn_3.flash_attn_interface",
+        _flash_attn_forward=_fa3_forward_main,
+        _flash_attn_backward=_fa3_backward_main,
     ),
     "te_fused 2.9": _te(_te_forward, _te_backward),
     "te_fused 2.18": _te(_te_forward_from_2_15, _te_backward_from_2_15),

@@ -43,9 +43,19 @@ def view(page: Path, scratch: Path, *flags: str) -> Seen:
     log = scratch / "net.json"
     command = [
         *(browser, "--headless", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-dev-shm-usage"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND"),
+        *(
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+        ),
         *(["--no-sandbox"] if os.geteuid() == 0 else []),  # a sandbox is refused to root
-        *(f"--user-data-dir={scratch / 'profile'}", f"--log-net-log={log}", "--enable-logging=stderr", "--window-size=1200,900"),
+        *(
+            f"--user-data-dir={scratch / 'profile'}",
+            f"--log-net-log={log}",
+            "--enable-logging=stderr",
+            "--window-size=1200,900",
+        ),
         *("--virtual-time-budget=10000", *flags, "--dump-dom", page.as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -62,6 +72,10 @@ def _requests(log: Path) -> tuple[str, ...]:
     for event in json.loads(log.read_text(encoding="utf-8"))["events"]:
         params = event.get("params") or {}
         url = str(params.get("url", ""))
-        if "initiator" in params and params["initiator"] != _NOT_A_PAGE and not url.startswith(("file:", "data:", "blob:")):
+        if (
+            "initiator" in params
+            and params["initiator"] != _NOT_A_PAGE
+            and not url.startswith(("file:", "data:", "blob:"))
+        ):
             found.append(url)
     return tuple(found)

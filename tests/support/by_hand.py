@@ -37,7 +37,9 @@ def plan(
         name: of the planner.
     """
     per_node = ranks if ranks_per_node is None else ranks_per_node
-    return MicrobatchPlan(name, tuple(lengths), ranks, per_node, *heads, zones, Rows.of(Move.WIDTH, list(moves)), routing)
+    return MicrobatchPlan(
+        name, tuple(lengths), ranks, per_node, *heads, zones, Rows.of(Move.WIDTH, list(moves)), routing
+    )
 
 
 def pool(
@@ -79,7 +81,9 @@ def each_local(count: int) -> tuple[Zone, ...]:
     return tuple(local(at, at) for at in range(count))
 
 
-def task_table(fragments: Iterable[tuple[int, ...]], tasks: Iterable[tuple[int, ...]] = (), name: str = "task_table") -> TaskTable:
+def task_table(
+    fragments: Iterable[tuple[int, ...]], tasks: Iterable[tuple[int, ...]] = (), name: str = "task_table"
+) -> TaskTable:
     """A task table.
 
     Args:

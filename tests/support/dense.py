@@ -48,13 +48,16 @@ def causal(length: int) -> Bools:
 
 
 def attention(x: Tensors, visible: Callable[[int], Bools] = causal) -> Dense:
-    """Outputs and gradients, sequence by sequence. `visible`: by length, which query [row] sees which key [column]."""
+    """Outputs and gradients, sequence by sequence. `visible`: by length, which query [row] sees
+    which key [column]."""
     columns = [_one(*parts, x.scale, visible(len(parts[0]))) for parts in zip(x.q, x.k, x.v, x.dout, strict=True)]
     out, q_grad, k_grad, v_grad = ([c[i] for c in columns] for i in range(4))
     return Dense(out, q_grad, k_grad, v_grad)
 
 
-def _one(q: Floats, k: Floats, v: Floats, dout: Floats, scale: float, visible: Bools) -> tuple[Floats, Floats, Floats, Floats]:
+def _one(
+    q: Floats, k: Floats, v: Floats, dout: Floats, scale: float, visible: Bools
+) -> tuple[Floats, Floats, Floats, Floats]:
     length, num_kv_heads = k.shape[:2]
     ratio = q.shape[1] // num_kv_heads
     qh, doh = q.swapaxes(0, 1), dout.swapaxes(0, 1)

@@ -84,7 +84,16 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run
     results = []
     for run in runs:
         dtype = getattr(torch, run.dtype)
-        bound = bind(plan, world.rank, shape, groups=world.groups, device=run.device, dtype=dtype, policy=run.policy, mover=run.mover)
+        bound = bind(
+            plan,
+            world.rank,
+            shape,
+            groups=world.groups,
+            device=run.device,
+            dtype=dtype,
+            policy=run.policy,
+            mover=run.mover,
+        )
         calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
         for call in range(run.calls):
             x = inputs(plan, head_dim, call)
@@ -122,7 +131,8 @@ def _tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> 
     """q, k, v and dout of this rank."""
     heads, dim = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads), shape.head_dim
     rows = [
-        owned_rows(owned, values) if values else np.empty((0, h, dim)) for values, h in zip((x.q, x.k, x.v, x.dout), heads, strict=True)
+        owned_rows(owned, values) if values else np.empty((0, h, dim))
+        for values, h in zip((x.q, x.k, x.v, x.dout), heads, strict=True)
     ]
     q, k, v, dout = (torch.from_numpy(r).to(run.device, getattr(torch, run.dtype)) for r in rows)
     if not run.strided:

@@ -32,6 +32,8 @@ def visible(mask: Mask) -> Callable[[int], NDArray[np.bool_]]:
 
     def table(length: int) -> NDArray[np.bool_]:
         runs = [mask.keys(0, query) for query in range(length)]
-        return np.array([[first <= key < stop for key in range(length)] for first, stop in runs], dtype=bool).reshape(length, length)
+        return np.array([[first <= key < stop for key in range(length)] for first, stop in runs], dtype=bool).reshape(
+            length, length
+        )
 
     return table

@@ -107,7 +107,12 @@ class Trainer:
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+            [sys.executable, "-W", "ignore", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
         )
 
     def run(self, job: Job) -> Result:
@@ -148,7 +153,11 @@ def serve() -> None:
         job = Job(**{**body, "argv": tuple(body["argv"]), "path": tuple(body["path"]), "kill_after": kill_after})  # pyright: ignore[reportArgumentType]
         start = time.monotonic()
         codes = run_job(job)
-        answer = {"codes": [codes[rank] for rank in range(job.num_ranks)], "ended": list(codes), "seconds": time.monotonic() - start}
+        answer = {
+            "codes": [codes[rank] for rank in range(job.num_ranks)],
+            "ended": list(codes),
+            "seconds": time.monotonic() - start,
+        }
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -231,7 +240,11 @@ def run_rank(job: Job, rank: int, port: int) -> int:
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(job.num_ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
         )
         sys.path[:0] = job.path
         code = _enter(job)

@@ -44,7 +44,11 @@ class NanoBatches:
 
 
 def layers(
-    world: World, plans: Sequence[MicrobatchPlan], segments: Sequence[Segment] | None, policy: Policy, streams: bool = False
+    world: World,
+    plans: Sequence[MicrobatchPlan],
+    segments: Sequence[Segment] | None,
+    policy: Policy,
+    streams: bool = False,
 ) -> NanoBatches:
     """Both nano-batches through all layers of `segments`, in fp64; without turns, through two
     layers with one call each, one nano-batch after the other.
@@ -79,7 +83,9 @@ class AttentionOf(NamedTuple):
     backward: BackwardSlot | None = None
 
 
-def interleaved(nano_batches: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]) -> list[Tensor]:
+def interleaved(
+    nano_batches: Sequence[AttentionOf], inputs: Sequence[QKV], segments: Sequence[Segment]
+) -> list[Tensor]:
     """Outputs of the last layer, by nano-batch."""
     num_layers = max(segment.layer for segment in segments)
     calls: dict[int, AttentionCall] = {}
@@ -91,7 +97,9 @@ def interleaved(nano_batches: Sequence[AttentionOf], inputs: Sequence[QKV], segm
                 if 0 < layer < num_layers:
                     qkv[nano_batch] = _linear(out[nano_batch], qkv[nano_batch])
             case "start":
-                calls[nano_batch] = AttentionCall(nano_batches[nano_batch].bound, backward=nano_batches[nano_batch].backward)
+                calls[nano_batch] = AttentionCall(
+                    nano_batches[nano_batch].bound, backward=nano_batches[nano_batch].backward
+                )
                 calls[nano_batch].start(*qkv[nano_batch])
             case "attend":
                 calls[nano_batch].attend()
@@ -144,7 +152,9 @@ def leaves(plan: MicrobatchPlan, rank: int, shape: AttentionShape, seed: int = 0
     x = jobs.inputs(plan, shape.head_dim, seed)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     values = zip((x.q, x.k, x.v, x.dout), heads, strict=True)
-    q, k, v, dout = (torch.from_numpy(owned_rows(owned, of) if of else np.empty((0, h, shape.head_dim))) for of, h in values)
+    q, k, v, dout = (
+        torch.from_numpy(owned_rows(owned, of) if of else np.empty((0, h, shape.head_dim))) for of, h in values
+    )
     return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout
 
 

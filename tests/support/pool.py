@@ -94,7 +94,9 @@ class Pool:
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
             place = Path(self.folder.name)
-            process = context.Process(target=_serve, args=(rank, theirs, place / f"store{self.starts}", self._stacks(rank)), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, theirs, place / f"store{self.starts}", self._stacks(rank)), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -131,7 +133,9 @@ class Pool:
                 # faulthandler writes the stacks, see `_serve`
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        stacks = "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in ranks if self._stacks(rank).exists())
+        stacks = "\n".join(
+            f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in ranks if self._stacks(rank).exists()
+        )
         return f"ranks {ranks} did not answer in time; their stacks:\n{stacks}"
 
 
@@ -172,7 +176,9 @@ def _join(rank: int, pipe: Connection, store: Path) -> dict[int, World]:
     from megatron_balance.runtime.groups import make_groups
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120)
+    )
     worlds: dict[int, World] = {}
     for size in WORLDS:
         pools = [range(size), range(size, NUM_RANKS)] if size < NUM_RANKS else [range(size)]

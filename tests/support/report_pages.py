@@ -22,8 +22,26 @@ def make(folder: Path) -> dict[str, Path]:
     (folder / "cluster.yaml").write_text(f'base: h200\nname: "{HOSTILE}"\n', encoding="utf-8")
     (folder / "model.yaml").write_text(f'base: llama-3b\nname: "{PICTURE}"\n', encoding="utf-8")
     made = {"simulated": folder / "simulated.html", "trained": folder / "trained.html"}
-    inputs = ["--cluster", str(folder / "cluster.yaml"), "--model", str(folder / "model.yaml"), "--lengths-file", str(lengths)]
-    shape = ["--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4000", "--planner", "zeppelin", "--planner", "ulysses"]
+    inputs = [
+        "--cluster",
+        str(folder / "cluster.yaml"),
+        "--model",
+        str(folder / "model.yaml"),
+        "--lengths-file",
+        str(lengths),
+    ]
+    shape = [
+        "--ranks",
+        "8",
+        "--ranks-per-node",
+        "4",
+        "--tokens-per-rank",
+        "4000",
+        "--planner",
+        "zeppelin",
+        "--planner",
+        "ulysses",
+    ]
     assert main(["report", *inputs, *shape, "--out", str(made["simulated"])]) == 0
     steps = [
         {

@@ -97,7 +97,9 @@ def forward_seconds(world: World, plan: MicrobatchPlan, slow: tuple[int, ...], s
 
 
 def _phase_trace(trace: Trace, expected: dict[str, tuple[Issue, ...]], phase: Phase) -> PhaseTrace:
-    return PhaseTrace(trace, expected, [{relay_task.op for relay_task in group} for group in phase.relay_tasks], hidden_share(trace))
+    return PhaseTrace(
+        trace, expected, [{relay_task.op for relay_task in group} for group in phase.relay_tasks], hidden_share(trace)
+    )
 
 
 def _shape(plan: MicrobatchPlan) -> AttentionShape:

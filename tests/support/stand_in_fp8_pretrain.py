@@ -1,5 +1,6 @@
 # type: ignore  # a user's script, which nobody type-checks
-"""stand_in_pretrain_gpt.py with FP8 asked for, on a machine that has none: linear layers stay, but refuse what FP8's would refuse."""
+"""stand_in_pretrain_gpt.py with FP8 asked for, on a machine that has none: linear layers stay, but
+refuse what FP8's would refuse."""
 
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -14,15 +15,20 @@ ROWS = {"delayed": 16, "blockwise": 128}
 def check_rows(multiple):
     def before(module, inputs):
         rows = inputs[0].shape[0] * inputs[0].shape[1]
-        assert rows % multiple == 0, f"{type(module).__name__} was given {rows} rows, which is no multiple of {multiple}"
+        assert rows % multiple == 0, (
+            f"{type(module).__name__} was given {rows} rows, which is no multiple of {multiple}"
+        )
 
     return before
 
 
 def hooked(models):
-    """Transformer Engine quantises the linear layers of the blocks, and not the one that makes logits."""
+    """Transformer Engine quantises the linear layers of the blocks, and not the one that makes
+    logits."""
     for model in models:
-        layers = [layer for layer in model.decoder.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)]
+        layers = [
+            layer for layer in model.decoder.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        ]
         assert len(layers) >= 8
         for layer in layers:
             layer.register_forward_pre_hook(check_rows(ROWS[RECIPE]))
@@ -43,5 +49,13 @@ if __name__ == "__main__":
     RECIPE = args.stand_in_recipe
     model.pre_wrap_hooks.append(hooked)
     if not args.stand_in_unaligned:
-        args.fp8, args.fp8_recipe = "hybrid", RECIPE  # once the model's configuration is made, which knows nothing of it
-    pretrain(pretrain_cfg_container_from_args(args, model), train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+        args.fp8, args.fp8_recipe = (
+            "hybrid",
+            RECIPE,
+        )  # once the model's configuration is made, which knows nothing of it
+    pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        train_valid_test_datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )

@@ -1,7 +1,9 @@
 # type: ignore  # a user's script, which nobody type-checks
-"""A training script of the same shape as Megatron's own pretrain_gpt.py, which no wheel ships: what a user brings to the launcher.
+"""A training script of the same shape as Megatron's own pretrain_gpt.py, which no wheel ships: what
+a user brings to the launcher.
 
-It knows nothing of megatron_balance: its own data sets of fixed length, its own batches, loss and forward step.
+It knows nothing of megatron_balance: its own data sets of fixed length, its own batches, loss and
+forward step.
 """
 
 from functools import partial
@@ -19,7 +21,16 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "labels", "loss_mask", "max_seqlen", "position_ids", "tokens")
+KEYS = (
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "labels",
+    "loss_mask",
+    "max_seqlen",
+    "position_ids",
+    "tokens",
+)
 
 
 def get_batch(data_iterator):
@@ -27,7 +38,10 @@ def get_batch(data_iterator):
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         read = next(data_iterator)
-        batch = {key: read[key].cuda() if read.get(key) is not None else None for key in (*KEYS, "local_cp_size", "hybrid_cp_group")}
+        batch = {
+            key: read[key].cuda() if read.get(key) is not None else None
+            for key in (*KEYS, "local_cp_size", "hybrid_cp_group")
+        }
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -45,7 +59,10 @@ def get_batch(data_iterator):
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=get_context_parallel_group(), hybrid_cp_group_func=get_hybrid_data_context_parallel_groups
+        batch,
+        is_hybrid_cp=False,
+        cp_group=get_context_parallel_group(),
+        hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
     )
 
 
@@ -80,7 +97,9 @@ def train_valid_test_datasets_provider(num_samples, vp_stage=None):
     )
     print_rank_0("> the script builds its own data sets")
     dataset = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config).build()
+    return BlendedMegatronDatasetBuilder(
+        dataset, num_samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config
+    ).build()
 
 
 if __name__ == "__main__":

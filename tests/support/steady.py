@@ -81,13 +81,18 @@ class Seen:
     call_bytes: int
 
 
-def steps(world: World, plans: Sequence[MicrobatchPlan], layers: int, policy: Policy, mover: str, dtype: str) -> list[Seen]:
+def steps(
+    world: World, plans: Sequence[MicrobatchPlan], layers: int, policy: Policy, mover: str, dtype: str
+) -> list[Seen]:
     """Each plan's steps, three of them, on the same pool of memory, all plans bound before the
     first.
     """
     wanted, groups = getattr(torch, dtype), replace(world.groups, buffers=BufferPool(cpu=True))
     shape = AttentionShape(plans[0].num_heads, plans[0].num_kv_heads, 16)
-    bounds = [bind(p, world.rank, shape, groups=groups, dtype=wanted, policy=policy, mover=mover, kernel="plain") for p in plans]
+    bounds = [
+        bind(p, world.rank, shape, groups=groups, dtype=wanted, policy=policy, mover=mover, kernel="plain")
+        for p in plans
+    ]
     seen = [Seen([], bound.peak_bytes.call_bytes if bound.peak_bytes is not None else 0) for bound in bounds]
     for _ in range(3):
         for bound, found in zip(bounds, seen, strict=True):
@@ -108,7 +113,9 @@ def _step(bound: Bound, layers: int, dtype: torch.dtype) -> Step:
         del forwards, out, lse, received
     gc.collect()  # Triton's interpreter leaves its arguments to the garbage collection
     pool.empty((1,), torch.uint8, torch.device("cpu"))  # so that it takes back what was let go
-    return Step({k: v for k, v in counter.found.items() if v}, pool.num_slabs, pool.held_bytes, pool.peak_bytes, pool.used_bytes)
+    return Step(
+        {k: v for k, v in counter.found.items() if v}, pool.num_slabs, pool.held_bytes, pool.peak_bytes, pool.used_bytes
+    )
 
 
 def keep_a_gradient(world: World, plan: MicrobatchPlan) -> bool:

@@ -52,7 +52,9 @@ class Case:
     """Ranks of a NIC and the fewest tokens that are routed."""
 
 
-def lengths(max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
+def lengths(
+    max_length: int = 300, max_sequences: int = 7, *, min_sequences: int = 1
+) -> st.SearchStrategy[tuple[int, ...]]:
     """Lengths of a batch: long ones, and, because they are where placements go wrong, many of a few
     tokens.
     """
@@ -62,7 +64,11 @@ def lengths(max_length: int = 300, max_sequences: int = 7, *, min_sequences: int
 
 @st.composite
 def cases(
-    draw: st.DrawFn, num_ranks: Sequence[int] = range(1, 9), max_length: int = 300, max_sequences: int = 7, min_sequences: int = 0
+    draw: st.DrawFn,
+    num_ranks: Sequence[int] = range(1, 9),
+    max_length: int = 300,
+    max_sequences: int = 7,
+    min_sequences: int = 0,
 ) -> Case:
     """Batches on clusters of one to several nodes; MHA, and GQA down to fewer key-value heads than
     ranks.

@@ -33,7 +33,10 @@ class StreamThread:
 
     def batch(self, transfers: Sequence[Transfer]) -> None:
         def issue() -> Sequence[dist.Work]:
-            ops = [dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self.ranks[t.peer], self.group) for t in transfers]
+            ops = [
+                dist.P2POp(dist.isend if t.sends else dist.irecv, t.tensor, self.ranks[t.peer], self.group)
+                for t in transfers
+            ]
             return dist.batch_isend_irecv(ops)
 
         self.call(issue)

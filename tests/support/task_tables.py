@@ -29,7 +29,10 @@ def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -
     tasks: list[tuple[int, ...]] = []
     for seq, length in enumerate(batch.lengths):
         fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
-        tasks += [(_rank(rng, cluster), seq, *r) for r in _rectangles(rng, (0, length, 0, length), depth=int(rng.integers(0, 5)))]
+        tasks += [
+            (_rank(rng, cluster), seq, *r)
+            for r in _rectangles(rng, (0, length, 0, length), depth=int(rng.integers(0, 5)))
+        ]
     zone = dispatch.task_table("random", _shuffled(rng, fragments, 4), _shuffled(rng, tasks, 6))
     return _plan("random_task_table", batch, cluster, model, (zone,))
 
@@ -45,13 +48,17 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
     for i in range(num_zones):
         ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
         seqs = rng.permutation(np.flatnonzero(zone_of == i))
-        zones.append(Zone(f"zone{i}", PATTERNS[int(rng.integers(len(PATTERNS)))], tuple(ranks.tolist()), tuple(seqs.tolist())))
+        zones.append(
+            Zone(f"zone{i}", PATTERNS[int(rng.integers(len(PATTERNS)))], tuple(ranks.tolist()), tuple(seqs.tolist()))
+        )
     return _plan("random_zones", batch, cluster, model, tuple(zones))
 
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:
     heads = (model.num_heads, model.num_kv_heads)
-    return by_hand.plan(batch.lengths, cluster.num_ranks, *zones, ranks_per_node=cluster.ranks_per_node, heads=heads, name=name)
+    return by_hand.plan(
+        batch.lengths, cluster.num_ranks, *zones, ranks_per_node=cluster.ranks_per_node, heads=heads, name=name
+    )
 
 
 def _rank(rng: np.random.Generator, cluster: Cluster) -> int:

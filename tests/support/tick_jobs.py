@@ -93,7 +93,16 @@ class _Run:
         if self.way.again:
             phases.add("forward")
         rank, double = self.groups.rank, torch.float64
-        bound = bind(one.plan, rank, self.shape, groups=self.groups, dtype=double, policy="replay", nano_batch=nano_batch, phases=phases)
+        bound = bind(
+            one.plan,
+            rank,
+            self.shape,
+            groups=self.groups,
+            dtype=double,
+            policy="replay",
+            nano_batch=nano_batch,
+            phases=phases,
+        )
         self.nano_batch_of[bound] = nano_batch
         return bound
 

@@ -44,7 +44,10 @@ class Received:
 
 def documents(rank: int, microbatch: int, lengths: Sequence[int]) -> Sequences:
     """Documents whose rows (document, position) tell them all apart."""
-    made = [torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1) for at, n in enumerate(lengths)]
+    made = [
+        torch.stack([torch.full((n,), 10000 * rank + 100 * microbatch + at), torch.arange(n)], dim=1)
+        for at, n in enumerate(lengths)
+    ]
     return Sequences.of(made, num_columns=2)
 
 
@@ -67,7 +70,9 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
     planned: list[list[tuple[int, int]]] = []
     for at, layout in enumerate(exchange.layouts):
         known = [document for of_rank in everyone for document in of_rank[at]]
-        planned.append([(known[seq], position) for seq, start, stop in layout.tolist() for position in range(start, stop)])
+        planned.append(
+            [(known[seq], position) for seq, start, stop in layout.tolist() for position in range(start, stop)]
+        )
         local = assemble(rows[at], layout, 4)
         assert local.positions[~local.padding].tolist() == [position for _, position in planned[-1]]
     return Received(

@@ -63,7 +63,14 @@ def main() -> None:
         places.append(Place(packed, source, (torch.zeros(shape),)))
     moved.fill(fills)
     moved.add(places)
-    space = Space({0: SHAPE["q"][:2]}, (), 128, torch.bfloat16, torch.float32, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    space = Space(
+        {0: SHAPE["q"][:2]},
+        (),
+        128,
+        torch.bfloat16,
+        torch.float32,
+        lambda shape, dtype: torch.empty(shape, dtype=dtype),
+    )
     held = moved.partials(space)
     for _ in range(3):
         held.add(fills[0].packed, (True,), fills[0].target, torch.zeros(SHAPE["q"][:2]))

@@ -113,14 +113,20 @@ def place(one: tuple, two: tuple, tail: tuple[int, ...], kind: tuple[torch.dtype
 
 
 @few
-@given(one=packings(distinct=False, max_runs=6), two=packings(distinct=False), tail=shapes, dtype=st.sampled_from(DTYPES))
+@given(
+    one=packings(distinct=False, max_runs=6), two=packings(distinct=False), tail=shapes, dtype=st.sampled_from(DTYPES)
+)
 def add(one: tuple, two: tuple, tail: tuple[int, ...], dtype: torch.dtype) -> None:
     """Gradients: the rows of a run may repeat, and runs may overlap in some of their heads."""
     compare_placed(lambda mover: mover.add, (one, two), tail, (dtype, torch.float32), SUM_TOLERANCE[torch.float32])
 
 
 def compare_placed(
-    call: Callable[[Mover], Callable[[list[Place]], None]], drawn: tuple, tail: tuple[int, ...], kind: tuple, tolerance: float
+    call: Callable[[Mover], Callable[[list[Place]], None]],
+    drawn: tuple,
+    tail: tuple[int, ...],
+    kind: tuple,
+    tolerance: float,
 ) -> None:
     results = []
     for mover in movers():
@@ -152,7 +158,11 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     adds = []
     for seed in range(num_parts):
-        chosen = list(range(rows)) if data.draw(st.booleans()) else data.draw(st.lists(st.integers(0, rows - 1), max_size=25))
+        chosen = (
+            list(range(rows))
+            if data.draw(st.booleans())
+            else data.draw(st.lists(st.integers(0, rows - 1), max_size=25))
+        )
         own_heads = heads if data.draw(st.booleans()) else data.draw(st.integers(1, heads))
         head = data.draw(st.integers(0, heads - own_heads))
         # A query of several entries of a launch is several runs there, as `regions.grouped_runs`
@@ -166,7 +176,9 @@ def partials(size: tuple[int, int], num_parts: int, dim: int, dtype: torch.dtype
     sent = packed_of([(0, data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9)), 0, 1, heads - 1)], 1)
     results = []
     for mover in movers():
-        space = Space({0: (rows, heads)}, (0,), dim, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
+        space = Space(
+            {0: (rows, heads)}, (0,), dim, dtype, wide, lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype)
+        )
         held = mover.partials(space)
         for packed, out, lse in adds:
             held.add(packed, (True,) * len(packed.runs), out.clone(), lse.clone())
@@ -187,12 +199,16 @@ def empty() -> None:
         mover.place([Place(nothing, x, (y,))])
         mover.add([Place(nothing, x, (y,))])
         assert torch.equal(y, torch.ones(3, 2, 4))
-        blank = mover.partials(Space({0: (3, 2)}, (0,), 4, torch.bfloat16, torch.float32, lambda s, d: torch.empty(s, dtype=d)))
+        blank = mover.partials(
+            Space({0: (3, 2)}, (0,), 4, torch.bfloat16, torch.float32, lambda s, d: torch.empty(s, dtype=d))
+        )
         out, lse = blank.final()
         assert out.dtype == torch.bfloat16
         assert torch.equal(out, torch.zeros_like(out))
         assert torch.equal(lse, torch.full((3, 2), -torch.inf))
-        out, lse = mover.partials(Space({0: (0, 2)}, (), 4, torch.float32, torch.float32, lambda s, d: torch.empty(s, dtype=d))).final()
+        out, lse = mover.partials(
+            Space({0: (0, 2)}, (), 4, torch.float32, torch.float32, lambda s, d: torch.empty(s, dtype=d))
+        ).final()
         assert (tuple(out.shape), tuple(lse.shape)) == ((0, 2, 4), (0, 2))
 
 

@@ -1,4 +1,5 @@
-"""Configuration: strict, with errors that name the file, the key and what would be right; and every YAML we ship loads."""
+"""Configuration: strict, with errors that name the file, the key and what would be right; and every
+YAML we ship loads."""
 
 from __future__ import annotations
 
@@ -123,7 +124,10 @@ def test_a_planner_is_a_name_or_a_section_with_a_name(write):
     ("text", "layers"),
     [
         ("planner: zeppelin", Layers(routing="pays", remap=True, remap_when="pays")),
-        ("planner: zeppelin\nremap: true\nrouting: {when: always, pieces: 2}", Layers(routing="always", remap=True, pieces=2)),
+        (
+            "planner: zeppelin\nremap: true\nrouting: {when: always, pieces: 2}",
+            Layers(routing="always", remap=True, pieces=2),
+        ),
         ("planner: te_ring\nremap: {when: pays}", Layers(remap=True, remap_when="pays")),
         ("planner: te_ring", Layers()),
         ("planner: te_ring\nrouting: always\nremap: true", Layers(routing="always", remap=True)),
@@ -176,7 +180,10 @@ def test_a_section_in_another_file_is_found_relative_to_the_file_that_names_it(w
 
 
 def test_ranks_per_node_is_known_only_when_the_file_says_so(write):
-    given, silent = load_config(write("cluster: {ranks_per_node: 4}\n")), load_config(write("backward: replay\n", "b.yaml"))
+    given, silent = (
+        load_config(write("cluster: {ranks_per_node: 4}\n")),
+        load_config(write("backward: replay\n", "b.yaml")),
+    )
     assert given.cluster is not None
     assert given.cluster.ranks_per_node == 4
     assert silent.cluster is None
@@ -204,7 +211,10 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("planner: {name: zepelin}", "DIR/run.yaml: planner.name: unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("planner: {rule: cost}", "DIR/run.yaml: planner.name: missing; one of te_ring"),
         ("planner: {name: zeppelin, rule: papr}", "DIR/run.yaml: planner.rule: expected 'cost' or 'paper', got 'papr'"),
-        ("planner: {name: zeppelin, tokens_per_rank: 0}", "DIR/run.yaml: planner: tokens_per_rank: expected at least 1 token, got 0"),
+        (
+            "planner: {name: zeppelin, tokens_per_rank: 0}",
+            "DIR/run.yaml: planner: tokens_per_rank: expected at least 1 token, got 0",
+        ),
         (
             "planner: {name: zeppelin, tokens_per_rank: '4096'}",
             "DIR/run.yaml: planner.tokens_per_rank: expected a whole number, got '4096'",
@@ -213,12 +223,18 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
             "planner: {name: zeppelin, tokens_per_rank: 4096.0}",
             "DIR/run.yaml: planner.tokens_per_rank: expected a whole number, got 4096.0",
         ),
-        ("planner: {name: zeppelin, tokens_per_rank: true}", "DIR/run.yaml: planner.tokens_per_rank: expected a whole number, got True"),
+        (
+            "planner: {name: zeppelin, tokens_per_rank: true}",
+            "DIR/run.yaml: planner.tokens_per_rank: expected a whole number, got True",
+        ),
         ("planner: zepelin", "DIR/run.yaml: planner: no planner named 'zepelin', did you mean 'zeppelin'"),
         ("planner: [zeppelin]", "DIR/run.yaml: planner: expected 'name:' and options"),
         ("plannr: zeppelin", "DIR/run.yaml: plannr: unknown key, did you mean 'planner'?"),
         ("source: me", "DIR/run.yaml: source: unknown key"),
-        ("model: {base: llama-7b, num_head: 4}", "DIR/run.yaml: model.num_head: unknown key, did you mean 'num_heads'?"),
+        (
+            "model: {base: llama-7b, num_head: 4}",
+            "DIR/run.yaml: model.num_head: unknown key, did you mean 'num_heads'?",
+        ),
         ("model: {num_heads: 4}", "model: num_kv_heads: missing"),
         ("model: {base: llama-7b, num_kv_heads: 5}", "does not divide num_heads 32"),
         ("model: llama-8b", "DIR/run.yaml: model: no model named 'llama-8b', did you mean 'llama3-8b'?"),
@@ -230,9 +246,15 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("routings: always", "DIR/run.yaml: routings: unknown key, did you mean 'routing'?"),
         ("planner: te_ring\nrouting: {pieces: 0}", "DIR/run.yaml: routing.pieces: expected at least 1, got 0"),
         ("planner: te_ring\nrouting: {piece: 2}", "DIR/run.yaml: routing.piece: unknown key, did you mean 'pieces'?"),
-        ("remap: yes", "DIR/run.yaml: remap: expected true, false or keys such as when, solver, objective, sides, got 'yes'"),
+        (
+            "remap: yes",
+            "DIR/run.yaml: remap: expected true, false or keys such as when, solver, objective, sides, got 'yes'",
+        ),
         ("remap: {solvr: exact}", "DIR/run.yaml: remap.solvr: unknown key, did you mean 'solver'?"),
-        ("remap: {solver: gurob}", "DIR/run.yaml: remap.solver: expected 'exact', 'gurobi', 'highs' or 'ortools', got 'gurob'"),
+        (
+            "remap: {solver: gurob}",
+            "DIR/run.yaml: remap.solver: expected 'exact', 'gurobi', 'highs' or 'ortools', got 'gurob'",
+        ),
         ("remap: {sides: receive}", "DIR/run.yaml: remap.sides: expected 'send' or 'both', got 'receive'"),
         ("agreement_every: 0", "DIR/run.yaml: agreement_every: expected at least 1, got 0"),
         ("dataset: {tokens: 4}", "DIR/run.yaml: dataset.name: missing"),
@@ -251,7 +273,10 @@ def test_mistake_is_named_with_file_key_and_what_is_right(write, text, expected)
 
 def test_mistake_in_a_section_file_names_that_file(write):
     write("name: zeppelin\ntoken_per_rank: 4\n", "mine.yaml")
-    assert message(write("planner: mine.yaml\n")) == "DIR/mine.yaml: token_per_rank: unknown key, did you mean 'tokens_per_rank'?"
+    assert (
+        message(write("planner: mine.yaml\n"))
+        == "DIR/mine.yaml: token_per_rank: unknown key, did you mean 'tokens_per_rank'?"
+    )
 
 
 def test_missing_file_is_an_error_that_names_it(tmp_path):
@@ -281,7 +306,9 @@ def test_capacity_is_what_the_state_leaves_divided_by_bytes_of_a_token():
 
 
 def test_capacity_of_a_model_that_does_not_fit_is_an_error_with_the_numbers():
-    with pytest.raises(ConfigError, match=r"llama-70b does not fit h100: .* need 155 GB on each of 8 ranks, which have 80 GB"):
+    with pytest.raises(
+        ConfigError, match=r"llama-70b does not fit h100: .* need 155 GB on each of 8 ranks, which have 80 GB"
+    ):
         capacity(load_cluster("h100").build(num_ranks=8), load_model("llama-70b"))
 
 

@@ -22,7 +22,8 @@ def run(source: str, *, backward: bool = True) -> tuple[reference.Result, dense.
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [*((n, "keep") for n in programs.ALL), ("prefix", "replay"), ("dispatch", "replay"), ("heads", "replay")]
+    ("name", "policy"),
+    [*((n, "keep") for n in programs.ALL), ("prefix", "replay"), ("dispatch", "replay"), ("heads", "replay")],
 )
 def test_a_program_written_by_hand_equals_dense_attention(name: str, policy: str) -> None:
     ours, theirs = run(text(with_backward(parse(programs.ALL[name]), policy)))  # pyright: ignore[reportArgumentType]
@@ -103,7 +104,8 @@ def test_reading_what_is_not_there_is_an_error(source: str, right: str, wrong: s
 
 
 def test_a_program_that_computes_something_else_gives_something_else() -> None:
-    """Without rank 1's rectangle the last two queries see half of their keys: no error, but not dense attention."""
+    """Without rank 1's rectangle the last two queries see half of their keys: no error, but not
+    dense attention."""
     rank_0_alone = programs.DISPATCH.replace("exchange 1 p2p\n  r0 <- r1 out s0[2:4)\nmerge r0\n  out s0[2:4)\n", "")
     ours, theirs = run(rank_0_alone, backward=False)
     assert dense.worst([ours.out[0][:2]], [theirs.out[0][:2]]) < 1e-13
@@ -112,7 +114,8 @@ def test_a_program_that_computes_something_else_gives_something_else() -> None:
 
 def test_a_gradient_to_which_nobody_contributed_is_zero_and_may_travel() -> None:
     travelling = PREFIX_BACK.replace(
-        "r0 <- r1 dkv s0[0:4)\n", "r0 <- r1 dkv s0[0:4)\nexchange 3 p2p\n  r0 <- r1 dq s0[0:2)\nmerge r0\n  dq s0[0:2)\n"
+        "r0 <- r1 dkv s0[0:4)\n",
+        "r0 <- r1 dkv s0[0:4)\nexchange 3 p2p\n  r0 <- r1 dq s0[0:2)\nmerge r0\n  dq s0[0:2)\n",
     )
     ours, theirs = run(travelling)
     assert dense.worst(ours.q_grad or (), theirs.q_grad) < 1e-13
@@ -123,7 +126,13 @@ PREFIX_BACK = text(with_backward(parse(programs.PREFIX), "keep"))
 
 def test_home_rows_follow_the_order_of_the_home() -> None:
     values = [np.arange(4.0)[:, None], 10 + np.arange(3.0)[:, None]]
-    assert reference.owned_rows(Rows.of(3, [(1, 1, 3), (0, 2, 4), (0, 0, 1)]), values)[:, 0].tolist() == [11, 12, 2, 3, 0]
+    assert reference.owned_rows(Rows.of(3, [(1, 1, 3), (0, 2, 4), (0, 0, 1)]), values)[:, 0].tolist() == [
+        11,
+        12,
+        2,
+        3,
+        0,
+    ]
     assert reference.owned_rows(Rows(3), values).shape == (0, 1)
 
 

@@ -54,7 +54,8 @@ def _job(rank: int, options: argparse.Namespace) -> None:
         return
     for row in result["python_time"]:
         print(
-            f"{row['phase']:9} {row['sequences']} sequences, {row['steps']:2} steps: our Python {row['our_us']:7.0f} us a call "
+            f"{row['phase']:9} {row['sequences']} sequences, {row['steps']:2} steps: our Python {row['our_us']:7.0f} "
+            "us a call "
             f"(spread {row['spread_us']:.0f}), "
             f"budget {row['budget_us']:.0f} us, ratio {row['our_us'] / row['budget_us']:.2f}"
         )
@@ -62,7 +63,8 @@ def _job(rank: int, options: argparse.Namespace) -> None:
     print(
         f"ring of {options.ranks}, {options.tokens} tokens, forward + backward: executor {ring['executor_ms']:.1f} ms, "
         f"by hand {ring['by_hand_ms']:.1f} ms, "
-        f"median of the paired ratios {ring['ratio']:.3f} (from {ring['ratio_min']:.3f} to {ring['ratio_max']:.3f}), target <= 1.05"
+        f"median of the paired ratios {ring['ratio']:.3f} (from {ring['ratio_min']:.3f} to {ring['ratio_max']:.3f}), "
+        "target <= 1.05"
     )
 
 
@@ -200,7 +202,11 @@ class _ByHand:
         source = (self.rank - t) % self.size
         if t == 0:
             return slice(None), slice(None), True
-        return (slice(None), slice(0, self.nano_batch), False) if source < self.rank else (slice(self.nano_batch, None), slice(None), False)
+        return (
+            (slice(None), slice(0, self.nano_batch), False)
+            if source < self.rank
+            else (slice(self.nano_batch, None), slice(None), False)
+        )
 
     def exchange(self, block: Tensor, forward: bool) -> tuple[Tensor, list[dist.Work]]:
         step = 1 if forward else -1
@@ -219,11 +225,15 @@ class _ByHand:
                 received, works = self.exchange(blocks[t], forward=True)
             q_rows, k_rows, causal = self.rounds(t)
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *(x.transpose(0, 1)[None] for x in (q[q_rows], blocks[t][0, k_rows], blocks[t][1, k_rows])), 0.0, causal, scale=self.scale
+                *(x.transpose(0, 1)[None] for x in (q[q_rows], blocks[t][0, k_rows], blocks[t][1, k_rows])),
+                0.0,
+                causal,
+                scale=self.scale,
             )
             new = torch.logaddexp(lse[q_rows], part_lse[0].T)
             out[q_rows] = (
-                out[q_rows] * (lse[q_rows] - new).exp()[..., None] + part[0].transpose(0, 1) * (part_lse[0].T - new).exp()[..., None]
+                out[q_rows] * (lse[q_rows] - new).exp()[..., None]
+                + part[0].transpose(0, 1) * (part_lse[0].T - new).exp()[..., None]
             )
             lse[q_rows] = new
             if t + 1 < self.size:
@@ -232,14 +242,19 @@ class _ByHand:
                 blocks.append(received)
         return out, lse, blocks
 
-    def backward(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, blocks: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, blocks: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros_like(q)
         works: list[dist.Work] = []
         arriving: Tensor | None = None
         for t in range(self.size - 1, -1, -1):
             q_rows, k_rows, causal = self.rounds(t)
             part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(x.transpose(0, 1)[None] for x in (dout[q_rows], q[q_rows], blocks[t][0, k_rows], blocks[t][1, k_rows], out[q_rows])),
+                *(
+                    x.transpose(0, 1)[None]
+                    for x in (dout[q_rows], q[q_rows], blocks[t][0, k_rows], blocks[t][1, k_rows], out[q_rows])
+                ),
                 lse[q_rows].T[None],
                 0.0,
                 causal,

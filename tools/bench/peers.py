@@ -37,8 +37,14 @@ def lines(ours: Row, peers: Row) -> Iterator[str]:
     keys = list(dict.fromkeys(row["batches"] for row in ours["rows"]))
     yield "# Planners beside the peers'"
     yield ""
-    yield "Attention max/mean over ranks / KV tokens a rank receives in a layer, forward (of these from other nodes) / ms of planning."
-    yield f"{ours['model']} on {ours['cluster']}, {len(keys)} sets of batches. Ours, measured here: CPU time of one core, median over all"
+    yield (
+        "Attention max/mean over ranks / KV tokens a rank receives in a layer, forward (of these from other "
+        "nodes) / ms of planning."
+    )
+    yield (
+        f"{ours['model']} on {ours['cluster']}, {len(keys)} sets of batches. Ours, measured here: CPU time of "
+        "one core, median over all"
+    )
     yield "batches, layers included."
     yield ""
     yield from _table(keys, ((_label(row), cells) for row, cells in _ours(ours["rows"])))
@@ -67,12 +73,21 @@ def _table(keys: Sequence[str], rows: Iterable[tuple[str, dict[str, Row]]]) -> I
     yield f"| planner | mean | {' | '.join(keys)} |"
     yield f"| --- |{' ---: |' * (len(keys) + 1)}"
     for name, cells in rows:
-        yield f"| {name} | {_cell(_mean(list(cells.values())))} | {' | '.join(_cell(cells.get(key, {})) for key in keys)} |"
+        yield (
+            f"| {name} | {_cell(_mean(list(cells.values())))} | "
+            f"{' | '.join(_cell(cells.get(key, {})) for key in keys)} |"
+        )
 
 
 def _mean(cells: Sequence[Row]) -> Row:
     """Means over the sets of what all of them have."""
-    common = set.intersection(*(set(cell) for cell in cells)) & {"attention", "tokens", "kv_tokens", "kv_tokens_inter_node", "plan_ms"}
+    common = set.intersection(*(set(cell) for cell in cells)) & {
+        "attention",
+        "tokens",
+        "kv_tokens",
+        "kv_tokens_inter_node",
+        "plan_ms",
+    }
     return {key: fmean(cell[key] for cell in cells) for key in common}
 
 

@@ -51,15 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="Rows whose name contains this.")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    rows = [_measure(measurement, options.repeats) for measurement in measurements() if options.only in measurement.what]
+    rows = [
+        _measure(measurement, options.repeats) for measurement in measurements() if options.only in measurement.what
+    ]
     if options.json:
         print(json.dumps({"rows": rows}))
         return 0
     width = max(len(row["what"]) for row in rows) + 2
     print(f"{'':{width}}{'median ms':>10}{'min':>9}{'max':>9}{'budget':>8}{'ratio':>7}")
     for row in rows:
-        budget = ("", "") if row["budget_ms"] is None else (f"{row['budget_ms']:g}", f"{row['median_ms'] / row['budget_ms']:.2f}")
-        print(f"{row['what']:{width}}{row['median_ms']:10.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{budget[0]:>8}{budget[1]:>7}")
+        budget = (
+            ("", "")
+            if row["budget_ms"] is None
+            else (f"{row['budget_ms']:g}", f"{row['median_ms'] / row['budget_ms']:.2f}")
+        )
+        print(
+            f"{row['what']:{width}}{row['median_ms']:10.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}{budget[0]:>8}{budget[1]:>7}"
+        )
     return 0
 
 
@@ -67,13 +75,21 @@ def measurements() -> Iterator[Measurement]:
     """Everything that is timed here. `bind` holds project and transpose, and looks up both phases;
     it needs torch, but no other rank.
     """
-    for num_ranks, num_seqs, tokens_per_rank, budget_ms in ((64, 512, 8192, 5.0), (1024, 1024, 4096, 50.0), (1024, 4096, 4096, 50.0)):
+    for num_ranks, num_seqs, tokens_per_rank, budget_ms in (
+        (64, 512, 8192, 5.0),
+        (1024, 1024, 4096, 50.0),
+        (1024, 4096, 4096, 50.0),
+    ):
         cluster, lengths = Cluster(num_ranks, 8), long_tailed(num_seqs, num_ranks * tokens_per_rank)
         size = f"{num_ranks} ranks x {num_seqs} sequences, {sum(lengths) / 1e6:.1f}M tokens"
         for rule in ("cost", "paper"):
             for slack in (1.0, 1.25):
                 make = make_planner("zeppelin", cluster, MODEL, tokens_per_rank=int(slack * tokens_per_rank), rule=rule)
-                yield Measurement(f"plan {size}: zeppelin {rule}, slack {slack:g}", budget_ms, lambda make=make, batch=lengths: make(batch))
+                yield Measurement(
+                    f"plan {size}: zeppelin {rule}, slack {slack:g}",
+                    budget_ms,
+                    lambda make=make, batch=lengths: make(batch),
+                )
         ring = make_planner("te_ring", cluster, MODEL)
         yield Measurement(f"plan {size}: te_ring", budget_ms, lambda make=ring, batch=lengths: make(batch))
         yield from _projections(size, _plans(cluster, lengths, tokens_per_rank), 2.0 if num_ranks == 64 else 10.0)
@@ -82,12 +98,16 @@ def measurements() -> Iterator[Measurement]:
         for tolerance in (0.02, 0.1):
             make = make_planner("distca", cluster, MODEL, tolerance=tolerance)
             size = f"{num_ranks} ranks x {len(lengths)} sequences, {sum(lengths) / 1e6:.1f}M tokens"
-            yield Measurement(f"plan {size}: distca, tolerance {tolerance:g}", budget_ms, lambda make=make, batch=lengths: make(batch))
+            yield Measurement(
+                f"plan {size}: distca, tolerance {tolerance:g}", budget_ms, lambda make=make, batch=lengths: make(batch)
+            )
     yield from _pipeline_step(num_stages=4, stage=Cluster(16, 8), num_microbatches=8, tokens_per_rank=8192)
     cluster, lengths = Cluster(64, 8), [100 + seq for seq in range(64)]
     for name in ("te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"):
         made = make_planner(name, cluster, MODEL)(lengths)
-        yield Measurement(f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan))
+        yield Measurement(
+            f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan)
+        )
 
 
 def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[str, MicrobatchPlan]:
@@ -105,16 +125,27 @@ def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[s
     }
 
 
-def _pipeline_step(num_stages: int, stage: Cluster, num_microbatches: int, tokens_per_rank: int) -> Iterator[Measurement]:
+def _pipeline_step(
+    num_stages: int, stage: Cluster, num_microbatches: int, tokens_per_rank: int
+) -> Iterator[Measurement]:
     """A training step in which all pipeline stages attend together and microbatches run as two
     nano-batches interleaved: planning all of it, and binding all of it on one rank. A tick is of
     one phase, and each plan is bound for the phases of its ticks.
     """
     joint = Cluster(num_stages * stage.num_ranks, stage.ranks_per_node)
     spec = PlanSpec(
-        "distca", stage, MODEL, Layers(), {"tokens_per_rank": tokens_per_rank}, None, Pipeline(joint, num_chunks=1), ping_pong=True
+        "distca",
+        stage,
+        MODEL,
+        Layers(),
+        {"tokens_per_rank": tokens_per_rank},
+        None,
+        Pipeline(joint, num_chunks=1),
+        ping_pong=True,
     )
-    microbatches = [long_tailed(8 * stage.num_ranks, stage.num_ranks * tokens_per_rank, seed) for seed in range(num_microbatches)]
+    microbatches = [
+        long_tailed(8 * stage.num_ranks, stage.num_ranks * tokens_per_rank, seed) for seed in range(num_microbatches)
+    ]
     planner = StepPlanner(spec)
     ping_pong = planner.plan(microbatches)[0].ticks
     groups = Groups(MIDDLE, joint.num_ranks, tuple(range(joint.num_ranks)), None)
@@ -128,7 +159,10 @@ def _pipeline_step(num_stages: int, stage: Cluster, num_microbatches: int, token
                 phases = names[microbatches] if of_phase else BOTH_PHASES
                 bind(planned, MIDDLE, SHAPE, groups=groups, policy="replay", nano_batch=nano_batch, phases=phases)
 
-    size = f"step of {len(ping_pong[0])} ticks, {num_stages} x {stage.num_ranks} ranks, {num_microbatches} microbatches in nano-batches"
+    size = (
+        f"step of {len(ping_pong[0])} ticks, {num_stages} x {stage.num_ranks} ranks, {num_microbatches} "
+        "microbatches in nano-batches"
+    )
     yield Measurement(f"plan a {size}: distca", None, lambda: planner.plan(microbatches))
     yield Measurement(f"bind one's {size}: distca", None, partial(bind_all, of_phase=True))
     yield Measurement(f"bind one's {size}, both phases: distca", None, partial(bind_all, of_phase=False))
@@ -142,7 +176,9 @@ def _projections(size: str, plans: dict[str, MicrobatchPlan], budget_ms: float) 
         # te_ring over 1,024 ranks has a million rows a rank
         if name != "te_ring" or plan.num_ranks == 64:
             yield Measurement(
-                f"bind one of {size}: {name}", budget_ms, lambda plan=plan, groups=groups: bind(plan, MIDDLE, SHAPE, groups=groups)
+                f"bind one of {size}: {name}",
+                budget_ms,
+                lambda plan=plan, groups=groups: bind(plan, MIDDLE, SHAPE, groups=groups),
             )
         yield Measurement(f"figures of {size}: {name}", None, lambda plan=plan: figures(plan, MODEL))
 

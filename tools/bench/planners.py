@@ -40,7 +40,9 @@ from megatron_balance.planning.layers import Layers
 ZONES = ("inter_node", "intra_node", "local")
 CONTEXTS = ("64k", "128k", "256k")
 REFERENCE = {
-    tolerance: {f"{name}/{context}": cell for name, cells in sets.items() for context, cell in zip(CONTEXTS, cells, strict=True)}
+    tolerance: {
+        f"{name}/{context}": cell for name, cells in sets.items() for context, cell in zip(CONTEXTS, cells, strict=True)
+    }
     for tolerance, sets in {
         0.02: {
             "arxiv": ((1.012, 26_000), (1.019, 31_000), (1.017, 39_000)),
@@ -80,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cluster", default="h200")
     parser.add_argument("--model", default="llama-7b")
     parser.add_argument("--links", type=float, default=1.0, help="all links are so many times as fast")
-    parser.add_argument("--joined", type=int, default=1, help="so many batches in a row are one, on so many times the ranks")
+    parser.add_argument(
+        "--joined", type=int, default=1, help="so many batches in a row are one, on so many times the ranks"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="plans of each batch that are timed")
     parser.add_argument("--planners", nargs="+", choices=tuple(PLANNERS), default=tuple(PLANNERS))
     parser.add_argument("--json", action="store_true")
@@ -119,7 +123,9 @@ def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row
                 nic_bytes_per_s=options.links * preset.nic_bytes_per_s,
             )
             capacity = None if variant.slack is None else int(variant.slack * document["tokens_per_gpu"])
-            plan = make_planner(variant.planner, cluster, model, variant.layers, tokens_per_rank=capacity, **variant.options)
+            plan = make_planner(
+                variant.planner, cluster, model, variant.layers, tokens_per_rank=capacity, **variant.options
+            )
             plans, times = [], []
             for batch in batches:
                 for _ in range(options.repeats):
@@ -128,7 +134,9 @@ def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row
                     times.append(1e3 * (time.process_time() - start))
                 plans.append(made)
             means = _means(plans, model) | {"predicted_ms": _predicted_ms(plans, cluster, model, variant)}
-            reference = REFERENCE.get(variant.options.get("tolerance", -1.0), {}).get(key) if options.joined == 1 else None
+            reference = (
+                REFERENCE.get(variant.options.get("tolerance", -1.0), {}).get(key) if options.joined == 1 else None
+            )
             row = {"planner": variant.label, "slack": variant.slack, "batches": key, **means, "plan_ms": _spread(times)}
             yield row | {"reference": reference}
 
@@ -143,13 +151,17 @@ def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
     reports = [figures(plan, model) for plan in plans]
     return {
         "attention": fmean(r["imbalance"]["attention"] for r in reports),
-        "tokens": fmean(max(held) * len(held) / sum(held) for held in (r["attention_tokens_per_rank"] for r in reports)),
+        "tokens": fmean(
+            max(held) * len(held) / sum(held) for held in (r["attention_tokens_per_rank"] for r in reports)
+        ),
         "kv_tokens": fmean(fmean(r["kv_tokens_received_per_rank"]) for r in reports),
         "largest_attention": max(r["imbalance"]["attention"] for r in reports),
         "query_tokens": fmean(fmean(r["query_tokens_received_per_rank"]) for r in reports),
         "kv_tokens_inter_node": fmean(fmean(r["kv_tokens_received_inter_node_per_rank"]) for r in reports),
         "remapped": fmean(r["remap"]["tokens_moved"] / r["num_tokens"] for r in reports),
-        "zones": {name: fmean(sum(zone.name == name for zone in plan.zones) for plan in plans) for name in (*ZONES, "pool")},
+        "zones": {
+            name: fmean(sum(zone.name == name for zone in plan.zones) for plan in plans) for name in (*ZONES, "pool")
+        },
     }
 
 
@@ -176,7 +188,8 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def _show(rows: Sequence[Row]) -> None:
     print(
-        "means over batches: attention and tokens in its layout, max/mean over ranks; KV tokens a rank receives (layer, forward); tokens"
+        "means over batches: attention and tokens in its layout, max/mean over ranks; KV tokens a rank receives "
+        "(layer, forward); tokens"
         "\nthat a remap moves, of all; predicted time of a layer, forward; zones inter/intra/local"
     )
     columns = f"{'attention':>10}{'tokens':>8}{'KV':>9}{'KV inter':>10}{'remap':>8}{'ms':>9}"
@@ -201,7 +214,8 @@ def _line(row: Row, batches: str) -> str:
     remap = f"{100 * row['remapped']:.1f} %"
     predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
     return (
-        f"{row['planner']:19}{slack:>6}  {batches:16}{row['attention']:10.3f}{row['tokens']:8.3f}{row['kv_tokens']:9.0f}"
+        f"{row['planner']:19}{slack:>6}  "
+        f"{batches:16}{row['attention']:10.3f}{row['tokens']:8.3f}{row['kv_tokens']:9.0f}"
         f"{row['kv_tokens_inter_node']:10.0f}{remap:>8}{predicted:>9}"
     )
 

@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"{'':40}{'median ms':>10}{'min':>9}{'max':>9}{'moves':>8}{'budget':>8}{'ratio':>7}")
     for row in rows:
-        budget = ("", "") if row["budget_ms"] is None else (f"{row['budget_ms']:g}", f"{row['median_ms'] / row['budget_ms']:.2f}")
+        budget = (
+            ("", "")
+            if row["budget_ms"] is None
+            else (f"{row['budget_ms']:g}", f"{row['median_ms'] / row['budget_ms']:.2f}")
+        )
         times = f"{row['median_ms']:10.2f}{row['min_ms']:9.2f}{row['max_ms']:9.2f}"
         print(f"{row['what']:40}{times}{row['moves']:8.0f}{budget[0]:>8}{budget[1]:>7}")
     return 0

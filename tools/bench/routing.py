@@ -110,12 +110,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the grid and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--mbit", type=int, nargs="+", default=[50, 100], help="rates of a NIC; a link inside a node: unshaped, and 8 times it"
+        "--mbit",
+        type=int,
+        nargs="+",
+        default=[50, 100],
+        help="rates of a NIC; a link inside a node: unshaped, and 8 times it",
     )
     parser.add_argument("--megabytes", type=int, nargs="+", default=[8, 32], help="of the transfer")
-    parser.add_argument("--ring-megabytes", type=int, nargs="+", default=[4], help="that a rank of the ring passes on in a round")
     parser.add_argument(
-        "--nics", type=int, nargs="+", default=[4, 2, 1], help="of a node; with fewer than 4 the first size of each list only"
+        "--ring-megabytes", type=int, nargs="+", default=[4], help="that a rank of the ring passes on in a round"
+    )
+    parser.add_argument(
+        "--nics",
+        type=int,
+        nargs="+",
+        default=[4, 2, 1],
+        help="of a node; with fewer than 4 the first size of each list only",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--logs", type=Path, default=Path("out") / "routing")
@@ -172,7 +182,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     times = f"{'median':>7} {'min':>6} {'max':>6} {'Eq. 1':>6}"
     lines = [
         f"{'':49} | {'direct, s':^28} | {'routed, s':^28} {'error of':>15} | direct / routed",
-        f"{'':8} {'':8} {'NICs':>4} {'pieces':>6} {'Mbit/s':>6} {'in node':>8} {'MB':>3} | {times} | {times} {'median':>7} {'min':>7} | "
+        f"{'':8} {'':8} {'NICs':>4} {'pieces':>6} {'Mbit/s':>6} {'in node':>8} {'MB':>3} | {times} | {times} "
+        f"{'median':>7} {'min':>7} | "
         f"{'median':>6} {'min':>5} {'Eq. 1':>5}",
     ]
     for row in rows:
@@ -180,11 +191,18 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         intra = "unshaped" if row["intra_bits_per_s"] is None else f"{row['intra_bits_per_s'] / 1e6:.0f}"
         errors = " ".join(f"{100 * (routed[of] / routed['eq1'] - 1):+6.1f}%" for of in ("median", "min"))
         lines.append(
-            f"{row['what']:8} {row['phase']:8} {row['nics']:>4} {row['pieces']:>6} {row['nic_bits_per_s'] / 1e6:>6.0f} {intra:>8} "
+            f"{row['what']:8} {row['phase']:8} {row['nics']:>4} {row['pieces']:>6} "
+            f"{row['nic_bits_per_s'] / 1e6:>6.0f} {intra:>8} "
             f"{row['num_bytes'] // MEGABYTE:>3} | {_seconds(direct)} | {_seconds(routed)} {errors} | "
-            f"{ratio['median']:6.2f} {ratio['min']:5.2f} {ratio['eq1']:5.2f}" + ("" if row["equal"] else "  OUTPUTS DIFFER")
+            f"{ratio['median']:6.2f} {ratio['min']:5.2f} {ratio['eq1']:5.2f}"
+            + ("" if row["equal"] else "  OUTPUTS DIFFER")
         )
-    return "\n".join([*lines, "MB: 2 ** 20 bytes, of the transfer, or of what a rank of the ring passes on in one of its seven rounds"])
+    return "\n".join(
+        [
+            *lines,
+            "MB: 2 ** 20 bytes, of the transfer, or of what a rank of the ring passes on in one of its seven rounds",
+        ]
+    )
 
 
 def _seconds(of: dict[str, float]) -> str:

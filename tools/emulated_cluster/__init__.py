@@ -8,4 +8,15 @@ from tools.emulated_cluster.launch import Controller, Result, Target, run
 from tools.emulated_cluster.permitted import check
 from tools.emulated_cluster.topology import NicBytes, Topology
 
-__all__ = ["ClusterError", "Controller", "EmulatedCluster", "NicBytes", "RankError", "Result", "Target", "Topology", "check", "run"]
+__all__ = [
+    "ClusterError",
+    "Controller",
+    "EmulatedCluster",
+    "NicBytes",
+    "RankError",
+    "Result",
+    "Target",
+    "Topology",
+    "check",
+    "run",
+]

@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.emulated_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.emulated_cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("check", help="OK, or SKIP: reason").set_defaults(verb=_check)
@@ -60,12 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     down = verbs.add_parser("down", help="remove a standing cluster")
     down.add_argument("--tag", required=True, help="the tag given to `up`")
     down.set_defaults(verb=_down)
-    run_ = verbs.add_parser("run", help="run a command on every rank", usage="%(prog)s [options] -- (-m MODULE | SCRIPT.py) [ARGUMENT ...]")
+    run_ = verbs.add_parser(
+        "run", help="run a command on every rank", usage="%(prog)s [options] -- (-m MODULE | SCRIPT.py) [ARGUMENT ...]"
+    )
     _add_topology(run_)
     run_.add_argument("--tag", help="use the standing cluster of this tag; its topology is as it was built")
     run_.add_argument("--logs", type=Path, default=LOGS, help=f"folder for every rank's output (default {LOGS})")
     run_.add_argument("--show", type=int, default=0, metavar="RANK", help="rank whose output is shown (default 0)")
-    run_.add_argument("--deadline-s", type=float, default=3600.0, help="end the job after so many seconds (default 3600)")
+    run_.add_argument(
+        "--deadline-s", type=float, default=3600.0, help="end the job after so many seconds (default 3600)"
+    )
     run_.add_argument("--json", type=Path, metavar="FILE", help="also write seconds and the bytes of every NIC here")
     run_.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run_.set_defaults(verb=_run)
@@ -75,9 +81,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=2, help="nodes (default 2)")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node (default 4)")
-    parser.add_argument("--nics", type=int, help="NICs of each node, shared evenly by its ranks (default: one for each rank)")
-    parser.add_argument("--nic-mbit", type=float, default=100.0, help="rate of a NIC in Mbit/s, either direction (default 100)")
-    parser.add_argument("--intra-mbit", type=float, help="rate of a rank's intra-node link in Mbit/s (default: unshaped)")
+    parser.add_argument(
+        "--nics", type=int, help="NICs of each node, shared evenly by its ranks (default: one for each rank)"
+    )
+    parser.add_argument(
+        "--nic-mbit", type=float, default=100.0, help="rate of a NIC in Mbit/s, either direction (default 100)"
+    )
+    parser.add_argument(
+        "--intra-mbit", type=float, help="rate of a rank's intra-node link in Mbit/s (default: unshaped)"
+    )
 
 
 def _topology(options: argparse.Namespace) -> Topology:
@@ -123,7 +135,9 @@ def _run(options: argparse.Namespace) -> int:
     print(_report(topology, result), flush=True)
     if options.json is not None:
         nics = [dataclasses.asdict(nic) for nic in result.nic_bytes]
-        options.json.write_text(json.dumps({"seconds": result.seconds, "topology": dataclasses.asdict(topology), "nics": nics}) + "\n")
+        options.json.write_text(
+            json.dumps({"seconds": result.seconds, "topology": dataclasses.asdict(topology), "nics": nics}) + "\n"
+        )
     return 0
 
 

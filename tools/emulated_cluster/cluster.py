@@ -44,18 +44,24 @@ class EmulatedCluster:
         """
         fabric = f"{checked_tag(tag)}-{wiring.FABRIC}"
         if not (linux.NAMESPACES / fabric).exists():
-            raise ClusterError(f"no emulated cluster with the tag {tag!r} stands; make one with `up --tag {tag}`, or leave the tag out")
+            raise ClusterError(
+                f"no emulated cluster with the tag {tag!r} stands; make one with `up --tag {tag}`, or leave the tag out"
+            )
         with linux.entered(fabric):
             found = re.search(r"alias (\S+)", _call(["ip", "link", "show", "dev", "fabric"]))
         if found is None:
-            raise ClusterError(f"namespace {fabric} is no whole emulated cluster; remove what is left of it with `down --tag {tag}`")
+            raise ClusterError(
+                f"namespace {fabric} is no whole emulated cluster; remove what is left of it with `down --tag {tag}`"
+            )
         return cls(Topology.parse(found[1]), tag)
 
     def __enter__(self) -> EmulatedCluster:
         self.up()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.down()
 
     def up(self) -> None:
@@ -175,7 +181,9 @@ def _call(command: list[str], text: str = "") -> str:
         ClusterError: it is missing or failed.
     """
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_BATCH_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_BATCH_TIMEOUT_S, check=False
+        )
     except OSError as error:
         raise ClusterError(f"{command[0]}: {error.strerror}; install iproute2") from error
     if done.returncode:

@@ -70,7 +70,9 @@ def parse(words: Sequence[str]) -> Command:
     if not words or words[0].startswith("-"):
         raise ConfigError("name the command after '--': -m MODULE [ARGUMENT ...] or SCRIPT.py [ARGUMENT ...]")
     if not Path(words[0]).is_file():
-        raise ConfigError(f"{words[0]}: no such script; the command after '--' is -m MODULE ... or SCRIPT.py ..., without 'python'")
+        raise ConfigError(
+            f"{words[0]}: no such script; the command after '--' is -m MODULE ... or SCRIPT.py ..., without 'python'"
+        )
     return Command(words[0], False, tuple(words[1:]))
 
 

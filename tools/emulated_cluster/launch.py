@@ -87,7 +87,14 @@ class Result:
         return _log(self.logs, rank).read_text(errors="replace")
 
 
-def run(where: Topology | EmulatedCluster, target: Target, logs: Path, *, deadline_s: float = 3600.0, show: int | None = None) -> Result:
+def run(
+    where: Topology | EmulatedCluster,
+    target: Target,
+    logs: Path,
+    *,
+    deadline_s: float = 3600.0,
+    show: int | None = None,
+) -> Result:
     """Run `target` on every rank of a cluster; of nothing it started is anything left when this
     returns or raises.
 
@@ -126,7 +133,8 @@ def _run(cluster: EmulatedCluster, target: Target, logs: Path, deadline_s: float
     _watch(ranks, start + deadline_s, None if show is None else _Copy(_log(logs, show)))
     seconds = time.monotonic() - start
     carried = tuple(
-        NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received) for a, b in zip(before, cluster.nic_bytes(), strict=True)
+        NicBytes(a.node, a.nic, b.sent - a.sent, b.received - a.received)
+        for a, b in zip(before, cluster.nic_bytes(), strict=True)
     )
     return Result(seconds, carried, tuple(ranks.values.get(rank) for rank in range(cluster.topology.world_size)), logs)
 
@@ -243,8 +251,9 @@ def _failure(ranks: _Ranks, rank: int, ended_s: float, late: list[int]) -> str:
 
 def _overdue(ranks: _Ranks, late: list[int]) -> str:
     passed_s = time.monotonic() - ranks.start_s
-    return f"the deadline passed after {passed_s:.0f} s: {_plural(late)} still running and ended; first {_place(ranks, late[0])}. " + _tail(
-        ranks, late[0]
+    return (
+        f"the deadline passed after {passed_s:.0f} s: {_plural(late)} still running and ended; first "
+        f"{_place(ranks, late[0])}. " + _tail(ranks, late[0])
     )
 
 

@@ -37,9 +37,13 @@ CASES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; rank 0 does both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=lambda words: [int(word) for word in words.split(",")], default=[25, 50, 100, 200, 400, 800])
+    parser.add_argument(
+        "--mbit", type=lambda words: [int(word) for word in words.split(",")], default=[25, 50, 100, 200, 400, 800]
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="what a transfer over one NIC should take; sets its bytes")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="what a transfer over one NIC should take; sets its bytes"
+    )
     parser.add_argument("--logs", type=Path, default=Path("out") / "link-rates")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -45,7 +45,9 @@ def in_sandbox(job: Callable[[], T], own_network: bool = True) -> T:
         RuntimeError: anything else that `job` raised, with its traceback.
     """
     if not hasattr(os, "setns"):
-        raise ClusterError(f"needs Linux and Python 3.12 or later; this is Python {sys.version.split()[0]} on {sys.platform}")
+        raise ClusterError(
+            f"needs Linux and Python 3.12 or later; this is Python {sys.version.split()[0]} on {sys.platform}"
+        )
     answers, theirs = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -122,7 +124,9 @@ def _outcome(job: Callable[[], Any], own_network: bool) -> tuple[bool, Any]:
     try:
         _mount(own_network)
     except OSError as error:
-        return False, ClusterError(f"this machine permits no mounts in a namespace: {error.filename}: {error.strerror} ({_PERMIT})")
+        return False, ClusterError(
+            f"this machine permits no mounts in a namespace: {error.filename}: {error.strerror} ({_PERMIT})"
+        )
     try:
         return True, job()
     except BalanceError as error:

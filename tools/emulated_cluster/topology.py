@@ -42,7 +42,8 @@ class Topology:
         if self.nics_per_node < 1 or self.ranks_per_node % self.nics_per_node:
             allowed = [count for count in range(1, self.ranks_per_node + 1) if self.ranks_per_node % count == 0]
             raise ConfigError(
-                f"nics_per_node = {self.nics_per_node}: every NIC serves as many ranks, so with {self.ranks_per_node} ranks per node "
+                f"nics_per_node = {self.nics_per_node}: every NIC serves as many ranks, so with {self.ranks_per_node} "
+                "ranks per node "
                 f"choose one of {', '.join(map(str, allowed))}"
             )
         _positive("nic_bits_per_s", self.nic_bits_per_s)

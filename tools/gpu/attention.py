@@ -34,7 +34,9 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]
 ON_A_GPU = tuple(name for name, offer in KERNELS.items() if offer.devices == ("cuda",))
 AGAINST_PLAIN = {
     name: Figure(
-        f"{name}: largest difference from the plain formula, forward and backward", "of the largest value", Target("at most", 2e-2)
+        f"{name}: largest difference from the plain formula, forward and backward",
+        "of the largest value",
+        Target("at most", 2e-2),
     )
     for name in ("cpu_flash", *ON_A_GPU)
 }
@@ -43,7 +45,10 @@ PHASES = ("forward", "backward")
 DENSE = {phase: Figure(f"dense varlen call, {phase}", "TFLOP/s", speed=True) for phase in PHASES}
 SHARE = {
     phase: Figure(
-        f"{FRAGMENTS} fragments in one launch, {phase}: share of a dense call's throughput", "", Target("at least", 0.95), speed=True
+        f"{FRAGMENTS} fragments in one launch, {phase}: share of a dense call's throughput",
+        "",
+        Target("at least", 0.95),
+        speed=True,
     )
     for phase in PHASES
 }
@@ -112,7 +117,9 @@ def _throughput(kernel: Kernel, lengths: list[int], device: torch.device) -> Ite
         flops = 2 * HEADS * DIM * sum(n * (n + 1) for n in sizes)
         flops_per_s[what] = {"forward": flops / forward_s, "backward": 2.5 * flops / backward_s}
     for phase in PHASES:
-        yield DENSE[phase].measured(flops_per_s["dense"][phase] / 1e12, f"{len(lengths)} sequences of {equal} tokens, {kernel.name}")
+        yield DENSE[phase].measured(
+            flops_per_s["dense"][phase] / 1e12, f"{len(lengths)} sequences of {equal} tokens, {kernel.name}"
+        )
         note = f"{flops_per_s['fragments'][phase] / 1e12:.0f} TFLOP/s, lengths {min(lengths)} to {max(lengths)}"
         yield SHARE[phase].measured(flops_per_s["fragments"][phase] / flops_per_s["dense"][phase], note)
 
@@ -135,10 +142,14 @@ def apart_from_plain(kernel: Kernel, device: torch.device) -> float:
     return max(float((a.double() - b.double()).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))
 
 
-def _inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, heads, kv_heads, dim = shape
     generator = torch.Generator(device).manual_seed(2)
-    q, k, v = (torch.randn(rows, h, dim, generator=generator, device=device).to(dtype) for h in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(rows, h, dim, generator=generator, device=device).to(dtype) for h in (heads, kv_heads, kv_heads)
+    )
     return q, k, v
 
 
@@ -149,7 +160,9 @@ def _errors(kernel: Kernel, shape: tuple[int, int, int], device: torch.device) -
     """
     rows, heads, dim = shape
     x = _inputs((rows, heads, heads // 2, dim), torch.bfloat16, device)
-    grad = torch.randn(rows, heads, dim, device=device, generator=torch.Generator(device).manual_seed(6)).to(torch.bfloat16)
+    grad = torch.randn(rows, heads, dim, device=device, generator=torch.Generator(device).manual_seed(6)).to(
+        torch.bfloat16
+    )
     exact = _one_call(PlainKernel(), rows, tuple(t.double() for t in x), grad.double())
     flash = [_error(a, b) for a, b in zip(_one_call(kernel, rows, x, grad), exact, strict=True)]
     ways = {"one launch": _fragments(kernel, rows, x, grad), f"{CHUNKS} partials": _merged(kernel, rows, x, grad)}
@@ -172,7 +185,9 @@ def _fragments(kernel: Kernel, rows: int, x: tuple[Tensor, Tensor, Tensor], grad
     """The queries in pieces of mixed length, each over all of its keys: entries of one launch."""
     ends = np.cumsum(mixed_lengths(8, rows // 16, rows)).tolist()
     spans = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return _by_entries(kernel, [Entries(spans, tuple((0, stop) for stop in ends), (True,) * len(spans), spans)], x, grad)
+    return _by_entries(
+        kernel, [Entries(spans, tuple((0, stop) for stop in ends), (True,) * len(spans), spans)], x, grad
+    )
 
 
 def _merged(kernel: Kernel, rows: int, x: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Four:
@@ -195,7 +210,14 @@ def _by_entries(kernel: Kernel, parts: list[Entries], x: tuple[Tensor, Tensor, T
     device, scale, heads = x[0].device, x[0].shape[2] ** -0.5, (x[0].shape[1], x[1].shape[1])
     mover = choose_mover("auto", device)
     sizes = {0: (len(x[0]), heads[0])}
-    space = Space(sizes, (0,), x[0].shape[2], x[0].dtype, torch.float32, lambda s, dtype: torch.empty(s, dtype=dtype, device=device))
+    space = Space(
+        sizes,
+        (0,),
+        x[0].shape[2],
+        x[0].dtype,
+        torch.float32,
+        lambda s, dtype: torch.empty(s, dtype=dtype, device=device),
+    )
     partials = mover.partials(space)
     launches = [(part, kernel.prepare(part, device), _packed(part.q, heads[0], device)) for part in parts]
     for _, prepared, packed in launches:
@@ -205,7 +227,9 @@ def _by_entries(kernel: Kernel, parts: list[Entries], x: tuple[Tensor, Tensor, T
     for part, prepared, packed in launches:
         grads = kernel.backward(prepared, (grad, out, lse), *x, scale)
         keys = _packed(part.k, heads[1], device)
-        mover.add([Place(p, g, (t,) * len(p.runs)) for p, g, t in zip((packed, keys, keys), grads, totals, strict=True)])
+        mover.add(
+            [Place(p, g, (t,) * len(p.runs)) for p, g, t in zip((packed, keys, keys), grads, totals, strict=True)]
+        )
     dq, dk, dv = (t.to(x[0].dtype) for t in totals)
     return out, dq, dk, dv
 

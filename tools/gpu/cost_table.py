@@ -34,7 +34,13 @@ BACKWARD_OVER_FORWARD = 2.5
 GRIDS = {
     "cuda": ProfileOptions(k_tokens=(32, 128, 512, 2048, 8192, 32768), before_tokens=(0, 128, 512, 2048, 8192, 28672)),
     "cpu": replace(
-        QUICK, q_tokens=(16, 64), k_tokens=(16, 128), before_tokens=(0, 128), layer_tokens=(16, 256), pack_bytes=(4096, 65536), repeats=2
+        QUICK,
+        q_tokens=(16, 64),
+        k_tokens=(16, 128),
+        before_tokens=(0, 128),
+        layer_tokens=(16, 256),
+        pack_bytes=(4096, 65536),
+        repeats=2,
     ),
 }
 
@@ -44,10 +50,16 @@ def measure(context: Context) -> Iterator[Row]:
     model = load_model(MODELS[context.device])
     table = profile(model, context.device, GRIDS[context.device], _silent)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "table.json") if context.prefix is None else context.prefix.with_name(f"{context.prefix.name}-cost-table.json")
+        path = (
+            Path(folder, "table.json")
+            if context.prefix is None
+            else context.prefix.with_name(f"{context.prefix.name}-cost-table.json")
+        )
         save_table(table, path)
         MeasuredCost(load_table(path), load_cluster("h200").build(), model)
-    yield POINTS.measured(_points(table.attention), f"kernel {table.attention.kernel}, {model.name}, {table.attention.dtype}")
+    yield POINTS.measured(
+        _points(table.attention), f"kernel {table.attention.kernel}, {model.name}, {table.attention.dtype}"
+    )
     if context.on_gpu:
         yield from _speeds(table, model)
 
@@ -64,7 +76,9 @@ def _speeds(table: CostTable, model: Model) -> Iterator[Row]:
     yield LAYER.measured(2 * weights * layer.tokens[-1] / layer.forward_s[-1] / 1e12, f"{layer.tokens[-1]} tokens")
     # Two partials are read and one is written, with their LSE.
     moved = 3 * 4 * model.num_heads * (model.head_dim + 1) * merge.sizes[-1]
-    yield MERGE.measured(moved / merge.seconds[-1] / 1e9, f"{merge.sizes[-1]} tokens; torch's operators, {model.num_heads} heads")
+    yield MERGE.measured(
+        moved / merge.seconds[-1] / 1e9, f"{merge.sizes[-1]} tokens; torch's operators, {model.num_heads} heads"
+    )
 
 
 def _points(attention: AttentionTable) -> int:

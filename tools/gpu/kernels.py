@@ -89,7 +89,9 @@ def measure(context: Context) -> Iterator[Row]:
         yield EQUAL[case.name].measured(difference(_after(case, fast), expected))
         if context.on_gpu:
             seconds = gpu_s(case.run(fast))
-            yield SPEED[case.name].measured(case.num_bytes / seconds / copied, f"{seconds * 1e6:.0f} us, {case.num_bytes / 1e6:.0f} MB")
+            yield SPEED[case.name].measured(
+                case.num_bytes / seconds / copied, f"{seconds * 1e6:.0f} us, {case.num_bytes / 1e6:.0f} MB"
+            )
 
 
 def _after(case: Case, mover: Mover) -> list[Tensor]:
@@ -155,7 +157,13 @@ def _merging(shape: Shape, num: int, values: Callable[[int, torch.dtype], Tensor
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     sizes = {0: (shape.tokens, shape.num_heads)}
     space = Space(
-        sizes, (), shape.head_dim, torch.bfloat16, torch.float32, lambda s, dtype: torch.empty(s, dtype=dtype, device=out.device), num
+        sizes,
+        (),
+        shape.head_dim,
+        torch.bfloat16,
+        torch.float32,
+        lambda s, dtype: torch.empty(s, dtype=dtype, device=out.device),
+        num,
     )
 
     def run(mover: Mover) -> Callable[[], Any]:

@@ -1,8 +1,9 @@
-"""One job of Megatron's own `pretrain` on one device, with balance on or off, over documents of given lengths.
+"""One job of Megatron's own `pretrain` on one device, with balance on or off, over documents of
+given lengths.
 
-Off, Megatron's layers attend by one dense causal call a document: Transformer Engine's where it is installed, else torch's scaled dot
-product attention in Megatron's local layers, whose own unfused attention would hold all scores in memory. Batches, loss and weights are
-the same.
+Off, Megatron's layers attend by one dense causal call a document: Transformer Engine's where it is
+installed, else torch's scaled dot product attention in Megatron's local layers, whose own unfused
+attention would hold all scores in memory. Batches, loss and weights are the same.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ FLAGS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`documents`: lengths of the documents of each step, which fill the context. `flags`: of the model. `out`: where its figures go, JSON.
+    """`documents`: lengths of the documents of each step, which fill the context. `flags`: of the
+    model. `out`: where its figures go, JSON.
 
-    `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`: with balance off, attend by torch's
-    FlashAttention, which a plan runs too; else by what torch takes for the fastest (cuDNN's attention on Hopper).
+    `traced`: the step, counted from 0, that is searched for waits of the host; None: none. `flash`:
+    with balance off, attend by torch's FlashAttention, which a plan runs too; else by what torch
+    takes for the fastest (cuDNN's attention on Hopper).
     """
 
     device: Device
@@ -62,7 +65,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """By step: loss, gradient norm and seconds. `waits`: of the host in the traced step. `layers`: whose they are."""
+    """By step: loss, gradient norm and seconds. `waits`: of the host in the traced step. `layers`:
+    whose they are.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -89,7 +94,8 @@ def train(job: Job) -> None:
     tokens = sum(job.documents[0])
     flags = {
         **FLAGS, **impl, **job.flags,
-        "vocab-size": job.vocabulary, "seq-length": tokens, "max-position-embeddings": tokens, "train-iters": len(job.documents),
+        "vocab-size": job.vocabulary, "seq-length": tokens,
+        "max-position-embeddings": tokens, "train-iters": len(job.documents),
         **({"balance-config": balance, "balance-device": job.device} if job.balance else {}),
         **({"distributed-backend": "gloo"} if job.device == "cpu" else {}),
     }  # fmt: skip
@@ -97,7 +103,11 @@ def train(job: Job) -> None:
     meter = _Meter(job)
     meter.install()
     batches = Batches(job.documents, job.vocabulary)
-    code = entry.run(partial(_balanced, batches) if job.balance else partial(_plain, batches, flash=job.flash and job.device == "cuda"))
+    code = entry.run(
+        partial(_balanced, batches)
+        if job.balance
+        else partial(_plain, batches, flash=job.flash and job.device == "cuda")
+    )
     local = "Megatron's local layers (Transformer Engine is not installed) and torch's FlashAttention on both sides"
     layers = "Transformer Engine's layers, and its attention with balance off" if engine else local
     Path(job.out).write_text(json.dumps({**meter.figures, "layers": layers}), encoding="utf-8")
@@ -127,7 +137,9 @@ class Batches(Dataset[dict[str, Tensor]]):
         return len(self._documents)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Tokens, labels, loss_mask and position_ids, each [tokens]; a document's last token has no label."""
+        """Tokens, labels, loss_mask and position_ids, each [tokens]; a document's last token has no
+        label.
+        """
         lengths = self._documents[index]
         tokens = np.random.default_rng(index).integers(0, self._vocabulary, size=sum(lengths) + 1)
         last = np.cumsum(lengths) - 1
@@ -187,12 +199,21 @@ def _plain(batches: Batches, *, flash: bool) -> None:
         model = gpt_config_from_args(args)
         if args.transformer_impl == "local":
             model.transformer_layer_spec = partial(_dense_spec, flash)
-        pretrain(pretrain_cfg_container_from_args(args, model), _provider(batches), ModelType.encoder_or_decoder, dense_forward_step)
+        pretrain(
+            pretrain_cfg_container_from_args(args, model),
+            _provider(batches),
+            ModelType.encoder_or_decoder,
+            dense_forward_step,
+        )
     torch.distributed.destroy_process_group()
 
 
-def dense_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Token losses of the next microbatch [1, T], with attention inside each document, and the function that sums them."""
+def dense_forward_step(
+    data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Token losses of the next microbatch [1, T], with attention inside each document, and the
+    function that sums them.
+    """
     from megatron_balance.megatron.forward_step import summed_loss
 
     batch = next(data_iterator)
@@ -224,7 +245,9 @@ def _dense_spec(flash: bool, config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _dense_attention(flash: bool) -> type:
-    """The class is made here, since its base comes with Megatron, which is not imported before the device is known."""
+    """The class is made here, since its base comes with Megatron, which is not imported before the
+    device is known.
+    """
     from megatron.core.transformer.module import MegatronModule
 
     class DenseCoreAttention(MegatronModule):
@@ -233,13 +256,17 @@ def _dense_attention(flash: bool) -> type:
         def __init__(self, config: Any, **_kwargs: Any) -> None:
             super().__init__(config=config)
 
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, *_args: Any, packed_seq_params: Any = None, **_kwargs: Any) -> Tensor:
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *_args: Any, packed_seq_params: Any = None, **_kwargs: Any
+        ) -> Tensor:
             """Query [T, 1, H, D] to [T, 1, H * D]; packed: [T, H, D] to [T, H * D]."""
             if packed_seq_params is None:
                 return dense_attention(query[:, 0], key[:, 0], value[:, 0], flash=flash).flatten(1)[:, None]
             bounds = packed_seq_params.cu_seqlens_q.tolist()
             spans = list(zip(bounds, bounds[1:], strict=False))
-            return torch.cat([dense_attention(query[a:b], key[a:b], value[a:b], flash=flash) for a, b in spans]).flatten(1)
+            return torch.cat(
+                [dense_attention(query[a:b], key[a:b], value[a:b], flash=flash) for a, b in spans]
+            ).flatten(1)
 
     return DenseCoreAttention
 
@@ -249,7 +276,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-        out = F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2], is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            heads_first[0], heads_first[1], heads_first[2], is_causal=True, enable_gqa=grouped
+        )
     return out[0].transpose(0, 1)
 
 
@@ -305,6 +334,8 @@ def run_all(jobs: Sequence[Job]) -> list[Trained]:
         process.start()
         process.join()
         if process.exitcode:
-            raise RuntimeError(f"training with balance {'on' if job.balance else 'off'} ended with code {process.exitcode}")
+            raise RuntimeError(
+                f"training with balance {'on' if job.balance else 'off'} ended with code {process.exitcode}"
+            )
         found.append(Trained(**json.loads(Path(job.out).read_text(encoding="utf-8"))))
     return found

@@ -35,7 +35,11 @@ TOKENS_PER_RANK = 330
 # bf16 keeps 8 bits: inputs, partials and results are each rounded to a 256th, relative to the
 # largest value of each output.
 FIGURES = tuple(
-    Figure(f"{NUM_RANKS} ranks on one device, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02))
+    Figure(
+        f"{NUM_RANKS} ranks on one device, {name}: bf16 output and gradients against fp64",
+        "of the largest",
+        Target("at most", 0.02),
+    )
     for name in PLANNERS
 )
 WAYS = ("keep", "replay")
@@ -51,7 +55,9 @@ def measure(context: Context) -> Iterator[Row]:
         errors = [worst(planned, [found[at][way] for found in ranks]) for way in range(len(WAYS))]
         counted = ranks[0][at][0].counters
         exchanges = sum(counted[f"exchanges_{kind}"] for kind in ("p2p", "all_to_all", "all_gather"))
-        yield figure.measured(max(errors), f"{', '.join(WAYS)}; {exchanges} exchanges, {counted['kernel_calls']} kernel calls of rank 0")
+        yield figure.measured(
+            max(errors), f"{', '.join(WAYS)}; {exchanges} exchanges, {counted['kernel_calls']} kernel calls of rank 0"
+        )
 
 
 def plan(name: str) -> MicrobatchPlan:
@@ -88,15 +94,21 @@ def worst(planned: MicrobatchPlan, ranks: Sequence[jobs.Ran]) -> float:
     return max(errors)
 
 
-def run_ranks(plans: Sequence[MicrobatchPlan], device: Device, folder: Path, seconds: float) -> list[list[list[jobs.Ran]]]:
+def run_ranks(
+    plans: Sequence[MicrobatchPlan], device: Device, folder: Path, seconds: float
+) -> list[list[list[jobs.Ran]]]:
     """By rank, plan and way: what `tests.support.jobs.attend` returns.
 
     Raises RuntimeError: a rank failed, or the ranks did not end in `seconds`.
     """
     # Whose server imports torch once, and never touches the device.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "tools.gpu.ranks"])
-    processes = [context.Process(target=_rank, args=(rank, plans, device, str(folder)), daemon=True) for rank in range(NUM_RANKS)]
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "tools.gpu.ranks"]
+    )
+    processes = [
+        context.Process(target=_rank, args=(rank, plans, device, str(folder)), daemon=True) for rank in range(NUM_RANKS)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -124,7 +136,11 @@ def _rank(rank: int, plans: Sequence[MicrobatchPlan], device: Device, folder: st
         cpu.install()
     torch.cuda.set_device(0)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PATIENCE_S)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     groups = with_staged_streams(make_groups([range(NUM_RANKS)], RANKS_PER_NODE), RANKS_PER_NODE)
     world = World(rank, NUM_RANKS, groups)

@@ -54,7 +54,14 @@ def text(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """For docs/measurements."""
-    lines = [f"# {title(report)}", "", "`python -m tools.gpu.run`", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines = [
+        f"# {title(report)}",
+        "",
+        "`python -m tools.gpu.run`",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|" + "---|" * len(COLUMNS),
+    ]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in report["rows"]]
     return "\n".join([*lines, "", remap_out(report), ""])
 

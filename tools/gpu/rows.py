@@ -68,7 +68,15 @@ class Figure:
 
     def measured(self, value: float, note: str = "") -> Row:
         """The row of a value."""
-        return Row(self.name, value, self.unit, self._shown(), "measured", None if self.target is None else self.target.met(value), note)
+        return Row(
+            self.name,
+            value,
+            self.unit,
+            self._shown(),
+            "measured",
+            None if self.target is None else self.target.met(value),
+            note,
+        )
 
     def not_measured(self, why: str) -> Row:
         """The row of a figure that was left out on purpose."""

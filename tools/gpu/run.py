@@ -69,10 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools.gpu.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="tools.gpu.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--limit-s", type=float, metavar="S", help="seconds the suite may take (default: 470 on a GPU, 150 without)")
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, metavar="S", help="seconds the suite may take (default: 470 on a GPU, 150 without)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write on a GPU (default: docs/measurements)")
     # How the suite calls itself for one part.
     for name in ("part", "device", "until", "rows", "prefix"):

@@ -42,7 +42,9 @@ class StagedStream(CudaStream):
     An error there is raised by whoever waits for an event behind it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], errors: list[Exception], *, high: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: Sequence[int], errors: list[Exception], *, high: bool
+    ) -> None:
         """As a `CudaStream`; `errors`: of all streams of the rank."""
         super().__init__(group, ranks, high=high)
         self._errors = errors

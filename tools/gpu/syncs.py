@@ -25,7 +25,9 @@ ATTENTION = Figure("host waits in planned attention, forward and backward", "wai
 # A CPU has no copies to a device.
 BINDING = Figure("host waits in binding a plan", "waits", Target("equal", 0), speed=True)
 PLANTED = Figure("host waits found of one .item() that is planted", "waits", Target("at least", 1))
-ALLOCATED = Figure("device memory asked for by planned attention once warm", "cudaMalloc", Target("equal", 0), speed=True)
+ALLOCATED = Figure(
+    "device memory asked for by planned attention once warm", "cudaMalloc", Target("equal", 0), speed=True
+)
 FIGURES = (ATTENTION, BINDING, PLANTED, ALLOCATED)
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=64)
@@ -76,8 +78,12 @@ def _of_step(path: Path) -> list[HostSync]:
     Not of the synchronisation after it.
     """
     trace = read_trace(path)
-    (begin, end) = next((e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("name") == "step" and e.get("ph") == "X")
-    inside = [e for e in trace["traceEvents"] if e.get("ph") != "X" or e.get("cat") == "gpu_memcpy" or begin <= e["ts"] < end]
+    (begin, end) = next(
+        (e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("name") == "step" and e.get("ph") == "X"
+    )
+    inside = [
+        e for e in trace["traceEvents"] if e.get("ph") != "X" or e.get("cat") == "gpu_memcpy" or begin <= e["ts"] < end
+    ]
     return find_host_syncs({"traceEvents": inside})
 
 
@@ -88,16 +94,26 @@ def _row(figure: Figure, syncs: list[HostSync]) -> Row:
 def _bind(device: Device) -> Bound:
     lengths = LENGTHS[device]
     plan = MicrobatchPlan(
-        "by_hand", lengths, 1, 1, SHAPE.num_heads, SHAPE.num_kv_heads, (Zone("local", "ring", (0,), tuple(range(len(lengths)))),)
+        "by_hand",
+        lengths,
+        1,
+        1,
+        SHAPE.num_heads,
+        SHAPE.num_kv_heads,
+        (Zone("local", "ring", (0,), tuple(range(len(lengths)))),),
     )
-    return bind(plan, 0, SHAPE, groups=single(), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    return bind(
+        plan, 0, SHAPE, groups=single(), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+    )
 
 
 def _step(bound: Bound, device: Device) -> Callable[[], None]:
     """Forward and backward of one attention call, on tensors that are there already."""
     heads = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    q, k, v = (torch.randn(bound.num_tokens, h, SHAPE.head_dim, device=device, dtype=dtype, requires_grad=True) for h in heads)
+    q, k, v = (
+        torch.randn(bound.num_tokens, h, SHAPE.head_dim, device=device, dtype=dtype, requires_grad=True) for h in heads
+    )
     dout = torch.randn_like(q)
 
     def step() -> None:

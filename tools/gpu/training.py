@@ -46,7 +46,9 @@ def measure(context: Context) -> Iterator[Row]:
     yield LOSS.measured(largest(on.losses[:2], off.losses[:2]), f"{on.layers}; losses {_shown(on.losses[:2])}")
     yield GRAD_NORM.measured(largest(on.grad_norms[:2], off.grad_norms[:2]), f"norms {_shown(on.grad_norms[:2])}")
     if context.on_gpu:
-        yield WAITS.measured(len(on.waits) - len(off.waits), f"{len(on.waits)} on, {len(off.waits)} off; on: {'; '.join(on.waits[:4])}")
+        yield WAITS.measured(
+            len(on.waits) - len(off.waits), f"{len(on.waits)} on, {len(off.waits)} off; on: {'; '.join(on.waits[:4])}"
+        )
 
 
 def largest(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -16,7 +16,9 @@ from tools.gpu.rows import Context, Figure, Row, Target
 
 BUDGET_S = 120.0
 
-RATIO = Figure("Megatron step, one document of 32k tokens, balance on over off", "times", Target("at most", 1.02), speed=True)
+RATIO = Figure(
+    "Megatron step, one document of 32k tokens, balance on over off", "times", Target("at most", 1.02), speed=True
+)
 ON = Figure("Megatron step, one document of 32k tokens, balance on", "ms", speed=True)
 OFF = Figure("Megatron step, one document of 32k tokens, balance off", "ms", speed=True)
 FASTEST = Figure("Megatron step, one document of 32k tokens, balance off, attention as torch chooses", "ms", speed=True)
@@ -35,10 +37,21 @@ def measure(context: Context) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
 
         def job(name: str, *, balance: bool, flash: bool = True) -> Job:
-            return Job(context.device, balance, MODEL, VOCABULARY, ((TOKENS,),) * STEPS, str(Path(folder, f"{name}.json")), flash=flash)
+            return Job(
+                context.device,
+                balance,
+                MODEL,
+                VOCABULARY,
+                ((TOKENS,),) * STEPS,
+                str(Path(folder, f"{name}.json")),
+                flash=flash,
+            )
 
         off, on = run_all([job("off", balance=False), job("on", balance=True)])
-        note = f"medians of {STEPS - WARM} steps, {on.layers}, {_parameters() / 1e9:.2f} billion parameters, bf16, Adam, torch.compile off"
+        note = (
+            f"medians of {STEPS - WARM} steps, {on.layers}, {_parameters() / 1e9:.2f} billion parameters, "
+            "bf16, Adam, torch.compile off"
+        )
         yield RATIO.measured(_median_s(on) / _median_s(off), note)
         yield _milliseconds(ON, on)
         yield _milliseconds(OFF, off)

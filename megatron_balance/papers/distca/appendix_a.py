@@ -29,16 +29,34 @@ def rows(_: Effort) -> list[Row]:
     counted.
     """
     case = Case("34B", 8, 512 * K, 128 * K)
-    hidden, kv_hidden, inner = case.model.hidden_size, case.model.num_kv_heads * case.model.head_dim, case.model.ffn_size
+    hidden, kv_hidden, inner = (
+        case.model.hidden_size,
+        case.model.num_kv_heads * case.model.head_dim,
+        case.model.ffn_size,
+    )
     flops = 2.0 * hidden * (2 * hidden + kv_hidden + 3 * inner)
     token_s = flops / (MFU * FLOPS_PER_S)
     both = 2.0 * hidden * (2 * hidden + 2 * kv_hidden + 3 * inner) / (MFU * FLOPS_PER_S)
     formula = "2 (t B - h_q) / h_kv - 1 with the printed numbers: t B = 139.8 KB, h_q = 16 KB, h_kv = 4 KB"
     return [
-        Row("FLOPs of a token outside attention", 1320 * 2.0**20, flops, "", "exact", note="key or value projection counted once"),
+        Row(
+            "FLOPs of a token outside attention",
+            1320 * 2.0**20,
+            flops,
+            "",
+            "exact",
+            note="key or value projection counted once",
+        ),
         Row("seconds of a token", 2.796e-6, token_s, "s", "exact"),
         Row("shards, by the printed formula", 31, bound(token_s, case.model, 1), "", "exact", note=formula),
-        Row("shards, keys and values both counted", 31, bound(both, case.model, 2), "", "exact", note="4 KB are the keys alone"),
+        Row(
+            "shards, keys and values both counted",
+            31,
+            bound(both, case.model, 2),
+            "",
+            "exact",
+            note="4 KB are the keys alone",
+        ),
     ]
 
 

@@ -117,7 +117,9 @@ class ReplicaConfig:
 
     def fits(self, case: Case, tokens: float, num_microbatches: int) -> bool:
         """Whether a rank holds its tokens and the keys and values of its group's."""
-        held = HeldTokens(tokens / self.degree, tokens * (1 - 1 / self.degree), self.stages, self.recompute, num_microbatches)
+        held = HeldTokens(
+            tokens / self.degree, tokens * (1 - 1 / self.degree), self.stages, self.recompute, num_microbatches
+        )
         return case.fits(held)
 
     def most_tokens(self, case: Case, num_microbatches: int) -> int:
@@ -152,14 +154,20 @@ def replica_s(case: Case, microbatches: Sequence[GroupQueries], config: ReplicaC
     tokens: list[float] = []
     for queries in microbatches:
         forward_s, backward_s = layer_s(case, queries)
-        seconds.append((num_layers * forward_s, num_layers * (backward_s + (forward_s if config.recompute == "full" else 0.0))))
+        seconds.append(
+            (num_layers * forward_s, num_layers * (backward_s + (forward_s if config.recompute == "full" else 0.0)))
+        )
         tokens.append(float(queries.tokens().max(initial=0)))
         heads.append((case.cost.head_s(tokens[-1]), case.cost.head_s(tokens[-1], backward=True)))
     if config.stages == 1:
         return sum(map(sum, seconds)) + sum(map(sum, heads))
 
     def each(stage: int, step: Pass, start: Floats) -> Floats:
-        return start + seconds[step.microbatch][step.backward] + (stage == config.stages - 1) * heads[step.microbatch][step.backward]
+        return (
+            start
+            + seconds[step.microbatch][step.backward]
+            + (stage == config.stages - 1) * heads[step.microbatch][step.backward]
+        )
 
     def transfer(microbatch: int) -> Floats:
         return np.array([stage_transfer_s(case.model, tokens[microbatch], case.machine.inter)])
@@ -186,7 +194,9 @@ def megatron_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConf
             continue
         dealt = deal(work, [1.0] * len(packed), num_replicas, most)
         if dealt is not None:
-            seconds[config] = max(replica_s(case, [per_sequence(packed[i], config.degree) for i in replica], config) for replica in dealt)
+            seconds[config] = max(
+                replica_s(case, [per_sequence(packed[i], config.degree) for i in replica], config) for replica in dealt
+            )
     return seconds
 
 
@@ -206,7 +216,11 @@ def wlb_by_config(case: Case, documents: Sequence[int]) -> dict[ReplicaConfig, f
         num_replicas = config.replicas(case)
         each = max(1, case.num_tokens // case.max_doc // num_replicas) if case.stages != (1,) else 1
         bins = deal(work, [float(n) for n in documents], num_replicas * each, config.most_tokens(case, each))
-        replicas = None if bins is None else deal([sum(work[i] for i in one) for one in bins], [1.0] * len(bins), num_replicas, each)
+        replicas = (
+            None
+            if bins is None
+            else deal([sum(work[i] for i in one) for one in bins], [1.0] * len(bins), num_replicas, each)
+        )
         if bins is not None and replicas is not None:
             microbatches = [per_document([documents[i] for i in one], config.degree) for one in bins]
             seconds[config] = max(replica_s(case, [microbatches[i] for i in replica], config) for replica in replicas)
@@ -250,5 +264,7 @@ def flexsp_s(case: Case, documents: Sequence[int]) -> float:
             for config in (ReplicaConfig(1, len(zone.ranks), "none"), ReplicaConfig(1, len(zone.ranks), "full"))
             if config.fits(case, sum(lengths), 1)
         ]
-        group_s.append(min((replica_s(case, [per_document(lengths, config.degree)], config) for config in possible), default=inf))
+        group_s.append(
+            min((replica_s(case, [per_document(lengths, config.degree)], config) for config in possible), default=inf)
+        )
     return max(group_s)

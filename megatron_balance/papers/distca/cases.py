@@ -63,7 +63,12 @@ class Case:
     def __post_init__(self) -> None:
         model, cluster = _loaded(self.model_name, self.num_nodes)
         cost = AnalyticCost(cluster, model, TENSOR)
-        for name, value in (("model", model), ("cluster", cluster), ("cost", cost), ("machine", Machine(cluster, model, cost))):
+        for name, value in (
+            ("model", model),
+            ("cluster", cluster),
+            ("cost", cost),
+            ("machine", Machine(cluster, model, cost)),
+        ):
             object.__setattr__(self, name, value)
 
     def batches(self, dataset: str, count: int) -> list[Lengths]:
@@ -85,7 +90,9 @@ class Case:
                 plans.append(plan(batch, self.cluster, self.model, self.cost, DistcaOptions(tolerance=tolerance)))
         return tuple(plans)
 
-    def passes_s(self, lengths: Sequence[int], tolerance: float = TOLERANCE, way: PingPongMode = ROUNDS) -> tuple[float, float]:
+    def passes_s(
+        self, lengths: Sequence[int], tolerance: float = TOLERANCE, way: PingPongMode = ROUNDS
+    ) -> tuple[float, float]:
         """Seconds of all layers under DistCA, forward and backward, of the slowest rank."""
         forward, backward = layers(self.ping_pong(lengths, tolerance), self.machine, self.model.num_layers, way)
         return float(forward.end_s.max()), float(backward.end_s.max())

@@ -51,7 +51,9 @@ def _sizes(case: Case, stages: int) -> list[int]:
     fitting = [
         size
         for size in sizes
-        if case.fits(_held(stages, size * case.max_doc / ranks, float(size * case.max_doc), -(-samples // size), "none"))
+        if case.fits(
+            _held(stages, size * case.max_doc / ranks, float(size * case.max_doc), -(-samples // size), "none")
+        )
     ]
     return fitting[: 2 if stages == 1 else 1] or sizes[:1]
 
@@ -109,7 +111,13 @@ class _Pipeline:
         stage = Cluster(case.num_nodes // self.stages, case.cluster.ranks_per_node)
         cost = AnalyticCost(case.cluster, case.model, TENSOR)
         plans = [
-            plan(Batch(tuple(documents[i] for i in nano_batches(documents)[nano_batch])), stage, case.model, cost, OPTIONS)
+            plan(
+                Batch(tuple(documents[i] for i in nano_batches(documents)[nano_batch])),
+                stage,
+                case.model,
+                cost,
+                OPTIONS,
+            )
             for documents in self.microbatches
         ]
 

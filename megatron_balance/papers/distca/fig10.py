@@ -46,7 +46,9 @@ def rows(effort: Effort) -> list[Row]:
         case, batches = cell.case, cell.case.batches(cell.dataset, effort.batches)
         ours = fmean(distca_s(case, batch) for batch in batches)
         others = {"Megatron": megatron_s, "WLB-ideal": wlb_s}
-        by_cell[case.model_name, cell.name] = {name: fmean(of(case, batch) for batch in batches) / ours for name, of in others.items()}
+        by_cell[case.model_name, cell.name] = {
+            name: fmean(of(case, batch) for batch in batches) / ours for name, of in others.items()
+        }
     summary: list[Row] = []
     for (model, system), published in PUBLISHED.items():
         finite = [each[system] for (of, _), each in by_cell.items() if of == model and each[system] < inf]

@@ -22,14 +22,32 @@ def rows(effort: Effort) -> list[Row]:
     table_rows: list[Row] = []
     for case in effort.progress(cases(), "fig11"):
         batches = case.batches("pretrain", effort.batches)
-        whole, signal, single = (fmean(sum(case.passes_s(batch, TOLERANCE, way)) for batch in batches) for way in (ROUNDS, SIGNAL, SINGLE))
+        whole, signal, single = (
+            fmean(sum(case.passes_s(batch, TOLERANCE, way)) for batch in batches) for way in (ROUNDS, SIGNAL, SINGLE)
+        )
         name = f"{case.model_name}, {case.num_nodes} nodes"
         table_rows.append(Row(f"{name}: DistCA over Signal", 1.0, whole / signal, "x", "simulated", note=SIGNAL_NOTE))
         table_rows.append(
-            Row(f"{name}: lost on a single stream, at least", 0.10, single / whole - 1, "of the time", "simulated", ">=", SINGLE_NOTE)
+            Row(
+                f"{name}: lost on a single stream, at least",
+                0.10,
+                single / whole - 1,
+                "of the time",
+                "simulated",
+                ">=",
+                SINGLE_NOTE,
+            )
         )
         table_rows.append(
-            Row(f"{name}: lost on a single stream, at most", 0.17, single / whole - 1, "of the time", "simulated", "<=", SINGLE_NOTE)
+            Row(
+                f"{name}: lost on a single stream, at most",
+                0.17,
+                single / whole - 1,
+                "of the time",
+                "simulated",
+                "<=",
+                SINGLE_NOTE,
+            )
         )
     return table_rows
 

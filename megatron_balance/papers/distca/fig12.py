@@ -15,7 +15,10 @@ from megatron_balance.workloads.lengths import Lengths
 TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 TOKENS = {"8B": 1024 * K, "34B": 512 * K}
 DRAWN = "drawn in the paper, not printed"
-TIME_NOTE = "ours is compute-bound at every tolerance: what is allowed to the busiest server is what a layer's attention takes longer"
+TIME_NOTE = (
+    "ours is compute-bound at every tolerance: what is allowed to the busiest server is what a layer's "
+    "attention takes longer"
+)
 
 
 def cases() -> list[Case]:
@@ -30,7 +33,12 @@ def measure(case: Case, batches: list[Lengths], tolerance: float) -> tuple[float
     for batch in batches:
         nano_batches = case.ping_pong(batch, tolerance)
         seconds.append(sum(case.passes_s(batch, tolerance)))
-        received.append(sum(fmean(figures(nano_batch, case.model)["bytes_received_per_rank"]["total"]) for nano_batch in nano_batches))
+        received.append(
+            sum(
+                fmean(figures(nano_batch, case.model)["bytes_received_per_rank"]["total"])
+                for nano_batch in nano_batches
+            )
+        )
     return fmean(seconds), fmean(received)
 
 
@@ -48,7 +56,9 @@ def rows(effort: Effort) -> list[Row]:
             at_least = 0.20 if tolerance == 0.15 else None
             note = "printed: 20 to 25 % in most cases" if tolerance == 0.15 else DRAWN
             table_rows.append(Row(f"{label}: bytes saved", at_least, saved, "of those at 0", "simulated", ">=", note))
-            table_rows.append(Row(f"{label}: time", None, seconds / base_s, "of that at 0", "simulated", note=TIME_NOTE))
+            table_rows.append(
+                Row(f"{label}: time", None, seconds / base_s, "of that at 0", "simulated", note=TIME_NOTE)
+            )
     return table_rows
 
 

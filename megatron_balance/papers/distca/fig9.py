@@ -28,7 +28,10 @@ TABLE_4 = {
 
 PUBLISHED = {"Megatron": 1.92, "FlexSP+": 1.35, "WLB-ideal": 1.20}
 DRAWN = "drawn in the paper, not printed"
-WLB_NOTE = "ours deals documents evenly at any scale, and its memory holds 1.3 to 1.5 times the mean tokens on most of the grid"
+WLB_NOTE = (
+    "ours deals documents evenly at any scale, and its memory holds 1.3 to 1.5 times the mean tokens on "
+    "most of the grid"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,10 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.case.model_name}, {self.case.max_doc // K}K, {8 * self.case.num_nodes} GPUs, {DATASETS[self.dataset]}"
+        return (
+            f"{self.case.model_name}, {self.case.max_doc // K}K, {8 * self.case.num_nodes} GPUs, "
+            f"{DATASETS[self.dataset]}"
+        )
 
 
 def grid() -> list[Cell]:
@@ -72,8 +78,14 @@ def rows(effort: Effort) -> list[Row]:
     summary: list[Row] = []
     for system, published in PUBLISHED.items():
         finite = [each[system] for each in by_cell.values() if each[system] < inf]
-        note = f"without {len(by_cell) - len(finite)} configurations that do not fit the memory" if len(finite) < len(by_cell) else ""
-        summary.append(Row(f"over {system}, largest", published, max(finite), "x", "simulated", note=_joined(note, system)))
+        note = (
+            f"without {len(by_cell) - len(finite)} configurations that do not fit the memory"
+            if len(finite) < len(by_cell)
+            else ""
+        )
+        summary.append(
+            Row(f"over {system}, largest", published, max(finite), "x", "simulated", note=_joined(note, system))
+        )
         summary.append(Row(f"over {system}, mean", None, fmean(finite), "x", "simulated", note=DRAWN))
     cells = [
         Row(f"{name}: over {system}", None, each[system], "x", "simulated", note=DRAWN)

@@ -13,7 +13,15 @@ from megatron_balance.cost.collectives import all_gather_s
 from megatron_balance.cost.memory import Holding, Sharding, rank_memory
 from megatron_balance.ir.columns import Pair
 from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.distca.baselines import deal, degrees, document_s, group_on, layer_s, per_document, wlb_by_config
+from megatron_balance.papers.distca.baselines import (
+    deal,
+    degrees,
+    document_s,
+    group_on,
+    layer_s,
+    per_document,
+    wlb_by_config,
+)
 from megatron_balance.papers.distca.cases import TENSOR, Case
 from megatron_balance.workloads.distributions import K
 
@@ -33,11 +41,26 @@ def fig3(_: Effort) -> list[Row]:
         share = per_document([32 * K] * (case.num_tokens // (32 * K)), degree)
         gather_s = all_gather_s(case.cost.kv_bytes(float(TOKENS_PER_NODE)), group_on(case, degree))
         time_share = gather_s / layer_s(case, share)[0]
-        held = rank_memory(case.model, TOKENS_PER_NODE, case.num_tokens - TOKENS_PER_NODE, Sharding(TENSOR, optimizer=degree), Holding())
+        held = rank_memory(
+            case.model,
+            TOKENS_PER_NODE,
+            case.num_tokens - TOKENS_PER_NODE,
+            Sharding(TENSOR, optimizer=degree),
+            Holding(),
+        )
         of_time, of_memory = published.get(degree, (None, None))
-        table_rows.append(Row(f"{degree} nodes: all-gather", of_time, time_share, "of a layer forward", "simulated", note=TOKENS_NOTE))
         table_rows.append(
-            Row(f"{degree} nodes: gathered keys", of_memory, held.received / held.total, "of memory", "simulated", note=TOKENS_NOTE)
+            Row(f"{degree} nodes: all-gather", of_time, time_share, "of a layer forward", "simulated", note=TOKENS_NOTE)
+        )
+        table_rows.append(
+            Row(
+                f"{degree} nodes: gathered keys",
+                of_memory,
+                held.received / held.total,
+                "of memory",
+                "simulated",
+                note=TOKENS_NOTE,
+            )
         )
     return table_rows
 
@@ -63,9 +86,20 @@ def fig4(effort: Effort) -> list[Row]:
                         tokens.append(max(sum(batch[i] for i in each) for each in bins) / case.tokens_per_rank)
             idle.append(1 - fmean(loads[-1]) / max(loads[-1]))
         name = f"data parallelism {replicas}"
-        table_rows.append(Row(f"{name}: most tokens over the mean", None, fmean(tokens), "x", "simulated", note="printed: 1.08 to 1.17"))
+        table_rows.append(
+            Row(
+                f"{name}: most tokens over the mean",
+                None,
+                fmean(tokens),
+                "x",
+                "simulated",
+                note="printed: 1.08 to 1.17",
+            )
+        )
         note = "largest work against mean, tokens within 1.17 times the mean, the most that is printed"
-        table_rows.append(Row(f"{name}: idle", published.get(replicas), fmean(idle), "of the time", "simulated", note=note))
+        table_rows.append(
+            Row(f"{name}: idle", published.get(replicas), fmean(idle), "of the time", "simulated", note=note)
+        )
     return table_rows
 
 
@@ -87,7 +121,10 @@ def fig5(effort: Effort) -> list[Row]:
             each.append(float((length * (stop - length + (length + 1) / 2)).sum() / seconds))
         rates[length] = fmean(each)
     note = "printed: it drops below 128 tokens, the kernel's tile, and is high above"
-    return [Row(f"shards of {n}", None, rate / rates[4096], "of the rate at 4096", "simulated", note=note) for n, rate in rates.items()]
+    return [
+        Row(f"shards of {n}", None, rate / rates[4096], "of the rate at 4096", "simulated", note=note)
+        for n, rate in rates.items()
+    ]
 
 
 def fig6(effort: Effort) -> list[Row]:
@@ -104,7 +141,14 @@ def fig6(effort: Effort) -> list[Row]:
             samples[degree].append(case.num_tokens / seconds / 8 / TENSOR)
     rates = {degree: fmean(each) if each else 0.0 for degree, each in samples.items()}
     return [
-        Row(f"DP {8 // degree}, CP {degree}", None, rate, "tokens/s/GPU", "simulated", note=f"{DRAWN}; {len(samples[degree])} batches fit")
+        Row(
+            f"DP {8 // degree}, CP {degree}",
+            None,
+            rate,
+            "tokens/s/GPU",
+            "simulated",
+            note=f"{DRAWN}; {len(samples[degree])} batches fit",
+        )
         for degree, rate in rates.items()
     ]
 

@@ -27,7 +27,8 @@ TABLE_7 = {("8B", 2, 8): (0.15, 41.3), ("8B", 4, 16): (0.05, 40.3), ("8B", 8, 32
 }
 PACK_NOTE = "ours packs what travels, once on either side, read and written at the memory's rate"
 BANDWIDTH_NOTE = (
-    "most bytes that a GPU receives for one nano-batch, over the least time that a GPU computes on the other nano-batch meanwhile, forward"
+    "most bytes that a GPU receives for one nano-batch, over the least time that a GPU computes on "
+    "the other nano-batch meanwhile, forward"
 )
 
 
@@ -52,7 +53,10 @@ def table6(effort: Effort) -> list[Row]:
             parts = [received(nano_batch, case) for nano_batch in case.ping_pong(batch)]
             # Out of the sender's tensors and into the receiver's; backward the gradients of all of
             # it travel the other way.
-            each = [4 * case.model.num_layers * case.cost.pack_s(sum(part[i].sum() for part in parts) / nodes) for i in (0, 1)]
+            each = [
+                4 * case.model.num_layers * case.cost.pack_s(sum(part[i].sum() for part in parts) / nodes)
+                for i in (0, 1)
+            ]
             shares.append((100 * each[0] / seconds, 100 * each[1] / seconds))
         name = f"{model}, {nodes} nodes"
         table_rows.append(Row(f"{name}: QKV", qkv, fmean(a for a, _ in shares), "%", "simulated", note=PACK_NOTE))

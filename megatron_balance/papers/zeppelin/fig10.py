@@ -23,12 +23,26 @@ def rows(effort: Effort) -> list[Row]:
             rate.update({(name, system.name): tokens_per_s(system, case, batches) for system in (TE, ZEPPELIN)})
         speedup = {name: rate[name, ZEPPELIN.name] / rate[name, TE.name] for name in CLUSTERS}
         table_rows += [
-            Row(f"{label}: Zeppelin over TE CP on {name}", None, each, "x", "simulated", note=DRAWN) for name, each in speedup.items()
+            Row(f"{label}: Zeppelin over TE CP on {name}", None, each, "x", "simulated", note=DRAWN)
+            for name, each in speedup.items()
         ]
         table_rows += [
-            Row(f"{label}: speedup on A over that on B", 1.0, speedup["A"] / speedup["B"], "x", "simulated", ">=", NIC_NOTE),
             Row(
-                f"{label}: throughput on B over that on A", 1.0, rate["B", ZEPPELIN.name] / rate["A", ZEPPELIN.name], "x", "simulated", ">="
+                f"{label}: speedup on A over that on B",
+                1.0,
+                speedup["A"] / speedup["B"],
+                "x",
+                "simulated",
+                ">=",
+                NIC_NOTE,
+            ),
+            Row(
+                f"{label}: throughput on B over that on A",
+                1.0,
+                rate["B", ZEPPELIN.name] / rate["A", ZEPPELIN.name],
+                "x",
+                "simulated",
+                ">=",
             ),
         ]
     return table_rows

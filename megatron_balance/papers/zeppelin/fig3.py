@@ -25,7 +25,9 @@ from megatron_balance.workloads.lengths import Lengths
 
 RANGES = {"< 1k": (0, K), "1k - 4k": (K, 4 * K), "4k - 16k": (4 * K, 16 * K), "16k - 64k": (16 * K, 64 * K)}
 STAND_IN = "commoncrawl"
-STAND_IN_NOTE = "published for StackExchange, whose lengths are not printed; ours for CommonCrawl, 620 tokens a document on average"
+STAND_IN_NOTE = (
+    "published for StackExchange, whose lengths are not printed; ours for CommonCrawl, 620 tokens a document on average"
+)
 SHOWN = {**DATASETS, STAND_IN: "CommonCrawl"}
 
 
@@ -69,8 +71,12 @@ def rows(effort: Effort) -> list[Row]:
     ]
     for dataset, label in SHOWN.items():
         for name, share in packed[dataset].items():
-            table_rows.append(Row(f"a) packing, {label} {name}: in vain", None, share.redundant, "of attention", "simulated"))
-            table_rows.append(Row(f"a) packing, {label} {name}: waiting", None, share.waiting, "of attention", "simulated"))
+            table_rows.append(
+                Row(f"a) packing, {label} {name}: in vain", None, share.redundant, "of attention", "simulated")
+            )
+            table_rows.append(
+                Row(f"a) packing, {label} {name}: waiting", None, share.waiting, "of attention", "simulated")
+            )
     for dataset, label in SHOWN.items():
         table_rows += [
             Row(f"b) even CP, {label} {name}: waiting", None, share.waiting, "of attention", "simulated")
@@ -88,7 +94,10 @@ def packing_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
     redundant = np.array(redundant_pairs(lengths), dtype=np.float64)
     pair_s = computing / float((needed + redundant).sum())
     token_s = waiting / sum(lengths)
-    return [CostShares(n * pair_s, r * pair_s, t * token_s) for n, r, t in zip(needed.tolist(), redundant.tolist(), lengths, strict=True)]
+    return [
+        CostShares(n * pair_s, r * pair_s, t * token_s)
+        for n, r, t in zip(needed.tolist(), redundant.tolist(), lengths, strict=True)
+    ]
 
 
 def even_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
@@ -97,7 +106,10 @@ def even_shares(case: Case, lengths: Sequence[int]) -> list[CostShares]:
     size = 2 * case.cluster.num_ranks
     weights = [case.cost.attention_s(CAUSAL.num_pairs(n), max(1.0, n / size)) for n in lengths]
     token_s = waiting / sum(lengths)
-    return [CostShares(computing * weight / sum(weights), 0.0, n * token_s) for n, weight in zip(lengths, weights, strict=True)]
+    return [
+        CostShares(computing * weight / sum(weights), 0.0, n * token_s)
+        for n, weight in zip(lengths, weights, strict=True)
+    ]
 
 
 def _call_s(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
@@ -111,7 +123,11 @@ def _call_s(case: Case, lengths: Sequence[int]) -> tuple[float, float]:
 
 def _by_range(batches: Sequence[Lengths], shares: Sequence[Sequence[CostShares]]) -> dict[str, CostShares]:
     """Summed over the sequences of each range, as shares of all."""
-    each = [(length, share) for lengths, own in zip(batches, shares, strict=True) for length, share in zip(lengths, own, strict=True)]
+    each = [
+        (length, share)
+        for lengths, own in zip(batches, shares, strict=True)
+        for length, share in zip(lengths, own, strict=True)
+    ]
     total = sum(share.needed + share.redundant + share.waiting for _, share in each)
     return {
         name: sum((share for length, share in each if low < length <= high), CostShares()).over(total)

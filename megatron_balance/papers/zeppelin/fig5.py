@@ -42,16 +42,38 @@ def rows(_: Effort) -> list[Row]:
         intra, inter = (case.cost.link(inter_node=inter) for inter in (False, True))
         doubled = Link(intra.alpha_s, 2 * intra.bytes_per_s)
         table_rows += [
-            Row(f"{label}: local / intra-node, NVLink at 400 GB/s", None, boundary(case, doubled), "tokens", "exact", note=DRAWN),
-            Row(f"{label}: local / intra-node, at 200 GB/s", None, boundary(case, intra), "tokens", "exact", note=BOTH_WAYS_NOTE),
-            Row(f"{label}: intra-node / inter-node, a NIC at 200 Gb/s", None, boundary(case, inter), "tokens", "exact", note=DRAWN),
+            Row(
+                f"{label}: local / intra-node, NVLink at 400 GB/s",
+                None,
+                boundary(case, doubled),
+                "tokens",
+                "exact",
+                note=DRAWN,
+            ),
+            Row(
+                f"{label}: local / intra-node, at 200 GB/s",
+                None,
+                boundary(case, intra),
+                "tokens",
+                "exact",
+                note=BOTH_WAYS_NOTE,
+            ),
+            Row(
+                f"{label}: intra-node / inter-node, a NIC at 200 Gb/s",
+                None,
+                boundary(case, inter),
+                "tokens",
+                "exact",
+                note=DRAWN,
+            ),
         ]
     case = cases["7B"]
     limits = [boundary(case, case.cost.link(inter_node=inter)) for inter in (False, True)]
     for dataset, label in DATASETS.items():
         shares = token_shares(cast("Bins", DISTRIBUTIONS[dataset]), limits)
         table_rows += [
-            Row(f"{label}: in the {zone} zone of 7B", None, each, "of tokens", "exact") for zone, each in zip(ZONES, shares, strict=True)
+            Row(f"{label}: in the {zone} zone of 7B", None, each, "of tokens", "exact")
+            for zone, each in zip(ZONES, shares, strict=True)
         ]
     return table_rows
 

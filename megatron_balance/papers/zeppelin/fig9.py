@@ -42,7 +42,14 @@ def _growth(by_case: RatesByCase) -> list[Row]:
     """Throughput on the most GPUs over that on the fewest."""
     note = f"tokens/s on {SCALES[-1]} GPUs over those on {SCALES[0]}; the paper: TE CP is nearly constant"
     return [
-        Row(f"{label}: growth of {name}", 1.0 if name == TE.name else None, ratio(by_case, dataset, name), "x", "simulated", note=note)
+        Row(
+            f"{label}: growth of {name}",
+            1.0 if name == TE.name else None,
+            ratio(by_case, dataset, name),
+            "x",
+            "simulated",
+            note=note,
+        )
         for dataset, label in DATASETS.items()
         for name in by_case[dataset, SCALES[0]]
     ]

@@ -51,7 +51,12 @@ class Case:
         model = load_model(self.model_name)
         cluster = wide_ranks(load_cluster(self.cluster_name).build(num_ranks=self.num_gpus), self.tensor)
         cost = AnalyticCost(cluster, model, self.tensor)
-        for name, value in (("model", model), ("cluster", cluster), ("cost", cost), ("machine", Machine(cluster, model, cost))):
+        for name, value in (
+            ("model", model),
+            ("cluster", cluster),
+            ("cost", cost),
+            ("machine", Machine(cluster, model, cost)),
+        ):
             object.__setattr__(self, name, value)
 
     @property
@@ -82,7 +87,9 @@ class System:
 
     def plans(self, case: Case, lengths: Sequence[int]) -> tuple[MicrobatchPlan, ...]:
         """The microbatches of a step: one, unless the system makes its own."""
-        choice = choose_planner(self.planner, self.options, layers=choose_layers(self.planner, self.routing, self.remap))
+        choice = choose_planner(
+            self.planner, self.options, layers=choose_layers(self.planner, self.routing, self.remap)
+        )
         return choice.plan_step((tuple(lengths),), StepContext(case.cluster, case.model, case.cost))[0].plans
 
     def step_s(self, case: Case, lengths: Sequence[int]) -> float:

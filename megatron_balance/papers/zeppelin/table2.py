@@ -10,7 +10,10 @@ from megatron_balance.workloads.distributions import DISTRIBUTIONS, Bins, K
 
 TITLE = "shares of documents by length"
 NAMES = {"arxiv": "ArXiv", "github": "GitHub", "prolong64k": "ProLong64k"}
-SUM_NOTE = "shares are divided by the sum of their row, which is 1 but for GitHub's: every printed share of it grows by 1 / 0.945"
+SUM_NOTE = (
+    "shares are divided by the sum of their row, which is 1 but for GitHub's: every printed share of it "
+    "grows by 1 / 0.945"
+)
 
 
 def rows(_: Effort) -> list[Row]:
@@ -19,7 +22,16 @@ def rows(_: Effort) -> list[Row]:
     for dataset, name in NAMES.items():
         bins = cast("Bins", DISTRIBUTIONS[dataset])
         total = sum(bins.shares)
-        table_rows.append(Row(f"{name}: sum of the row", round(total, 6), 1.0, "", "exact", note="" if abs(total - 1) < 1e-9 else SUM_NOTE))
+        table_rows.append(
+            Row(
+                f"{name}: sum of the row",
+                round(total, 6),
+                1.0,
+                "",
+                "exact",
+                note="" if abs(total - 1) < 1e-9 else SUM_NOTE,
+            )
+        )
         for (low, high), share in zip(pairwise(bins.edges), bins.shares, strict=True):
             if share:
                 span = "< 1k" if high == K else f"{low // K}k - {high // K}k"

@@ -55,21 +55,45 @@ def rows(_: Effort) -> list[Row]:
             note = PLAN_NOTE if partition else LENGTHS_NOTE
             for which, value, mine in zip(("smallest", "largest"), bounds, (ours.min(), ours.max()), strict=True):
                 table.append(
-                    Row(f"{name}: {part}, {which}", value, 1e3 * float(mine), "ms", "measured" if partition else "simulated", note=note)
+                    Row(
+                        f"{name}: {part}, {which}",
+                        value,
+                        1e3 * float(mine),
+                        "ms",
+                        "measured" if partition else "simulated",
+                        note=note,
+                    )
                 )
     return [*table, *_closed_forms(case)]
 
 
 def _closed_forms(case: Case) -> list[Row]:
     """Closed forms for the paper's own way of communicating, where ours differs."""
-    layers, group = case.model.num_layers, group_of(case.cluster, case.cluster.num_ranks, case.cluster.node_size, busy_nics=True)
+    layers, group = (
+        case.model.num_layers,
+        group_of(case.cluster, case.cluster.num_ranks, case.cluster.node_size, busy_nics=True),
+    )
     everywhere_s = 2 * layers * (case.cost.call_s + all_to_all_s(0.0, group))
     size, longest = case.cluster.num_ranks, max(SKEWED)
     kernels_s = case.cost.attention_s(longest**2 / size / 2, longest / size)
     round_s = max(kernels_s / size, serial_round_s(case, longest / size, longest / size))
     return [
-        Row("balanced: forward, remapping, as an all-to-all of all ranks", 14, 1e3 * everywhere_s, "ms", "exact", note=ALL_TO_ALL_NOTE),
-        Row("skewed: forward, attention, rounds in series", 801, 1e3 * layers * size * round_s, "ms", "exact", note=SERIAL_NOTE),
+        Row(
+            "balanced: forward, remapping, as an all-to-all of all ranks",
+            14,
+            1e3 * everywhere_s,
+            "ms",
+            "exact",
+            note=ALL_TO_ALL_NOTE,
+        ),
+        Row(
+            "skewed: forward, attention, rounds in series",
+            801,
+            1e3 * layers * size * round_s,
+            "ms",
+            "exact",
+            note=SERIAL_NOTE,
+        ),
     ]
 
 
@@ -83,7 +107,9 @@ def _parts(case: Case, lengths: Sequence[int]) -> dict[str, Floats]:
     plan, layers = plans[0], case.model.num_layers
     call = attention_call(replace(plan, moves=Rows.of(3, [])), case.machine)
     tokens = linear_tokens(plan).tolist()
-    linear, linear_back = (np.array([case.cost.layer_s(n, backward=backward) for n in tokens]) for backward in (False, True))
+    linear, linear_back = (
+        np.array([case.cost.layer_s(n, backward=backward) for n in tokens]) for backward in (False, True)
+    )
     remap = remap_s(case, plan)
     seconds = {
         "forward, attention": call.forward.end_s,
@@ -113,7 +139,9 @@ def remap_s(case: Case, plan: MicrobatchPlan) -> Floats:
         for ranks in (src, dst):
             moved = np.zeros(size)
             np.add.at(moved, ranks[chosen], tokens[chosen] * token_bytes)
-            seconds = np.maximum(seconds, np.where(moved > 0, 2 * (cost.call_s + link.alpha_s) + moved / link.bytes_per_s, 0.0))
+            seconds = np.maximum(
+                seconds, np.where(moved > 0, 2 * (cost.call_s + link.alpha_s) + moved / link.bytes_per_s, 0.0)
+            )
     return seconds
 
 

@@ -123,7 +123,9 @@ def plan_owned(
     """
     tasks = schedule(as_array(owned), lengths, cluster.num_ranks, cost, scheduling(options))
     zones = (TaskTable("attention", owned, as_rows(tasks)),) if owned else ()
-    return MicrobatchPlan("distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones)
+    return MicrobatchPlan(
+        "distca", lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
+    )
 
 
 def num_holders(cluster: Cluster, options: DistcaOptions) -> int:
@@ -156,12 +158,15 @@ def _holders(cluster: Cluster, options: DistcaOptions) -> list[int]:
     """Ranks that hold tokens."""
     if options.servers == "in_place":
         if options.pool_ranks is not None:
-            raise ConfigError(f"distca: pool_ranks {options.pool_ranks} with servers in_place; set servers: pool, or leave it out")
+            raise ConfigError(
+                f"distca: pool_ranks {options.pool_ranks} with servers in_place; set servers: pool, or leave it out"
+            )
         return list(range(cluster.num_ranks))
     pool_ranks = min(cluster.num_nodes, cluster.num_ranks - 1) if options.pool_ranks is None else options.pool_ranks
     if not 1 <= pool_ranks < cluster.num_ranks:
         raise ConfigError(
-            f"distca: pool_ranks {pool_ranks} of {cluster.num_ranks} ranks; at least 1 only serves and at least 1 holds tokens. "
+            f"distca: pool_ranks {pool_ranks} of {cluster.num_ranks} ranks; at least 1 only serves and at least 1 "
+            "holds tokens. "
             f"Set pool_ranks to 1 .. {cluster.num_ranks - 1}, or servers: in_place"
         )
     pool = set(spread(pool_ranks, cluster.num_ranks))

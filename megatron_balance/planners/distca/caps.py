@@ -22,7 +22,10 @@ def enforce_caps(servers: Servers) -> None:
     """
     if not servers.counted:
         return
-    need = [(own + keys, keys + queries) for own, keys, queries in zip(servers.own, servers.keys, servers.queries, strict=True)]
+    need = [
+        (own + keys, keys + queries)
+        for own, keys, queries in zip(servers.own, servers.keys, servers.queries, strict=True)
+    ]
     for server in sorted(range(len(need)), key=lambda rank: need[rank], reverse=True):
         while servers.over_caps(server):
             if not any(_give_away(servers, server, seq) for seq in _by_keys(servers, server)):
@@ -31,7 +34,9 @@ def enforce_caps(servers: Servers) -> None:
 
 def _by_keys(servers: Servers, server: int) -> list[int]:
     """The sequences for which a server receives keys, the one with most keys first."""
-    missing = {seq: servers.received_keys(server, seq) for seq in {servers.seq(piece) for piece in servers.pieces[server]}}
+    missing = {
+        seq: servers.received_keys(server, seq) for seq in {servers.seq(piece) for piece in servers.pieces[server]}
+    }
     return sorted((seq for seq in missing if missing[seq]), key=lambda seq: (-missing[seq], seq))
 
 
@@ -89,10 +94,14 @@ def _sentence(servers: Servers, server: int, need: list[tuple[int, int]]) -> str
     caps = servers.caps
     held, received = servers.own[server] + servers.keys[server], servers.keys[server] + servers.queries[server]
     what, needed, cap, which = (
-        ("max_kv_tokens", held, caps.held, 0) if held > caps.held else ("max_received_tokens", received, caps.received, 1)
+        ("max_kv_tokens", held, caps.held, 0)
+        if held > caps.held
+        else ("max_received_tokens", received, caps.received, 1)
     )
     return (
-        f"distca: rank {server} would have {needed} tokens for its attention tasks and {what} is {ceil(cap)}, and no other rank has room "
-        f"for what it would have to give away. Set {what} to {max(each[which] for each in need)}, with which nobody has to give anything "
+        f"distca: rank {server} would have {needed} tokens for its attention tasks and {what} is {ceil(cap)}, and no "
+        "other rank has room "
+        f"for what it would have to give away. Set {what} to {max(each[which] for each in need)}, with which nobody "
+        "has to give anything "
         "away, or plan fewer tokens at once"
     )

@@ -178,7 +178,9 @@ class Drain:
             if self.rule.least_score > 0 and closed:
                 return
             source = self.rows[row][0]
-            if times_shed < most_times_shed and shed_light_work(self.servers, self.limit, block, source, self.rule.sizes):
+            if times_shed < most_times_shed and shed_light_work(
+                self.servers, self.limit, block, source, self.rule.sizes
+            ):
                 times_shed += 1
                 self._update(source)
             else:

@@ -23,7 +23,9 @@ def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
     than the piece has) or more.
     """
     mass, begin, after = shards.mass, piece[1], piece[2] + 1
-    enough = bisect_left(shards.seconds, shards.seconds[begin] + least, begin, after)  # behind the piece, if rounding says so
+    enough = bisect_left(
+        shards.seconds, shards.seconds[begin] + least, begin, after
+    )  # behind the piece, if rounding says so
     stop = min(max(shards.first_stop(piece), enough), piece[2])
     ends = mass[stop:after]
     low = mass[begin + 1 : after].searchsorted(ends - least, side="right")

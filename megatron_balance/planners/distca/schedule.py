@@ -45,7 +45,13 @@ class Scheduling:
     max_received_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("tolerance", 0), ("block", 1), ("least_score", 0), ("max_kv_tokens", 1), ("max_received_tokens", 0)):
+        for name, least in (
+            ("tolerance", 0),
+            ("block", 1),
+            ("least_score", 0),
+            ("max_kv_tokens", 1),
+            ("max_received_tokens", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"distca: {name} {value}: must be at least {least}")
@@ -81,7 +87,10 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     edges = Edges.of(owned, min(scheduling.block, max(lengths)), seconds)
     sizes = Sizes(2.0 * cost.query_bytes(1), float(cost.kv_bytes(1)))
     shards = Plain(edges, sizes) if scheduling.shards == "plain" else HeadTail(edges, sizes)
-    caps = Caps(scheduling.max_kv_tokens or inf, inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens)
+    caps = Caps(
+        scheduling.max_kv_tokens or inf,
+        inf if scheduling.max_received_tokens is None else scheduling.max_received_tokens,
+    )
     servers = Servers(edges, shards, num_ranks, caps)
     enforce_caps(servers)
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)

@@ -202,8 +202,12 @@ class Plain:
 
     def __init__(self, edges: Edges, sizes: Sizes) -> None:
         self.edges, self.sizes = edges, sizes
-        self._before: Floats = np.multiply(edges.positions, sizes.query, dtype=np.float64)  # bytes of the queries up to an edge
-        self._upto: Floats = np.multiply(edges.positions, sizes.query + sizes.kv, dtype=np.float64)  # and of the keys, too
+        self._before: Floats = np.multiply(
+            edges.positions, sizes.query, dtype=np.float64
+        )  # bytes of the queries up to an edge
+        self._upto: Floats = np.multiply(
+            edges.positions, sizes.query + sizes.kv, dtype=np.float64
+        )  # and of the keys, too
         self.mass, self.begins, self.ends = edges.seconds, edges.first, edges.last
         self._positions: list[int] = edges.positions.tolist()
         self.seconds: list[float] = edges.seconds.tolist()
@@ -231,7 +235,9 @@ class Plain:
 
     def least_bytes(self, piece: Piece, seconds: float, *, keys: bool) -> float:
         mass, positions, (_, begin, end) = self.seconds, self._positions, piece
-        low = bisect_right(mass, mass[end] - seconds, begin + 1, end + 1) - 1  # the last part has fewest queries, the first fewest keys
+        low = (
+            bisect_right(mass, mass[end] - seconds, begin + 1, end + 1) - 1
+        )  # the last part has fewest queries, the first fewest keys
         stop = min(max(bisect_left(mass, mass[begin] + seconds, begin, end + 1), begin + 1), end)
         return (positions[end] - positions[low]) * self.sizes.query + (positions[stop] * self.sizes.kv if keys else 0.0)
 
@@ -265,7 +271,9 @@ class HeadTail:
         first, last = edges.first[fragment], edges.last[fragment]
         head, tail = edges.seconds[first + pair], edges.seconds[np.maximum(last - pair, first)]
         whole = edges.seconds[last] - edges.seconds[first]
-        self.mass: Floats = np.where(2 * pair >= blocks[fragment], whole, head - edges.seconds[first] + edges.seconds[last] - tail)
+        self.mass: Floats = np.where(
+            2 * pair >= blocks[fragment], whole, head - edges.seconds[first] + edges.seconds[last] - tail
+        )
         self.seconds: list[float] = self.mass.tolist()
 
     def _edges(self, fragment: int | Ints, index: Ints) -> tuple[Ints, Ints]:

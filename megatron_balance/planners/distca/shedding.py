@@ -74,7 +74,9 @@ def _lightest(servers: Servers, count: int) -> list[int]:
     return np.argsort(load, kind="stable").tolist()
 
 
-def _cheapest_first(servers: Servers, giver: int, need: float, takers: Sequence[tuple[int, float]]) -> list[tuple[float, Piece]]:
+def _cheapest_first(
+    servers: Servers, giver: int, need: float, takers: Sequence[tuple[int, float]]
+) -> list[tuple[float, Piece]]:
     """The giver's pieces of at least `need` seconds, each with a lower bound on the bytes of such a
     part, cheapest first.
     """

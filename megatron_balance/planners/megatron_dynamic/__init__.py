@@ -71,7 +71,9 @@ class MegatronDynamicOptions:
     """
 
 
-def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MegatronDynamicOptions) -> MicrobatchPlan:
+def plan(
+    batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MegatronDynamicOptions
+) -> MicrobatchPlan:
     """One microbatch by our rules.
 
     Raises:
@@ -83,11 +85,15 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 
 def plan_by(options: MegatronDynamicOptions) -> Callable[..., MicrobatchPlan] | None:
-    """`plan_with`, if a scheduler other than ours may stand in for these rules: Megatron's releases have one for `hybrid`."""
+    """`plan_with`, if a scheduler other than ours may stand in for these rules: Megatron's releases
+    have one for `hybrid`.
+    """
     return plan_with if options.rules == "hybrid" else None
 
 
-def plan_with(scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: MegatronDynamicOptions) -> MicrobatchPlan:
+def plan_with(
+    scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model, options: MegatronDynamicOptions
+) -> MicrobatchPlan:
     """`plan` with any scheduler."""
     capacity = _capacity(batch, cluster, options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
@@ -100,7 +106,9 @@ def plan_with(scheduler: Scheduler, batch: Batch, cluster: Cluster, model: Model
     return Frame("megatron_dynamic", cluster, model).microbatch(batch.lengths, placement)
 
 
-def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MegatronDynamicOptions) -> StepPlan:
+def plan_batch(
+    batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: MegatronDynamicOptions
+) -> StepPlan:
     """The microbatches that Megatron would run; the batch may be larger than the pool.
 
     Raises:
@@ -117,7 +125,9 @@ def plan_batch(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, op
 
 def _capacity(batch: Batch, cluster: Cluster, options: MegatronDynamicOptions) -> int:
     if options.slack < 1:
-        raise ConfigError(f"megatron_dynamic: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
+        raise ConfigError(
+            f"megatron_dynamic: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
+        )
     return options.tokens_per_rank or max(1, ceil(options.slack * batch.num_tokens / cluster.num_ranks))
 
 

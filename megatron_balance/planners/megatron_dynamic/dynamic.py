@@ -90,7 +90,9 @@ class _Making:
         return best
 
 
-def _everywhere(lengths: Sequence[int], order: Sequence[int], tokens: int, num_ranks: int) -> tuple[Microbatch, list[int]]:
+def _everywhere(
+    lengths: Sequence[int], order: Sequence[int], tokens: int, num_ranks: int
+) -> tuple[Microbatch, list[int]]:
     """The longest sequences that fit, over all ranks; one at least."""
     group = Group(num_ranks, [], 0.0, 0.0)
     left: list[int] = []

@@ -114,11 +114,19 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     elif batch.lengths:
         placement = _cheapest(batch.lengths, cluster, cost, capacity, options)
     return MicrobatchPlan(
-        "zeppelin", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones(placement, cluster)
+        "zeppelin",
+        batch.lengths,
+        cluster.num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        zones(placement, cluster),
     )
 
 
-def _cheapest(lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacity: int, options: ZeppelinOptions) -> Placement:
+def _cheapest(
+    lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacity: int, options: ZeppelinOptions
+) -> Placement:
     """The best placement with a remap or, where that hardly pays, without one."""
     own = pricing(options)
     prices = Prices(lengths, cluster, cost, own)
@@ -148,7 +156,9 @@ def pricing(options: ZeppelinOptions) -> Pricing:
 
 def _check(options: ZeppelinOptions) -> None:
     if options.slack < 1:
-        raise ConfigError(f"zeppelin: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
+        raise ConfigError(
+            f"zeppelin: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
+        )
     for name in ("weight_tokens", "weight_communication"):
         if (getattr(options, name) or 0) < 0:
             raise ConfigError(f"zeppelin: {name} {getattr(options, name)}: must be at least 0")

@@ -83,7 +83,9 @@ def place(search: Search, capacity: int, pricing: Pricing) -> Placed:
             if evener is not None:
                 best.offer(evener)
                 filling = evener
-    for filling in search.eased(best.placed.target, pricing.weight_communication) if isinstance(best.placed, Filling) else ():
+    for filling in (
+        search.eased(best.placed.target, pricing.weight_communication) if isinstance(best.placed, Filling) else ()
+    ):
         best.offer(filling)
     return best.placed
 
@@ -100,7 +102,10 @@ class _Best:
     def time_s(self) -> float:
         """The longest time of a rank with which a placement may still have a lower price."""
         prices = self.search.prices
-        return self.price_s - self.pricing.weight_tokens * prices.token_s * self.search.sizes.all_tokens / prices.cluster.num_ranks
+        return (
+            self.price_s
+            - self.pricing.weight_tokens * prices.token_s * self.search.sizes.all_tokens / prices.cluster.num_ranks
+        )
 
     def offer(self, filling: Filling) -> None:
         """Take it if it is better."""
@@ -144,7 +149,9 @@ class Search:
         """
         wide = 0
         while wide <= len(self.sizes.large):
-            filling = self._bisect(self.least_s, bound_s, Target(inf, limit, wide=wide), max(2, min(_STEPS, self.effort)))
+            filling = self._bisect(
+                self.least_s, bound_s, Target(inf, limit, wide=wide), max(2, min(_STEPS, self.effort))
+            )
             if filling is not None and filling.complete:
                 return filling
             wide = max(1, 4 * wide)

@@ -56,7 +56,9 @@ class Sizes:
         self.lengths, self.work_s = prices.lengths, prices.work_s
         self.all_s, self.all_tokens = sum(self.work_s), sum(self.lengths)
         self.mean_s, self.mean_tokens = self.all_s / self.cluster.num_ranks, self.all_tokens / self.cluster.num_ranks
-        order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__, reverse=True)  # stable: ties go to the lower sequence
+        order = sorted(
+            range(len(self.lengths)), key=self.lengths.__getitem__, reverse=True
+        )  # stable: ties go to the lower sequence
         self.large = self._above(order, 1 / _SMALL)
         if len(self.large) > _MANY:
             self.large = self._above(order, 1 / 2)
@@ -137,7 +139,10 @@ class Filling:
     def _has_room(self, time_s: float, tokens: int) -> bool:
         """Whether all ranks together have room for these seconds and tokens."""
         num_ranks = self.cluster.num_ranks
-        return num_ranks * self.target.time_s - self.held_s >= time_s and num_ranks * self.target.tokens - self.held_tokens >= tokens
+        return (
+            num_ranks * self.target.time_s - self.held_s >= time_s
+            and num_ranks * self.target.tokens - self.held_tokens >= tokens
+        )
 
     def _place(self, seq: int) -> bool:
         """Place one sequence where it takes the fewest ranks; False if it fits nowhere."""
@@ -155,7 +160,9 @@ class Filling:
         """Place a sequence whole on the least loaded rank, if it fits there: the common case,
         without looking at all ranks.
         """
-        while self.idlest[0][0] < self.load[self.idlest[0][1]]:  # loads only grow; entries are brought up to date when they come up
+        while (
+            self.idlest[0][0] < self.load[self.idlest[0][1]]
+        ):  # loads only grow; entries are brought up to date when they come up
             rank = self.idlest[0][1]
             heapreplace(self.idlest, (self.load[rank], rank))
         rank, share = self.idlest[0][1], self.sizes.share(seq, 1)
@@ -180,7 +187,10 @@ class Filling:
         loaded one; none if no node has.
         """
         size, ranks_of, node_s, node_tokens = self.size, self.sizes.ranks_of, self.node_s, self.node_tokens
-        full_s, full_tokens = size * self.target.time_s - num_ranks * share[0], size * self.target.tokens - num_ranks * share[1]
+        full_s, full_tokens = (
+            size * self.target.time_s - num_ranks * share[0],
+            size * self.target.tokens - num_ranks * share[1],
+        )
         for node in reversed(nodes) if self.target.fill == "least" else nodes[:_NODES]:
             if node_s[node] <= full_s and node_tokens[node] <= full_tokens:
                 ranks = self._fitting(ranks_of[node], share)
@@ -273,10 +283,13 @@ class Filling:
         weight_s = sizes.small_s / self.unit_s**2
         weight_tokens = sizes.small_tokens / capacity**2
         heap = [
-            (weight_s * time_s + weight_tokens * held, rank) for rank, (time_s, held) in enumerate(zip(self.time_s, tokens, strict=True))
+            (weight_s * time_s + weight_tokens * held, rank)
+            for rank, (time_s, held) in enumerate(zip(self.time_s, tokens, strict=True))
         ]
         heapify(heap)
-        full: list[tuple[int, float, int]] = []  # a heap of (tokens, load, rank): what had no room; sequences only get shorter
+        full: list[
+            tuple[int, float, int]
+        ] = []  # a heap of (tokens, load, rank): what had no room; sequences only get shorter
         left: list[int] = []
         for seq in sizes.small:
             length = lengths[seq]

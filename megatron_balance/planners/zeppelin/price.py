@@ -9,11 +9,12 @@ of its zones. A ring's rounds all wait for its slowest link: the one between nod
 Between nodes a message goes by one NIC, or where transfers are routed by all NICs of both nodes if
 that is faster (Eq. 1). Routed rings that cross the same node share its NICs.
 
-Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what `weight_tokens` weighs. With a
-remap these are even whatever the placement, and what counts is what the remap moves (section 3.4): a rank's tokens above or below
-the mean travel as queries, keys and values before attention and as outputs after it, inside a node over the rank's link, and where a
-node as a whole is above or below its share, over the node's NICs. Filling these in the best way (Eq. 2, `solvers.remap`) is the
-remap's business; the price takes an estimate of it (`cost.remap`).
+Tokens: without a remap the rank with most of them is waited for in the linear parts, which is what
+`weight_tokens` weighs. With a remap these are even whatever the placement, and what counts is what
+the remap moves (section 3.4): a rank's tokens above or below the mean travel as queries, keys and
+values before attention and as outputs after it, inside a node over the rank's link, and where a
+node as a whole is above or below its share, over the node's NICs. Filling these in the best way
+(Eq. 2, `solvers.remap`) is the remap's business; the price takes an estimate of it (`cost.remap`).
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class Prices:
         """The share of each rank in a ring that is the sequence's own."""
         key = (length, num_ranks, inter_node)
         if key not in self._shares:
-            zone_s = self._zone_s(self.attention_s(length, num_ranks), self.hops_s(length, num_ranks, inter_node), num_ranks)
+            zone_s = self._zone_s(
+                self.attention_s(length, num_ranks), self.hops_s(length, num_ranks, inter_node), num_ranks
+            )
             self._shares[key] = (zone_s, rank_tokens(length, num_ranks))
         return self._shares[key]
 
@@ -137,7 +140,9 @@ class Prices:
         ranks = np.array(rank_of, dtype=np.int64)
         alone = ranks >= 0
         ranks = ranks[alone]
-        in_zones = np.bincount(ranks, self._work[alone], num_ranks).astype(np.float64)  # added up in the order of the sequences
+        in_zones = np.bincount(ranks, self._work[alone], num_ranks).astype(
+            np.float64
+        )  # added up in the order of the sequences
         in_zones[ranks] += self.cost.launch_s(1)  # once a rank
         times, tokens = in_zones.tolist(), np.bincount(ranks, self._tokens[alone], num_ranks).tolist()
         hops = [0.0] * num_ranks
@@ -146,9 +151,13 @@ class Prices:
                 times[rank] += zone_s
                 hops[rank] += hops_s
                 tokens[rank] += held
-        return Prediction(max(times), remap_s(tokens, self.cluster, self.cost) if self.pricing.remapped else 0.0, sum(hops), tokens)
+        return Prediction(
+            max(times), remap_s(tokens, self.cluster, self.cost) if self.pricing.remapped else 0.0, sum(hops), tokens
+        )
 
-    def _rings(self, rings: Mapping[tuple[int, ...], Sequence[int]]) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
+    def _rings(
+        self, rings: Mapping[tuple[int, ...], Sequence[int]]
+    ) -> Iterator[tuple[tuple[int, ...], float, float, float]]:
         """Ranks of each ring, and the part of each rank: seconds in all, seconds of its links,
         tokens.
         """

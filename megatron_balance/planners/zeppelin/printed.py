@@ -95,7 +95,9 @@ class _InterNodeZone:
         self.held += self.lengths[seq]
         wanted = -(-self.lengths[seq] * num_nodes // self.total)
         if not self.everywhere:
-            by_load = [loads.index(min(loads))] if wanted == 1 else sorted(range(num_nodes), key=loads.__getitem__)  # ties: the lower node
+            by_load = (
+                [loads.index(min(loads))] if wanted == 1 else sorted(range(num_nodes), key=loads.__getitem__)
+            )  # ties: the lower node
             if self._fits(seq, by_load[:wanted]):
                 return wanted == 1
             if self._fits(seq, range(num_nodes)):
@@ -116,7 +118,9 @@ class _InterNodeZone:
         return True
 
 
-def _intra_node(lengths: Sequence[int], order: Sequence[int], num_devices: int, capacity: int, base: int) -> dict[int, list[int]]:
+def _intra_node(
+    lengths: Sequence[int], order: Sequence[int], num_devices: int, capacity: int, base: int
+) -> dict[int, list[int]]:
     """Algorithm 2: the devices of each sequence of a node.
 
     `base`: tokens that inter-node sequences put on every device.
@@ -126,7 +130,9 @@ def _intra_node(lengths: Sequence[int], order: Sequence[int], num_devices: int, 
     """
     threshold = capacity
     while True:
-        split, loads = _fragments([seq for seq in order if lengths[seq] >= threshold], lengths, num_devices, capacity, base)
+        split, loads = _fragments(
+            [seq for seq in order if lengths[seq] >= threshold], lengths, num_devices, capacity, base
+        )
         local = [seq for seq in order if lengths[seq] < threshold]
         if sum(loads) + sum(lengths[seq] for seq in local) <= num_devices * capacity:
             chosen = least_loaded([lengths[seq] for seq in local], loads, capacity)

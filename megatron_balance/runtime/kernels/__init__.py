@@ -7,7 +7,13 @@ import torch
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.kernels.base import Kernel, Offer
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel
-from megatron_balance.runtime.kernels.libraries import FLASH_ATTN_3, FlashAttn2Calls, FlashAttn3Calls, TeFusedCalls, TorchCalls
+from megatron_balance.runtime.kernels.libraries import (
+    FLASH_ATTN_3,
+    FlashAttn2Calls,
+    FlashAttn3Calls,
+    TeFusedCalls,
+    TorchCalls,
+)
 from megatron_balance.runtime.kernels.plain import PlainKernel
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 
@@ -61,5 +67,8 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     if refusal:
         raise ConfigError(f"kernel {name} {refusal} (head dim {head_dim}); use kernel: auto")
     if not offer.installed:
-        raise ConfigError(f"kernel {name} needs {' or '.join(offer.modules)}, which is not installed; {offer.mend}, or use kernel: auto")
+        raise ConfigError(
+            f"kernel {name} needs {' or '.join(offer.modules)}, which is not installed; {offer.mend}, or use kernel: "
+            "auto"
+        )
     return offer.make()

@@ -96,7 +96,11 @@ class Offer:
         if dtype not in self.dtypes:
             return f"does not serve {dtype}, only {', '.join(map(str, self.dtypes))}"
         largest, multiple = self.head_dims
-        return "" if head_dim <= largest and head_dim % multiple == 0 else f"serves head dims up to {largest} in multiples of {multiple}"
+        return (
+            ""
+            if head_dim <= largest and head_dim % multiple == 0
+            else f"serves head dims up to {largest} in multiples of {multiple}"
+        )
 
 
 def has_module(name: str) -> bool:

@@ -21,7 +21,8 @@ class CpuFlashKernel:
         if True not in entries.causal:
             return len(entries.causal)
         return sum(
-            2 if _is_staircase(a, b, c, d, mask) else 1 for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True)
+            2 if _is_staircase(a, b, c, d, mask) else 1
+            for (a, b), (c, d), mask in zip(entries.q, entries.k, entries.causal, strict=True)
         )
 
     def prepare(self, entries: Entries, device: torch.device) -> Entries:
@@ -59,7 +60,9 @@ class CpuFlashKernel:
             middle = d - (b - a)
             first = _flash_grad(own, queries, _rows(k, c, middle), _rows(v, c, middle), False, scale)
             second = _flash_grad(own, queries, _rows(k, middle, d), _rows(v, middle, d), True, scale)
-            grads.append((first[0] + second[0], torch.cat([first[1], second[1]], 2), torch.cat([first[2], second[2]], 2)))
+            grads.append(
+                (first[0] + second[0], torch.cat([first[1], second[1]], 2), torch.cat([first[2], second[2]], 2))
+            )
         if len(grads) == 1:
             dq, dk, dv = grads[0]
         else:

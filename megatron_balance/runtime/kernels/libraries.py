@@ -54,7 +54,9 @@ class Calls(Protocol):
         """Q [N, H, D], k and v [M, G, D] -> out [N, H, D] and LSE [N, H]."""
         ...
 
-    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(
+        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Grads:
         """dq, dk and dv. `dout`: the gradient, the final output [N, H, D] and LSE [N, H]."""
         ...
 
@@ -72,7 +74,9 @@ class TorchCalls:
         )
         return out, lse.T
 
-    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(
+        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Grads:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: read by nobody
         unused = torch.empty(0, device=q.device)
         return torch.ops.aten._flash_attention_backward(
@@ -94,7 +98,9 @@ class FlashAttn2Calls:
         )
         return out, lse.T
 
-    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(
+        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Grads:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.module._flash_attn_varlen_backward(
             *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), dq, dk, dv, at.cu_q, at.cu_k, at.max_q, at.max_k),
@@ -125,14 +131,45 @@ class FlashAttn3Calls:
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         new_keys_and_out, used, paging_rotary_scales = (None,) * 4, (None,) * 3, (None,) * 9
         out, lse, *_ = self.module._flash_attn_forward(
-            *(q, k, v, *new_keys_and_out, at.cu_q, at.cu_k, *used, at.max_q, at.max_k, *paging_rotary_scales, scale, at.causal)
+            *(
+                q,
+                k,
+                v,
+                *new_keys_and_out,
+                at.cu_q,
+                at.cu_k,
+                *used,
+                at.max_q,
+                at.max_k,
+                *paging_rotary_scales,
+                scale,
+                at.causal,
+            )
         )
         return out, lse.T
 
-    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(
+        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Grads:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.module._flash_attn_backward(
-            *(dout[0], q, k, v, dout[1], dout[2].T.contiguous(), at.cu_q, at.cu_k, None, None, at.max_q, at.max_k, dq, dk, dv),
+            *(
+                dout[0],
+                q,
+                k,
+                v,
+                dout[1],
+                dout[2].T.contiguous(),
+                at.cu_q,
+                at.cu_k,
+                None,
+                None,
+                at.max_q,
+                at.max_k,
+                dq,
+                dk,
+                dv,
+            ),
             *(scale, at.causal),
             deterministic=_deterministic(),
         )
@@ -170,12 +207,15 @@ class TeFusedCalls:
         lse = kept[0]
         if tuple(lse.shape) != (*q.shape[:2], 1):
             raise ConfigError(
-                f"Transformer Engine's fused attention returned softmax statistics {tuple(lse.shape)}, not {(*q.shape[:2], 1)}: "
+                f"Transformer Engine's fused attention returned softmax statistics {tuple(lse.shape)}, not "
+                f"{(*q.shape[:2], 1)}: "
                 "packed ones need cuDNN >= 9.6; update it, or use kernel: auto"
             )
         return out.view(q.shape), lse[..., 0]
 
-    def backward(self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Grads:
+    def backward(
+        self, at: CuSeqlens, dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Grads:
         q, k, v, grad, out = (x.contiguous() for x in (q, k, v, *dout[:2]))
         seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: read by nobody
         kept = [dout[2].contiguous()[..., None], seed]

@@ -44,7 +44,11 @@ class PlainKernel:
             weights = torch.exp(scores - lse[e:f].T.unflatten(0, (num_kv, -1))[..., None])
             dy = grad[e:f].to(wide).unflatten(1, (num_kv, -1))
             delta = (dy * out[e:f].to(wide).unflatten(1, (num_kv, -1))).sum(-1)
-            dscores = weights * (torch.einsum("tgrd,sgd->grts", dy, v[c:d].to(wide)) - delta.permute(1, 2, 0)[..., None]) * scale
+            dscores = (
+                weights
+                * (torch.einsum("tgrd,sgd->grts", dy, v[c:d].to(wide)) - delta.permute(1, 2, 0)[..., None])
+                * scale
+            )
             dqs.append(torch.einsum("grts,sgd->tgrd", dscores, k[c:d].to(wide)).flatten(1, 2))
             dks.append(torch.einsum("grts,tgrd->sgd", dscores, q[a:b].to(wide).unflatten(1, (num_kv, -1))))
             dvs.append(torch.einsum("grts,tgrd->sgd", weights, dy))

@@ -54,7 +54,13 @@ class VarlenKernel:
         for causal in sorted(set(masks)):
             chosen = [i for i, mask in enumerate(masks) if mask == causal]
             q, k = [entries.q[i] for i in chosen], [entries.k[i] for i in chosen]
-            at = CuSeqlens(_cu_seqlens(q, device), _cu_seqlens(k, device), max(b - a for a, b in q), max(b - a for a, b in k), causal)
+            at = CuSeqlens(
+                _cu_seqlens(q, device),
+                _cu_seqlens(k, device),
+                max(b - a for a, b in q),
+                max(b - a for a, b in k),
+                causal,
+            )
             groups.append(
                 _MaskGroup(
                     at,
@@ -68,7 +74,10 @@ class VarlenKernel:
         return _Prepared(tuple(groups), packed_q[-1][1], packed_k[-1][1])
 
     def forward(self, entries: _Prepared, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        parts = [self.calls.forward(group.at, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale) for group in entries.groups]
+        parts = [
+            self.calls.forward(group.at, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale)
+            for group in entries.groups
+        ]
         if len(parts) == 1:
             return parts[0]
         out = q.new_empty(entries.num_q, *q.shape[1:])
@@ -84,7 +93,9 @@ class VarlenKernel:
         parts = []
         for group in entries.groups:
             final = (_take(dout[0], group.dout), _take(dout[1], group.dout), _take(dout[2], group.dout))
-            parts.append(self.calls.backward(group.at, final, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale))
+            parts.append(
+                self.calls.backward(group.at, final, _take(q, group.q), _take(k, group.k), _take(v, group.k), scale)
+            )
         if len(parts) == 1:
             return parts[0]
         dq = q.new_empty(entries.num_q, *q.shape[1:])

@@ -41,7 +41,9 @@ def grads_of(step: Step) -> set[Value]:
         case Finish(exchange):
             return _grads(exchange.receives)
         case GradLaunch():
-            return {(Kind.Q_GRAD, run.buffer) for run in step.dq.runs} | {(Kind.KV_GRAD, run.buffer) for run in step.dk.runs}
+            return {(Kind.Q_GRAD, run.buffer) for run in step.dq.runs} | {
+                (Kind.KV_GRAD, run.buffer) for run in step.dk.runs
+            }
         case Launch():
             return set()
 

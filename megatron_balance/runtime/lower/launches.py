@@ -73,7 +73,10 @@ class LookedUp(NamedTuple):
 
     def reversed(self, program: RankProgram) -> LookedUp:
         """The launches of the backward, which are the forward's in reverse."""
-        indices = [[i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)] for ops in (program.forward, program.backward)]
+        indices = [
+            [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+            for ops in (program.forward, program.backward)
+        ]
         backward = dict(zip(indices[0], reversed(indices[1]), strict=True))
         return self._replace(op_of=[backward[op] for op in self.op_of])
 
@@ -119,7 +122,12 @@ class Launching:
             in_row &= row_ranges[column] == np.repeat(row_ranges[column, begin], np.diff(np.append(begin, len(region))))
         direct = np.logical_and.reduceat(in_row, begin).tolist()
         starts, heads = starts.tolist(), wanted[starts[:-1]].tolist()
-        places = zip(row_ranges[RowRange.BUFFER, begin].tolist(), row_ranges[RowRange.BUFFER_HEAD, begin].tolist(), heads, strict=True)
+        places = zip(
+            row_ranges[RowRange.BUFFER, begin].tolist(),
+            row_ranges[RowRange.BUFFER_HEAD, begin].tolist(),
+            heads,
+            strict=True,
+        )
         operands = [Operand(*place, _NOTHING) for place in places]
         for i in [i for i, is_direct in enumerate(direct) if not is_direct]:
             own = slice(starts[i], starts[i + 1])
@@ -132,7 +140,9 @@ class Launching:
             operands[i] = Operand(-1, 0, heads[i], pack_runs(runs, int(sizes.sum()), heads[i], self.device))
         return operands, row
 
-    def forward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]) -> LaunchesOf:
+    def forward(
+        self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]
+    ) -> LaunchesOf:
         """Launches of the forward by op index; an op has one for each head span of its pairs.
 
         `zones`: the zone's name of each op; `space`: where outputs and gradients lie.
@@ -147,7 +157,9 @@ class Launching:
             launches.setdefault(op, []).append(Launch(op, zones[op], q[i], k[i], prepared, out[i], (), reads[i], calls))
         return launches
 
-    def backward(self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]) -> LaunchesOf:
+    def backward(
+        self, looked_up: LookedUp | None, zones: Sequence[str], space: Mapping[Kind, RegionIndex]
+    ) -> LaunchesOf:
         """Launches of the backward by op index; arguments as for `forward`."""
         launches: LaunchesOf = {}
         if looked_up is None:
@@ -161,14 +173,19 @@ class Launching:
             launches.setdefault(op, []).append(step)
         return launches
 
-    def targets(self, index: RegionIndex, of: _Regions, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False) -> list[Packed]:
+    def targets(
+        self, index: RegionIndex, of: _Regions, launch: Ints, chosen: Ints, count: int, *, distinct: bool = False
+    ) -> list[Packed]:
         """Where in `index` the packed rows of each launch go: `chosen` of its regions, in order."""
         (regions, row_ranges), launch_of = of.chosen(chosen, index), launch[chosen]
         sizes = regions[Region.STOP] - regions[Region.START]
         runs = grouped_runs(sizes, row_ranges, launch_of, count, distinct=distinct)
         begin = launch_of.searchsorted(np.arange(count))
         heads = (regions[Region.HEAD_STOP, begin] - regions[Region.HEAD_START, begin]).tolist()
-        return [pack_runs(*one, self.device) for one in zip(runs, np.add.reduceat(sizes, begin).tolist(), heads, strict=True)]
+        return [
+            pack_runs(*one, self.device)
+            for one in zip(runs, np.add.reduceat(sizes, begin).tolist(), heads, strict=True)
+        ]
 
 
 def pack_runs(runs: tuple[Run, ...], num_rows: int, num_heads: int, device: torch.device) -> Packed:
@@ -233,5 +250,7 @@ def _reads(q: Operand, k: Operand) -> frozenset[tuple[Kind, int]]:
         return frozenset(((Kind.Q, q.buffer), (Kind.KV, k.buffer)))
     buffers: set[tuple[Kind, int]] = set()
     for kind, operand in ((Kind.Q, q), (Kind.KV, k)):
-        buffers |= {(kind, operand.buffer)} if operand.buffer >= 0 else {(kind, run.buffer) for run in operand.packed.runs}
+        buffers |= (
+            {(kind, operand.buffer)} if operand.buffer >= 0 else {(kind, run.buffer) for run in operand.packed.runs}
+        )
     return frozenset(buffers)

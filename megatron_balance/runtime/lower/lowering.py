@@ -51,7 +51,13 @@ class Lowering:
     """The phases of one rank, and `sizes`: (rows, heads) of its buffers by kind of input."""
 
     def __init__(
-        self, program: RankProgram, shape: AttentionShape, device: torch.device, policy: Policy, kernel: Kernel, setting: Setting
+        self,
+        program: RankProgram,
+        shape: AttentionShape,
+        device: torch.device,
+        policy: Policy,
+        kernel: Kernel,
+        setting: Setting,
     ) -> None:
         self.program = program
         self.ranks_per_node, self.orders, self.nano_batch, phases = setting
@@ -64,7 +70,9 @@ class Lowering:
         for kind in INPUTS:
             self.sizes[kind][0] = (int(sizes.sum()), heads[kind])
         own = {
-            kind: np.column_stack([owned, np.tile([0, heads[kind], 0], (len(owned), 1)), np.cumsum(sizes) - sizes]).astype(np.int64)
+            kind: np.column_stack(
+                [owned, np.tile([0, heads[kind], 0], (len(owned), 1)), np.cumsum(sizes) - sizes]
+            ).astype(np.int64)
             for kind in INPUTS
         }
         kept = {kind: _kept(program, own[kind]) for kind in INPUTS}
@@ -124,7 +132,9 @@ class Lowering:
             free: drop received inputs once nothing reads them.
         """
         queues, zones = places
-        routed, relay_tasks = lower_routes(ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch)
+        routed, relay_tasks = lower_routes(
+            ops, queues, self.program.rank, self.ranks_per_node, forward=forward, nano_batch=self.nano_batch
+        )
         exchanges = self.messages.exchanges(ops, sides, zones, routed, self.indexes, forward=forward)
         steps: list[Step] = []
         _, ordered, where = self.orders[0 if forward else 1]
@@ -157,7 +167,9 @@ class Lowering:
         sizes = self.sizes[Kind.Q]
         # No run splits heads: a flag a row is enough.
         by_rows = all(run.num_heads == sizes[run.buffer][1] for packed in outputs for run in packed.runs)
-        written = {buffer: np.zeros((rows, 1 if by_rows else heads), dtype=bool) for buffer, (rows, heads) in sizes.items()}
+        written = {
+            buffer: np.zeros((rows, 1 if by_rows else heads), dtype=bool) for buffer, (rows, heads) in sizes.items()
+        }
         blank: set[int] = set()
         whole: set[tuple[int, ...]] = set()  # (buffer, start, stop, head, heads), all written
 
@@ -187,7 +199,9 @@ class Lowering:
             if isinstance(step, Launch):
                 marked.append(step._replace(merges=mark(step.out)))
             elif isinstance(step, Finish) and any(m.kind == Kind.OUT for m in step.exchange.receives):
-                receives = tuple(m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange.receives)
+                receives = tuple(
+                    m._replace(merges=mark(m.packed)) if m.kind == Kind.OUT else m for m in step.exchange.receives
+                )
                 marked.append(Finish(step.exchange._replace(receives=receives)))
             else:
                 marked.append(step)

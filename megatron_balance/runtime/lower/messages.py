@@ -22,7 +22,11 @@ from megatron_balance.runtime.lower.routes import Routed, tag_base
 from megatron_balance.runtime.lower.steps import ExchangeStep, Message, Packed
 
 _BOTH = (False, True)
-_DIRECT = {(crosses, moved): stream_name("direct", crosses, "moved" if moved else "copied") for crosses in _BOTH for moved in _BOTH}
+_DIRECT = {
+    (crosses, moved): stream_name("direct", crosses, "moved" if moved else "copied")
+    for crosses in _BOTH
+    for moved in _BOTH
+}
 """The stream of a direct message, by whether it crosses nodes and is of traffic class "moved"."""
 _KINDS = tuple(Kind)
 _NOT_ROUTED = Routed({}, {})
@@ -97,10 +101,14 @@ class MessageLookup:
         """Messages sent and received, and the received inputs as instances of new buffers."""
         owned = [(False, False)] * len(ops)
         if self.program.remap_in:
-            owned = [self.owned_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops]
+            owned = [
+                self.owned_sides(op.id, forward=forward) if isinstance(op, Exchange) else (False, False) for op in ops
+            ]
         tables = [op.transfers if isinstance(op, Exchange) else None for op in ops]
         rows = concat([t for t in tables if t is not None], Transfer.WIDTH)
-        op_index = np.repeat([i for i, t in enumerate(tables) if t is not None], [len(t) for t in tables if t is not None]).astype(np.int64)
+        op_index = np.repeat(
+            [i for i, t in enumerate(tables) if t is not None], [len(t) for t in tables if t is not None]
+        ).astype(np.int64)
         mine = rows[:, Transfer.SRC] == self.program.rank
         sent = _messages(rows[mine], op_index[mine], Transfer.DST, [sends for sends, _ in owned])
         mine = rows[:, Transfer.DST] == self.program.rank
@@ -113,7 +121,11 @@ class MessageLookup:
             return exchange_id < self.program.remap_in, exchange_id == self.program.num_exchanges - 1
         of = forward_id(exchange_id, self.program)
         reverses = exchange_id >= self.program.remap_in and (exchange_id - self.program.remap_in) % 2 == 1
-        return (of == self.program.num_exchanges - 1, of < self.program.remap_in) if reverses else (of < self.program.remap_in, False)
+        return (
+            (of == self.program.num_exchanges - 1, of < self.program.remap_in)
+            if reverses
+            else (of < self.program.remap_in, False)
+        )
 
     def instances(self, received: Messages) -> dict[Kind, Ints]:
         """Make a buffer of each message of inputs, numbered in order; the regions in it."""
@@ -165,7 +177,9 @@ class MessageLookup:
         node, size = self.program.rank // self.ranks_per_node, self.ranks_per_node
         messages = [
             Message(peer, kind, packed, buffer, (), _DIRECT[peer // size != node, (op, peer) in moved])
-            for op, peer, kind, buffer, packed in zip(side.op, side.peer, side.kind, side.buffer, self.packed(side, indexes), strict=True)
+            for op, peer, kind, buffer, packed in zip(
+                side.op, side.peer, side.kind, side.buffer, self.packed(side, indexes), strict=True
+            )
         ]
         bounds = run_bounds(np.diff(side.op) != 0, len(side.op)).tolist() if messages else [0]
         return {side.op[a]: tuple(messages[a:b]) for a, b in pairwise(bounds)}
@@ -182,7 +196,10 @@ class MessageLookup:
         row_ranges = _resolve(side.rows[:, Transfer.REGION].T, message, looked_up_in)
         runs = grouped_runs(sizes, row_ranges, message, len(looked_up_in))
         columns = zip(runs, num_rows, side.num_heads, looked_up_in, strict=True)
-        return [pack_runs(of, rows, heads, self.device) if index else Packed((), rows, heads) for of, rows, heads, index in columns]
+        return [
+            pack_runs(of, rows, heads, self.device) if index else Packed((), rows, heads)
+            for of, rows, heads, index in columns
+        ]
 
 
 def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> Messages:
@@ -190,7 +207,9 @@ def _messages(rows: Ints, op_index: Ints, peers: int, owned: Sequence[bool]) -> 
 
     `peers`: the column of the rank at the other end; `owned`: of each op. Both ends group alike.
     """
-    keys = np.stack([op_index, rows[:, peers], rows[:, Transfer.KIND], rows[:, Transfer.HEAD_START], rows[:, Transfer.HEAD_STOP]])
+    keys = np.stack(
+        [op_index, rows[:, peers], rows[:, Transfer.KIND], rows[:, Transfer.HEAD_START], rows[:, Transfer.HEAD_STOP]]
+    )
     changes = keys[:, 1:] != keys[:, :-1]
     first = changes.argmax(axis=0), np.arange(max(0, len(rows) - 1))  # where rows begin to differ
     if (keys[:, 1:][first] < keys[:, :-1][first]).any():

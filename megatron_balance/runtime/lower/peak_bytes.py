@@ -12,7 +12,17 @@ from megatron_balance.analysis.wire import padded, tensor_bytes
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.lower.last_use import INPUTS, Value, grads_of
 from megatron_balance.runtime.lower.parcels import Form
-from megatron_balance.runtime.lower.steps import ExchangeStep, Finish, GradLaunch, Launch, Message, Operand, Phase, PhaseName, Start
+from megatron_balance.runtime.lower.steps import (
+    ExchangeStep,
+    Finish,
+    GradLaunch,
+    Launch,
+    Message,
+    Operand,
+    Phase,
+    PhaseName,
+    Start,
+)
 
 AHEAD = 2
 """Exchanges whose receives are posted before they are due: the most of any transport."""
@@ -53,7 +63,11 @@ def _forward_bytes(phase: Phase, queries: Sizes, form: Form) -> int:
 def _backward_bytes(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form) -> int:
     queries, keys = sizes
     wide = form.wide.itemsize
-    finals = sum(rows * heads * (2 * form.dim * form.dtype.itemsize + wide) for buffer, (rows, heads) in queries.items() if buffer)
+    finals = sum(
+        rows * heads * (2 * form.dim * form.dtype.itemsize + wide)
+        for buffer, (rows, heads) in queries.items()
+        if buffer
+    )
     grads = {(Kind.Q_GRAD, buffer): rows * heads * form.dim * wide for buffer, (rows, heads) in queries.items()}
     grads |= {(Kind.KV_GRAD, buffer): 2 * rows * heads * form.dim * wide for buffer, (rows, heads) in keys.items()}
     owned = grads[Kind.Q_GRAD, 0] + grads[Kind.KV_GRAD, 0]
@@ -123,9 +137,16 @@ def _gathered(step: Launch | GradLaunch, form: Form) -> int:
     """Bytes of a launch's operands that are no views."""
 
     def rows(operand: Operand, tensors: int) -> int:
-        return 0 if operand.buffer >= 0 else tensors * operand.packed.num_rows * operand.num_heads * form.dim * form.dtype.itemsize
+        return (
+            0
+            if operand.buffer >= 0
+            else tensors * operand.packed.num_rows * operand.num_heads * form.dim * form.dtype.itemsize
+        )
 
     num_bytes = rows(step.q, 1) + rows(step.k, 2)
     if isinstance(step, GradLaunch):
-        num_bytes += rows(step.dout, 2) + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
+        num_bytes += (
+            rows(step.dout, 2)
+            + (step.dout.buffer < 0) * step.dout.packed.num_rows * step.dout.num_heads * form.wide.itemsize
+        )
     return num_bytes

@@ -62,11 +62,18 @@ class RegionIndex:
             return self._resolve_overlapping(regions, begin, end)
         first = self.start.searchsorted(begin, side="right") - 1
         whole = (end <= self.stop[first]).all()  # each lies in one instance, which is the rule
-        region, instance = (np.arange(len(first)), first) if whole else ranges(first, self.start.searchsorted(end, side="left"))
+        region, instance = (
+            (np.arange(len(first)), first) if whole else ranges(first, self.start.searchsorted(end, side="left"))
+        )
         _, _, _, held_start, held_stop, buffer, row = self.columns[:, instance]
         began, wanted_begin, wanted_end = self.start[instance], begin, end
         if not whole:
-            wanted_begin, wanted_end, head_start, head_stop = begin[region], end[region], head_start[region], head_stop[region]
+            wanted_begin, wanted_end, head_start, head_stop = (
+                begin[region],
+                end[region],
+                head_start[region],
+                head_stop[region],
+            )
         low, high = np.maximum(wanted_begin, began), np.minimum(wanted_end, self.stop[instance])
         count = high - low
         if not (
@@ -151,7 +158,9 @@ class Run(NamedTuple):
     buffer_head: int
 
 
-def grouped_runs(sizes: Ints, row_ranges: Ints, group: Ints, num_groups: int, *, distinct: bool = False) -> list[tuple[Run, ...]]:
+def grouped_runs(
+    sizes: Ints, row_ranges: Ints, group: Ints, num_groups: int, *, distinct: bool = False
+) -> list[tuple[Run, ...]]:
     """For each group of regions, its rows packed one after the other, in as few runs as possible.
 
     Args:
@@ -188,8 +197,12 @@ def grouped_runs(sizes: Ints, row_ranges: Ints, group: Ints, num_groups: int, *,
         if not together:
             a, b = int(begins[at]), int(ends[at])
             if distinct and _repeats(begin[a:b], count[a:b]):
-                for packed_row, many, lies in zip(row[a:b].tolist(), count[a:b].tolist(), begin[a:b].tolist(), strict=True):
-                    runs_of[of].append(Run(packed_row, many, buffer, lies, lies + many, None, head, num_heads, buffer_head))
+                for packed_row, many, lies in zip(
+                    row[a:b].tolist(), count[a:b].tolist(), begin[a:b].tolist(), strict=True
+                ):
+                    runs_of[of].append(
+                        Run(packed_row, many, buffer, lies, lies + many, None, head, num_heads, buffer_head)
+                    )
                 continue
             index = ranges(begin[a:b], begin[a:b] + count[a:b])[1]
         runs_of[of].append(Run(first, total, buffer, start, start + total, index, head, num_heads, buffer_head))

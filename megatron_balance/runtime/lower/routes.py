@@ -57,7 +57,9 @@ class Routed:
 
 
 @lru_cache(maxsize=256)
-def routes_of(routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]) -> tuple[Routed, tuple[ProxyRoute, ...]]:
+def routes_of(
+    routes: Rows, rank: int, ranks_per_node: int, moved: frozenset[tuple[int, int]]
+) -> tuple[Routed, tuple[ProxyRoute, ...]]:
     """The pieces of an exchange that this rank sends or receives, and those that it relays.
 
     Everything is by source, target and piece: the order in which both ends of every hop have them.
@@ -108,7 +110,11 @@ def _check(table: Ints) -> None:
     """
     src, dst, _, send_proxy, receive_proxy = table.T
     left, far = src != send_proxy, receive_proxy != dst
-    twice = ((src == receive_proxy) & left) | ((send_proxy == dst) & far) | ((src == dst) & (left | far | (send_proxy != receive_proxy)))
+    twice = (
+        ((src == receive_proxy) & left)
+        | ((send_proxy == dst) & far)
+        | ((src == dst) & (left | far | (send_proxy != receive_proxy)))
+    )
     for source, target, _, *proxies in table[twice].tolist():
         stations = [a for _, a, _ in hops((source, *proxies, target))] + [target]
         raise InvalidProgramError(f"a piece from rank {source} to rank {target} passes a rank twice: {stations}")
@@ -186,4 +192,6 @@ def _of_others(
         tokens = np.add.reduceat(rows[:, Transfer.STOP] - rows[:, Transfer.START], begin)
         for (op, src, dst, kind, h0, h1), count in zip(keys[begin].tolist(), tokens.tolist(), strict=True):
             carried.setdefault((op, src, dst), []).append((_KINDS[kind], count, h1 - h0))
-    return {pair: tuple(messages) for pair, messages in carried.items()}, {op: frozenset(pairs) for op, pairs in moved.items()}
+    return {pair: tuple(messages) for pair, messages in carried.items()}, {
+        op: frozenset(pairs) for op, pairs in moved.items()
+    }

@@ -260,9 +260,14 @@ def describe(step: Step) -> str:
     match step:
         case Start(exchange) | Finish(exchange):
             sends = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} to rank {m.peer}" for m in exchange.sends)
-            receives = ", ".join(f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in exchange.receives)
+            receives = ", ".join(
+                f"{m.packed.num_rows} rows of {m.kind.name} from rank {m.peer}" for m in exchange.receives
+            )
             what = "start" if isinstance(step, Start) else "end"
             exchanged = f"{sends or 'nothing out'}; {receives or 'nothing in'}"
             return f"{what} of exchange {exchange.id} ({exchange.collective}) of zone {exchange.zone!r}: {exchanged}"
         case Launch() | GradLaunch():
-            return f"{'attention' if isinstance(step, Launch) else 'attention gradient'} of zone {step.zone!r} in {step.calls} kernel calls"
+            return (
+                f"{'attention' if isinstance(step, Launch) else 'attention gradient'} of zone {step.zone!r} in "
+                f"{step.calls} kernel calls"
+            )

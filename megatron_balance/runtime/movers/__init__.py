@@ -28,7 +28,10 @@ def choose_mover(name: str, device: torch.device) -> Mover:
             return PlainMover()
         case "triton":
             if find_spec("triton") is None:
-                raise ConfigError("the mover triton needs the package triton, which is not installed; pip install triton, or mover: plain")
+                raise ConfigError(
+                    "the mover triton needs the package triton, which is not installed; pip install triton, or mover: "
+                    "plain"
+                )
             from megatron_balance.runtime.movers.triton.mover import TritonMover
 
             return TritonMover(device)

@@ -69,7 +69,11 @@ class PlainPartials:
 
     def add(self, packed: Packed, merges: tuple[bool, ...], out: Tensor, lse: Tensor) -> None:
         for run, index, merging in zip(packed.runs, packed.indices, merges, strict=True):
-            if not merging and (run.count, run.num_heads) == self.space.sizes[run.buffer] == tuple(out.shape[:2]) and index is None:
+            if (
+                not merging
+                and (run.count, run.num_heads) == self.space.sizes[run.buffer] == tuple(out.shape[:2])
+                and index is None
+            ):
                 # All of a buffer at once: no copy.
                 self.out[run.buffer], self.lse[run.buffer] = out.to(self.space.wide), lse
                 continue
@@ -93,11 +97,17 @@ class PlainPartials:
     def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         if into is None and packed.direct and self.space.dtype == self.space.wide:
             run = packed.runs[0]
-            out, lse = (rows_view(held[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads) for held in (self.out, self.lse))
+            out, lse = (
+                rows_view(held[run.buffer], run.start, run.stop, run.buffer_head, run.num_heads)
+                for held in (self.out, self.lse)
+            )
             if out.is_contiguous() and lse.is_contiguous():
                 return out, lse  # nothing is added to them any more
         shape = (packed.num_rows, packed.num_heads)
-        out, lse = into or (self.space.empty((*shape, self.space.dim), self.space.dtype), self.space.empty(shape, self.space.wide))
+        out, lse = into or (
+            self.space.empty((*shape, self.space.dim), self.space.dtype),
+            self.space.empty(shape, self.space.wide),
+        )
         for held, target in ((self.out, out), (self.lse, lse)):
             self.mover.fill([Fill(packed, tuple(held[run.buffer] for run in packed.runs), target)])
         return out, lse

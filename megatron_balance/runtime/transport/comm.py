@@ -105,7 +105,9 @@ def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
     return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
 
 
-def pack_collective(sends: Sequence[Parcel], receives: Sequence[Parcel], exchange: ExchangeStep, groups: Groups) -> CollectiveCall:
+def pack_collective(
+    sends: Sequence[Parcel], receives: Sequence[Parcel], exchange: ExchangeStep, groups: Groups
+) -> CollectiveCall:
     """An exchange as one collective call."""
     group = groups.of(exchange.group)
     assert group is not None, "ranks without a process group"
@@ -141,7 +143,11 @@ def _device(parcels: Sequence[Parcel], fallback: Sequence[Parcel]) -> torch.devi
 
 
 def _all_to_all(
-    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
+    sends: Sequence[Parcel],
+    receives: Sequence[Parcel],
+    group: tuple[int, ...],
+    groups: Groups,
+    process_group: dist.ProcessGroup,
 ) -> CollectiveCall:
     device = _device(sends, receives)
     out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
@@ -162,7 +168,11 @@ def _all_to_all(
 
 
 def _all_gather(
-    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
+    sends: Sequence[Parcel],
+    receives: Sequence[Parcel],
+    group: tuple[int, ...],
+    groups: Groups,
+    process_group: dist.ProcessGroup,
 ) -> CollectiveCall:
     device = _device(sends, receives)
     others = [peer for peer in group if peer != groups.rank]
@@ -184,7 +194,11 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    sends: Sequence[Parcel], receives: Sequence[Parcel], group: tuple[int, ...], groups: Groups, process_group: dist.ProcessGroup
+    sends: Sequence[Parcel],
+    receives: Sequence[Parcel],
+    group: tuple[int, ...],
+    groups: Groups,
+    process_group: dist.ProcessGroup,
 ) -> CollectiveCall:
     """A block for each rank, all as wide as the widest. This rank's own gradients stay here.
 

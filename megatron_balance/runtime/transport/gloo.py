@@ -97,7 +97,9 @@ class Gloo:
 
     def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
         if exchange.far:
-            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends)
+            self.traffic.inter_node_bytes_sent += sum(
+                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
+            )
         if exchange.id in self.expected:
             packed = pack_collective(sends, self.expected.pop(exchange.id), exchange, self.groups)
             self.under_way[exchange.id] = _UnderWay(packed.issue(), keep=packed.memory, packed=packed)

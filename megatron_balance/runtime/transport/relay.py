@@ -34,7 +34,9 @@ _CPU = torch.device("cpu")
 class Relay:
     """All relay tasks of a rank in one run of a phase."""
 
-    def __init__(self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: Form, groups: Groups, trace: Trace | None) -> None:
+    def __init__(
+        self, groups_of_relay_tasks: Sequence[Sequence[RelayTask]], form: Form, groups: Groups, trace: Trace | None
+    ) -> None:
         self.threads = [_Thread(relay_tasks, form, groups, trace) for relay_tasks in groups_of_relay_tasks]
         self.jobs: list[Job] = groups.workers.run([thread.pass_on for thread in self.threads])
 
@@ -108,17 +110,23 @@ class _Thread:
     def sized(self) -> Iterator[tuple[RelayTask, int]]:
         """Relay tasks with the bytes of their pieces, without empty pieces."""
         for relay_task in self.relay_tasks:
-            begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), relay_task.route.count)[relay_task.route.index]
+            begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), relay_task.route.count)[
+                relay_task.route.index
+            ]
             if begin < end:
                 yield relay_task, end - begin
 
-    def post(self, upcoming: Iterator[tuple[RelayTask, int]], posted: deque[tuple[RelayTask, Tensor, dist.Work, float]]) -> None:
+    def post(
+        self, upcoming: Iterator[tuple[RelayTask, int]], posted: deque[tuple[RelayTask, Tensor, dist.Work, float]]
+    ) -> None:
         """Begin to receive the next piece, if there is one."""
         for relay_task, num_bytes in upcoming:
             x = self.groups.buffers.empty((num_bytes,), torch.uint8, _CPU)
             begin = time.perf_counter()
             arrives = relay_task.route.arrives
-            posted.append((relay_task, x, comm.receive(x, arrives.peer, relay_task.tag + arrives.tag, self.groups), begin))
+            posted.append(
+                (relay_task, x, comm.receive(x, arrives.peer, relay_task.tag + arrives.tag, self.groups), begin)
+            )
             return
 
     def send(self, relay_task: RelayTask, x: Tensor, begin: float) -> dist.Work:

@@ -28,7 +28,13 @@ from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, RelayTask
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport.base import Parcel
-from megatron_balance.runtime.transport.comm import CollectiveCall, direct_and_routed, is_collective, pack_collective, pieces
+from megatron_balance.runtime.transport.comm import (
+    CollectiveCall,
+    direct_and_routed,
+    is_collective,
+    pack_collective,
+    pieces,
+)
 
 
 @dataclass(slots=True)
@@ -69,10 +75,14 @@ class Streamed:
     def start(self, exchange: ExchangeStep, sends: Sequence[Parcel]) -> None:
         receives, arriving = self.expected.pop(exchange.id)
         if exchange.far:
-            self.traffic.inter_node_bytes_sent += sum(x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends)
+            self.traffic.inter_node_bytes_sent += sum(
+                x.nbytes for p, x in sends if p in exchange.far and p not in exchange.routed_sends
+            )
             self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
         if is_collective(exchange, self.groups):
-            self.under_way[exchange.id] = self.start_collective(exchange, pack_collective(sends, receives, exchange, self.groups))
+            self.under_way[exchange.id] = self.start_collective(
+                exchange, pack_collective(sends, receives, exchange, self.groups)
+            )
             return
         batches: dict[tuple[Leg, str], list[Transfer]] = {}
         self.add_own(exchange, sends, receives, arriving, batches)
@@ -129,11 +139,15 @@ class Streamed:
             batches.setdefault(("direct", streams[peer]), []).append(Transfer(peer, rank, index, False, peer, x))
         for peer, raw in routed.items():
             for piece, hop, x in pieces(raw, exchange.routed_sends[peer]):
-                batches.setdefault((hop.leg, hop.stream), []).append(Transfer(rank, peer, piece.index, True, hop.peer, x))
+                batches.setdefault((hop.leg, hop.stream), []).append(
+                    Transfer(rank, peer, piece.index, True, hop.peer, x)
+                )
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
         for peer, raw in arriving.items():
             for piece, hop, x in pieces(raw, exchange.routed_receives[peer]):
-                batches.setdefault((hop.leg, hop.stream), []).append(Transfer(peer, rank, piece.index, False, hop.peer, x))
+                batches.setdefault((hop.leg, hop.stream), []).append(
+                    Transfer(peer, rank, piece.index, False, hop.peer, x)
+                )
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
 
     def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: dict[tuple[Leg, str], list[Transfer]]) -> None:
@@ -145,7 +159,9 @@ class Streamed:
                 continue
             x = self.streams.of(route.arrives.stream).empty(end - begin)
             for hop, sends in ((route.arrives, False), (route.leaves, True)):
-                batches.setdefault((hop.leg, hop.stream), []).append(Transfer(route.src, route.dst, route.index, sends, hop.peer, x))
+                batches.setdefault((hop.leg, hop.stream), []).append(
+                    Transfer(route.src, route.dst, route.index, sends, hop.peer, x)
+                )
                 self.record(relay_task, hop)
             self.traffic.relayed_bytes += x.nbytes
             self.traffic.inter_node_bytes_received += x.nbytes * route.arrives.crosses

@@ -58,7 +58,9 @@ class Sockets(Events):
             groups.append((each, range(groups[-1][1].stop if groups else len(phase.flows), len(flows))))
         super().__init__(phase, flows, machine, enter_s, trace=trace)
         longest = max((flow.num_bytes for flow in flows), default=0)
-        self.network = Network(machine, lambda: self.now, lambda seconds, number: self.push(seconds, "other", number), self, longest)
+        self.network = Network(
+            machine, lambda: self.now, lambda seconds, number: self.push(seconds, "other", number), self, longest
+        )
         self.given = [False] * len(flows)  # to its connection
         self.awaited = [False] * len(flows)  # its receiver's word has come
         self.begun_s = [0.0] * len(flows)
@@ -145,7 +147,9 @@ class Sockets(Events):
         """Whether something that the exchange brings has not come, or something sent before has not
         left.
         """
-        return self.arriving[rank, exchange] > 0 or any(left and at < exchange for at, left in self.leaving[rank].items())
+        return self.arriving[rank, exchange] > 0 or any(
+            left and at < exchange for at, left in self.leaving[rank].items()
+        )
 
     def other(self, which: int) -> None:
         """Handle an event of the network."""
@@ -184,7 +188,9 @@ class Sockets(Events):
         self.hold(flow, -1)
         self.has_moved(flow)
         if self.trace:
-            self.occupied += [Occupied(rank, of.stream, of.leg, of.exchange, self.begun_s[flow], self.now) for rank in (of.a, of.b)]
+            self.occupied += [
+                Occupied(rank, of.stream, of.leg, of.exchange, self.begun_s[flow], self.now) for rank in (of.a, of.b)
+            ]
         if flow in self.onward:
             self._send(self.onward[flow])
         if ring := self.rings.get((of.b, of.exchange)):

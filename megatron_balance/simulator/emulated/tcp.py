@@ -133,7 +133,12 @@ class Network:
     """
 
     def __init__(
-        self, machine: Machine, now: Callable[[], float], at: Callable[[float, int], None], listener: Listener, longest: int
+        self,
+        machine: Machine,
+        now: Callable[[], float],
+        at: Callable[[float, int], None],
+        listener: Listener,
+        longest: int,
     ) -> None:
         self._machine, self._now, self._at, self._listener = machine, now, at, listener
         self._scale = scale = max(1, -(-longest // (MOST_SEGMENTS * min(SEGMENT_BYTES))))
@@ -209,7 +214,9 @@ class Network:
     def _pass(self, place: int, connection: _Connection, part: _Given) -> None:
         """Through a queue; an acknowledgement takes no time of its own."""
         queue = (*connection.there, *connection.back)[place]
-        self._happens(place, connection, part, queue.leaves_s(self._now(), part.num_bytes if place < len(connection.there) else 0))
+        self._happens(
+            place, connection, part, queue.leaves_s(self._now(), part.num_bytes if place < len(connection.there) else 0)
+        )
 
     def _happens(self, place: int, connection: _Connection, part: _Given, at_s: float) -> None:
         self._count += 1

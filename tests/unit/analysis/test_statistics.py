@@ -88,7 +88,8 @@ def assert_figures_are_those_of_the_ops(plan: MicrobatchPlan, ranks_per_nic: int
     got, want = figures(plan, model_of(plan), ranks_per_nic), from_ops(plan)
     pairs = want.pop("attention_pairs_per_rank")
     assert {key: got[key] for key in want} == want
-    # With heads that do not divide by the ranks a rank's share of the pairs is a fraction, rounded; the sum is exact.
+    # With heads that do not divide by the ranks a rank's share of the pairs is a fraction, rounded;
+    # the sum is exact.
     assert got["attention_pairs_per_rank"] == pytest.approx(pairs, abs=len(plan.zones))
     assert sum(got["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in plan.lengths)
     assert sum(got["tokens_per_rank"]) == got["num_tokens"] == sum(plan.lengths)
@@ -104,7 +105,9 @@ def random_task_table(rng: random.Random, seqs: list[int], lengths: tuple[int, .
         return list(zip(edges, edges[1:], strict=False))
 
     fragments = sorted((rng.randrange(num_ranks), seq, a, b) for seq in seqs for a, b in cuts(lengths[seq]))
-    tasks = [(rng.randrange(num_ranks), seq, a, b, c, d) for seq in seqs for a, b in cuts(lengths[seq]) for c, d in cuts(b)]
+    tasks = [
+        (rng.randrange(num_ranks), seq, a, b, c, d) for seq in seqs for a, b in cuts(lengths[seq]) for c, d in cuts(b)
+    ]
     return TaskTable("tiles", Rows.of(4, fragments), Rows.of(6, tasks))
 
 
@@ -124,7 +127,9 @@ def random_plan(seed: int) -> MicrobatchPlan:
         if seqs:
             tiles = pattern == "tiles"
             zones.append(
-                random_task_table(rng, seqs, lengths, num_ranks) if tiles else Zone(str(number), pattern, tuple(group), tuple(seqs))
+                random_task_table(rng, seqs, lengths, num_ranks)
+                if tiles
+                else Zone(str(number), pattern, tuple(group), tuple(seqs))
             )
     return by_hand.plan(lengths, num_ranks, *zones, ranks_per_node=per_node, heads=(heads, kv_heads))
 
@@ -136,7 +141,9 @@ def test_figures_are_those_of_the_ops(seed: int) -> None:
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 @given(case=cases(), ranks_per_nic=st.integers(1, 4), pieces=st.integers(1, 3))
-def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(planner: str, case: Case, ranks_per_nic: int, pieces: int) -> None:
+def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(
+    planner: str, case: Case, ranks_per_nic: int, pieces: int
+) -> None:
     plan = plan_of(planner, case)
     if plan.routing is not None:
         plan = replace(plan, routing=replace(plan.routing, pieces=pieces))

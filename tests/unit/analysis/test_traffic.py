@@ -1,4 +1,5 @@
-"""Bytes on every link of a whole program: by hand for small ones, and in the sizes that the executor packs."""
+"""Bytes on every link of a whole program: by hand for small ones, and in the sizes that the
+executor packs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ TOKEN_GRAD = 2 * 8 * 4  # of their gradients, in fp32
 
 
 def plan_of(pattern: str, ranks_per_node: int, num_ranks: int = 4, tokens: int = 64) -> MicrobatchPlan:
-    return by_hand.pool(pattern, (tokens,), num_ranks, ranks_per_node=ranks_per_node, heads=(MODEL.num_heads, MODEL.num_kv_heads))
+    return by_hand.pool(
+        pattern, (tokens,), num_ranks, ranks_per_node=ranks_per_node, heads=(MODEL.num_heads, MODEL.num_kv_heads)
+    )
 
 
 def traffic_of(plan: MicrobatchPlan, ranks_per_nic: int = 1, policy: str | None = None) -> Traffic:
@@ -33,7 +36,8 @@ def traffic_of(plan: MicrobatchPlan, ranks_per_nic: int = 1, policy: str | None 
 
 def test_a_ring_crosses_a_node_at_one_rank_and_one_nic() -> None:
     moved = traffic_of(plan_of("ring", 2))
-    # 16 tokens a rank. From rank 1 to rank 2 go those of rank 1, the first 8 of rank 0, whose others nobody needs, and those of rank 3.
+    # 16 tokens a rank. From rank 1 to rank 2 go those of rank 1, the first 8 of rank 0, whose
+    # others nobody needs, and those of rank 3.
     crossing = moved.inter_node_sent
     assert (crossing > 0).tolist() == [False, True, False, True]
     assert moved.nic_sent.tolist() == [[0, int(crossing[1])], [0, int(crossing[3])]]
@@ -55,7 +59,10 @@ def test_routed_every_nic_carries_its_share_and_the_node_passes_on_the_rest() ->
 
 def test_one_nic_for_both_ranks_of_a_node_leaves_nothing_to_route_over() -> None:
     plan = plan_of("ring", 2)
-    assert traffic_of(replace(plan, routing=Routing(2, (0,))), 2).nic_sent.tolist() == traffic_of(plan, 2).nic_sent.tolist()
+    assert (
+        traffic_of(replace(plan, routing=Routing(2, (0,))), 2).nic_sent.tolist()
+        == traffic_of(plan, 2).nic_sent.tolist()
+    )
 
 
 def test_gradients_come_back_in_fp32() -> None:
@@ -98,7 +105,11 @@ def test_sizes_are_those_that_the_executor_packs() -> None:
     from megatron_balance.runtime.lower import parcels
 
     rng = np.random.default_rng(0)
-    for element, dtype, wide in ((2, torch.bfloat16, torch.float32), (4, torch.float32, torch.float32), (8, torch.float64, torch.float64)):
+    for element, dtype, wide in (
+        (2, torch.bfloat16, torch.float32),
+        (4, torch.float32, torch.float32),
+        (8, torch.float64, torch.float64),
+    ):
         for dim in (4, 5, 64):
             ours = Payload.of(Model(4, 2, dim, bytes_per_element=element))
             form = parcels.Form(dim, dtype, wide)
@@ -121,5 +132,7 @@ def test_collectives_are_where_the_runtime_has_groups(size: int, ranks_per_node:
     from megatron_balance.runtime import groups
 
     made = set(groups._wanted(size, ranks_per_node))  # pyright: ignore[reportPrivateUsage]
-    candidates = {tuple(range(a, b)) for a in range(size) for b in range(a + 1, size + 1)} | {tuple(reversed(range(size)))}
+    candidates = {tuple(range(a, b)) for a in range(size) for b in range(a + 1, size + 1)} | {
+        tuple(reversed(range(size)))
+    }
     assert {group for group in candidates if is_collective(group, size, ranks_per_node)} == made

@@ -52,7 +52,9 @@ def test_pieces_are_near_equal_aligned_and_tile_the_parcel(num_bytes: int, count
 
 
 @given(carried=messages, element=st.sampled_from([2, 4, 8]), dim=st.integers(1, 9))
-def test_arrays_of_messages_have_the_sizes_of_each(carried: list[tuple[Kind, int, int]], element: int, dim: int) -> None:
+def test_arrays_of_messages_have_the_sizes_of_each(
+    carried: list[tuple[Kind, int, int]], element: int, dim: int
+) -> None:
     carried = list({(kind, heads): (kind, rows, heads) for kind, rows, heads in carried}.values())
     carried.sort(key=lambda message: (message[0], message[2]))
     table = np.zeros((len(carried), Message.WIDTH), dtype=np.int64)

@@ -39,7 +39,10 @@ RESULT_KEYS = {
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_json_has_the_documented_keys_for_every_planner(run, planner):
-    report = run.json(f"plan --planner {planner} --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify --json")
+    report = run.json(
+        f"plan --planner {planner} --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify "
+        "--json"
+    )
     assert (report["planner"], report["num_ranks"]) == (planner, 8)
     (result,) = report["results"]
     assert set(result) >= RESULT_KEYS
@@ -48,7 +51,9 @@ def test_json_has_the_documented_keys_for_every_planner(run, planner):
     lengths = [int(word) for word in LENGTHS.split(",")]
     assert sum(result["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in lengths)
     assert set(result["bytes_received_per_rank"]) == {"total", "inter_node"}
-    assert all(len(value) == 8 for key, value in result.items() if key.endswith("_per_rank") and isinstance(value, list))
+    assert all(
+        len(value) == 8 for key, value in result.items() if key.endswith("_per_rank") and isinstance(value, list)
+    )
     assert result["verified"] is True
     assert len(result["fingerprint"]) == 16
 
@@ -73,7 +78,10 @@ def test_several_planners_give_one_document_with_each(run):
 
 
 def test_same_input_gives_the_same_plan(run):
-    command = "plan --planner zeppelin --ranks 8 --ranks-per-node 4 --dataset arxiv --tokens 65536 --batches 2 --seed 3 --json"
+    command = (
+        "plan --planner zeppelin --ranks 8 --ranks-per-node 4 --dataset arxiv --tokens 65536 --batches 2 "
+        "--seed 3 --json"
+    )
     fingerprints = [[r["fingerprint"] for r in run.json(command)["results"]] for _ in range(2)]
     assert fingerprints[0] == fingerprints[1]
     assert fingerprints[0][0] != fingerprints[0][1]
@@ -87,7 +95,9 @@ def test_defaults_are_said(run):
 
 
 def test_table_names_what_each_rank_gets(run):
-    _, out, err = run(f"plan --planner zeppelin --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify")
+    _, out, err = run(
+        f"plan --planner zeppelin --ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS} --verify"
+    )
     assert err == ""
     for words in ("tokens", "attention pairs", "KV tokens received", "max / mean", "verified", "planned in"):
         assert words in out
@@ -104,7 +114,12 @@ def test_config_file_gives_everything_and_options_win(run, tmp_path):
         """)
     )
     report = run.json(f"plan --config {path} --json")
-    assert (report["num_ranks"], report["cluster"], report["model"], report["planner"]) == (16, "a800", "llama3-8b", "zeppelin")
+    assert (report["num_ranks"], report["cluster"], report["model"], report["planner"]) == (
+        16,
+        "a800",
+        "llama3-8b",
+        "zeppelin",
+    )
     assert (len(report["results"]), report["capacity_tokens_per_rank"], report["assumed"]) == (2, 2048, None)
     changed = run.json(f"plan --config {path} --ranks 8 --batches 1 --tokens 8192 -o tokens_per_rank=4096 --json")
     assert (changed["num_ranks"], len(changed["results"]), changed["capacity_tokens_per_rank"]) == (8, 1, 4096)
@@ -128,7 +143,9 @@ def test_layers_are_the_planners_own_or_as_told(run, tmp_path):
     assert layers_of(run, "--planner zeppelin")[:2] == ("pays", True)
     assert layers_of(run, "--planner zeppelin --remap")[3] > 0
     assert layers_of(run, "--planner zeppelin --routing never --no-remap") == ("never", False, 0, 0)
-    routing, remapping, routed, moved = layers_of(run, "--planner te_ring --routing always --remap --remap-solver exact")
+    routing, remapping, routed, moved = layers_of(
+        run, "--planner te_ring --routing always --remap --remap-solver exact"
+    )
     assert (routing, remapping) == ("always", True)
     assert routed > 0
     assert moved > 0
@@ -140,7 +157,8 @@ def test_layers_are_the_planners_own_or_as_told(run, tmp_path):
 
 def test_remapped_tokens_are_even_and_routed_bytes_take_every_nic(run):
     command = (
-        f"plan --planner zeppelin --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --tokens-per-rank 1024 --routing always --remap --json"
+        f"plan --planner zeppelin --ranks 8 --ranks-per-node 4 --lengths {LENGTHS} --tokens-per-rank 1024 "
+        "--routing always --remap --json"
     )
     (result,) = run.json(command)["results"]
     assert max(result["tokens_per_rank"]) - min(result["tokens_per_rank"]) <= 1
@@ -151,7 +169,13 @@ def test_remapped_tokens_are_even_and_routed_bytes_take_every_nic(run):
 def test_table_says_what_the_layers_do(run):
     inputs = f"--ranks 8 --ranks-per-node 4 --tokens-per-rank 1024 --lengths {LENGTHS}"
     _, out, _ = run(f"plan --planner zeppelin {inputs} --routing always --remap")
-    for words in ("in attention", "remapped tokens received", "MB sent by each NIC", "have another rank for attention", "routing always:"):
+    for words in (
+        "in attention",
+        "remapped tokens received",
+        "MB sent by each NIC",
+        "have another rank for attention",
+        "routing always:",
+    ):
         assert words in out
     _, out, _ = run(f"plan --planner te_ring --ranks 8 --ranks-per-node 4 --lengths {LENGTHS}")
     assert "in attention" not in out
@@ -159,7 +183,9 @@ def test_table_says_what_the_layers_do(run):
 
 
 def test_capacity_equal_to_the_average_is_legal(run):
-    report = run.json("plan --planner zeppelin --ranks 4 --tokens-per-rank 1024 --lengths 2048,1024,1024 --json --verify")
+    report = run.json(
+        "plan --planner zeppelin --ranks 4 --tokens-per-rank 1024 --lengths 2048,1024,1024 --json --verify"
+    )
     assert max(report["results"][0]["tokens_per_rank"]) <= 1024
 
 
@@ -168,7 +194,10 @@ def test_capacity_equal_to_the_average_is_legal(run):
     [
         ("--planner zepelin --lengths 4", "unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("--lengths 4", "no planner; give --planner NAME, one of te_ring"),
-        ("--planner te_ring", "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME"),
+        (
+            "--planner te_ring",
+            "no sequence lengths to plan for; give --lengths 4096,512,..., --lengths-file FILE or --dataset NAME",
+        ),
         ("--planner te_ring --lengths 4,x", "--lengths: entry 1 is 'x'; expected whole numbers"),
         ("--planner te_ring --lengths 4,0", "sequence 1 has 0 tokens; every sequence needs at least 1"),
         ("--planner te_ring --lengths 4,-7", "sequence 1 has -7 tokens"),
@@ -206,8 +235,14 @@ def test_capacity_equal_to_the_average_is_legal(run):
         ),
         ("--planner te_ring --lengths 4 --remp", "plan: unknown option '--remp'; did you mean '--remap'?"),
         ("--planner te_ring --planner te_ring --lengths 4", "--planner te_ring is given twice"),
-        ("--planner te_ring --planner zeppelin --lengths 4 --out p.json", "--out p.json holds the plans of one planner"),
-        ("--planner te_ring --lengths 4 --out nowhere/p.json", "--out nowhere/p.json: cannot be written: No such file or directory"),
+        (
+            "--planner te_ring --planner zeppelin --lengths 4 --out p.json",
+            "--out p.json holds the plans of one planner",
+        ),
+        (
+            "--planner te_ring --lengths 4 --out nowhere/p.json",
+            "--out nowhere/p.json: cannot be written: No such file or directory",
+        ),
         ("--planner te_ring --lengths 4 --jsn", "plan: unknown option '--jsn'; did you mean '--json'?"),
         ("--planner te_ring --lengths 4 --config nowhere.yaml", "nowhere.yaml: cannot be read"),
         (
@@ -224,9 +259,13 @@ def test_capacity_equal_to_the_average_is_legal(run):
         ),
         (
             "--planner distca --ranks 4 -o servers=pool -o pool_ranks=3 --lengths 9 --remap",
-            "planner distca keeps 3 of 4 ranks for attention alone (servers: pool), and a remap would give them tokens again",
+            "planner distca keeps 3 of 4 ranks for attention alone (servers: pool), and a remap would give them "
+            "tokens again",
         ),
-        ("--planner zeppelin --ranks 8 --lengths 9000000", "The capacity comes from the model and the cluster's memory"),
+        (
+            "--planner zeppelin --ranks 8 --lengths 9000000",
+            "The capacity comes from the model and the cluster's memory",
+        ),
         ("--planner zeppelin --ranks 8 --lengths 9 --model llama-70b --cluster h100", "llama-70b does not fit h100"),
     ],
 )

@@ -45,7 +45,10 @@ def test_simulate_prints_phases_for_people(run):
 
 
 def test_batches_make_steps_and_microbatches_make_one(run):
-    data = "--planner te_ring --dataset github --tokens 20000 --batches 4 --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000 --json"
+    data = (
+        "--planner te_ring --dataset github --tokens 20000 --batches 4 --ranks 8 --ranks-per-node 4 "
+        "--tokens-per-rank 4000 --json"
+    )
     four = run.json(f"simulate {data}")
     one = run.json(f"simulate {data} --microbatches 4")
     assert four["step_s"]["p5"] < four["step_s"]["median"] < four["step_s"]["p95"]
@@ -91,12 +94,16 @@ def test_compare_takes_named_planners_and_another_baseline(run):
 
 
 PIPED = (
-    "--dataset github --tokens 12000 --batches 4 --microbatches 4 --pipeline 2 --ranks 4 --ranks-per-node 4 --tokens-per-rank 6000 --json"
+    "--dataset github --tokens 12000 --batches 4 --microbatches 4 --pipeline 2 --ranks 4 --ranks-per-node 4 "
+    "--tokens-per-rank 6000 --json"
 )
 
 
 def test_plans_are_run_as_training_would_run_them(run):
-    found = {more: run.json(f"simulate --planner distca {INPUTS} --json {more}") for more in ("", "--ping-pong true", "--ping-pong false")}
+    found = {
+        more: run.json(f"simulate --planner distca {INPUTS} --json {more}")
+        for more in ("", "--ping-pong true", "--ping-pong false")
+    }
     assert [each["ping_pong"] for each in found.values()] == [True, True, False]
     assert {each["pipeline"] for each in found.values()} == {None}
     usual, asked, whole = (each["step_s"]["median"] for each in found.values())
@@ -138,17 +145,27 @@ def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (f"simulate --planner distca {INPUTS} --stages joint", "--stages joint goes with --pipeline P of several stages"),
+        (
+            f"simulate --planner distca {INPUTS} --stages joint",
+            "--stages joint goes with --pipeline P of several stages",
+        ),
         (
             f"simulate --planner te_ring {PIPED} --stages joint",
             "pipeline: joint: planner te_ring plans each stage for itself; choose distca, or 'stages'",
         ),
         (
             f"simulate --planner distca {INPUTS} --trace x.json",
-            "--trace x.json is of one attention call, and distca runs two nano-batches interleaved; add --ping-pong false",
+            "--trace x.json is of one attention call, and distca runs two nano-batches interleaved; add --ping-pong "
+            "false",
         ),
-        (f"compare --planner ulysses {INPUTS} --baseline te_ring", "--baseline te_ring is not among the planners of this run: ulysses"),
-        (f"simulate --planner te_ring {INPUTS} --slow 9=2", "--slow 9=2: expected RANK=FACTOR with a rank from 0 to 7, such as 3=1.5"),
+        (
+            f"compare --planner ulysses {INPUTS} --baseline te_ring",
+            "--baseline te_ring is not among the planners of this run: ulysses",
+        ),
+        (
+            f"simulate --planner te_ring {INPUTS} --slow 9=2",
+            "--slow 9=2: expected RANK=FACTOR with a rank from 0 to 7, such as 3=1.5",
+        ),
         (f"simulate --planner te_ring {INPUTS} --slow 1=x", "--slow 1=x: expected RANK=FACTOR, such as 3=1.5"),
         (f"simulate --planner te_ring {INPUTS} --slow 1=0", "--slow 1=0: the factor must be more than 0"),
         (f"simulate --planner te_ring {INPUTS} --spread -1", "spread -1.0: must not be negative; 0.1 is about 10 %"),
@@ -167,7 +184,8 @@ def test_a_trace_of_stages_that_attend_together_has_them_all(run, tmp_path):
             "--trace has a lane for each stream, and --transport sockets has no streams; use --transport streams",
         ),
         (
-            "simulate --planner te_ring --lengths 900 --ranks 256 --ranks-per-node 8 --tokens-per-rank 4000 --trace x.json",
+            "simulate --planner te_ring --lengths 900 --ranks 256 --ranks-per-node 8 --tokens-per-rank 4000 --trace "
+            "x.json",
             "a trace of 256 ranks is too large to open; trace at most 128, with --ranks",
         ),
         (f"simulate --planner te_ring {INPUTS} --costs nowhere.json", None),
@@ -194,12 +212,17 @@ def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
     cluster = wide_ranks(load_cluster("a800").build(num_ranks=16), 2)
     model = load_model("llama-13b")
     plan = make_planner("te_ring", cluster, model)([65536])
-    assert found["step_s"]["median"] == pytest.approx(simulate(plan, cluster, model, AnalyticCost(cluster, model, 2))["step_s"]["median"])
+    assert found["step_s"]["median"] == pytest.approx(
+        simulate(plan, cluster, model, AnalyticCost(cluster, model, 2))["step_s"]["median"]
+    )
     assert "8 ranks of 2 GPUs (2 x 4)" in run(f"simulate {data} --tensor-parallel 2")[1]
 
 
 def test_experts_are_exchanged_where_ranks_share_them(run):
-    data = "simulate --planner te_ring --model moe-8x550m --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 5000 --json"
+    data = (
+        "simulate --planner te_ring --model moe-8x550m --cluster a800 --ranks 16 --lengths 65536 "
+        "--tokens-per-rank 5000 --json"
+    )
     alone, shared = (run.json(f"{data} {more}") for more in ("", "--expert-parallel 8"))
     assert shared["phases_s"]["forward_linear"] > alone["phases_s"]["forward_linear"]
     assert max(shared["peak_bytes_per_rank"]) < max(alone["peak_bytes_per_rank"])

@@ -14,7 +14,10 @@ from megatron_balance.ir.plan import from_json
 @pytest.fixture
 def plan_file(tmp_path, run) -> Path:
     path = tmp_path / "plan.json"
-    run.printed(f"plan --planner zeppelin --ranks 4 --ranks-per-node 2 --tokens-per-rank 512 --lengths 900,300,60,7 --out {path}")
+    run.printed(
+        "plan --planner zeppelin --ranks 4 --ranks-per-node 2 --tokens-per-rank 512 --lengths 900,300,60,7 --out "
+        f"{path}"
+    )
     return path
 
 

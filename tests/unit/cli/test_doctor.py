@@ -29,7 +29,9 @@ def stack(monkeypatch):
 def test_nothing_installed_names_a_mend_for_every_part(stack):
     checks = stack()
     missing = [check for check in checks.values() if check.status == "missing"]
-    assert {"numpy", "torch", "megatron-core", "nccl", "flash-attn", "gurobi", "psutil"} <= {check.name for check in missing}
+    assert {"numpy", "torch", "megatron-core", "nccl", "flash-attn", "gurobi", "psutil"} <= {
+        check.name for check in missing
+    }
     assert all(check.mend for check in checks.values() if check.status != "ok")
 
 
@@ -48,7 +50,9 @@ def test_a_torch_that_does_not_import_says_why(stack):
 def test_a_whole_cpu_stack_is_ready_to_train_but_not_on_a_gpu(stack, run):
     versions = dict.fromkeys(("numpy", "pydantic", "PyYAML", "tqdm", "rich", "psutil"), "1.0")
     checks = stack(
-        torch={"torch": "2.13.0", "cuda": "13.0", "gpus": [], "gloo": True, "nccl": "2.29.7"}, **versions, **{"megatron-core": "0.19.2"}
+        torch={"torch": "2.13.0", "cuda": "13.0", "gpus": [], "gloo": True, "nccl": "2.29.7"},
+        **versions,
+        **{"megatron-core": "0.19.2"},
     )
     assert checks["gpu"].status == "missing"
     ready = run.json("doctor --json")["ready"]
@@ -77,7 +81,9 @@ def test_the_attention_kernels_are_listed_with_their_devices(stack):
 def test_the_probe_asks_the_registry_of_kernels():
     pytest.importorskip("torch")
     kernels = pytest.importorskip("megatron_balance.runtime.kernels").KERNELS
-    assert doctor._probe_torch()["kernels"] == {n: [*o.devices, "ok" if o.installed else o.mend] for n, o in kernels.items()}
+    assert doctor._probe_torch()["kernels"] == {
+        n: [*o.devices, "ok" if o.installed else o.mend] for n, o in kernels.items()
+    }
 
 
 def test_the_configuration_knows_every_kernel():

@@ -26,10 +26,14 @@ def topology(num_gpus: int, link: str, nics: dict[str, dict[int, str]], *, legen
     lines = ["\x1b[4m\t" + "\t".join([*gpus, *shown, *AFFINITY]) + "\x1b[0m"]
     near = list(nics.values())
     for i, gpu in enumerate(gpus):
-        cells = [" X " if i == j else link for j in range(num_gpus)] + [at.get(i, "NODE" if i < num_gpus / 2 else "SYS") for at in near]
+        cells = [" X " if i == j else link for j in range(num_gpus)] + [
+            at.get(i, "NODE" if i < num_gpus / 2 else "SYS") for at in near
+        ]
         lines.append("\t".join([gpu, *cells, "0-55,112-167" if i < num_gpus / 2 else "56-111,168-223", "0", "", "N/A"]))
     for i, nic in enumerate(shown):
-        cells = [near[i].get(j, "SYS") for j in range(num_gpus)] + [" X " if i == j else "NODE" for j in range(len(nics))]
+        cells = [near[i].get(j, "SYS") for j in range(num_gpus)] + [
+            " X " if i == j else "NODE" for j in range(len(nics))
+        ]
         lines.append("\t".join([nic, *cells]))
     lines += [
         "",
@@ -49,7 +53,9 @@ def gpus(name: str, count: int, memory_mib: int) -> str:
     return "".join(f"{name}, {memory_mib}, 00000000:{0x1B + 4 * i:02X}:00.0\n" for i in range(count))
 
 
-def infiniband(root: Path, name: str, rate: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand", pci: str = "") -> None:
+def infiniband(
+    root: Path, name: str, rate: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand", pci: str = ""
+) -> None:
     port = root / "sys/class/infiniband" / name / "ports/1"
     port.mkdir(parents=True)
     for file, text in (("rate", rate), ("state", state), ("link_layer", layer)):

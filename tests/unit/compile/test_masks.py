@@ -1,4 +1,5 @@
-"""Programs under a mask that is not causal: `verify` and `reference` ask the mask, and nothing else in them knows it."""
+"""Programs under a mask that is not causal: `verify` and `reference` ask the mask, and nothing else
+in them knows it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ attend r1
   q s0[4:8) over s0[0:4) s0[4:8)
 backward
 """
-# Queries 4 to 6 see keys 2 and 3 with a window of 3 (4: 2, 3, 4; 5: 3, 4, 5; 6: 4, 5, 6): the last one needs none of rank 0's.
+# Queries 4 to 6 see keys 2 and 3 with a window of 3 (4: 2, 3, 4; 5: 3, 4, 5; 6: 4, 5, 6): the last
+# one needs none of rank 0's.
 WINDOW = """program lengths 8 3 heads 2 kv_heads 1 policy none
 owner r0 s0[0:4) s1[0:3)
 owner r1 s0[4:8)
@@ -76,7 +78,9 @@ def assert_equals_dense(program: Program) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("program", [parse(FULL), window(WINDOW), window(WINDOW_BY_OUTPUTS)], ids=["full", "window", "outputs"])
+@pytest.mark.parametrize(
+    "program", [parse(FULL), window(WINDOW), window(WINDOW_BY_OUTPUTS)], ids=["full", "window", "outputs"]
+)
 def test_other_masks_are_proved_and_equal_dense_attention(program: Program, policy: Policy) -> None:
     both = with_backward(program, policy)
     verify(program)
@@ -106,9 +110,15 @@ def test_text_names_a_mask_that_is_not_causal() -> None:
         # A key too few, a key too many, a query that sees nothing of it.
         (window(WINDOW.replace("[2:4)", "[3:4)")), "never completes OUT"),
         (window(WINDOW.replace("kv s0[2:4)", "kv s0[3:4)")), "rank does not hold KV"),
-        (window(WINDOW.replace("s0[2:4) s0[4:8)", "s0[2:4) s0[4:8)\n  q s0[6:8) over s0[2:4)")), "no query of it may see any key of it"),
+        (
+            window(WINDOW.replace("s0[2:4) s0[4:8)", "s0[2:4) s0[4:8)\n  q s0[6:8) over s0[2:4)")),
+            "no query of it may see any key of it",
+        ),
         (window(WINDOW.replace("kv s0[2:4)", "kv s0[0:4)")), None),  # more than is needed travels, as with causal masks
-        (window(WINDOW_BY_OUTPUTS.replace("out s0[4:6)", "out s0[4:7)").replace("q s0[4:6)", "q s0[4:7)")), "no partial output of it"),
+        (
+            window(WINDOW_BY_OUTPUTS.replace("out s0[4:6)", "out s0[4:7)").replace("q s0[4:6)", "q s0[4:7)")),
+            "no partial output of it",
+        ),
         (parse(WINDOW), "never completes OUT"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The order of a rank's steps and streams: what starts early, what waits for what, and that no rank waits for ever."""
+"""The order of a rank's steps and streams: what starts early, what waits for what, and that no rank
+waits for ever."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
-# Three queues on two nodes of two ranks: a ring over all ranks, one inside the first node, and a sequence on one rank.
+# Three queues on two nodes of two ranks: a ring over all ranks, one inside the first node, and a
+# sequence on one rank.
 QUEUES = by_hand.plan(
     (64, 32, 8),
     4,
@@ -55,7 +57,12 @@ def test_the_next_rounds_keys_are_under_way_while_the_current_ones_are_attended(
     assert shown(program.forward, order(program.forward, 0)) == [
         *("start 0", "run s0"),
         *("finish 0", "start 1", "run s0"),
-        *("finish 1", "start 2", "start 3", "run s0"),  # the first transfer of the second queue too, but behind all of the first's
+        *(
+            "finish 1",
+            "start 2",
+            "start 3",
+            "run s0",
+        ),  # the first transfer of the second queue too, but behind all of the first's
         *("finish 2", "run s0", "run s1"),
         *("finish 3", "run s1", "run s2"),
     ]
@@ -64,10 +71,19 @@ def test_the_next_rounds_keys_are_under_way_while_the_current_ones_are_attended(
 def test_the_backward_comes_in_reverse_and_its_gradients_travel_beside_computation() -> None:
     program = bound(QUEUES, 0, "keep")
     steps = shown(program.backward, order(program.backward, 0))
-    assert [s for s in steps if s.startswith("run")] == ["run s2", "run s1", "run s1", "run s0", "run s0", "run s0", "run s0"]
+    assert [s for s in steps if s.startswith("run")] == [
+        "run s2",
+        "run s1",
+        "run s1",
+        "run s0",
+        "run s0",
+        "run s0",
+        "run s0",
+    ]
     ends = [s for s in steps if not s.startswith("run")]
     assert ends == ["start 1", "start 3", "finish 3", "start 5", "finish 5", "start 7", "finish 1", "finish 7"]
-    # The gradient of the first ring round goes once it is computed, and the next launch waits for no gradient.
+    # The gradient of the first ring round goes once it is computed, and the next launch waits for
+    # no gradient.
     assert steps.index("start 3") < steps.index("finish 3")
     assert steps[steps.index("start 3") + 1] == "run s0"
 
@@ -83,7 +99,8 @@ def test_in_a_replayed_ring_the_next_keys_pass_the_current_gradients() -> None:
 
 
 def test_a_launch_waits_only_for_the_gradients_that_it_reads() -> None:
-    """The gradient of sequence 1's output comes from rank 1; the launch of sequence 0 goes ahead of it."""
+    """The gradient of sequence 1's output comes from rank 1; the launch of sequence 0 goes ahead of
+    it."""
     ops: list[Op] = [
         Exchange(0, Rows.of(8, [(Kind.OUT_GRAD, 1, 0, 8, 0, 2, 1, 0)])),
         AttendGrad(0, Rows.of(9, [(0, 0, 8, 0, 2, 0, 8, 0, 1)])),
@@ -93,7 +110,10 @@ def test_a_launch_waits_only_for_the_gradients_that_it_reads() -> None:
 
 
 def test_a_launch_does_not_wait_for_keys_that_none_of_its_queries_sees() -> None:
-    ops: list[Op] = [Exchange(0, Rows.of(8, [(Kind.KV, 0, 4, 8, 0, 1, 1, 0)])), Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 8, 0, 1)]))]
+    ops: list[Op] = [
+        Exchange(0, Rows.of(8, [(Kind.KV, 0, 4, 8, 0, 1, 1, 0)])),
+        Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 8, 0, 1)])),
+    ]
     assert shown(ops, order(ops, 0)) == ["start 0", "run s0", "finish 0"]
 
 
@@ -113,7 +133,9 @@ def test_what_is_only_received_is_asked_for_at_once() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 @given(case=cases(max_length=80, max_sequences=4))
-def test_every_step_comes_after_what_it_needs_and_no_rank_waits_for_ever(planner: str, policy: Policy, case: Case) -> None:
+def test_every_step_comes_after_what_it_needs_and_no_rank_waits_for_ever(
+    planner: str, policy: Policy, case: Case
+) -> None:
     planned = plan(planner, case)
     programs = [bound(planned, rank, policy) for rank in range(planned.num_ranks)]
     for phase in ("forward", "backward"):
@@ -125,8 +147,11 @@ def test_every_step_comes_after_what_it_needs_and_no_rank_waits_for_ever(planner
 
 
 def assert_well_ordered(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> None:
-    """Every op once, launches in program order, exchanges of a lane by id, and everything read has come before it is read."""
-    assert [s.op for s in steps if isinstance(s, Run)] == [i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)]
+    """Every op once, launches in program order, exchanges of a lane by id, and everything read has
+    come before it is read."""
+    assert [s.op for s in steps if isinstance(s, Run)] == [
+        i for i, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)
+    ]
     exchanges = [i for i, op in enumerate(ops) if isinstance(op, Exchange)]
     started = {s.op: at for at, s in enumerate(steps) if isinstance(s, Start)}
     finished = {s.op: at for at, s in enumerate(steps) if isinstance(s, Finish)}
@@ -134,7 +159,9 @@ def assert_well_ordered(ops: Sequence[Op], steps: Sequence[Step], rank: int) -> 
     assert sorted(started) == sorted(finished) == exchanges
     assert len(steps) == len(started) + len(finished) + len(ran)
     for traffic_class in (False, True):
-        of_traffic_class = [i for i in exchanges if any((row[0] in MOVED) == traffic_class for row in _transfers(ops[i]))]
+        of_traffic_class = [
+            i for i in exchanges if any((row[0] in MOVED) == traffic_class for row in _transfers(ops[i]))
+        ]
         assert [started[i] for i in of_traffic_class] == sorted(started[i] for i in of_traffic_class)
     for i in exchanges:
         assert started[i] < finished[i]
@@ -169,13 +196,21 @@ def _reads(op: Op, rank: int) -> list[tuple[int, ...]]:
 
 
 def _meet(row: tuple[int, ...], region: tuple[int, ...]) -> bool:
-    return row[:2] == region[:2] and row[2] < region[3] and region[2] < row[3] and row[4] < region[5] and region[4] < row[5]
+    return (
+        row[:2] == region[:2]
+        and row[2] < region[3]
+        and region[2] < row[3]
+        and row[4] < region[5]
+        and region[4] < row[5]
+    )
 
 
 def assert_all_ends(ops: Sequence[Sequence[Op]], steps: Sequence[Sequence[Step]]) -> None:
-    """Ranks run side by side; an end waits until every rank that sends in the exchange has started it. (Proxies wait for no step.)"""
+    """Ranks run side by side; an end waits until every rank that sends in the exchange has started
+    it. (Proxies wait for no step.)"""
     sources = [
-        {op.id: {row[6] for row in op.transfers if row[7] == rank} for op in of if isinstance(op, Exchange)} for rank, of in enumerate(ops)
+        {op.id: {row[6] for row in op.transfers if row[7] == rank} for op in of if isinstance(op, Exchange)}
+        for rank, of in enumerate(ops)
     ]
     started: set[tuple[int, int]] = set()
     at = [0] * len(ops)
@@ -203,7 +238,9 @@ def test_each_leg_of_a_routed_exchange_has_its_stream() -> None:
     """Rank 0 sends to rank 2 on the other node: half of it over rank 1 and rank 3."""
     ring = by_hand.plan((32,), 4, by_hand.ring((0, 2), 0), ranks_per_node=2, routing=Routing(1, (0,)))
     issues = [streams(project(ring, rank).forward, rank, 2) for rank in range(4)]
-    exchange = [next(i for i, op in enumerate(project(ring, rank).forward) if isinstance(op, Exchange)) for rank in range(4)]
+    exchange = [
+        next(i for i, op in enumerate(project(ring, rank).forward) if isinstance(op, Exchange)) for rank in range(4)
+    ]
     for rank in (0, 2):
         at = exchange[rank]
         assert {name: list(of) for name, of in issues[rank].items() if name != "compute"} == {
@@ -224,7 +261,11 @@ def test_each_leg_of_a_routed_exchange_has_its_stream() -> None:
 def test_a_direct_transfer_belongs_to_the_link_that_it_takes() -> None:
     program = project(replace(QUEUES, zones=QUEUES.zones[:1], lengths=(64,)), 1)
     found = streams(program.forward, 1, 2)
-    assert set(found) == {"compute", "inter_node", "intra_node"}  # rank 1 receives from its own node and sends to the other
+    assert set(found) == {
+        "compute",
+        "inter_node",
+        "intra_node",
+    }  # rank 1 receives from its own node and sends to the other
     assert [i.op for i in found["inter_node"]] == [i.op for i in found["intra_node"]]
     backward = streams(bound(QUEUES, 1).backward, 1, 2)
     assert set(backward) == {"compute", "inter_node moved", "intra_node moved"}

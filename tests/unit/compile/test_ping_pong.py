@@ -1,4 +1,5 @@
-"""Turns of two nano-batches, where a phase is cut, and that interleaved programs meet in one order on all ranks."""
+"""Turns of two nano-batches, where a phase is cut, and that interleaved programs meet in one order
+on all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def programs_of(planned: MicrobatchPlan, policy: Policy, *, backward: bool) -> l
 
 
 def shown(segments: Sequence[Segment]) -> str:
-    return " ".join(f"{'AB'[segment.nano_batch]}{segment.part[0] if segment.part != 'end' else 'E'}{segment.layer}" for segment in segments)
+    return " ".join(
+        f"{'AB'[segment.nano_batch]}{segment.part[0] if segment.part != 'end' else 'E'}{segment.layer}"
+        for segment in segments
+    )
 
 
 # Turns
@@ -53,11 +57,16 @@ def test_parts_of_two_halves_take_turns() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) -> None:
-    """Between a start and what waits for it, forward and backward, the other nano-batch computes; one after the other, nothing does."""
+    """Between a start and what waits for it, forward and backward, the other nano-batch computes;
+    one after the other, nothing does."""
     segments = ping_pong.forward(num_layers)
     for phase in (segments, ping_pong.backward(segments)):
         for nano_batch in (0, 1):
-            own = [(at, segment) for at, segment in enumerate(phase) if segment.nano_batch == nano_batch and segment.part != "linear"]
+            own = [
+                (at, segment)
+                for at, segment in enumerate(phase)
+                if segment.nano_batch == nano_batch and segment.part != "linear"
+            ]
             assert [segment.part for _, segment in own] == ["start", "attend", "end"] * num_layers
             for (begin, first), (end, second) in pairwise(own):
                 if first.part == "end":
@@ -71,7 +80,11 @@ def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) ->
     single = ping_pong.one_by_one(num_layers)
     assert sorted(single) == sorted(segments)
     for nano_batch in (0, 1):
-        at = [i for i, segment in enumerate(single) if segment.nano_batch == nano_batch and segment.part in ("start", "attend", "end")]
+        at = [
+            i
+            for i, segment in enumerate(single)
+            if segment.nano_batch == nano_batch and segment.part in ("start", "attend", "end")
+        ]
         assert all(b - a == 1 for a, b in pairwise(at) if single[a].part != "end")
 
 
@@ -81,7 +94,9 @@ def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) ->
 def cut_text(ops: Sequence[Op], rank: int, may_start: frozenset[int]) -> str:
     steps, where = cut_segments(ops, order(ops, rank), may_start)
     words = [f"{type(step).__name__.lower()}{_id(ops[step.op])}" for step in steps]
-    return " | ".join(" ".join(part) for part in (words[: where.attend], words[where.attend : where.end], words[where.end :]))
+    return " | ".join(
+        " ".join(part) for part in (words[: where.attend], words[where.attend : where.end], words[where.end :])
+    )
 
 
 def _id(op: Op) -> str:
@@ -92,7 +107,8 @@ def test_a_dispatch_is_cut_behind_what_goes_out_and_before_what_comes_home() -> 
     ahead = prefetchable(DISPATCH, "replay")
     forward, backward = (programs_of(DISPATCH, "replay", backward=b) for b in (False, True))
     assert cut_text(forward[1], 1, ahead.forward) == "start 0 | finish 0 run start 1 | finish 1"
-    # Rank 0 only sends and computes its own: it could ask for what comes back to the owner at once, but the others send that in their second part.
+    # Rank 0 only sends and computes its own: it could ask for what comes back to the owner at once,
+    # but the others send that in their second part.
     assert cut_text(forward[0], 0, ahead.forward) == "start 0 | start 1 run | finish 0 finish 1"
     assert cut_text(backward[1], 1, ahead.backward) == "start 1 start 2 | finish 1 finish 2 run start 3 | finish 3"
     kept = programs_of(DISPATCH, "keep", backward=True)
@@ -113,7 +129,8 @@ def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
 @settings(max_examples=12)
 @given(case=cases(max_length=80, max_sequences=4), other=cases(max_length=80, max_sequences=4))
 def test_two_interleaved_programs_meet_in_one_order(planner: str, policy: Policy, case: Case, other: Case) -> None:
-    """No rank waits for ever, and between any two ranks each stream (a communicator on NCCL) has one order at both ends."""
+    """No rank waits for ever, and between any two ranks each stream (a communicator on NCCL) has
+    one order at both ends."""
     case = replace(case, tokens_per_rank=None)
     other = replace(case, batch=other.batch, seed=other.seed)
     nano_batches = [plan(planner, case), plan(planner, other)]
@@ -122,7 +139,10 @@ def test_two_interleaved_programs_meet_in_one_order(planner: str, policy: Policy
         ahead = [prefetchable(nano_batch, policy)[backward] for nano_batch in nano_batches]
         segments = ping_pong.forward(2)
         segments = ping_pong.backward(segments) if backward else segments
-        joint = [_joint([ops[nano_batch][rank] for nano_batch in (0, 1)], rank, ahead, segments) for rank in range(case.cluster.num_ranks)]
+        joint = [
+            _joint([ops[nano_batch][rank] for nano_batch in (0, 1)], rank, ahead, segments)
+            for rank in range(case.cluster.num_ranks)
+        ]
         for rank, steps in enumerate(joint):
             for nano_batch in (0, 1):  # nothing is left out, and what is not a start keeps its place
                 for layer in (0, 1):
@@ -130,7 +150,9 @@ def test_two_interleaved_programs_meet_in_one_order(planner: str, policy: Policy
                     wanted = order(ops[nano_batch][rank], rank)
                     assert set(own) == set(wanted)
                     assert len(own) == len(wanted)
-                    assert [s for s in own if not isinstance(s, Start)] == [s for s in wanted if not isinstance(s, Start)]
+                    assert [s for s in own if not isinstance(s, Start)] == [
+                        s for s in wanted if not isinstance(s, Start)
+                    ]
         assert_all_end(ops, joint)
         assert_one_order(nano_batches, ops, joint)
 
@@ -143,7 +165,12 @@ def _joint(
     found: list[tuple[int, int, Step]] = []
     for nano_batch, layer, part in segments:
         steps, (attend, end) = of_nano_batch[nano_batch]
-        of_segment = {"start": slice(0, attend), "attend": slice(attend, end), "end": slice(end, None), "linear": slice(0, 0)}[part]
+        of_segment = {
+            "start": slice(0, attend),
+            "attend": slice(attend, end),
+            "end": slice(end, None),
+            "linear": slice(0, 0),
+        }[part]
         found += [(nano_batch, layer, step) for step in steps[of_segment]]
     return found
 
@@ -152,7 +179,8 @@ Joint = Sequence[Sequence[tuple[int, int, Step]]]
 
 
 def assert_all_end(ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
-    """Ranks run side by side; an end waits until every rank that sends in the exchange has started it."""
+    """Ranks run side by side; an end waits until every rank that sends in the exchange has started
+    it."""
     started: set[tuple[int, int, int, int]] = set()
     at = [0] * len(joint)
     moving = True
@@ -173,18 +201,25 @@ def assert_all_end(ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
     assert at == [len(steps) for steps in joint], "ranks wait for one another"
 
 
-def assert_one_order(nano_batches: Sequence[MicrobatchPlan], ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
+def assert_one_order(
+    nano_batches: Sequence[MicrobatchPlan], ops: Sequence[Sequence[Sequence[Op]]], joint: Joint
+) -> None:
     """What two ranks, or the ranks of a communicator, issue to a stream comes in one order."""
     between: dict[tuple[object, str], dict[int, list[tuple[int, int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in enumerate(joint):
-        streams_of = [_streams_by_op(ops[nano_batch][rank], rank, nano_batches[nano_batch].ranks_per_node) for nano_batch in (0, 1)]
+        streams_of = [
+            _streams_by_op(ops[nano_batch][rank], rank, nano_batches[nano_batch].ranks_per_node)
+            for nano_batch in (0, 1)
+        ]
         for nano_batch, layer, step in steps:
             op = ops[nano_batch][rank][step.op]
             if not isinstance(step, Start):
                 assert isinstance(step, Finish) or isinstance(op, Attend | AttendGrad)
                 continue
             assert isinstance(op, Exchange)
-            peers: set[object] = {frozenset((rank, peer)) for peer in _peers(op, rank)} if op.collective == "p2p" else {op.group}
+            peers: set[object] = (
+                {frozenset((rank, peer)) for peer in _peers(op, rank)} if op.collective == "p2p" else {op.group}
+            )
             for stream in streams_of[nano_batch][step.op]:
                 for peer in peers:
                     between[peer, stream][rank].append((nano_batch, layer, op.id))

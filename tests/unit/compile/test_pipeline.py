@@ -78,7 +78,10 @@ def test_one_ranks_program_is_the_one_of_the_whole(policy: Policy) -> None:
         assert names == [each.name for each in PASSES]
         assert compiled.program == of_all.program == last[0]
         assert compiled.program == transpose(project(PLAN, rank, replays=policy == "replay"), policy, merges=False)
-        for phase, ops in ((compiled.forward, compiled.program.forward), (compiled.backward, compiled.program.backward)):
+        for phase, ops in (
+            (compiled.forward, compiled.program.forward),
+            (compiled.backward, compiled.program.backward),
+        ):
             assert phase.steps == order(ops, rank)
             assert sorted(map(repr, phase.prefetched)) == sorted(map(repr, phase.steps))
         assert in_order(compiled.program).forward.steps == compiled.forward.steps

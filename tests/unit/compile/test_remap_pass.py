@@ -1,4 +1,5 @@
-"""The remap as a pass: what small programs look like with one, and that they still compute attention."""
+"""The remap as a pass: what small programs look like with one, and that they still compute
+attention."""
 
 from __future__ import annotations
 
@@ -25,14 +26,20 @@ def moves(*rows: tuple[int, int, int]) -> Rows:
 
 
 def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:
-    """Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has nothing."""
+    """Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has
+    nothing."""
     zones = (Zone("intra_node", pattern, (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
     return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
 
 def test_the_last_tokens_of_a_layout_are_away_in_the_order_of_their_homes() -> None:
     moved = np.array([[0, 3, 1], [1, 0, 2], [1, 3, 3]])
-    assert remap.remote(LAYOUT, 1, moved).tolist() == [[0, 3, 4, 0, 1], [1, 2, 3, 0, 1], [1, 3, 5, 3, 1], [0, 8, 9, 3, 1]]
+    assert remap.remote(LAYOUT, 1, moved).tolist() == [
+        [0, 3, 4, 0, 1],
+        [1, 2, 3, 0, 1],
+        [1, 3, 5, 3, 1],
+        [0, 8, 9, 3, 1],
+    ]
     assert remap.remote(LAYOUT, 2, moved).tolist() == []
 
 
@@ -44,7 +51,9 @@ def test_a_rank_keeps_the_first_tokens_and_adds_what_it_gets() -> None:
 
 
 def test_inputs_come_first_and_outputs_go_back_last() -> None:
-    program = remap.with_remap(parse(programs.TWO_LAUNCHES.replace("owner r0 s0[0:4)\n", "owner r0 s0[0:4)\nowner r1\n")), moves((0, 1, 1)))
+    program = remap.with_remap(
+        parse(programs.TWO_LAUNCHES.replace("owner r0 s0[0:4)\n", "owner r0 s0[0:4)\nowner r1\n")), moves((0, 1, 1))
+    )
     expected = """\
 program lengths 4 heads 1 kv_heads 1 policy none remap_in 1
 owner r0 s0[0:3)
@@ -70,7 +79,12 @@ backward
 
 @pytest.mark.parametrize(
     ("name", "policy"),  # a chain written by hand does not say how its keys come again
-    [(name, policy) for name in ("prefix", "dispatch", "heads", "chain") for policy in POLICIES if (name, policy) != ("chain", "replay")],
+    [
+        (name, policy)
+        for name in ("prefix", "dispatch", "heads", "chain")
+        for policy in POLICIES
+        if (name, policy) != ("chain", "replay")
+    ],
 )
 def test_any_small_program_can_be_remapped(name: str, policy: Policy) -> None:
     program = parse(programs.ALL[name])
@@ -97,21 +111,26 @@ def test_what_a_home_has_handed_over_it_no_longer_holds() -> None:
 
 
 def test_the_home_makes_the_first_hop_of_a_ring() -> None:
-    """Rank 1 holds s0[4:12); of these the last are owned by rank 3, which sends them to rank 0, too: one transfer, not two."""
+    """Rank 1 holds s0[4:12); of these the last are owned by rank 3, which sends them to rank 0,
+    too: one transfer, not two."""
     plan = two_zones((1, 3, 14))
     assert attention_layout(plan, 1).tolist() == [[0, 4, 8], [0, 8, 12], [1, 0, 5], [1, 5, 10]]
     remap_in = expand(plan).forward[0]
     assert isinstance(remap_in, Exchange)
     sent_on = [row for row in remap_in.transfers if row[6:] == (3, 0)]
     assert [row[:4] for row in sent_on] == [(Kind.KV, 0, 8, 12)]
-    first_hop = [row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[6:] == (1, 0)]
+    first_hop = [
+        row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[6:] == (1, 0)
+    ]
     assert [row[:4] for row in first_hop if row[0] == Kind.KV] == [(Kind.KV, 0, 4, 8)]
 
 
 def test_a_first_hop_that_is_away_altogether_saves_an_exchange() -> None:
     plan = two_zones((1, 3, 18))
     ids = [op.id for op in project(plan, 0).forward if isinstance(op, Exchange)]
-    from_one = [row for op in project(plan, 0).forward if isinstance(op, Exchange) for row in op.transfers if row[6] == 1]
+    from_one = [
+        row for op in project(plan, 0).forward if isinstance(op, Exchange) for row in op.transfers if row[6] == 1
+    ]
     assert from_one == []
     assert ids == [0, 1]  # it still sends its own block to rank 1
     alone = two_zones((0, 3, 8), (1, 3, 18))
@@ -121,6 +140,8 @@ def test_a_first_hop_that_is_away_altogether_saves_an_exchange() -> None:
 def test_a_token_at_home_where_it_hops_to_takes_the_long_way() -> None:
     """Rank 0 has handed s0[8:12) over to rank 1, so only rank 1 can bring it back."""
     plan = two_zones((1, 0, 14))
-    hops = [row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[0] == Kind.KV]
+    hops = [
+        row for op in expand(plan).forward[1:] if isinstance(op, Exchange) for row in op.transfers if row[0] == Kind.KV
+    ]
     assert (Kind.KV, 0, 8, 12, 0, 1, 1, 0) in hops
     verify(expand(plan, "keep"))

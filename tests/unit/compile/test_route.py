@@ -121,7 +121,9 @@ def test_short_rounds_of_a_ring_go_directly() -> None:
 
 
 def test_the_remap_is_routed_where_the_plan_says_so() -> None:
-    plan = by_hand.plan((32,), 4, by_hand.local(0, 0), ranks_per_node=2, moves=[(0, 3, 16)], routing=Routing(1, (REMAP,)))
+    plan = by_hand.plan(
+        (32,), 4, by_hand.local(0, 0), ranks_per_node=2, moves=[(0, 3, 16)], routing=Routing(1, (REMAP,))
+    )
     program = expand(plan, "replay")
     verify(program)
     remap_in, remap_out = routed(program.forward)
@@ -171,12 +173,16 @@ def test_a_proxy_that_expects_other_rows_is_found_out() -> None:
     plan = ring(4, 2)
     ranks = [project(plan, rank) for rank in range(4)]
     longer = project(replace(plan, lengths=(128,)), 0)
-    ops = [b if isinstance(a, Exchange) and a.routes else a for a, b in zip(ranks[0].forward, longer.forward, strict=True)]
+    ops = [
+        b if isinstance(a, Exchange) and a.routes else a for a, b in zip(ranks[0].forward, longer.forward, strict=True)
+    ]
     with pytest.raises(InvalidProgramError, match=r"proxy 0 expects other rows|does not expect it"):
         join([replace(ranks[0], forward=tuple(ops)), *ranks[1:]], plan.lengths, 2, 1)
 
 
 def test_what_is_passed_on_in_the_forward_alone_is_not_brought_again() -> None:
-    short = replace(ring(6, 2), lengths=(6,))  # three ranks hold it, and the two directions of the ring end at different ones
+    short = replace(
+        ring(6, 2), lengths=(6,)
+    )  # three ranks hold it, and the two directions of the ring end at different ones
     for policy in ("keep", "replay"):
         verify(expand(short, policy))

@@ -1,4 +1,5 @@
-"""What the CUDA transport issues, on streams that only write it down: which stream does what, in which order, after which event."""
+"""What the CUDA transport issues, on streams that only write it down: which stream does what, in
+which order, after which event."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class WrittenStream:
         self.log.append((self.name, "wait", event))
 
     def batch(self, transfers: Sequence[Transfer]) -> None:
-        self.log.append((self.name, "batch", [("to" if t.sends else "from", t.peer, t.tensor.nbytes) for t in transfers]))
+        self.log.append(
+            (self.name, "batch", [("to" if t.sends else "from", t.peer, t.tensor.nbytes) for t in transfers])
+        )
 
     def call(self, issue: Callable[[], Sequence[Any]]) -> None:
         raise AssertionError(f"no collective here, but {issue}")
@@ -64,7 +67,8 @@ class WrittenStream:
 
 
 def issued(plan: MicrobatchPlan, rank: int) -> list[tuple[Any, ...]]:
-    """All that rank `rank` issues in a forward, but for the memory its streams use. Nothing arrives, so the values are void."""
+    """All that rank `rank` issues in a forward, but for the memory its streams use. Nothing
+    arrives, so the values are void."""
     streams = Written()
     groups = Groups(rank, plan.num_ranks, tuple(range(plan.num_ranks)), None, streams=streams)
     bound = bind(plan, rank, AttentionShape(2, 1, 4), groups=groups, kernel="plain")
@@ -76,7 +80,8 @@ def issued(plan: MicrobatchPlan, rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_transfers_in_the_node_and_between_nodes_go_beside_each_other() -> None:
-    """Rank 1 receives from rank 0 beside it and sends to rank 2 on the other node: 16 tokens, keys and values, fp32."""
+    """Rank 1 receives from rank 0 beside it and sends to rank 2 on the other node: 16 tokens, keys
+    and values, fp32."""
     log = issued(RING, 1)
     assert log[:6] == [
         ("inter_node", "wait", "compute 0"),
@@ -89,7 +94,8 @@ def test_transfers_in_the_node_and_between_nodes_go_beside_each_other() -> None:
 
 
 def test_a_leg_waits_for_the_leg_before_and_attention_for_the_last() -> None:
-    """Rank 2 receives half of what it needs of rank 0 directly and half over rank 3, and sends its own the same way."""
+    """Rank 2 receives half of what it needs of rank 0 directly and half over rank 3, and sends its
+    own the same way."""
     assert issued(PAIR, 2) == [
         ("dispatch", "wait", "compute 0"),
         ("dispatch", "batch", [("to", 3, 512)]),
@@ -161,7 +167,9 @@ class FakeCuda:
         return SimpleNamespace(number=number, wait_event=lambda event: self.log.append((number, "waits for", event)))
 
     def Event(self) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(record=lambda stream=None: self.log.append((stream.number if stream else self.inside[-1], "records")))
+        return SimpleNamespace(
+            record=lambda stream=None: self.log.append((stream.number if stream else self.inside[-1], "records"))
+        )
 
     def current_stream(self) -> SimpleNamespace:
         return SimpleNamespace(wait_event=lambda event: self.log.append((self.inside[-1], "waits for", event)))
@@ -174,7 +182,8 @@ class FakeCuda:
 
 
 def test_calls_and_waits_happen_inside_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work issued and waited for under the stream joins that stream to the communicator's own, and never stops the host."""
+    """Work issued and waited for under the stream joins that stream to the communicator's own, and
+    never stops the host."""
     fake = FakeCuda()
     monkeypatch.setattr(cuda.torch, "cuda", fake)
     monkeypatch.setattr(cuda.dist, "P2POp", lambda op, tensor, peer, group: (op.__name__, tensor, peer, group))

@@ -49,7 +49,17 @@ backward
 
 @pytest.mark.parametrize(
     "source",
-    [*programs.ALL.values(), PREFIX_BACK, DISPATCH_BACK, TWO_LAUNCHES_BACK, CHAIN_BACK, GATHER, GATHER_OF_THREE, GATHER_OF_THREE_BACK, GQA],
+    [
+        *programs.ALL.values(),
+        PREFIX_BACK,
+        DISPATCH_BACK,
+        TWO_LAUNCHES_BACK,
+        CHAIN_BACK,
+        GATHER,
+        GATHER_OF_THREE,
+        GATHER_OF_THREE_BACK,
+        GQA,
+    ],
 )
 def test_the_programs_that_the_others_are_made_of_are_right(source: str) -> None:
     verify(parse(source))
@@ -68,29 +78,64 @@ def complaint(source: str, right: str, wrong: str) -> str:
     ("source", "right", "wrong", "expected"),
     [
         # The frame
-        (programs.PREFIX, "heads 2 kv_heads 1", "heads 3 kv_heads 2", "expected key-value heads that divide the query heads, got 2 and 3"),
+        (
+            programs.PREFIX,
+            "heads 2 kv_heads 1",
+            "heads 3 kv_heads 2",
+            "expected key-value heads that divide the query heads, got 2 and 3",
+        ),
         (programs.PREFIX, "lengths 8", "lengths 8 0", "sequence 1 has length 0"),
         (programs.PREFIX, "policy none", "policy recompute", "unknown policy 'recompute'; known: keep, replay"),
         (PREFIX_BACK, "policy keep", "policy none", "has a backward but no policy"),
         # Regions
         (programs.PREFIX, "r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s3[0:4)", "names sequence 3, but there are 1"),
-        (programs.PREFIX, "r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s0[0:9)", "region s0[0:9) is empty or outside its sequence"),
-        (programs.PREFIX, "r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s0[4:4)", "region s0[4:4) is empty or outside its sequence"),
+        (
+            programs.PREFIX,
+            "r1 <- r0 kv s0[0:4)",
+            "r1 <- r0 kv s0[0:9)",
+            "region s0[0:9) is empty or outside its sequence",
+        ),
+        (
+            programs.PREFIX,
+            "r1 <- r0 kv s0[0:4)",
+            "r1 <- r0 kv s0[4:4)",
+            "region s0[4:4) is empty or outside its sequence",
+        ),
         (programs.PREFIX, "r1 <- r0 kv s0[0:4)", "r1 <- r0 kv s0[0:4) h[0:2)", "heads that the model has not"),
         # Layout
         (programs.PREFIX, "owner r1 s0[4:8)", "owner r1 s0[5:8)", "layout: sequence 0, tokens [4:5) lie on 0 ranks"),
         (programs.PREFIX, "owner r1 s0[4:8)", "owner r1 s0[3:8)", "layout: sequence 0, tokens [3:4) lie on 2 ranks"),
         # Ops that are nothing or nowhere
-        (programs.PREFIX, "exchange 0 p2p\n  r1 <- r0 kv s0[0:4)\n", "exchange 0 p2p\n", "forward op 0: it moves nothing"),
+        (
+            programs.PREFIX,
+            "exchange 0 p2p\n  r1 <- r0 kv s0[0:4)\n",
+            "exchange 0 p2p\n",
+            "forward op 0: it moves nothing",
+        ),
         (programs.PREFIX, "backward", "attend r1\nbackward", "forward op 3: it attends nothing"),
         (programs.PREFIX, "backward", "merge r1\nbackward", "forward op 3: it merges nothing"),
         (programs.PREFIX, "attend r0", "attend r2", "forward op 1: it names a rank that is not there; there are 2"),
-        (programs.PREFIX, "exchange 0 p2p", "exchange 0 all_to_all r0 r1 r2", "forward op 0: it names a rank that is not there"),
+        (
+            programs.PREFIX,
+            "exchange 0 p2p",
+            "exchange 0 all_to_all r0 r1 r2",
+            "forward op 0: it names a rank that is not there",
+        ),
         # Exchange
         (programs.PREFIX, "r1 <- r0", "r0 <- r0", "forward op 0: a transfer is from a rank to itself"),
         (programs.PREFIX, "r1 <- r0", "r9 <- r0", "names a rank that is not there"),
-        (programs.PREFIX, "r0 kv s0[0:4)", "r0 dkv s0[0:4)", "moves a kind of value that does not belong into the forward"),
-        (PREFIX_BACK, "r0 <- r1 dkv s0[0:4)", "r0 <- r1 out s0[0:4)", "moves a kind of value that does not belong into the backward"),
+        (
+            programs.PREFIX,
+            "r0 kv s0[0:4)",
+            "r0 dkv s0[0:4)",
+            "moves a kind of value that does not belong into the forward",
+        ),
+        (
+            PREFIX_BACK,
+            "r0 <- r1 dkv s0[0:4)",
+            "r0 <- r1 out s0[0:4)",
+            "moves a kind of value that does not belong into the backward",
+        ),
         (programs.PREFIX, "kv s0[0:4)\n", "kv s0[4:8)\n", "from rank 0 to rank 1: the source does not hold it"),
         (
             programs.PREFIX,
@@ -98,7 +143,12 @@ def complaint(source: str, right: str, wrong: str) -> str:
             "  r1 <- r0 kv s0[0:4)\n  r1 <- r0 kv s0[2:3)\n",
             "a rank receives the same value twice",
         ),
-        (programs.PREFIX, "attend r0", "exchange 1 p2p\n  r1 <- r0 kv s0[0:4)\nattend r0", "the target holds it already"),
+        (
+            programs.PREFIX,
+            "attend r0",
+            "exchange 1 p2p\n  r1 <- r0 kv s0[0:4)\nattend r0",
+            "the target holds it already",
+        ),
         (
             programs.PREFIX,
             "attend r0",
@@ -114,7 +164,12 @@ def complaint(source: str, right: str, wrong: str) -> str:
         ),
         (programs.PREFIX, "exchange 0 p2p", "exchange 0 all_to_all r0", "all_to_all reaches beyond its group"),
         (GATHER_OF_THREE, "  r0 <- r1 kv s0[1:2)\n", "", "all_gather, but rank 1 does not send the same to all"),
-        (GATHER_OF_THREE_BACK, "  r1 <- r0 dkv s0[1:2)\n", "", "reduce_scatter, but rank 1 is not sent the same by all"),
+        (
+            GATHER_OF_THREE_BACK,
+            "  r1 <- r0 dkv s0[1:2)\n",
+            "",
+            "reduce_scatter, but rank 1 is not sent the same by all",
+        ),
         (
             GATHER_OF_THREE_BACK,
             "  r0 <- r1 dkv s0[0:1)\n",
@@ -124,7 +179,12 @@ def complaint(source: str, right: str, wrong: str) -> str:
         # Attend
         (programs.PREFIX, "attend r0", "attend_grad r0", "AttendGrad does not belong into the forward"),
         (PREFIX_BACK, "attend_grad r0", "attend r0", "Attend does not belong into the backward"),
-        (programs.PREFIX, "q s0[4:8) over s0[0:4)", "q s0[3:8) over s0[0:4)", "q s0[3:8) over [0:4): rank does not hold Q"),
+        (
+            programs.PREFIX,
+            "q s0[4:8) over s0[0:4)",
+            "q s0[3:8) over s0[0:4)",
+            "q s0[3:8) over [0:4): rank does not hold Q",
+        ),
         (
             programs.PREFIX,
             "attend r0\n  q s0[0:4) over s0[0:4)",
@@ -138,7 +198,12 @@ def complaint(source: str, right: str, wrong: str) -> str:
             "attend r0\n  q s0[0:2) over s0[2:4)",
             "no query of it may see any key of it",
         ),
-        (GQA, "h[2:3) over s0[0:2) h[1:2)", "h[2:3) over s0[0:2) h[0:1)", "its query heads do not map evenly onto its key-value heads"),
+        (
+            GQA,
+            "h[2:3) over s0[0:2) h[1:2)",
+            "h[2:3) over s0[0:2) h[0:1)",
+            "its query heads do not map evenly onto its key-value heads",
+        ),
         # Partials
         (
             programs.TWO_LAUNCHES,
@@ -146,11 +211,26 @@ def complaint(source: str, right: str, wrong: str) -> str:
             "",
             "forward: rank 0 never completes OUT of s0[2:4): it has 2 of 2 parts of the sequence in 2 partials",
         ),
-        (programs.TWO_LAUNCHES, "out s0[2:4)", "out s0[1:4)", "OUT s0[1:4) heads [0:1): there are not two partials to merge"),
+        (
+            programs.TWO_LAUNCHES,
+            "out s0[2:4)",
+            "out s0[1:4)",
+            "OUT s0[1:4) heads [0:1): there are not two partials to merge",
+        ),
         (programs.TWO_LAUNCHES, "out s0[2:4)", "kv s0[2:4)", "merges KV, which has no partials"),
-        (CHAIN_BACK, "merge r1\n  dkv s0[0:4)\n", "", "from rank 1 to rank 0: the source holds several partials of it that are not merged"),
+        (
+            CHAIN_BACK,
+            "merge r1\n  dkv s0[0:4)\n",
+            "",
+            "from rank 1 to rank 0: the source holds several partials of it that are not merged",
+        ),
         # Completeness
-        (programs.PREFIX, "q s0[4:8) over s0[0:4) s0[4:8)", "q s0[4:8) over s0[4:8)", "forward op 0: nothing that it brings is ever used"),
+        (
+            programs.PREFIX,
+            "q s0[4:8) over s0[0:4) s0[4:8)",
+            "q s0[4:8) over s0[4:8)",
+            "forward op 0: nothing that it brings is ever used",
+        ),
         (
             programs.PREFIX,
             "q s0[4:8) over s0[0:4) s0[4:8)",
@@ -178,7 +258,8 @@ def test_what_is_wrong_is_named(source: str, right: str, wrong: str, expected: s
 
 
 def test_a_third_partial_before_a_merge_is_refused() -> None:
-    """At most one partial may wait when an op leaves another, so that no merge can be dropped unnoticed."""
+    """At most one partial may wait when an op leaves another, so that no merge can be dropped
+    unnoticed."""
     said = complaint(
         programs.TWO_LAUNCHES.replace("merge r0\n  out s0[2:4)\n", ""),
         "q s0[2:4) over s0[0:2)\n",
@@ -189,7 +270,9 @@ def test_a_third_partial_before_a_merge_is_refused() -> None:
 
 def test_an_unconsumed_partial_is_refused() -> None:
     """Everything is complete at the owner, but rank 1 keeps a zero gradient that came from nowhere."""
-    said = complaint(CHAIN_BACK, "merge r0\n  dkv s0[0:2)\n", "merge r0\n  dkv s0[0:2)\nexchange 5 p2p\n  r1 <- r2 dkv s0[0:2)\n")
+    said = complaint(
+        CHAIN_BACK, "merge r0\n  dkv s0[0:2)\n", "merge r0\n  dkv s0[0:2)\nexchange 5 p2p\n  r1 <- r2 dkv s0[0:2)\n"
+    )
     assert "backward: rank 1 ends with an unconsumed partial KV_GRAD of s0[0:2)" in said
 
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
 from megatron_balance.cost.base import Link
-from megatron_balance.cost.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, group_of, reduce_scatter_s
+from megatron_balance.cost.collectives import (
+    Group,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    group_of,
+    reduce_scatter_s,
+)
 from megatron_balance.cost.parallel import expert_exchange_s, gradient_sync_s, stage_transfer_s, wide_ranks
 from megatron_balance.errors import ConfigError
 
@@ -74,7 +81,9 @@ def test_experts_are_reached_by_two_all_to_alls() -> None:
 
 
 def test_a_stage_hands_on_hidden_states() -> None:
-    assert stage_transfer_s(Model(8, 8, 64, hidden_size=512), 1000, INTER) == pytest.approx(10e-6 + 1000 * 512 * 2 / 25e9)
+    assert stage_transfer_s(Model(8, 8, 64, hidden_size=512), 1000, INTER) == pytest.approx(
+        10e-6 + 1000 * 512 * 2 / 25e9
+    )
 
 
 def test_tensor_parallelism_that_does_not_fit_a_node_is_refused() -> None:
@@ -85,7 +94,9 @@ def test_tensor_parallelism_that_does_not_fit_a_node_is_refused() -> None:
 
 
 @given(num_bytes=st.floats(0, 1e9), factor=st.floats(1, 10), nodes=st.integers(1, 8))
-def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(num_bytes: float, factor: float, nodes: int) -> None:
+def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(
+    num_bytes: float, factor: float, nodes: int
+) -> None:
     group = Group(8 * nodes, 8, INTRA, INTER)
     better = replace(group, inter=Link(10e-6, factor * 25e9), intra=Link(1e-6, factor * 100e9))
     for collective in (all_gather_s, all_reduce_s, all_to_all_s):

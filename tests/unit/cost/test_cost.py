@@ -173,15 +173,25 @@ def test_a_perturbed_cost_scales_each_part_by_its_own_factor() -> None:
     cost = PerturbedCost(COST, Factors(attention=1.5, linear=2.0, intra_node=3.0, inter_node=4.0))
     assert attend(cost, causal(4096)) == pytest.approx(1.5 * attend(COST, causal(4096)))
     assert cost.layer_s(100, backward=True) == pytest.approx(2 * COST.layer_s(100, backward=True))
-    assert cost.intra_node_s(1e6) == pytest.approx(3 * COST.intra_node_s(1e6)) == pytest.approx(cost.link(inter_node=False).time_s(1e6))
-    assert cost.inter_node_s(1e6) == pytest.approx(4 * COST.inter_node_s(1e6)) == pytest.approx(cost.link(inter_node=True).time_s(1e6))
+    assert (
+        cost.intra_node_s(1e6)
+        == pytest.approx(3 * COST.intra_node_s(1e6))
+        == pytest.approx(cost.link(inter_node=False).time_s(1e6))
+    )
+    assert (
+        cost.inter_node_s(1e6)
+        == pytest.approx(4 * COST.inter_node_s(1e6))
+        == pytest.approx(cost.link(inter_node=True).time_s(1e6))
+    )
     assert Factors.draw(0.1, 3) == Factors.draw(0.1, 3) != Factors.draw(0.1, 4)
     assert Factors.draw(0.0, 3) == Factors()
 
 
 @given(length=st.integers(1, 20000), start=st.integers(0, 5000), backward=st.booleans())
 def test_an_extra_token_never_takes_less_time(length: int, start: int, backward: bool) -> None:
-    assert attend(COST, causal(length + 1, start), backward=backward) >= attend(COST, causal(length, start), backward=backward)
+    assert attend(COST, causal(length + 1, start), backward=backward) >= attend(
+        COST, causal(length, start), backward=backward
+    )
     pairs = length * (length + 1) / 2
     assert COST.attention_s(pairs + length + 1, length + 1) >= COST.attention_s(pairs, length) * (1 - 1e-12)
     assert COST.layer_s(length + 1, backward=backward) >= COST.layer_s(length, backward=backward)
@@ -190,7 +200,14 @@ def test_an_extra_token_never_takes_less_time(length: int, start: int, backward:
 
 @given(
     key=st.sampled_from(
-        ("intra_bytes_per_s", "nic_bytes_per_s", "flops_per_s", "attention_efficiency", "linear_efficiency", "memory_bytes_per_s")
+        (
+            "intra_bytes_per_s",
+            "nic_bytes_per_s",
+            "flops_per_s",
+            "attention_efficiency",
+            "linear_efficiency",
+            "memory_bytes_per_s",
+        )
     ),
     factor=st.floats(1.0, 8.0),
     num_bytes=st.floats(0, 1e9),

@@ -25,7 +25,9 @@ from megatron_balance.cost.table import BesideTable, LinkTable, load_table, save
 from megatron_balance.errors import ConfigError
 from tests.support.cost_table import BEFORE, LAUNCH_S, K, Q, causal_s, full_s, made
 
-MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=128, ffn_size=320, vocab_size=257, bytes_per_element=4)
+MODEL = Model(
+    num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=128, ffn_size=320, vocab_size=257, bytes_per_element=4
+)
 CLUSTER = Cluster(8, 4, num_sms=0)
 
 
@@ -47,7 +49,9 @@ def pair(q_start: int, q_stop: int, k_start: int, k_stop: int) -> list[int]:
 def test_times_at_the_grids_points_are_those_measured(q: int, second: int) -> None:
     k, before, row = K[second], BEFORE[second], Q.index(q)
     assert attend(pair(k, k + q, 0, k)) == pytest.approx(LAUNCH_S + TABLE.attention.full_s[row][second])
-    assert attend(pair(before, before + q, 0, before + q)) == pytest.approx(LAUNCH_S + TABLE.attention.causal_s[row][second])
+    assert attend(pair(before, before + q, 0, before + q)) == pytest.approx(
+        LAUNCH_S + TABLE.attention.causal_s[row][second]
+    )
     backward = attend(pair(k, k + q, 0, k), backward=True)
     assert backward == pytest.approx(2 * LAUNCH_S + TABLE.attention.full_backward_s[row][second])
 
@@ -85,7 +89,10 @@ def test_a_region_that_is_neither_full_nor_causal_is_two_entries() -> None:
 
 def test_the_entries_of_a_region_see_as_many_keys_as_the_region() -> None:
     generator = np.random.default_rng(3)
-    rows = [[0, *sorted(generator.choice(99, 2, False)), 0, 8, *sorted(generator.choice(99, 2, False)), 0, 2] for _ in range(300)]
+    rows = [
+        [0, *sorted(generator.choice(99, 2, False)), 0, 8, *sorted(generator.choice(99, 2, False)), 0, 2]
+        for _ in range(300)
+    ]
     pairs = np.array(rows, dtype=np.int64)
     (full_q, keys), (q, before) = split_masks(pairs)[False], split_masks(pairs)[True]
     assert (full_q * keys + q * before + q * (q + 1) // 2).tolist() == visible_pairs(pairs).tolist()
@@ -101,7 +108,9 @@ def test_launches_are_told_apart_and_empty_ones_are_free() -> None:
 
 @given(length=st.integers(1, 9000), start=st.integers(0, 3000), backward=st.booleans())
 def test_an_extra_token_never_takes_less_time(length: int, start: int, backward: bool) -> None:
-    times = [attend(pair(start, start + tokens, 0, start + tokens), backward=backward) for tokens in (length, length + 1)]
+    times = [
+        attend(pair(start, start + tokens, 0, start + tokens), backward=backward) for tokens in (length, length + 1)
+    ]
     assert times[1] >= times[0] * (1 - 1e-12)
     planned = [COST.attention_s(tokens * (tokens + 1) / 2, tokens) for tokens in (length, length + 1)]
     assert planned[1] >= planned[0] * (1 - 1e-12)
@@ -155,7 +164,9 @@ def test_a_measured_machine_can_be_perturbed_like_any_other() -> None:
 
 
 def test_a_table_for_another_head_dim_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"measured with head dim 16, m has 64; measure one with 'megatron-balance profile --model m'"):
+    with pytest.raises(
+        ConfigError, match=r"measured with head dim 16, m has 64; measure one with 'megatron-balance profile --model m'"
+    ):
         MeasuredCost(TABLE, CLUSTER, dataclasses.replace(MODEL, head_dim=64, name="m"))
 
 
@@ -186,12 +197,24 @@ def changed(*path: str | int, to: Any = ..., drop: bool = False) -> dict[str, An
         (changed("attention", "lunch_s", to=1.0), "attention.lunch_s: unknown key, did you mean 'launch_s'?"),
         (changed("attention", "full_s", 1, 2, to=-1.0), "attention.full_s[1][2]: expected positive seconds, got -1.0"),
         (changed("attention", "full_s", 1, 2, to="x"), 'attention.full_s[1][2]: expected a number, got "x"'),
-        (changed("attention", "full_s", 1, to=[1.0]), "attention.full_s[1]: expected 3 times, one for each size, got 1"),
-        (changed("attention", "causal_s", to=[[1.0]]), "attention.causal_s: expected 3 rows, one for each entry of q_tokens, got 1"),
-        (changed("attention", "q_tokens", to=[128, 16, 1024]), "attention.q_tokens: expected whole numbers from 1 on in rising order"),
+        (
+            changed("attention", "full_s", 1, to=[1.0]),
+            "attention.full_s[1]: expected 3 times, one for each size, got 1",
+        ),
+        (
+            changed("attention", "causal_s", to=[[1.0]]),
+            "attention.causal_s: expected 3 rows, one for each entry of q_tokens, got 1",
+        ),
+        (
+            changed("attention", "q_tokens", to=[128, 16, 1024]),
+            "attention.q_tokens: expected whole numbers from 1 on in rising order",
+        ),
         (changed("attention", "k_tokens", to=[4]), "attention.k_tokens: at least 2 sizes are needed, got [4]"),
         (changed("attention", "q_tokens", 0, to=16.5), "attention.q_tokens[0]: expected a whole number, got 16.5"),
-        (changed("attention", "backward_launch_s", to=-1e-6), "attention.backward_launch_s: expected seconds of at least 0"),
+        (
+            changed("attention", "backward_launch_s", to=-1e-6),
+            "attention.backward_launch_s: expected seconds of at least 0",
+        ),
         (changed("merge", "seconds", 0, to=0.0), "merge.seconds[0]: expected positive seconds, got 0.0"),
         (changed("layer", "gated_ffn", to=1), "layer.gated_ffn: expected true or false, got 1"),
         (changed("format", to="old"), "format: expected 'megatron-balance cost table 1', got 'old'"),
@@ -215,7 +238,10 @@ def test_a_bad_table_is_refused_by_file_and_key(tmp_path: Path, content: Any, se
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
-    for text, sentence in (("{", "not a cost table in JSON"), ('{"format": 1, "format": 2}', "key 'format' is given twice")):
+    for text, sentence in (
+        ("{", "not a cost table in JSON"),
+        ('{"format": 1, "format": 2}', "key 'format' is given twice"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=sentence):
             load_table(path)

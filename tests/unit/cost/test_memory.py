@@ -73,7 +73,9 @@ def test_tensor_parallelism_divides_everything() -> None:
 
 
 def test_the_first_stage_holds_most_microbatches_and_the_last_the_logits() -> None:
-    first, last = (rank_memory(MODEL, 100, 0, Sharding(pipeline=2, stage=s), Holding(num_microbatches=8)) for s in (0, 1))
+    first, last = (
+        rank_memory(MODEL, 100, 0, Sharding(pipeline=2, stage=s), Holding(num_microbatches=8)) for s in (0, 1)
+    )
     partial = 4 * 8 * 65
     assert first.activations == 100 * (2 * 2 * KEPT + partial)
     assert last.activations == 100 * (2 * KEPT + 8000)

@@ -12,7 +12,12 @@ from megatron_balance.cost.memory import rank_memory
 from megatron_balance.cost.modules import layer_modules
 from megatron_balance.ir.cluster import Cluster
 
-STRUCTURE = ("name", "num_ranks", "ranks_per_node", "ranks_per_nic")  # what a cluster is made of stands in the file's first lines
+STRUCTURE = (
+    "name",
+    "num_ranks",
+    "ranks_per_node",
+    "ranks_per_nic",
+)  # what a cluster is made of stands in the file's first lines
 
 
 @pytest.mark.parametrize("name", names("cluster"))

@@ -44,7 +44,11 @@ def test_a_cluster_smaller_than_a_node_is_one_node() -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "ranks_per_node", "complaint"),
-    [(6, 4, r"6 ranks are not divisible by 4 ranks per node"), (0, 1, r"at least one rank"), (4, 0, r"at least one rank")],
+    [
+        (6, 4, r"6 ranks are not divisible by 4 ranks per node"),
+        (0, 1, r"at least one rank"),
+        (4, 0, r"at least one rank"),
+    ],
 )
 def test_a_cluster_that_cannot_be_is_refused(num_ranks: int, ranks_per_node: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
@@ -66,7 +70,8 @@ def test_linear_flops_count_projections_and_a_gated_mlp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "complaint"), [(6, 4, r"num_kv_heads 4 does not divide num_heads 6"), (0, 1, r"num_heads must be at least 1")]
+    ("heads", "kv_heads", "complaint"),
+    [(6, 4, r"num_kv_heads 4 does not divide num_heads 6"), (0, 1, r"num_heads must be at least 1")],
 )
 def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

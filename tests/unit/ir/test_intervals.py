@@ -30,7 +30,9 @@ def test_overlaps_are_all_pairs_that_share_a_token() -> None:
         wanted, held = draw(seed, seed % 7), draw(seed + 100, seed % 11)
         held = held[held[:, Fragment.START] < held[:, Fragment.STOP]]
         row, found = overlaps(wanted, held)
-        expected = [(i, j) for i, one in enumerate(wanted) for j, other in enumerate(held) if tokens(one) & tokens(other)]
+        expected = [
+            (i, j) for i, one in enumerate(wanted) for j, other in enumerate(held) if tokens(one) & tokens(other)
+        ]
         assert sorted(zip(row.tolist(), found.tolist(), strict=True)) == expected
         assert (np.diff(row) >= 0).all()
 
@@ -49,4 +51,6 @@ def test_a_union_is_disjoint_and_a_token_held_twice_is_found() -> None:
         held = [token for row in rows for token in tokens(row)]
         for joined, expected in ((union(rows), set(held)), (held_twice(rows), {t for t in held if held.count(t) > 1})):
             assert [t for row in joined for t in sorted(tokens(row))] == sorted(expected)  # in order, none twice
-            assert not any(a[0] == b[0] and a[2] == b[1] for a, b in zip(joined, joined[1:], strict=False))  # touching ones are one
+            assert not any(
+                a[0] == b[0] and a[2] == b[1] for a, b in zip(joined, joined[1:], strict=False)
+            )  # touching ones are one

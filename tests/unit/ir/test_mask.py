@@ -30,7 +30,9 @@ def test_queries_is_the_inverse_of_keys(mask: Mask) -> None:
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 def test_pairs_are_counted(mask: Mask) -> None:
-    assert [mask.num_pairs(length) for length in range(LENGTH)] == [int(visible(mask)(length).sum()) for length in range(LENGTH)]
+    assert [mask.num_pairs(length) for length in range(LENGTH)] == [
+        int(visible(mask)(length).sum()) for length in range(LENGTH)
+    ]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)

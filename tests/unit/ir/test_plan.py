@@ -54,7 +54,10 @@ def test_the_fingerprint_differs_when_a_decision_differs(other: MicrobatchPlan) 
         ("[1, 2]", r"not a plan of this version: .*, got None"),
         ('{"format": "something else"}', r"expected format 'megatron-balance plan 3', got 'something else'"),
         (json.dumps({"format": "megatron-balance plan 3"}), r"damaged plan: KeyError: 'planner'"),
-        (to_json(PLAN).replace('"lengths":[9,4]', '"lengths":[9,4.5]'), r"damaged plan: .*expected a list of whole numbers"),
+        (
+            to_json(PLAN).replace('"lengths":[9,4]', '"lengths":[9,4.5]'),
+            r"damaged plan: .*expected a list of whole numbers",
+        ),
         (to_json(PLAN).replace("[1,1,0,4]", "[1,1,0]"), r"damaged plan: .*3 columns, expected 4"),
     ],
 )

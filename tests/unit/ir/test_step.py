@@ -37,7 +37,17 @@ def test_members_and_ticks_are_decisions() -> None:
     other = replace(whole, members=((((0, 1, 3)),), ((2,),)))
     assert whole.is_dealt()
     assert not other.is_dealt()
-    assert len({whole.fingerprint(), other.fingerprint(), planned(joint=True).fingerprint(), planned(ping_pong=True).fingerprint()}) == 4
+    assert (
+        len(
+            {
+                whole.fingerprint(),
+                other.fingerprint(),
+                planned(joint=True).fingerprint(),
+                planned(ping_pong=True).fingerprint(),
+            }
+        )
+        == 4
+    )
 
 
 def test_the_text_has_a_line_for_each_nano_batch_and_each_tick() -> None:
@@ -57,7 +67,9 @@ def test_a_plan_for_other_sequences_than_its_members_is_refused() -> None:
         replace(planned(), members=(((0, 1),), ((2, 3),)))
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", '{"format": "megatron-balance step 0"}', '{"format": "megatron-balance step 1"}'])
+@pytest.mark.parametrize(
+    "damaged", ["", "[]", '{"format": "megatron-balance step 0"}', '{"format": "megatron-balance step 1"}']
+)
 def test_what_is_no_step_is_refused(damaged: str) -> None:
     with pytest.raises(ConfigError, match="plan of a step"):
         from_json(damaged)

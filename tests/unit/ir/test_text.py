@@ -56,7 +56,11 @@ def test_heads_are_written_only_where_some_are_missing() -> None:
         ("q s0[0:4) over s0[0:4)", "s0[0:4) over s0[0:4)", r"line 8: expected 'q sN\[a:b\) over"),
         ("q s0[0:4) over s0[0:4)", "q s0[0:4)", r"line 8: expected 'q sN\[a:b\) over"),
         ("q s0[0:4) over s0[0:4)", "q s0[0:4) over s1[0:4)", r"line 8: a query attends only to its own sequence"),
-        ("q s0[0:4) over s0[0:4)", "q s0[0:4) over s0[0:4) and more", r"line 8: expected regions like s0\[0:8\) behind 'over'"),
+        (
+            "q s0[0:4) over s0[0:4)",
+            "q s0[0:4) over s0[0:4) and more",
+            r"line 8: expected regions like s0\[0:8\) behind 'over'",
+        ),
         ("backward", "merge r0\n  outs s0[0:4)\nbackward", r"line 12: expected one of q, kv, out"),
     ],
 )
@@ -193,6 +197,9 @@ def test_the_backward_is_derived_from_the_forward(source: str, policy: str, expe
 
 
 def test_a_replay_of_keys_that_were_only_passed_on_is_found_out() -> None:
-    """Rank 1 passed on keys that it has dropped since: such a schedule must name its own replay (RankProgram.replays)."""
-    with pytest.raises(InvalidProgramError, match=r"backward op 0: KV s0\[0:2\).* from rank 1 to rank 2: the source does not hold it"):
+    """Rank 1 passed on keys that it has dropped since: such a schedule must name its own replay
+    (RankProgram.replays)."""
+    with pytest.raises(
+        InvalidProgramError, match=r"backward op 0: KV s0\[0:2\).* from rank 1 to rank 2: the source does not hold it"
+    ):
         verify(with_backward(parse(programs.CHAIN), "replay"))

@@ -1,4 +1,5 @@
-"""The frame of `papers`: papers, tables and rows; the verb's JSON, its table for people, and a sentence for every mistake."""
+"""The frame of `papers`: papers, tables and rows; the verb's JSON, its table for people, and a
+sentence for every mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def two_rows(effort: Effort) -> list[Row]:
 @pytest.fixture
 def sketch(monkeypatch) -> Paper:
     """A paper of two small tables in place of the real ones."""
-    paper = Paper("A sketch (arXiv 0)", MappingProxyType({"table1": PaperTable("one", two_rows, 3), "fig2": PaperTable("two", two_rows)}))
+    paper = Paper(
+        "A sketch (arXiv 0)",
+        MappingProxyType({"table1": PaperTable("one", two_rows, 3), "fig2": PaperTable("two", two_rows)}),
+    )
     monkeypatch.setattr(package, "PAPERS", {"sketch": paper})
     return paper
 
@@ -35,7 +39,9 @@ def test_every_table_of_a_paper_comes_in_order_with_all_keys(run, sketch):
     code, out, err = run("reproduce sketch --json")
     rows = json.loads(out)["rows"]
     assert (code, err) == (0, "")
-    assert [(row["table"], row["name"]) for row in rows] == [(t, n) for t in ("table1", "fig2") for n in ("the sum", "only drawn")]
+    assert [(row["table"], row["name"]) for row in rows] == [
+        (t, n) for t in ("table1", "fig2") for n in ("the sum", "only drawn")
+    ]
     assert all(set(row) == KEYS and row["paper"] == "sketch" for row in rows)
     assert [row["ours"] for row in rows if row["name"] == "the sum"] == [3.0, 0.0]  # 0 + 1 + 2, and one batch
     assert rows[1] | {"table": ""} == {
@@ -64,7 +70,14 @@ def test_people_see_the_ratio_and_the_note(run, sketch):
     sum_line = next(line for line in out.splitlines() if "the sum" in line)
     assert [cell.strip() for cell in sum_line.strip("│").split("│")] == ["the sum", "2", "3", "x", "1.50", "exact"]
     drawn = next(line for line in out.splitlines() if "only drawn" in line)
-    assert [cell.strip() for cell in drawn.strip("│").split("│")] == ["only drawn [1]", "-", "1,234", "tokens/s", "-", "simulated"]
+    assert [cell.strip() for cell in drawn.strip("│").split("│")] == [
+        "only drawn [1]",
+        "-",
+        "1,234",
+        "tokens/s",
+        "-",
+        "simulated",
+    ]
     assert "[1] a figure without numbers" in out
     assert "fig2" not in out
 

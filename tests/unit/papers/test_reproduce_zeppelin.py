@@ -100,7 +100,9 @@ def test_of_two_equal_sequences_half_of_the_pairs_are_in_vain(small):
     assert second.redundant == pytest.approx(2 * second.needed, rel=1e-3)  # l * l against l (l + 1) / 2
     assert first.waiting == second.waiting
     whole = fig3.packing_shares(small, (64 * K,))[0]
-    assert sum(s.needed + s.redundant + s.waiting for s in (first, second)) == pytest.approx(whole.needed + whole.waiting)
+    assert sum(s.needed + s.redundant + s.waiting for s in (first, second)) == pytest.approx(
+        whole.needed + whole.waiting
+    )
 
 
 def test_even_splitting_waits_by_tokens_and_computes_by_pairs(small):
@@ -113,7 +115,9 @@ def test_shares_of_all_ranges_add_up_to_everything():
     rows = fig3.rows(ONE)
     packed = [row for row in rows if row.name.startswith("a) packing, CommonCrawl")]
     assert 0.8 < sum(row.ours for row in packed) < 1  # the rest is what is needed
-    assert named(rows, "a) packing, < 1k").ours == pytest.approx(sum(row.ours for row in packed if "< 1k" in row.name), rel=1e-9)
+    assert named(rows, "a) packing, < 1k").ours == pytest.approx(
+        sum(row.ours for row in packed if "< 1k" in row.name), rel=1e-9
+    )
 
 
 # Section 5.4.1
@@ -164,7 +168,8 @@ def test_several_short_sequences_take_a_fifth_of_one_long_one(timeline):
     ratio = named(timeline, "a) over c)")
     assert ratio.published == pytest.approx(105.44 / 21.504)
     assert ratio.ours == pytest.approx(
-        named(timeline, "a) TE CP: attention, forward and backward").ours / named(timeline, "c) several sequences: the same").ours
+        named(timeline, "a) TE CP: attention, forward and backward").ours
+        / named(timeline, "c) several sequences: the same").ours
     )
     assert 0.8 < (ratio.ratio or 0) < 1.2
 
@@ -174,7 +179,9 @@ def test_several_short_sequences_take_a_fifth_of_one_long_one(timeline):
 
 def test_the_systems_come_in_the_papers_order_on_many_short_sequences(small):
     batches = small.batches("arxiv", 1)
-    rate = {system.name: tokens_per_s(system, small, batches) for system in (TE, TE_ROUTED, HYBRID, ENGINE, ZEPPELIN, OURS)}
+    rate = {
+        system.name: tokens_per_s(system, small, batches) for system in (TE, TE_ROUTED, HYBRID, ENGINE, ZEPPELIN, OURS)
+    }
     assert rate[TE.name] < rate[TE_ROUTED.name]
     assert rate[TE.name] < rate[HYBRID.name] < rate[ZEPPELIN.name]
     assert rate[TE.name] < rate[ENGINE.name] < rate[OURS.name]
@@ -211,7 +218,9 @@ def test_tensor_parallel_groups_are_ranks_of_twice_the_tokens():
     # come on top.
     single = Case("llama-13b", "a800", 16)
     assert case.cost.layer_s(8192) > single.cost.layer_s(8192) / 2
-    assert case.cost.layer_s(8192) == pytest.approx(single.cost.layer_s(8192) / 2 + case.cost.tensor_parallel_s(8192), rel=1e-6)
+    assert case.cost.layer_s(8192) == pytest.approx(
+        single.cost.layer_s(8192) / 2 + case.cost.tensor_parallel_s(8192), rel=1e-6
+    )
 
 
 def test_the_grid_has_a_row_for_every_cell_and_sums_them_up(monkeypatch):
@@ -265,7 +274,9 @@ def test_the_ablations_printed_numbers_stand_at_their_rows(monkeypatch):
 
 def test_clusters_are_compared_by_speedup_and_by_throughput(monkeypatch):
     def rate(system, case, batches):
-        return {("a800", TE.name): 1.0, ("a800", ZEPPELIN.name): 4.0, ("h800", TE.name): 3.0}.get((case.cluster_name, system.name), 6.0)
+        return {("a800", TE.name): 1.0, ("a800", ZEPPELIN.name): 4.0, ("h800", TE.name): 3.0}.get(
+            (case.cluster_name, system.name), 6.0
+        )
 
     monkeypatch.setattr(fig10, "tokens_per_s", rate)
     rows = fig10.rows(ONE)

@@ -44,7 +44,8 @@ ENGINES: tuple[EngineName, ...] = ("events", "rounds")
 
 
 class Broadcast(CommPattern[Zone]):
-    """All tokens lie on the first rank; every rank attends an equal part of each sequence's queries."""
+    """All tokens lie on the first rank; every rank attends an equal part of each sequence's
+    queries."""
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
         del num_ranks

@@ -86,7 +86,8 @@ def test_short_sequences_do_not_pile_up_on_the_first_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(8, 8, 4), (8, 2, 4), (8, 2, 8), (6, 2, 4), (12, 3, 5), (4, 1, 3), (2, 1, 8), (7, 7, 3), (6, 3, 6)]
+    ("heads", "kv_heads", "size"),
+    [(8, 8, 4), (8, 2, 4), (8, 2, 8), (6, 2, 4), (12, 3, 5), (4, 1, 3), (2, 1, 8), (7, 7, 3), (6, 3, 6)],
 )
 def test_head_slices_cover_every_query_head_once_and_map_evenly(heads: int, kv_heads: int, size: int) -> None:
     slices = head_slices(heads, kv_heads, size)
@@ -133,7 +134,8 @@ def test_no_sequence_at_all(pattern: str) -> None:
 
 
 def test_a_ring_of_two_trades_only_what_is_needed() -> None:
-    """Rank 0 needs both chunks of rank 1; rank 1 needs only the low chunk of rank 0 (the high one comes last)."""
+    """Rank 0 needs both chunks of rank 1; rank 1 needs only the low chunk of rank 0 (the high one
+    comes last)."""
     expected = """\
 program lengths 8 heads 2 kv_heads 1 policy none
 owner r0 s0[0:2) s0[6:8)
@@ -211,7 +213,9 @@ def test_a_head_exchange_brings_a_shared_key_value_head_to_every_rank_that_needs
 
 
 def test_a_dispatch_merges_partials_where_the_queries_live() -> None:
-    task_table = TaskTable("tiles", Rows.of(4, [(0, 0, 0, 4)]), Rows.of(6, [(0, 0, 0, 4, 2, 4), (0, 0, 0, 2, 0, 2), (1, 0, 2, 4, 0, 2)]))
+    task_table = TaskTable(
+        "tiles", Rows.of(4, [(0, 0, 0, 4)]), Rows.of(6, [(0, 0, 0, 4, 2, 4), (0, 0, 0, 2, 0, 2), (1, 0, 2, 4, 0, 2)])
+    )
     expected = """\
 program lengths 4 heads 2 kv_heads 1 policy none
 owner r0 s0[0:4)
@@ -245,7 +249,8 @@ def test_zones_run_in_the_order_of_the_plan_and_homes_follow_it() -> None:
 
 def test_an_unknown_movement_is_refused() -> None:
     with pytest.raises(
-        InvalidProgramError, match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, head_exchange, dispatch"
+        InvalidProgramError,
+        match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, head_exchange, dispatch",
     ):
         expand(pool("rings", (8,), 2))
 
@@ -256,10 +261,14 @@ def test_an_unknown_movement_is_refused() -> None:
 def test_projections_that_do_not_fit_are_refused() -> None:
     ring = pool("ring", (16,), 2)
     ours, theirs = project(ring, 0), project(pool("ring", (18,), 2), 1)
-    with pytest.raises(InvalidProgramError, match=r"exchange 0: rank 1 sends \(1, 0, 4, 9, 0, 1\) to rank 0, which does not expect it"):
+    with pytest.raises(
+        InvalidProgramError, match=r"exchange 0: rank 1 sends \(1, 0, 4, 9, 0, 1\) to rank 0, which does not expect it"
+    ):
         join([ours, theirs], ring.lengths, 2, 1)
     gather = project(pool("all_gather", (16,), 2), 1)
-    with pytest.raises(InvalidProgramError, match=r"exchange 0: rank 1 sees all_gather in \(0, 1\), rank 0 p2p in \(\)"):
+    with pytest.raises(
+        InvalidProgramError, match=r"exchange 0: rank 1 sees all_gather in \(0, 1\), rank 0 p2p in \(\)"
+    ):
         join([ours, gather], ring.lengths, 2, 1)
 
 
@@ -274,7 +283,11 @@ def test_splitting_and_joining_gives_the_whole_again(pattern: str) -> None:
 
 def test_a_tiling_is_made_of_arrays() -> None:
     task_table = dispatch.task_table("t", np.array([[0, 0, 0, 4]]), np.array([[0, 0, 0, 4, 0, 4]]))
-    assert (task_table.fragments, task_table.tasks, task_table.seqs) == (Rows.of(4, [(0, 0, 0, 4)]), Rows.of(6, [(0, 0, 0, 4, 0, 4)]), (0,))
+    assert (task_table.fragments, task_table.tasks, task_table.seqs) == (
+        Rows.of(4, [(0, 0, 0, 4)]),
+        Rows.of(6, [(0, 0, 0, 4, 0, 4)]),
+        (0,),
+    )
 
 
 def test_pairs_and_shared_tokens_of_a_rank_are_those_of_its_fragments() -> None:

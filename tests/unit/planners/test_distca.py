@@ -37,7 +37,9 @@ BATCHES = (  # 64k tokens: one long sequence, a mixture, none of the lengths a m
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)).map(lambda pair: (float(pair[0]), float(pair[1])))
 
 
-def plain(start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float) -> tuple[float, float]:
+def plain(
+    start: float, stop: float, share: float, resident: float, size_q: float, size_kv: float
+) -> tuple[float, float]:
     """The best plain shard of one item."""
     return _cheapest(PlainItems(3, Sizes(size_q, size_kv)), (start, stop), share, resident)
 
@@ -86,7 +88,9 @@ def test_no_pair_of_blocks_costs_fewer_bytes_than_the_closed_form_for_head_tail_
             # pair lies.
             rows = [start + 1 + i + stop - i for i in range(outer, inner)]
             assert sum(rows) == pytest.approx(queries / 2 * (start + stop + 1))
-            cut = size_q * 2 * (inner - outer) + size_kv * max(0, stop - outer - resident)  # the tail's keys, not the head's
+            cut = size_q * 2 * (inner - outer) + size_kv * max(
+                0, stop - outer - resident
+            )  # the tail's keys, not the head's
             assert size_q * queries + size_kv * max(0.0, key_stop - resident) <= cut * (1 + 1e-9)
 
 
@@ -110,7 +114,9 @@ def test_keys_at_hand_are_free_so_that_a_shard_reaches_as_far_as_they_do() -> No
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.integers(1, 20), st.integers(0, 5))
-def test_sequences_lie_one_after_the_other_as_many_tokens_on_each_rank(lengths: list[int], num_ranks: int, first: int) -> None:
+def test_sequences_lie_one_after_the_other_as_many_tokens_on_each_rank(
+    lengths: list[int], num_ranks: int, first: int
+) -> None:
     owned = linear_owned(lengths, range(first, first + num_ranks))
     held = np.bincount(owned[:, 0] - first, owned[:, 3] - owned[:, 2], num_ranks)
     assert held.sum() == sum(lengths)
@@ -126,7 +132,10 @@ def attended(tasks: Ints, lengths: list[int]) -> list[list[tuple[int, int]]]:
 
 
 layouts = st.tuples(
-    st.lists(st.integers(1, 700), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 2**16), st.sampled_from([1, 3, 16, 128])
+    st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.integers(0, 2**16),
+    st.sampled_from([1, 3, 16, 128]),
 )
 
 
@@ -159,7 +168,9 @@ def test_any_layout_is_attended_once_at_multiples_of_the_block(
 
 @pytest.mark.parametrize("lengths", BATCHES)
 @pytest.mark.parametrize("tolerance", [0.02, 0.1])
-def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are_even(lengths: list[int], tolerance: float) -> None:
+def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are_even(
+    lengths: list[int], tolerance: float
+) -> None:
     made = make_planner("distca", CLUSTER, MODEL, tolerance=tolerance)(lengths)
     report = figures(made, MODEL)
     assert report["imbalance"]["attention"] <= 1 + tolerance
@@ -208,7 +219,9 @@ def test_light_work_is_shed_by_any_server_before_the_limit_gives_way() -> None:
     # 262,144 tokens of code. In the end nobody has room for a block of the long sequence, and the
     # two servers with most room have only blocks that no other one has room for.
     lengths = [1369, 1425, 1981, 1945, 7850, 2906, 2260, 6228, 1761, 139378, 47015, 15674, 32352]
-    made = make_planner("distca", Cluster(64, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(lengths)
+    made = make_planner("distca", Cluster(64, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(
+        lengths
+    )
     assert figures(made, MODEL)["imbalance"]["attention"] <= 1.02
 
 
@@ -217,18 +230,28 @@ def test_room_is_not_made_back_and_forth() -> None:
     # for one is made in several moves.
     weights = [random.Random(seq).lognormvariate(0, 1.3) for seq in range(2048)]
     lengths = [max(1, int(2**21 * weight / sum(weights))) for weight in weights]
-    made = make_planner("distca", Cluster(512, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(lengths)
-    assert figures(made, MODEL)["imbalance"]["attention"] <= 1.07  # padding is an eighth of the time, so that seconds decide
+    made = make_planner("distca", Cluster(512, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(
+        lengths
+    )
+    assert (
+        figures(made, MODEL)["imbalance"]["attention"] <= 1.07
+    )  # padding is an eighth of the time, so that seconds decide
 
 
 def test_tolerance_zero_is_as_even_as_whole_blocks_come() -> None:
     made = make_planner("distca", CLUSTER, MODEL, tolerance=0.0)(BATCHES[0])
-    assert figures(made, MODEL)["imbalance"]["attention"] < 1.03  # a block at the end of the long sequence is 6 % of a rank's work
+    assert (
+        figures(made, MODEL)["imbalance"]["attention"] < 1.03
+    )  # a block at the end of the long sequence is 6 % of a rank's work
 
 
 def test_less_is_received_the_more_the_tolerance_allows_and_the_more_is_known_to_be_at_hand() -> None:
     received = [
-        sum(figures(make_planner("distca", CLUSTER, MODEL, tolerance=t)(BATCHES[1]), MODEL)["kv_tokens_received_per_rank"])
+        sum(
+            figures(make_planner("distca", CLUSTER, MODEL, tolerance=t)(BATCHES[1]), MODEL)[
+                "kv_tokens_received_per_rank"
+            ]
+        )
         for t in (0.02, 0.1, 0.3, 1.0)
     ]
     assert all(later <= 1.01 * earlier for earlier, later in pairwise(received))  # greedily: hardly ever more
@@ -265,10 +288,15 @@ def test_the_pool_is_one_rank_a_node_unless_said_otherwise_and_cannot_be_all_ran
 
 def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> None:
     free = figures(make_planner("distca", CLUSTER, MODEL)(BATCHES[2]), MODEL)
-    received = [a + b for a, b in zip(free["kv_tokens_received_per_rank"], free["query_tokens_received_per_rank"], strict=True)]
+    received = [
+        a + b for a, b in zip(free["kv_tokens_received_per_rank"], free["query_tokens_received_per_rank"], strict=True)
+    ]
     cap = max(received) - 2000
     capped = figures(make_planner("distca", CLUSTER, MODEL, max_received_tokens=cap)(BATCHES[2]), MODEL)
-    most = max(a + b for a, b in zip(capped["kv_tokens_received_per_rank"], capped["query_tokens_received_per_rank"], strict=True))
+    most = max(
+        a + b
+        for a, b in zip(capped["kv_tokens_received_per_rank"], capped["query_tokens_received_per_rank"], strict=True)
+    )
     assert most <= cap
     cap = max(free["kv_tokens_received_per_rank"]) + 4096 - 2000
     capped = figures(make_planner("distca", CLUSTER, MODEL, max_kv_tokens=cap)(BATCHES[2]), MODEL)
@@ -277,7 +305,8 @@ def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> Non
 
 def test_a_cap_that_a_ranks_own_queries_pass_is_an_error_that_says_what_would_do() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100, .*Set max_received_tokens to 61440"
+        InfeasibleError,
+        match=r"rank \d+ would have \d+ tokens .* max_received_tokens is 100, .*Set max_received_tokens to 61440",
     ):
         make_planner("distca", CLUSTER, MODEL, max_received_tokens=100)(BATCHES[0])
     make_planner("distca", CLUSTER, MODEL, max_received_tokens=61440)(BATCHES[0])
@@ -293,7 +322,9 @@ def test_a_rank_that_a_cap_leaves_no_room_for_its_own_queries_gives_them_away(sh
     verify(make_planner("distca", Cluster(2, 2), Model(2, 2, 8), max_kv_tokens=35, block=4, shards=shards)([30, 10]))
     # An empty rank takes what needs all 8,706 keys of sequence 0: rank 2, where it ends, holds
     # 6,760 tokens and nobody else needs so many.
-    made = make_planner("distca", Cluster(4, 4), MODEL, servers="pool", pool_ranks=2, max_kv_tokens=13047, shards=shards)([8706, 89, 4726])
+    made = make_planner(
+        "distca", Cluster(4, 4), MODEL, servers="pool", pool_ranks=2, max_kv_tokens=13047, shards=shards
+    )([8706, 89, 4726])
     own, received = figures(made, MODEL)["tokens_per_rank"], figures(made, MODEL)["kv_tokens_received_per_rank"]
     assert all(tokens + keys <= 13047 for tokens, keys in zip(own, received, strict=True))
 
@@ -315,13 +346,17 @@ def test_caps_that_nobody_can_keep_are_told_at_once() -> None:
 
 
 def test_migrations_that_are_not_worth_their_bytes_are_left() -> None:
-    everything, nothing = (make_planner("distca", CLUSTER, MODEL, consolidate=False, least_score=score)(BATCHES[1]) for score in (0.0, 1e9))
+    everything, nothing = (
+        make_planner("distca", CLUSTER, MODEL, consolidate=False, least_score=score)(BATCHES[1]) for score in (0.0, 1e9)
+    )
     assert figures(nothing, MODEL)["query_tokens_received_per_rank"] == [0] * 16
     assert sum(figures(everything, MODEL)["query_tokens_received_per_rank"]) > 0
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [1, 1, 1], [7], [40000], [129, 128, 127], [3, 50001]])
-@pytest.mark.parametrize("options", [{}, {"tolerance": 0.0}, {"shards": "head_tail", "tolerance": 0.0}, {"servers": "pool", "block": 1000}])
+@pytest.mark.parametrize(
+    "options", [{}, {"tolerance": 0.0}, {"shards": "head_tail", "tolerance": 0.0}, {"servers": "pool", "block": 1000}]
+)
 def test_few_short_odd_or_overlong_sequences_are_planned(lengths: list[int], options: dict[str, Any]) -> None:
     verify(make_planner("distca", Cluster(8, 4), MODEL, **options)(lengths))
 

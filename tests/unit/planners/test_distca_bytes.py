@@ -85,7 +85,9 @@ def test_the_closed_form_of_head_tail_pairs_has_its_keys_and_is_the_best_of_all_
         items.set(row, (stop - nano_batch, stop), seconds=1.0)
     queries, key_stop = items.cheapest(np.arange(1, nano_batch + 1) / nano_batch)
     for moved, got, keys in zip(range(1, nano_batch + 1), queries.tolist(), key_stop.tolist(), strict=True):
-        cuts = [2 * moved * size[0] + (stop - outer) * size[1] for outer in range(nano_batch - moved + 1)]  # the tail's keys
+        cuts = [
+            2 * moved * size[0] + (stop - outer) * size[1] for outer in range(nano_batch - moved + 1)
+        ]  # the tail's keys
         assert got == pytest.approx(2 * moved)
         assert keys == pytest.approx(stop - nano_batch + moved), "the tail's last query sees all keys up to itself"
         assert got * size[0] + keys * size[1] == pytest.approx(min(cuts))
@@ -169,7 +171,9 @@ def test_keys_at_home_and_of_earlier_tasks_are_free_whatever_moves_where(shards:
     owned: list[Owner] = []
     for seq, blocks in enumerate(lengths):
         cuts = [0, *sorted(rng.choice(np.arange(1, blocks), 4, replace=False).tolist()), blocks]
-        owned += [(int(rng.integers(num_ranks)), seq, a * BLOCK, b * BLOCK) for a, b in zip(cuts, cuts[1:], strict=False)]
+        owned += [
+            (int(rng.integers(num_ranks)), seq, a * BLOCK, b * BLOCK) for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
     servers = made_servers(sorted(owned), num_ranks, shards, Caps(held=1e9))
     assert_books_are_right(servers, len(lengths))
     for _ in range(25):
@@ -217,7 +221,9 @@ def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -
     joined, apart = (planned(owned, 16, consolidate=consolidate) for consolidate in (True, False))
     assert attended(joined, 2, 1)[-1][1] == 1024
     assert attended(joined, 1, 1) == []
-    assert sum(figures(joined, MODEL)["bytes_received_per_rank"]["total"]) <= sum(figures(apart, MODEL)["bytes_received_per_rank"]["total"])
+    assert sum(figures(joined, MODEL)["bytes_received_per_rank"]["total"]) <= sum(
+        figures(apart, MODEL)["bytes_received_per_rank"]["total"]
+    )
 
 
 # ---- Bytes that count
@@ -233,7 +239,9 @@ def test_a_query_costs_the_bytes_of_its_output_too() -> None:
     plan = planned([(0, 0, *item), (1, 1, 0, 102 * BLOCK)], 2, model, tolerance=0.02)
     (cut,) = attended(plan, 1, 0)
     best, without = (cheapest_cut(item, pairs(*cut), size) for size in (query_bytes, query_bytes / 2))
-    assert cut_bytes(without, query_bytes) > 1.05 * cut_bytes(best, query_bytes), "a layout in which it makes no difference"
+    assert cut_bytes(without, query_bytes) > 1.05 * cut_bytes(best, query_bytes), (
+        "a layout in which it makes no difference"
+    )
     assert cut_bytes(cut, query_bytes) <= 1.01 * cut_bytes(best, query_bytes)
 
 
@@ -261,7 +269,9 @@ def test_light_servers_are_joined_where_that_saves_keys() -> None:
     """Half full ones: two of these joined are full, and take nothing of the long one, whose keys
     one fills.
     """
-    (joined, most), (apart, _) = (_one_long_and_28(22 * BLOCK, consolidate=consolidate) for consolidate in (True, False))
+    (joined, most), (apart, _) = (
+        _one_long_and_28(22 * BLOCK, consolidate=consolidate) for consolidate in (True, False)
+    )
     assert most == 2
     reports = [figures(plan, MODEL) for plan in (joined, apart)]
     keys = [sum(report["kv_tokens_received_per_rank"]) for report in reports]

@@ -32,7 +32,9 @@ def plan_of(lengths: list[int], cluster: Cluster, **options: Any) -> MicrobatchP
 
 def groups_of(plan: MicrobatchPlan) -> list[tuple[int, list[int]]]:
     assert all(isinstance(zone, Zone) and zone.pattern == "head_exchange" for zone in plan.zones)
-    return [(len(zone.ranks), [plan.lengths[seq] for seq in zone.seqs]) for zone in plan.zones if isinstance(zone, Zone)]
+    return [
+        (len(zone.ranks), [plan.lengths[seq] for seq in zone.seqs]) for zone in plan.zones if isinstance(zone, Zone)
+    ]
 
 
 # The planner
@@ -45,7 +47,9 @@ def test_short_sequences_stay_alone_and_a_long_one_takes_a_node_that_it_does_not
 
 
 def test_on_a_fast_network_one_group_may_be_the_most_even() -> None:
-    assert groups_of(plan_of([16000, 4000, 4000, 4000, 4000], Cluster(8, 8), slack=2.0)) == [(8, [16000, 4000, 4000, 4000, 4000])]
+    assert groups_of(plan_of([16000, 4000, 4000, 4000, 4000], Cluster(8, 8), slack=2.0)) == [
+        (8, [16000, 4000, 4000, 4000, 4000])
+    ]
 
 
 def test_groups_are_disjoint_and_inside_nodes_where_they_fit() -> None:
@@ -59,7 +63,10 @@ def test_groups_are_disjoint_and_inside_nodes_where_they_fit() -> None:
 
 def test_no_rank_holds_more_than_its_capacity() -> None:
     for capacity in (4600, 6000, 9000):
-        assert max(figures(plan_of(LENGTHS, Cluster(32, 8), tokens_per_rank=capacity), MODEL)["tokens_per_rank"]) <= capacity
+        assert (
+            max(figures(plan_of(LENGTHS, Cluster(32, 8), tokens_per_rank=capacity), MODEL)["tokens_per_rank"])
+            <= capacity
+        )
 
 
 def test_groups_of_more_ranks_than_heads_are_avoided_where_memory_allows() -> None:
@@ -79,11 +86,15 @@ def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
     cluster = Cluster(32, 8)
     pricing = flexsp._Pricing(cluster, MODEL, AnalyticCost(cluster, MODEL))  # pyright: ignore[reportPrivateUsage]
     problem = pricing.problem(LENGTHS, 8000)
-    by_program, by_greed = (problem.makespan(pricing.groups(LENGTHS, 8000, FlexSpOptions(solver=solver))) for solver in ("highs", "greedy"))
+    by_program, by_greed = (
+        problem.makespan(pricing.groups(LENGTHS, 8000, FlexSpOptions(solver=solver))) for solver in ("highs", "greedy")
+    )
     assert by_program <= by_greed
 
 
-def test_without_scipy_one_warning_and_the_greedy_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_scipy_one_warning_and_the_greedy_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
 
@@ -95,7 +106,8 @@ def test_without_scipy_one_warning_and_the_greedy_answer(monkeypatch: pytest.Mon
         plans = [flexsp.plan(batch, Cluster(16, 8), MODEL, cost, FlexSpOptions()) for _ in range(2)]
     assert plans == [wanted, wanted]
     assert [record.message for record in caplog.records] == [
-        "flexsp: SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'; the greedy answer stands"
+        "flexsp: SciPy, which brings HiGHS, is not installed: pip install 'megatron-balance[highs]'; the greedy "
+        "answer stands"
     ]
 
 
@@ -111,7 +123,9 @@ def test_the_blaster_sorts_sequences_and_cuts_them_into_about_equal_tokens() -> 
 
 def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
     cluster = Cluster(8, 4)
-    made = plan_batch(Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=5000))
+    made = plan_batch(
+        Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=5000)
+    )
     assert len(made.plans) >= -(-sum(LENGTHS) // 40000)
     assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(LENGTHS)))
     for plan, (seqs,) in zip(made.plans, made.members, strict=True):
@@ -123,11 +137,14 @@ def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
 def test_a_sequence_longer_than_the_pool_is_named() -> None:
     cluster = Cluster(8, 4)
     with pytest.raises(InfeasibleError, match="sequence 4 has 28869 tokens"):
-        plan_batch(Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=100))
+        plan_batch(
+            Batch(tuple(LENGTHS)), cluster, MODEL, AnalyticCost(cluster, MODEL), FlexSpOptions(tokens_per_rank=100)
+        )
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("slack", 0.9), ("node_limit", 0), ("num_buckets", 0), ("most_variables", 0), ("solver", "scip")]
+    ("option", "value"),
+    [("slack", 0.9), ("node_limit", 0), ("num_buckets", 0), ("most_variables", 0), ("solver", "scip")],
 )
 def test_options_out_of_range_are_errors(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
@@ -154,7 +171,9 @@ def brute_force(problem: Problem) -> float:
             if sum(sizes) > problem.num_ranks or list(sizes) != sorted(sizes):
                 continue
             for owner in product(range(count), repeat=len(problem.tokens)):
-                groups: Groups = tuple((s, tuple(k for k, o in enumerate(owner) if o == g)) for g, s in enumerate(sizes))
+                groups: Groups = tuple(
+                    (s, tuple(k for k, o in enumerate(owner) if o == g)) for g, s in enumerate(sizes)
+                )
                 if all(sum(problem.tokens[k] for k in items) <= size * problem.capacity for size, items in groups):
                     best = min(best, problem.makespan(groups))
     return best

@@ -63,7 +63,9 @@ def test_flops_are_within_the_tolerance_of_the_mean() -> None:
 def test_more_tolerance_moves_less() -> None:
     lengths = [24957, 8593, 25756, 17251, 59657, 28869, 6177, 26620, 5610, 592, 9331, 15506]
     strict, lax = (plan_of(lengths, Cluster(64, 8), slack=2.0, tolerance=t) for t in (0.02, 0.5))
-    assert sum(figures(lax, MODEL)["kv_tokens_received_per_rank"]) < sum(figures(strict, MODEL)["kv_tokens_received_per_rank"])
+    assert sum(figures(lax, MODEL)["kv_tokens_received_per_rank"]) < sum(
+        figures(strict, MODEL)["kv_tokens_received_per_rank"]
+    )
 
 
 def test_without_slack_all_sequences_go_over_all_ranks() -> None:
@@ -84,7 +86,10 @@ def test_ranks_keep_within_their_capacity_unless_only_all_of_them_hold_the_batch
     assert max(figures(plan, MODEL)["tokens_per_rank"]) <= capacity + (2 * len(lengths) if everywhere else 0)
 
 
-@given(lengths=st.lists(st.integers(1, 400), max_size=14), cluster=st.sampled_from([Cluster(4, 2), Cluster(6, 3), Cluster(8, 4)]))
+@given(
+    lengths=st.lists(st.integers(1, 400), max_size=14),
+    cluster=st.sampled_from([Cluster(4, 2), Cluster(6, 3), Cluster(8, 4)]),
+)
 def test_microbatches_hold_every_sequence_once_within_the_capacity(lengths: list[int], cluster: Cluster) -> None:
     options = HybridDpOptions(tokens_per_rank=100)
     made = plan_batch(Batch(tuple(lengths)), cluster, MODEL, AnalyticCost(cluster, MODEL), options)
@@ -98,7 +103,9 @@ def test_microbatches_even_out_flops_over_their_sum() -> None:
     # More short sequences than memory holds: those ranks run more microbatches while the ring's
     # ranks have done their part.
     cluster, lengths = Cluster(8, 4), (32000, *[1000] * 256)
-    made = plan_batch(Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=8000))
+    made = plan_batch(
+        Batch(lengths), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=8000)
+    )
     assert len(made.plans) > 1
     verify(made.plans[0])
     work = [sum(rank) for rank in zip(*(flops(plan) for plan in made.plans), strict=True)]
@@ -108,7 +115,9 @@ def test_microbatches_even_out_flops_over_their_sum() -> None:
 
 def test_a_sequence_longer_than_the_pool_is_named() -> None:
     cluster = Cluster(8, 4)
-    with pytest.raises(InfeasibleError, match="sequence 1 has 801 tokens and needs 9 ranks of 100 tokens; 8 are available"):
+    with pytest.raises(
+        InfeasibleError, match="sequence 1 has 801 tokens and needs 9 ranks of 100 tokens; 8 are available"
+    ):
         plan_batch(Batch((5, 801)), cluster, MODEL, AnalyticCost(cluster, MODEL), HybridDpOptions(tokens_per_rank=100))
 
 

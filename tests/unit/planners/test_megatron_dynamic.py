@@ -16,7 +16,14 @@ from megatron_balance.analysis.statistics import figures
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.megatron_dynamic import RULES, MegatronDynamicOptions, dynamic, hybrid, plan_batch, plan_with
+from megatron_balance.planners.megatron_dynamic import (
+    RULES,
+    MegatronDynamicOptions,
+    dynamic,
+    hybrid,
+    plan_batch,
+    plan_with,
+)
 from megatron_balance.planners.megatron_dynamic.group import Microbatch
 
 MODEL = Model(8, 2, 16)
@@ -71,7 +78,9 @@ def test_ranks_left_over_double_the_smallest_group() -> None:
     num_ranks=st.integers(1, 17),
     rules=st.sampled_from(list(RULES)),
 )
-def test_a_schedule_has_every_sequence_once_and_uses_every_rank(lengths: list[int], tokens: int, num_ranks: int, rules: str) -> None:
+def test_a_schedule_has_every_sequence_once_and_uses_every_rank(
+    lengths: list[int], tokens: int, num_ranks: int, rules: str
+) -> None:
     microbatches = RULES[rules](lengths, tokens, num_ranks)
     assert sorted(seq for groups in microbatches for _, seqs in groups for seq in seqs) == list(range(len(lengths)))
     for groups in microbatches:
@@ -95,7 +104,11 @@ def test_the_microbatches_of_a_schedule_follow_one_another_in_one_plan_if_a_rank
     cluster = Cluster(2, 2)
     options = MegatronDynamicOptions(tokens_per_rank=20, rules=rules)  # pyright: ignore[reportArgumentType]
     plan = plan_with(two, Batch((8, 8, 8, 8)), cluster, MODEL, options)
-    assert zones_of(plan) == [((0, 1), (2, 3)), ((0,), (0,)), ((1,), (1,))]  # not the first schedule: it has 24 tokens on a rank
+    assert zones_of(plan) == [
+        ((0, 1), (2, 3)),
+        ((0,), (0,)),
+        ((1,), (1,)),
+    ]  # not the first schedule: it has 24 tokens on a rank
 
 
 @each_rules

@@ -38,7 +38,9 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    loaded = run("import sys, megatron_balance.planners, megatron_balance.compile.pipeline; print('torch' in sys.modules)")
+    loaded = run(
+        "import sys, megatron_balance.planners, megatron_balance.compile.pipeline; print('torch' in sys.modules)"
+    )
     assert loaded.strip() == "False"
 
 

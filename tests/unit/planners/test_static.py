@@ -30,13 +30,18 @@ def test_an_empty_batch_has_no_zones(planner: str) -> None:
 def test_a_batch_as_large_as_the_pool_is_legal_and_one_token_more_is_not(planner: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL, tokens_per_rank=10)
     assert plan([20, 20]).num_tokens == 40
-    with pytest.raises(InfeasibleError, match=r"the batch has 41 tokens; 4 ranks x 10 tokens hold 40. Use at least 5 ranks, raise .* 11"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"the batch has 41 tokens; 4 ranks x 10 tokens hold 40. Use at least 5 ranks, raise .* 11",
+    ):
         plan([20, 21])
 
 
 @pytest.mark.parametrize("planner", MOVEMENT)
 def test_a_sequence_longer_than_the_pool_is_named_with_what_it_needs(planner: str) -> None:
-    with pytest.raises(InfeasibleError, match=r"sequence 1 has 95 tokens and needs 10 ranks of 10 tokens; 4 are available"):
+    with pytest.raises(
+        InfeasibleError, match=r"sequence 1 has 95 tokens and needs 10 ranks of 10 tokens; 4 are available"
+    ):
         make_planner(planner, Cluster(4, 2), MODEL, tokens_per_rank=10)([20, 95])
 
 

@@ -127,7 +127,9 @@ def test_sequences_on_the_same_ranks_share_one_zone() -> None:
 
 def test_zones_are_issued_inter_node_then_intra_node_then_local() -> None:
     order = ["inter_node", "intra_node", "local"]
-    names = [name for name, _, _ in zones_of(plan_of([60000, 30000, 20000, 9000, 4000, 3000, 500, 400], Cluster(32, 8)))]
+    names = [
+        name for name, _, _ in zones_of(plan_of([60000, 30000, 20000, 9000, 4000, 3000, 500, 400], Cluster(32, 8)))
+    ]
     assert names == sorted(names, key=order.index)
     assert set(names) == set(order)
 
@@ -174,7 +176,9 @@ def test_a_higher_weight_on_communication_moves_less_and_is_less_even() -> None:
 
 # The price, in closed form
 
-CLUSTER = Cluster(16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, ranks_per_nic=2, intra_alpha_s=2e-6, inter_alpha_s=9e-6)
+CLUSTER = Cluster(
+    16, 8, intra_bytes_per_s=400e9, nic_bytes_per_s=50e9, ranks_per_nic=2, intra_alpha_s=2e-6, inter_alpha_s=9e-6
+)
 COST = AnalyticCost(CLUSTER, MODEL)
 KV_BYTES = 2 * 32 * 128 * 2  # of a token
 
@@ -259,7 +263,9 @@ def test_the_price_counts_the_remap_or_the_longest_linear_time() -> None:
     cluster = Cluster(2, 2)
     remapped, plain = (prices(lengths, cluster, remapped=on, weight_communication=0.0) for on in (True, False))
     attention_s = plain.predict(placement).attention_s
-    assert remapped.price_s(placement) == pytest.approx(attention_s + remap_s([3000, 1000], remapped.cluster, remapped.cost))
+    assert remapped.price_s(placement) == pytest.approx(
+        attention_s + remap_s([3000, 1000], remapped.cluster, remapped.cost)
+    )
     assert plain.price_s(placement) == pytest.approx(attention_s + AnalyticCost(cluster, MODEL).linear_s(3000))
     assert remapped.predict(placement).moved_tokens == 1000
 
@@ -319,7 +325,9 @@ def test_thresholds_that_are_passed_over_would_not_have_fit(monkeypatch: pytest.
     found, tries = printed.place(lengths, cluster, slack), list[int]()
     put, fill = zone.put, printed.least_loaded
     monkeypatch.setattr(zone, "put", lambda self, seq: put(self, seq) and False)
-    monkeypatch.setattr(printed, "least_loaded", lambda sizes, *limits: tries.append(len(sizes)) or fill(sizes, *limits))
+    monkeypatch.setattr(
+        printed, "least_loaded", lambda sizes, *limits: tries.append(len(sizes)) or fill(sizes, *limits)
+    )
     assert printed.place(lengths, cluster, slack) == found
     assert len(tries) > 4
 
@@ -353,7 +361,9 @@ def test_unusual_batches_and_clusters_are_legal(rule: str, lengths: list[int], c
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("lengths", [[23, 19, 14, 8], [63, 1], [64], [1] * 64, [8] * 8, [17, 16, 16, 15], [50, 3, 3, 3, 3, 2]])
+@pytest.mark.parametrize(
+    "lengths", [[23, 19, 14, 8], [63, 1], [64], [1] * 64, [8] * 8, [17, 16, 16, 15], [50, 3, 3, 3, 3, 2]]
+)
 def test_a_capacity_equal_to_the_average_always_succeeds(rule: str, lengths: list[int]) -> None:
     plan = plan_of(lengths, Cluster(8, 4), rule=rule, tokens_per_rank=8)
     # Near-equal chunks of several sequences may pass the average by two tokens a sequence.
@@ -368,7 +378,9 @@ def test_equal_sequences_that_fill_the_ranks_exactly_stay_local_without_slack() 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_longer_than_the_pool_is_named(rule: str) -> None:
-    with pytest.raises(InfeasibleError, match="sequence 2 has 100 tokens and needs 13 ranks of 8 tokens; 8 are available"):
+    with pytest.raises(
+        InfeasibleError, match="sequence 2 has 100 tokens and needs 13 ranks of 8 tokens; 8 are available"
+    ):
         plan_of([4, 4, 100], Cluster(8, 4), rule=rule, tokens_per_rank=8)
 
 

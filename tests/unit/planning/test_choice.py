@@ -1,4 +1,5 @@
-"""The protocol every planner meets: a planner of steps, with a carry, above other planners; traits are fields of its entry."""
+"""The protocol every planner meets: a planner of steps, with a carry, above other planners; traits
+are fields of its entry."""
 
 from __future__ import annotations
 
@@ -34,16 +35,21 @@ class ShortOrLongOptions:
 
 
 def short_or_long(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-    """Ask one planner for steps with a long sequence and another for the rest; carry the number of steps."""
+    """Ask one planner for steps with a long sequence and another for the rest; carry the number of
+    steps."""
     seen = 0 if carry.is_empty else carry.value()["steps"]
     name = "te_ring" if max(map(max, lengths)) > context.options.long else "packing"
-    step, _ = context.planner(name, {"tokens_per_rank": context.options.tokens_per_rank}, context.layers)(lengths, context, EMPTY)
+    step, _ = context.planner(name, {"tokens_per_rank": context.options.tokens_per_rank}, context.layers)(
+        lengths, context, EMPTY
+    )
     return step, Carry.of("short_or_long", {"steps": seen + 1}) if context.may_carry else EMPTY
 
 
 @pytest.fixture
 def composite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PLANNERS, "short_or_long", Planner(None, ShortOrLongOptions, plan_step=short_or_long, ping_pong=True))
+    monkeypatch.setitem(
+        PLANNERS, "short_or_long", Planner(None, ShortOrLongOptions, plan_step=short_or_long, ping_pong=True)
+    )
 
 
 @pytest.mark.usefixtures("composite")
@@ -54,7 +60,9 @@ def test_a_planner_may_ask_other_planners_through_the_registry() -> None:
     assert long == choose_planner("te_ring", {}).plan_step(STEP, CONTEXT)[0]
     assert short == choose_planner("packing", {}).plan_step(STEP[1:], CONTEXT)[0]
     assert carry == Carry.of("short_or_long", {"steps": 2})
-    assert chosen.plan(Batch(STEP[0]), CLUSTER, MODEL, CONTEXT.cost) == long.plans[0], "a microbatch is a step of one, with no carry"
+    assert chosen.plan(Batch(STEP[0]), CLUSTER, MODEL, CONTEXT.cost) == long.plans[0], (
+        "a microbatch is a step of one, with no carry"
+    )
 
 
 @pytest.mark.usefixtures("composite")
@@ -68,7 +76,9 @@ def test_layers_and_traits_of_a_planner_of_steps_are_those_of_its_entry() -> Non
 @pytest.mark.usefixtures("composite")
 @pytest.mark.parametrize("name", ["short_or_long", "te_ring"])
 def test_the_carry_of_another_planner_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"planner {name} cannot take over what planner delays carried .* go on with planner delays"):
+    with pytest.raises(
+        ConfigError, match=f"planner {name} cannot take over what planner delays carried .* go on with planner delays"
+    ):
         choose_planner(name, {}).plan_step(STEP, CONTEXT, Carry.of("delays", {"held": [3]}))
 
 
@@ -92,7 +102,8 @@ def test_microbatches_stay_as_dealt_where_their_number_is_not_the_planners() -> 
 
 
 def test_no_file_outside_planners_and_papers_decides_by_a_planners_name() -> None:
-    """A comparison with a planner's name, or a table keyed by it, is a trait that is missing in its entry."""
+    """A comparison with a planner's name, or a table keyed by it, is a trait that is missing in its
+    entry."""
     package = Path(megatron_balance.__file__).parent
     found: list[str] = []
     for path in sorted(package.rglob("*.py")):

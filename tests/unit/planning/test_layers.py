@@ -37,7 +37,9 @@ UNEVEN = plan((4000, 900, 100), by_hand.local(0, 0), by_hand.local(1, 1), by_han
 
 
 def counts(remapped: MicrobatchPlan) -> list[int]:
-    return [int((rows[:, 2] - rows[:, 1]).sum()) for rows in (layout(remapped, rank) for rank in range(remapped.num_ranks))]
+    return [
+        int((rows[:, 2] - rows[:, 1]).sum()) for rows in (layout(remapped, rank) for rank in range(remapped.num_ranks))
+    ]
 
 
 def test_no_layers_leave_a_plan_as_it_is() -> None:
@@ -153,7 +155,9 @@ def test_a_remap_between_nodes_is_routed_where_one_nic_would_carry_it() -> None:
 
 def test_a_tiling_is_routed_by_the_load_of_its_nics() -> None:
     fragments = Rows.of(4, [(0, 0, 0, 32_000)])
-    lopsided = TaskTable("tiles", fragments, Rows.of(6, [(0, 0, 0, 32_000, 0, 16_000), (4, 0, 16_000, 32_000, 16_000, 32_000)]))
+    lopsided = TaskTable(
+        "tiles", fragments, Rows.of(6, [(0, 0, 0, 32_000, 0, 16_000), (4, 0, 16_000, 32_000, 16_000, 32_000)])
+    )
     routed = laid(plan((32_000,), lopsided), TWO_NODES, Layers("pays"))
     assert routed.routing is not None
     assert routed.routing.zones == (0,)

@@ -1,4 +1,5 @@
-"""Planning by a measured cost table: in Python, on the command line, in a configuration and in the process that plans ahead."""
+"""Planning by a measured cost table: in Python, on the command line, in a configuration and in the
+process that plans ahead."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from megatron_balance import Cluster, Model, make_planner
-from megatron_balance.cost.table import FORMAT, AttentionTable, CostTable, Curve, LayerTable, LinkTable, Source, save_table
+from megatron_balance.cost.table import (
+    FORMAT,
+    AttentionTable,
+    CostTable,
+    Curve,
+    LayerTable,
+    LinkTable,
+    Source,
+    save_table,
+)
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.plan import TaskTable, Zone
@@ -27,7 +37,9 @@ def table(file: Path, pair_s: float) -> Path:
     grid = tuple(tuple(pair_s * a * b for b in k) for a in q)
     attention = AttentionTable("plain", "float32", 8, 8, 16, q, k, k, 1e-6, 1e-6, grid, grid, grid, grid)
     layer = LayerTable(128, 512, False, (16, 4096), (1e-12, 1e-10), (2e-12, 2e-10))
-    links = tuple(LinkTable(name, "gloo", (1000, 1000000), (1e-5 + 1e-6, 1e-5 + 1e-3)) for name in ("intra_node", "inter_node"))
+    links = tuple(
+        LinkTable(name, "gloo", (1000, 1000000), (1e-5 + 1e-6, 1e-5 + 1e-3)) for name in ("intra_node", "inter_node")
+    )
     made = CostTable(
         FORMAT,
         Source("a CPU", "cpu", "2026-11-20", "0.1.0", "2.13.0", 1, 5),
@@ -75,10 +87,14 @@ def test_the_process_that_plans_ahead_has_the_same_table(slow: Path) -> None:
         ahead.close()
     assert ready is not None
     assert ready.step is not None
-    assert ready.step.plans[0] == make_planner("zeppelin", CLUSTER, MODEL, Layers(), slow, tokens_per_rank=4200)(LENGTHS)
+    assert ready.step.plans[0] == make_planner("zeppelin", CLUSTER, MODEL, Layers(), slow, tokens_per_rank=4200)(
+        LENGTHS
+    )
 
 
-def test_command_line_and_configuration_name_the_table(slow: Path, quick: Path, tmp_path: Path, run: CommandLine) -> None:
+def test_command_line_and_configuration_name_the_table(
+    slow: Path, quick: Path, tmp_path: Path, run: CommandLine
+) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
         "planner: {name: zeppelin, tokens_per_rank: 4200}\ncluster: {num_ranks: 8, ranks_per_node: 4}\n"
@@ -91,7 +107,9 @@ def test_command_line_and_configuration_name_the_table(slow: Path, quick: Path, 
         return run.json("plan --json --config", config, *more)["results"][0]["fingerprint"]
 
     def planned(file: Path) -> str:
-        return make_planner("zeppelin", load_config(config).cluster.build(), MODEL, Layers(), file, tokens_per_rank=4200)(  # pyright: ignore[reportOptionalMemberAccess]
+        return make_planner(
+            "zeppelin", load_config(config).cluster.build(), MODEL, Layers(), file, tokens_per_rank=4200
+        )(  # pyright: ignore[reportOptionalMemberAccess]
             LENGTHS
         ).fingerprint()
 

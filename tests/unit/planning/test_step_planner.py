@@ -1,4 +1,5 @@
-"""Whole steps by one spec: on the spot and ahead in a process of its own, with stages that attend together, and with a carry."""
+"""Whole steps by one spec: on the spot and ahead in a process of its own, with stages that attend
+together, and with a carry."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ STEP = ((300, 140, 72), (512,), (64,) * 8, (200, 200, 112))
 
 def spec(planner: str = "distca", num_chunks: int = 1, *, ping_pong: bool = False, **options: object) -> PlanSpec:
     """Two stages of two ranks."""
-    return PlanSpec(planner, Cluster(2, 2), Model(4, 2, 16), Layers(), options, None, Pipeline(Cluster(4, 2), num_chunks), ping_pong)
+    return PlanSpec(
+        planner, Cluster(2, 2), Model(4, 2, 16), Layers(), options, None, Pipeline(Cluster(4, 2), num_chunks), ping_pong
+    )
 
 
 @pytest.mark.parametrize(("num_chunks", "ping_pong"), [(1, False), (2, False), (1, True)])
@@ -60,13 +63,19 @@ def test_an_evaluation_step_has_no_backward() -> None:
 
 
 def test_a_planner_that_plans_stage_by_stage_says_so() -> None:
-    with pytest.raises(ConfigError, match="planner zeppelin cannot plan several pipeline stages together; these can: distca"):
+    with pytest.raises(
+        ConfigError, match="planner zeppelin cannot plan several pipeline stages together; these can: distca"
+    ):
         StepPlanner(spec("zeppelin")).plan(STEP)
 
 
 def answers(spec_: PlanSpec, *requests: tuple[tuple[tuple[int, ...], ...], Carry | None]) -> list[dict[str, object]]:
-    """The answers of the planning process to steps, each with a carry or, None, with that of the step before."""
-    lines = [{"lengths": lengths, "carry": None if carry is None else json.loads(carry.to_json())} for lengths, carry in requests]
+    """The answers of the planning process to steps, each with a carry or, None, with that of the
+    step before."""
+    lines = [
+        {"lengths": lengths, "carry": None if carry is None else json.loads(carry.to_json())}
+        for lengths, carry in requests
+    ]
     out = io.BytesIO()
     text = "\n".join([spec_.to_json(), *map(json.dumps, lines)])
     answer_requests(io.BytesIO(text.encode()), out)

@@ -1,4 +1,5 @@
-"""Ticks of a pipeline: every pass once, when its inputs are there, in one phase at a time, and no more of them than 1F1B has."""
+"""Ticks of a pipeline: every pass once, when its inputs are there, in one phase at a time, and no
+more of them than 1F1B has."""
 
 from __future__ import annotations
 

@@ -42,11 +42,17 @@ def test_a_step_that_only_issues_has_none():
     assert find_host_syncs(gpu_trace()) == []
 
 
-@pytest.mark.parametrize("call", ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"])
+@pytest.mark.parametrize(
+    "call", ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"]
+)
 def test_a_call_that_waits_is_found_with_its_operators(call):
     outer, inner = event("aten::item", "cpu_op", 300, 400), event("aten::_local_scalar_dense", "cpu_op", 310, 380)
     (sync,) = find_host_syncs(gpu_trace(outer, inner, event(call, "cuda_runtime", 320, 350, correlation=9)))
-    assert (sync.what, sync.where, sync.seconds) == (call, ("ProfilerStep#3", "aten::item", "aten::_local_scalar_dense"), 350e-6)
+    assert (sync.what, sync.where, sync.seconds) == (
+        call,
+        ("ProfilerStep#3", "aten::item", "aten::_local_scalar_dense"),
+        350e-6,
+    )
     assert str(sync) == f"{call} (350 us) in ProfilerStep#3 > aten::item > aten::_local_scalar_dense"
 
 

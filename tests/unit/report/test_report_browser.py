@@ -52,7 +52,8 @@ def test_the_browser_would_tell(tmp_path):
     """The tests above can fail: an error, a request and a changed title are seen."""
     page = tmp_path / "bad.html"
     page.write_text(
-        "<!DOCTYPE html><title>page</title><img src='http://example.invalid/x.png'><script>document.title = 'pwned'; missing();</script>",
+        "<!DOCTYPE html><title>page</title><img src='http://example.invalid/x.png'><script>document.title = 'pwned'; "
+        "missing();</script>",
         encoding="utf-8",
     )
     seen = browser.view(page, tmp_path)

@@ -132,7 +132,11 @@ def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, run):
 
 @pytest.mark.parametrize(
     ("out", "message"),
-    [("", "is a folder; give a file to write"), ("none/r.html", "there is no folder"), ("file/r.html", "there is no folder")],
+    [
+        ("", "is a folder; give a file to write"),
+        ("none/r.html", "there is no folder"),
+        ("file/r.html", "there is no folder"),
+    ],
 )
 def test_where_the_page_cannot_go_is_said_before_any_work(tmp_path, run, out, message):
     (tmp_path / "file").write_text("")

@@ -1,4 +1,5 @@
-"""The figures of a training run's report: every kind of damaged log is told apart, and what is said follows from the steps."""
+"""The figures of a training run's report: every kind of damaged log is told apart, and what is said
+follows from the steps."""
 
 from __future__ import annotations
 
@@ -71,8 +72,14 @@ def test_empty_lines_and_a_last_line_cut_short_are_left_out_and_said(tmp_path):
         ('{"step": 2, "step_ms": -3}', "the key 'step_ms', got -3"),
         ('{"step": 2, "step_ms": NaN}', "the key 'step_ms', got NaN"),
         ('{"step": 2, "step_ms": 3, "loss": "low"}', 'line 2: loss: expected a number, got "low"'),
-        ('{"step": 2, "step_ms": 3, "imbalance_after": 2}', "imbalance_after: expected an object with 'tokens' and 'attention', got 2"),
-        ('{"step": 2, "step_ms": 3, "imbalance_after": {"tokens": "x"}}', 'imbalance_after.tokens: expected a number, got "x"'),
+        (
+            '{"step": 2, "step_ms": 3, "imbalance_after": 2}',
+            "imbalance_after: expected an object with 'tokens' and 'attention', got 2",
+        ),
+        (
+            '{"step": 2, "step_ms": 3, "imbalance_after": {"tokens": "x"}}',
+            'imbalance_after.tokens: expected a number, got "x"',
+        ),
         ('{"step": 2, "step_ms": 3, "planner": 7}', "planner: expected a name, got 7"),
     ],
 )
@@ -142,7 +149,9 @@ def test_means_are_without_the_warm_up(tmp_path):
 
 
 def test_long_runs_are_drawn_as_means_of_neighbours(tmp_path):
-    each = run.document([write(tmp_path / "run", [record(step, loss=float(step)) for step in range(1, 4001)])])["runs"][0]
+    each = run.document([write(tmp_path / "run", [record(step, loss=float(step)) for step in range(1, 4001)])])["runs"][
+        0
+    ]
     assert each["curves"]["steps_per_point"] == 3
     assert len(each["curves"]["step"]) == len(each["curves"]["loss"]) == 1334
     assert each["curves"]["loss"][:2] == [2.0, 5.0]
@@ -150,7 +159,12 @@ def test_long_runs_are_drawn_as_means_of_neighbours(tmp_path):
 
 def test_step_time_is_said_to_follow_what_it_follows(tmp_path):
     varied = [
-        record(step, kv_tokens_received_inter_node=float(step % 7), step_ms=100.0 + 10 * (step % 7), num_tokens=4000 + (step * 37) % 11)
+        record(
+            step,
+            kv_tokens_received_inter_node=float(step % 7),
+            step_ms=100.0 + 10 * (step % 7),
+            num_tokens=4000 + (step * 37) % 11,
+        )
         for step in range(1, 31)
     ]
     found = run.document([write(tmp_path / "run", varied)])
@@ -171,9 +185,24 @@ def test_step_time_is_said_to_follow_what_it_follows(tmp_path):
             "60.0 ms for plans",
         ),
         ({}, "computing", "Computing limits it: by the plans' predictions (simulated) 80 % of it", "--tokens 2000"),
-        ({"predicted_ms": 10.0}, "rest", "the rest, 89.5 ms, 90 % of it, is what they leave out", "megatron-balance profile"),
-        ({"imbalance_after": {"tokens": 1.0, "attention": 2.0}}, "imbalance", "Computing limits it", "2.00 times the mean load"),
-        ({"kv_tokens_received_inter_node": 900.0}, "computing", "Computing limits it", "90 % of the received keys and values"),
+        (
+            {"predicted_ms": 10.0},
+            "rest",
+            "the rest, 89.5 ms, 90 % of it, is what they leave out",
+            "megatron-balance profile",
+        ),
+        (
+            {"imbalance_after": {"tokens": 1.0, "attention": 2.0}},
+            "imbalance",
+            "Computing limits it",
+            "2.00 times the mean load",
+        ),
+        (
+            {"kv_tokens_received_inter_node": 900.0},
+            "computing",
+            "Computing limits it",
+            "90 % of the received keys and values",
+        ),
     ],
 )
 def test_what_limits_a_run_and_what_to_try_are_from_its_figures(tmp_path, changes, limit, sentence, suggestion):
@@ -192,7 +221,10 @@ def test_the_command_to_simulate_next_names_the_run(tmp_path):
     file = write(tmp_path / "run", [record(step) for step in range(1, 4)])
     (file.parent / "config.yaml").write_text("planner: zeppelin\n", encoding="utf-8")
     said = run.document([file])["try_next"]["run"][-1]
-    assert f"megatron-balance report --config {file.parent / 'config.yaml'} --ranks 4 --dataset YOUR_CORPUS --tokens 2000" in said
+    assert (
+        f"megatron-balance report --config {file.parent / 'config.yaml'} --ranks 4 --dataset YOUR_CORPUS --tokens 2000"
+        in said
+    )
 
 
 # Two runs
@@ -200,7 +232,10 @@ def test_the_command_to_simulate_next_names_the_run(tmp_path):
 
 def test_two_runs_are_held_against_each_other_on_their_common_steps(tmp_path):
     slow = write(tmp_path / "te_ring", [record(step, step_ms=300.0) for step in range(1, 9)])
-    fast = write(tmp_path / "zeppelin", [record(step, step_ms=150.0, loss=(6.0 - 0.1 * step) * (1 + 1e-6)) for step in range(3, 12)])
+    fast = write(
+        tmp_path / "zeppelin",
+        [record(step, step_ms=150.0, loss=(6.0 - 0.1 * step) * (1 + 1e-6)) for step in range(3, 12)],
+    )
     compared = run.document([slow, fast])["compared"]
     assert compared["common_steps"] == 6
     assert compared["times_as_fast"] == pytest.approx(2.0)
@@ -234,6 +269,10 @@ def test_real_keys_are_those_that_are_read():
     """The record that `training.log` writes has every key that a report reads."""
     room = Path(__file__).resolve().parents[3] / "megatron_balance" / "training"
     written = "".join((room / name).read_text(encoding="utf-8") for name in ("log.py", "figures.py"))
-    missing = [key for key in ("step", "step_ms", "planner", "counters", *steps.NUMBERS, *steps.LOADS) if f'"{key}"' not in written]
+    missing = [
+        key
+        for key in ("step", "step_ms", "planner", "counters", *steps.NUMBERS, *steps.LOADS)
+        if f'"{key}"' not in written
+    ]
     assert missing == []
     assert set(verdict.NAMES) == set(run.FOLLOWED)

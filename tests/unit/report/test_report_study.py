@@ -1,4 +1,5 @@
-"""The figures of a simulated report: parts add up, what limits a step is what was made to, and suggestions do what they say."""
+"""The figures of a simulated report: parts add up, what limits a step is what was made to, and
+suggestions do what they say."""
 
 from __future__ import annotations
 
@@ -48,12 +49,22 @@ def test_without_planners_all_are_compared_as_compare_does(study, run):
 def test_the_baseline_is_added_and_named_planners_are_alone_with_it(study):
     found = study(f"{INPUTS} --planner zeppelin -o rule=paper --baseline ulysses")
     assert {row["planner"] for row in found["rows"]} == {"zeppelin", "ulysses"}
-    assert found["answer"][0].startswith("zeppelin is ") or "No planner that was compared beats ulysses" in found["answer"][0]
+    assert (
+        found["answer"][0].startswith("zeppelin is ")
+        or "No planner that was compared beats ulysses" in found["answer"][0]
+    )
 
 
 @pytest.mark.parametrize(
     "options",
-    ["", "--slow 3=2", "--pipeline 4", "--recompute full --policy replay", "--transport sockets", "--model moe-8x550m --expert-parallel 4"],
+    [
+        "",
+        "--slow 3=2",
+        "--pipeline 4",
+        "--recompute full --policy replay",
+        "--transport sockets",
+        "--model moe-8x550m --expert-parallel 4",
+    ],
 )
 def test_the_parts_of_a_step_add_up_to_it(study, limits_of, options):
     found = study(f"{INPUTS} --planner zeppelin {options}")
@@ -67,7 +78,9 @@ def test_the_parts_of_a_step_add_up_to_it(study, limits_of, options):
 
 
 def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
-    found = study(f"{INPUTS} --planner zeppelin --tensor-parallel 2".replace("--tokens-per-rank 4000", "--tokens-per-rank 8000"))
+    found = study(
+        f"{INPUTS} --planner zeppelin --tensor-parallel 2".replace("--tokens-per-rank 4000", "--tokens-per-rank 8000")
+    )
     assert (found["asked"]["cluster"]["num_ranks"], found["asked"]["cluster"]["gpus_per_rank"]) == (2, 2)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "llama-7b on 4 GPUs of h200" in page
@@ -77,7 +90,8 @@ def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
 def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
     slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=6")["zeppelin"]
     with_it, without = (run.json(f"simulate --json {INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
-    # Gradients are synchronised beside the backward, which is longer then: they have a part of their own.
+    # Gradients are synchronised beside the backward, which is longer then: they have a part of
+    # their own.
     gained = [found["step_s"]["median"] - found["phases_s"]["gradient_sync"] for found in (with_it, without)]
     assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
     assert slow["limit"] == "straggler"
@@ -86,9 +100,12 @@ def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
 
 def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tmp_path):
     (tmp_path / "slow.yaml").write_text("base: h200\nnic_bytes_per_s: 1.0e+8\n", encoding="utf-8")
-    found = limits_of(f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {tmp_path / 'slow.yaml'}")["te_ring"]
+    found = limits_of(
+        f"--lengths 9000 --ranks 8 --ranks-per-node 4 --planner te_ring --cluster {tmp_path / 'slow.yaml'}"
+    )["te_ring"]
     assert found["limit"] == "nic"
-    # A ring over two nodes of four leaves each of them at one rank of four, the other way round in the backward, which takes longer.
+    # A ring over two nodes of four leaves each of them at one rank of four, the other way round in
+    # the backward, which takes longer.
     assert found["busiest_nic"]["bytes"] > 2 * found["busiest_nic"]["mean_bytes"]
     assert found["busiest_nic"]["full_share"] > 0.5
     assert f"number {found['busiest_nic']['nic']} of node {found['busiest_nic']['node']}" in found["sentence"]
@@ -111,11 +128,17 @@ def test_few_microbatches_leave_a_pipeline_waiting(limits_of):
 
 def test_uneven_work_is_imbalance_and_the_remap_is_what_it_costs(limits_of):
     # Equal tokens on both ranks, in one sequence and in eighty.
-    uneven = limits_of(f"--lengths 16000,{','.join(['200'] * 80)} --ranks 2 --tokens-per-rank 16000 --planner packing")["packing"]
+    uneven = limits_of(f"--lengths 16000,{','.join(['200'] * 80)} --ranks 2 --tokens-per-rank 16000 --planner packing")[
+        "packing"
+    ]
     attention = uneven["parts_s"]["attention"]
-    assert uneven["parts_s"]["imbalance"] == pytest.approx(attention * 0.9, rel=0.15)  # one rank has nearly all of twice the mean
+    assert uneven["parts_s"]["imbalance"] == pytest.approx(
+        attention * 0.9, rel=0.15
+    )  # one rank has nearly all of twice the mean
     assert uneven["largest_loss"] == "imbalance"
-    with_remap, without = (limits_of(f"{INPUTS} --planner zeppelin {remap}")["zeppelin"] for remap in ("--remap", "--no-remap"))
+    with_remap, without = (
+        limits_of(f"{INPUTS} --planner zeppelin {remap}")["zeppelin"] for remap in ("--remap", "--no-remap")
+    )
     assert with_remap["parts_s"]["remap"] > 0
     assert without["parts_s"]["remap"] == 0
 
@@ -134,11 +157,21 @@ def test_every_suggestion_takes_as_long_as_its_options_simulated(study, run, tol
 
 
 def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine(study):
-    command = "--dataset github --tokens 12000 --batches 2 --microbatches 2 --ranks 4 --ranks-per-node 2 --tokens-per-rank 7000"
+    command = (
+        "--dataset github --tokens 12000 --batches 2 --microbatches 2 --ranks 4 --ranks-per-node 2 "
+        "--tokens-per-rank 7000"
+    )
     found = study(f"{command} --planner zeppelin --slow 1=1.5")["try_next"]
     names = [*(row["name"] for row in found["tries"]), *found["unchanged"], *found["impossible"]]
     assert {f"the planner {name}" for name in PLANNERS if name != "zeppelin"} <= set(names)
-    for words_ in ("routing transfers", "rule paper", "tokens on a rank at most", "1 microbatches a step", "NICs twice", "no slow rank"):
+    for words_ in (
+        "routing transfers",
+        "rule paper",
+        "tokens on a rank at most",
+        "1 microbatches a step",
+        "NICs twice",
+        "no slow rank",
+    ):
         assert any(words_ in name for name in names), words_
     assert [row["step_s"] for row in found["tries"]] == sorted(row["step_s"] for row in found["tries"])
     no_slow = next(row for row in found["tries"] if row["name"] == "no slow rank")
@@ -147,7 +180,10 @@ def test_what_is_tried_covers_planners_layers_options_capacity_step_and_machine(
 
 
 def test_a_step_that_does_not_fit_is_said_not_to_and_what_fits_is_suggested(study):
-    found = study("--lengths 30000,20000 --ranks 8 --ranks-per-node 4 --model llama-13b --tokens-per-rank 10000 --planner zeppelin")
+    found = study(
+        "--lengths 30000,20000 --ranks 8 --ranks-per-node 4 --model llama-13b --tokens-per-rank 10000 --planner "
+        "zeppelin"
+    )
     assert not found["try_next"]["fits"]
     assert any("does not fit" in sentence for sentence in found["answer"])
     assert any(s.startswith("To make it fit") and "--recompute full" in s for s in found["try_next"]["suggestions"])

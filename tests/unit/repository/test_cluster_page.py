@@ -16,7 +16,11 @@ PAGE = (ROOT / "docs" / "cluster.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"(?:scripts|tests|docs|tools)/[\w./-]+\.(?:sh|sbatch|md|py)", PAGE)) - {"tools/preprocess_data.py"})
+    "path",
+    sorted(
+        set(re.findall(r"(?:scripts|tests|docs|tools)/[\w./-]+\.(?:sh|sbatch|md|py)", PAGE))
+        - {"tools/preprocess_data.py"}
+    ),
 )
 def test_files_that_it_names_are_there(path):
     assert (ROOT / path).is_file()
@@ -43,7 +47,9 @@ def test_its_configurations_load(tmp_path):
 
 def test_its_step_figures_are_written():
     package = ROOT / "megatron_balance"
-    written = "".join((package / file).read_text() for file in ("training/log.py", "training/figures.py", "runtime/counters.py"))
+    written = "".join(
+        (package / file).read_text() for file in ("training/log.py", "training/figures.py", "runtime/counters.py")
+    )
     names = {
         name.partition(".")[0]
         for row in PAGE.partition("look at this first")[2].partition("## NCCL")[0].splitlines()

@@ -15,7 +15,12 @@ TOP = Path(__file__).resolve().parents[3]
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        "--no-cache",
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -36,7 +41,9 @@ def test_imports_point_down():
     ],
 )
 def test_forbidden_import_is_caught(tmp_path, module, line, contract):
-    shutil.copytree(TOP / "megatron_balance", tmp_path / "megatron_balance", ignore=shutil.ignore_patterns("__pycache__", "configs"))
+    shutil.copytree(
+        TOP / "megatron_balance", tmp_path / "megatron_balance", ignore=shutil.ignore_patterns("__pycache__", "configs")
+    )
     shutil.copy(TOP / "pyproject.toml", tmp_path)
     with (tmp_path / "megatron_balance" / module).open("a") as file:
         file.write(f"\n{line}\n")

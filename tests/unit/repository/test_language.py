@@ -16,12 +16,17 @@ OPENINGS = ("Nothing", "What", "Who", "Which", "So many", "The same")
 WIDTH = 100
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "measurements" and page.name != "CHANGELOG.md"),
+    *(
+        page
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if page.parent.name != "measurements" and page.name != "CHANGELOG.md"
+    ),
 ]
 
 
 def docstrings(source: str) -> list[tuple[int, str]]:
-    """(line, text) of every docstring: of the module, of classes and functions, and under an assignment."""
+    """(line, text) of every docstring: of the module, of classes and functions, and under an
+    assignment."""
     texts = []
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
@@ -56,7 +61,11 @@ def test_openings_that_are_refused(text, wrong):
 
 
 def test_docstrings_of_values_are_seen_too():
-    assert docstrings('"""A."""\nX = 1\n"""B."""\ndef f():\n    """C."""\n    "not one"\n') == [(1, "A."), (3, "B."), (5, "C.")]
+    assert docstrings('"""A."""\nX = 1\n"""B."""\ndef f():\n    """C."""\n    "not one"\n') == [
+        (1, "A."),
+        (3, "B."),
+        (5, "C."),
+    ]
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -50,10 +50,17 @@ def test_links_lead_somewhere(page):
 def test_paths_on_the_pages_that_send_a_reader_to_files_exist(page):
     """Of the repository's top or of the package; in prose, and in a diagram too."""
     text = page.read_text(encoding="utf-8")
-    quoted = [name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or name.endswith((".py", ".md", ".yaml"))]
-    drawn = re.findall(r"(?<![\w./<-])(?:[a-z_]+/)+(?:[\w-]+\.(?:py|md))?(?![\w<])", "".join(re.findall(r"```.*?```", text, re.DOTALL)))
+    quoted = [
+        name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or name.endswith((".py", ".md", ".yaml"))
+    ]
+    drawn = re.findall(
+        r"(?<![\w./<-])(?:[a-z_]+/)+(?:[\w-]+\.(?:py|md))?(?![\w<])", "".join(re.findall(r"```.*?```", text, re.DOTALL))
+    )
     named = {name for name in [*quoted, *(d for d in drawn if page.name == "architecture.md")] if name not in MADE}
-    assert sorted(n for n in named if not ((ROOT / n).exists() or (PACKAGE / n).exists() or (page.parent / n).exists())) == []
+    assert (
+        sorted(n for n in named if not ((ROOT / n).exists() or (PACKAGE / n).exists() or (page.parent / n).exists()))
+        == []
+    )
 
 
 def test_every_page_is_reached_from_the_index():

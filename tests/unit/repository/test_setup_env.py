@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "setup_env.sh"
-OLD = "#!/bin/sh\nexit 1\n"  # what an interpreter that is too old, or a pyenv shim without a version, answers to every check
+# The answer of an interpreter that is too old, or of a pyenv shim without a version, to any check.
+OLD = "#!/bin/sh\nexit 1\n"
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="the interpreter that is found must be 3.12 or later")
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="the interpreter that is found must be 3.12 or later"
+)
 
 
 def find_python(home: Path, path: Path) -> subprocess.CompletedProcess[str]:
@@ -21,7 +24,12 @@ def find_python(home: Path, path: Path) -> subprocess.CompletedProcess[str]:
     assert bash
     environment = {"HOME": str(home), "PATH": str(path)}
     return subprocess.run(
-        [bash, "-c", f"source {SCRIPT}; find_python"], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [bash, "-c", f"source {SCRIPT}; find_python"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

@@ -1,4 +1,5 @@
-"""Package, image, launch scripts, experiments and pins are complete, agree, and print the command they would run."""
+"""Package, image, launch scripts, experiments and pins are complete, agree, and print the command
+they would run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 MODELS = {"llama-3b": 1, "llama-7b": 1, "llama-13b": 2, "llama-30b": 2, "moe-8x550m": 1}
 """Experiments, and the tensor parallelism of each."""
 TECHNIQUES = ("te_ring", "llama_all_gather", "hybrid_dp", "zeppelin")
-SHELL = sorted([*ROOT.glob("scripts/*.sh"), *SLURM.glob("*.sh"), *SLURM.glob("*.sbatch"), ROOT / "tools" / "gpu" / "run"])
+SHELL = sorted(
+    [*ROOT.glob("scripts/*.sh"), *SLURM.glob("*.sh"), *SLURM.glob("*.sbatch"), ROOT / "tools" / "gpu" / "run"]
+)
 
 
 def tool(name: str) -> str:
@@ -47,7 +50,9 @@ def test_the_dockerfile_is_clean():
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
 def test_scripts_are_clean(script):
-    checked = subprocess.run([tool("shellcheck"), "-x", str(script)], capture_output=True, text=True, cwd=ROOT, check=False)
+    checked = subprocess.run(
+        [tool("shellcheck"), "-x", str(script)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr
 
 
@@ -81,8 +86,13 @@ def test_image_extras_and_doctor_name_the_same_versions():
 def test_the_pins_of_the_gpu_extras_fit_each_other():
     requirements = pytest.importorskip("packaging.requirements")
     table = extras()
-    parsed = {name: [requirements.Requirement(word) for word in table[name]] for name in ("te", "apex", "nccl", "gurobi", "data", "train")}
-    assert {str(r.specifier) for name in ("te", "apex", "nccl") for r in parsed[name] if r.name == "torch"} == {"==2.13.0"}
+    parsed = {
+        name: [requirements.Requirement(word) for word in table[name]]
+        for name in ("te", "apex", "nccl", "gurobi", "data", "train")
+    }
+    assert {str(r.specifier) for name in ("te", "apex", "nccl") for r in parsed[name] if r.name == "torch"} == {
+        "==2.13.0"
+    }
     assert all(r.specifier.contains("2.13.0") for r in parsed["train"] if r.name == "torch")
     pytest.importorskip("torch")
     if importlib.metadata.version("torch").split("+")[0] != "2.13.0":
@@ -114,7 +124,9 @@ def shipped(tmp_path_factory) -> dict[str, set[str]]:
     for name in ("megatron_balance", "patches", "configs"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     program = "import setuptools.build_meta as b; print(b.build_wheel('dist')); print(b.build_sdist('dist'))"
-    built = subprocess.run([sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, timeout=120, check=False)
+    built = subprocess.run(
+        [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, timeout=120, check=False
+    )
     assert built.returncode == 0, built.stderr
     (wheel,), (sdist,) = (tree / "dist").glob("*.whl"), (tree / "dist").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
@@ -133,7 +145,11 @@ def test_wheel_and_sdist_hold_every_module_patch_and_preset(shipped, form):
         for path in (Path(folder) / name for name in names)
         if path.suffix not in (".pyc", ".md")
     }
-    assert {"megatron_balance/patches/pretrain.py", "megatron_balance/configs/cluster/h200.yaml", "megatron_balance/py.typed"} <= wanted
+    assert {
+        "megatron_balance/patches/pretrain.py",
+        "megatron_balance/configs/cluster/h200.yaml",
+        "megatron_balance/py.typed",
+    } <= wanted
     assert wanted - shipped[form] == set()
     if form == "sdist":
         assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= shipped[form]
@@ -200,18 +216,29 @@ def test_the_flags_are_megatrons_and_the_sizes_are_those_of_the_preset(model):
 
     parser = add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     flags = [*words(SLURM / "training.args"), *words(SLURM / "models" / f"{model}.args")]
-    args = parser.parse_args([*flags, "--balance-config", "x.yaml", "--seq-length", "4096", "--max-position-embeddings", "4096"])
+    args = parser.parse_args(
+        [*flags, "--balance-config", "x.yaml", "--seq-length", "4096", "--max-position-embeddings", "4096"]
+    )
     check_arguments(args)
     preset = load_model(model)
-    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (preset.num_layers, preset.hidden_size, preset.ffn_size)
-    assert (args.num_attention_heads, args.kv_channels, args.vocab_size) == (preset.num_heads, preset.head_dim, preset.vocab_size)
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (
+        preset.num_layers,
+        preset.hidden_size,
+        preset.ffn_size,
+    )
+    assert (args.num_attention_heads, args.kv_channels, args.vocab_size) == (
+        preset.num_heads,
+        preset.head_dim,
+        preset.vocab_size,
+    )
     assert (args.num_experts or 0, args.tensor_model_parallel_size) == (preset.num_experts, MODELS[model])
     assert args.swiglu == preset.gated_ffn
     assert preset.num_kv_heads == preset.num_heads  # or --num-query-groups would be missing
 
 
 class Cluster:
-    """Slurm's programs as stand-ins that write down how they were called, and the variables of a job."""
+    """Slurm's programs as stand-ins that write down how they were called, and the variables of a
+    job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -234,7 +261,12 @@ class Cluster:
     def run(self, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, **variables}
         return subprocess.run(
-            ["bash", str(SLURM / script), *options], env=environment, capture_output=True, text=True, timeout=60, check=False
+            ["bash", str(SLURM / script), *options],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     def printed(self, script: str, *options: str, **variables: str) -> list[str]:
@@ -304,7 +336,11 @@ def test_with_an_image_the_job_runs_in_a_container(cluster):
     own.parent.mkdir()
     own.touch()
     command = cluster.printed(
-        "single_node.sbatch", IMAGE="/images/balance.sqsh", SCRIPT=str(own), MOUNTS="/cache:/cache", CHECKPOINTS="/scratch/run"
+        "single_node.sbatch",
+        IMAGE="/images/balance.sqsh",
+        SCRIPT=str(own),
+        MOUNTS="/cache:/cache",
+        CHECKPOINTS="/scratch/run",
     )
     mounts = next(word for word in command if word.startswith("--container-mounts=")).partition("=")[2].split(",")
     assert "--container-image=/images/balance.sqsh" in command

@@ -1,4 +1,5 @@
-"""Commands of the tour print what the page says, times aside; the README's table holds what `compare` simulates."""
+"""Commands of the tour print what the page says, times aside; the README's table holds what
+`compare` simulates."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
 
 
 def commands(page: str) -> list[tuple[str, str]]:
-    """(command, output) of every `$ megatron-balance` in a code block; the output ends at the next command."""
+    """(command, output) of every `$ megatron-balance` in a code block; the output ends at the next
+    command."""
     pairs = []
     for block in re.findall(r"```\n(\$ megatron-balance .*?)```", page, re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -53,7 +55,11 @@ def test_every_command_prints_what_the_tour_says(capsys, monkeypatch, tmp_path):
 def strategies() -> dict[str, list[str]]:
     """Cells of each row of the README's table of strategies, by planner."""
     section = README.partition("## Strategies")[2].partition("\n## ")[0]
-    rows = [[cell.strip(" *†") for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip(" *†") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("| `")
+    ]
     return {row[0].strip("`"): row for row in rows}
 
 
@@ -68,4 +74,6 @@ def test_the_table_of_strategies_holds_what_compare_simulates(capsys):
     planners = [word for name in PLANNERS if name != "flexsp" for word in ("--planner", name)]
     assert main([*shlex.split(command)[1:], *planners]) == 0
     speedups = {row["planner"]: row["speedup"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert {name: f"{speedup:.2f}" for name, speedup in speedups.items()} == {name: strategies()[name][3] for name in speedups}
+    assert {name: f"{speedup:.2f}" for name, speedup in speedups.items()} == {
+        name: strategies()[name][3] for name in speedups
+    }

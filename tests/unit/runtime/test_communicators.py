@@ -59,7 +59,9 @@ def make(monkeypatch):
             all_reduce=nccl.all_reduce,
             ProcessGroup=dist.ProcessGroup,
             ProcessGroupNCCL=SimpleNamespace(
-                Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
+                Options=lambda is_high_priority_stream: SimpleNamespace(
+                    high=is_high_priority_stream, config=SimpleNamespace(max_ctas=None)
+                )
             ),
         )
         monkeypatch.setattr(groups, "dist", stand_in)

@@ -53,11 +53,15 @@ class Wire:
 def test_pieces_are_passed_on_in_order_with_receives_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
     trace: Trace = []
-    passing = Relay([[relay_task(exchange) for exchange in range(40)]], FORM, Groups(1, 8, tuple(range(8)), None), trace)
+    passing = Relay(
+        [[relay_task(exchange) for exchange in range(40)]], FORM, Groups(1, 8, tuple(range(8)), None), trace
+    )
     traffic = Traffic()
     passing.finish(traffic)
     assert [entry for entry in wire.log if entry[0] == "send"] == [("send", 5, 100 * i + 8, 64) for i in range(40)]
-    assert [entry for entry in wire.log if entry[0] == "receive"] == [("receive", 0, 100 * i + 6, 64) for i in range(40)]
+    assert [entry for entry in wire.log if entry[0] == "receive"] == [
+        ("receive", 0, 100 * i + 6, 64) for i in range(40)
+    ]
     ahead = [entry[0] for entry in wire.log].index("send")
     assert 1 < ahead < 40
     assert traffic == Traffic(relayed_bytes=40 * 64, inter_node_bytes_sent=40 * 64)
@@ -80,8 +84,8 @@ def test_a_lost_piece_is_named_and_everything_else_broken_off(monkeypatch: pytes
     wire = Wire(monkeypatch, lost=306)
     passing = Relay([[relay_task(exchange) for exchange in range(6)]], FORM, Groups(1, 8, tuple(range(8)), None), None)
     expected = (
-        r"exchange 3, piece 0 of 2 from rank 0 to rank 4, as send proxy, rank 0 -> rank 1 -> rank 5: it did not arrive: "
-        r"Connection closed by peer"
+        r"exchange 3, piece 0 of 2 from rank 0 to rank 4, as send proxy, rank 0 -> rank 1 -> rank 5: "
+        r"it did not arrive: Connection closed by peer"
     )
     with pytest.raises(RuntimeError, match=expected):
         passing.finish(Traffic())

@@ -24,14 +24,26 @@ def in_child(module: str, *, interpreted: bool) -> subprocess.CompletedProcess[s
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
     return subprocess.run(
-        [sys.executable, "-m", module], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", module],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
 def test_kernels_equal_their_twins() -> None:
     ran = in_child("tests.support.triton_twins", interpreted=True)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
-    assert json.loads(ran.stdout.splitlines()[-1]) == {"fill": True, "place": True, "add": True, "partials": True, "empty": True}
+    assert json.loads(ran.stdout.splitlines()[-1]) == {
+        "fill": True,
+        "place": True,
+        "add": True,
+        "partials": True,
+        "empty": True,
+    }
 
 
 def test_hopper_code_has_accesses_of_16_bytes_and_no_atomics() -> None:

@@ -76,7 +76,9 @@ def test_one_transfer_takes_its_call_its_alpha_and_its_bytes():
 def test_two_transfers_to_one_rank_share_its_link_and_both_directions_do_not():
     machine = flat_machine(4, 4)
     alone = CALL + INTRA.time_s(100 * KV_BYTES)
-    assert forward_s(moving(4, (0, 2, 100), (1, 2, 100)), machine)[2] == pytest.approx(alone + 100 * KV_BYTES / INTRA.bytes_per_s)
+    assert forward_s(moving(4, (0, 2, 100), (1, 2, 100)), machine)[2] == pytest.approx(
+        alone + 100 * KV_BYTES / INTRA.bytes_per_s
+    )
     assert forward_s(moving(4, (0, 1, 100), (1, 0, 100)), machine)[:2] == pytest.approx(alone)
 
 
@@ -146,15 +148,23 @@ def test_a_kernel_is_slowed_down_while_a_transfer_holds_its_processors():
 
 
 @pytest.mark.parametrize(("waits", "across_s", "combine_s"), [(False, 0.0, 0.0), (True, 2.0, 8.0)])
-def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_inside(waits: bool, across_s: float, combine_s: float):
+def test_a_piece_waits_for_a_thread_block_between_nodes_and_for_the_last_ones_inside(
+    waits: bool, across_s: float, combine_s: float
+):
     """From rank 0 over proxies 1 and 5 to rank 4, while all of them attend for 10 s in thread
     blocks of 2 s.
     """
     machine = flat_machine(8, 4, contention=Contention(100, 0, 0, waits))
     num_bytes = 128 * KV_BYTES
-    legs: list[tuple[Leg, str, int, int]] = [("dispatch", "dispatch", 0, 1), ("across", "inter_node", 1, 5), ("combine", "combine", 5, 4)]
+    legs: list[tuple[Leg, str, int, int]] = [
+        ("dispatch", "dispatch", 0, 1),
+        ("across", "inter_node", 1, 5),
+        ("combine", "combine", 5, 4),
+    ]
     flows = [Flow(0, leg, stream, a, b, 0, 4, num_bytes) for leg, stream, a, b in legs]
-    steps: list[tuple[Step, ...]] = [(Start(0), Run(1), Finish(0)) if rank in (0, 1, 4, 5) else (Run(1),) for rank in range(8)]
+    steps: list[tuple[Step, ...]] = [
+        (Start(0), Run(1), Finish(0)) if rank in (0, 1, 4, 5) else (Run(1),) for rank in range(8)
+    ]
     seconds = [[10.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
     exchanges = [[-1 if isinstance(step, Run) else 0 for step in own] for own in steps]
     blocks_s = [[2.0 if isinstance(step, Run) else 0.0 for step in own] for own in steps]
@@ -215,7 +225,9 @@ def test_transfers_on_one_resource_end_as_those_that_share_it_evenly():
 
 
 @settings(max_examples=12, deadline=None)
-@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+@given(
+    case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
+)
 def test_every_link_and_nic_carries_the_bytes_of_the_program(case: Case, name: str):
     """Forward; `tests/unit/simulator/test_sockets.py` has both phases. (NCCL's reduce-scatters go
     around a ring, `traffic` has gloo's.)
@@ -240,7 +252,9 @@ def machine_of(case: Case, ranks_per_nic: int) -> Machine:
 
 
 @settings(max_examples=6, deadline=None)
-@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+@given(
+    case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
+)
 def test_every_stream_does_what_the_order_of_streams_says(case: Case, name: str):
     planned = plan(name, case)
     machine = machine_of(case, 1)
@@ -275,7 +289,9 @@ def test_more_bandwidth_is_never_slower():
         for machine in (flat_machine(8, 4, inter=Link(0.002, rate)) for rate in (1e5, 2e5, 1e6, 1e9))
     ]
     for four in (seconds[:4], seconds[4:]):
-        assert all(a >= b for slower, faster in zip(four, four[1:], strict=False) for a, b in zip(slower, faster, strict=True))
+        assert all(
+            a >= b for slower, faster in zip(four, four[1:], strict=False) for a, b in zip(slower, faster, strict=True)
+        )
 
 
 def test_a_trace_is_json_with_one_track_for_each_stream_and_nothing_overlaps_in_it():
@@ -289,7 +305,9 @@ def test_a_trace_is_json_with_one_track_for_each_stream_and_nothing_overlaps_in_
     assert sum(e["name"] == "process_name" for e in document["traceEvents"]) == 8
     for track in named:
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events_of if (e["pid"], e["tid"]) == track)
-        assert all(stop <= start + 1e-6 * max(1.0, start) for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(
+            stop <= start + 1e-6 * max(1.0, start) for (_, stop), (start, _) in zip(spans, spans[1:], strict=False)
+        )
     launches = [e for e in events_of if e["name"] == "attention"]
     assert len(launches) == 2 * 8 * 8
 

@@ -61,7 +61,9 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 
 
 @settings(max_examples=12, deadline=None)
-@given(case=cases(num_ranks=(4, 8), max_length=200, max_sequences=5, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+@given(
+    case=cases(num_ranks=(4, 8), max_length=200, max_sequences=5, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
+)
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
     planned = plan(name, case)
     if planned.routing is not None and any(zone.pattern in ("all_gather", "head_exchange") for zone in planned.zones):
@@ -69,7 +71,9 @@ def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str)
         planned = replace(planned, routing=None)
     cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
     machine = Machine(cluster, case.model, AnalyticCost(cluster, case.model))
-    exact, rounds = (attention_call(planned, machine, "keep", name=engine).forward.bytes_moved for engine in ("events", "rounds"))
+    exact, rounds = (
+        attention_call(planned, machine, "keep", name=engine).forward.bytes_moved for engine in ("events", "rounds")
+    )
     first = 2 * machine.num_ranks
     # Tensors of collectives are padded, and pieces cut, to 16 bytes; here evenly.
     assert rounds[first:] == pytest.approx(exact[first:], abs=64 * machine.num_ranks**2)
@@ -111,7 +115,9 @@ def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size):
 
 def test_a_first_hop_that_an_owner_makes_is_not_made_by_the_holder():
     lengths = (4000, 100, 90)
-    planned = by_hand.plan(lengths, 8, by_hand.ring(range(4), 0), by_hand.local(4, 1, 2), ranks_per_node=4, heads=(2, 2))
+    planned = by_hand.plan(
+        lengths, 8, by_hand.ring(range(4), 0), by_hand.local(4, 1, 2), ranks_per_node=4, heads=(2, 2)
+    )
     machine = flat_machine(8, 4)
     moved = with_layers(planned, machine.cluster, machine.cost, Layers(remap=True))
     assert moved.moves

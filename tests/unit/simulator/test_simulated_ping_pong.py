@@ -34,7 +34,9 @@ def nano_batch(tokens: int = TOKENS) -> MicrobatchPlan:
     near = [(rank, rank, 0, tokens // 2, 0, tokens // 2) for rank in range(RANKS)]
     far = [((rank + 1) % RANKS, rank, tokens // 2, tokens, 0, tokens) for rank in range(RANKS)]
     heads = (MODEL.num_heads, MODEL.num_kv_heads)
-    return by_hand.plan((tokens,) * RANKS, RANKS, by_hand.task_table(fragments, near + far), ranks_per_node=1, heads=heads)
+    return by_hand.plan(
+        (tokens,) * RANKS, RANKS, by_hand.task_table(fragments, near + far), ranks_per_node=1, heads=heads
+    )
 
 
 def machine(**cost: object) -> Machine:
@@ -69,7 +71,9 @@ def test_interleaved_only_the_last_transfer_has_nothing_beside_it(engine: Engine
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_exchanges_between_experts_lengthen_the_linear_steps(engine: EngineName) -> None:
-    forward, backward = layers([nano_batch(), nano_batch()], machine(), 3, PingPongMode(engine=engine), (0.25, np.full(RANKS, 0.125)))
+    forward, backward = layers(
+        [nano_batch(), nano_batch()], machine(), 3, PingPongMode(engine=engine), (0.25, np.full(RANKS, 0.125))
+    )
     usual = layers([nano_batch(), nano_batch()], machine(), 3, PingPongMode(engine=engine))
     for longer, alone in zip((forward, backward), usual, strict=True):
         assert longer.end_s - alone.end_s == pytest.approx(np.full(RANKS, 3 * 0.375))
@@ -77,10 +81,14 @@ def test_exchanges_between_experts_lengthen_the_linear_steps(engine: EngineName)
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_by_one_every_transfer_is_waited_for(engine: EngineName) -> None:
-    forward, backward = layers([nano_batch(), nano_batch()], machine(), 5, PingPongMode(engine=engine, interleaved=False))
+    forward, backward = layers(
+        [nano_batch(), nano_batch()], machine(), 5, PingPongMode(engine=engine, interleaved=False)
+    )
     assert forward.end_s == pytest.approx(5 * 2 * (LINEAR + LAUNCH + IN + OUT))
     assert backward.end_s == pytest.approx(5 * 2 * (2 * LINEAR + 2 * LAUNCH + transfer_s(Kind.OUT_GRAD) + GRADS))
-    signal = layers([nano_batch(), nano_batch()], machine(), 5, PingPongMode(engine=engine, interleaved=False, signal=True))
+    signal = layers(
+        [nano_batch(), nano_batch()], machine(), 5, PingPongMode(engine=engine, interleaved=False, signal=True)
+    )
     assert signal.forward.end_s == pytest.approx(forward.compute_s, rel=2e-2)
     assert signal.forward.compute_s == pytest.approx(forward.compute_s)
     assert signal.forward.end_s.max() < forward.end_s.max()
@@ -105,7 +113,9 @@ def test_a_transfer_longer_than_what_is_beside_it_shows_by_the_difference(engine
 def test_the_engines_agree_on_uneven_nano_batches(policy: Policy) -> None:
     plans = [nano_batch(TOKENS), nano_batch(TOKENS // 2)]
     for interleaved in (True, False):
-        events, rounds = (layers(plans, machine(), 6, PingPongMode(policy, interleaved, engine=engine)) for engine in ENGINES)
+        events, rounds = (
+            layers(plans, machine(), 6, PingPongMode(policy, interleaved, engine=engine)) for engine in ENGINES
+        )
         for one, other in zip(events, rounds, strict=True):
             assert one.end_s == pytest.approx(other.end_s, rel=1e-3)
             assert one.compute_s == pytest.approx(other.compute_s)
@@ -116,9 +126,9 @@ def test_a_step_of_nano_batches_is_its_layers() -> None:
     plans, on = (nano_batch(), nano_batch()), machine()
     step = simulate_step([plans], on, Setup(engine="events"))
     passes = layers(plans, on, MODEL.num_layers, PingPongMode(engine="events"))
-    assert sum(step.phases_s[name] for name in step.phases_s if name not in ("gradient_sync", "optimizer", "head")) == pytest.approx(
-        passes.forward.end_s.max() + passes.backward.end_s.max()
-    )
+    assert sum(
+        step.phases_s[name] for name in step.phases_s if name not in ("gradient_sync", "optimizer", "head")
+    ) == pytest.approx(passes.forward.end_s.max() + passes.backward.end_s.max())
     alone = simulate_step([plans], on, Setup(engine="events", interleaved=False))
     assert alone.step_s > step.step_s
     assert step.num_tokens == 2 * RANKS * TOKENS
@@ -143,6 +153,9 @@ def test_nano_batches_are_as_even_as_whole_items_allow() -> None:
         sizes = rng.integers(1, 60, int(rng.integers(2, 11))).tolist()
         first, second = nano_batches(sizes)
         assert sorted(first + second) == list(range(len(sizes)))
-        best = min(abs(sum(sizes) - 2 * sum(s for i, s in enumerate(sizes) if choice >> i & 1)) for choice in range(1 << len(sizes)))
+        best = min(
+            abs(sum(sizes) - 2 * sum(s for i, s in enumerate(sizes) if choice >> i & 1))
+            for choice in range(1 << len(sizes))
+        )
         assert abs(sum(sizes[i] for i in first) - sum(sizes[i] for i in second)) <= max(best, sum(sizes) // 100)
         assert sum(sizes[i] for i in first) >= sum(sizes[i] for i in second) > 0

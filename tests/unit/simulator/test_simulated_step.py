@@ -58,7 +58,9 @@ def test_a_step_of_one_rank_is_its_layers():
 
 def test_full_recomputation_runs_the_forward_again():
     machine = flat_machine(1, 1, launch=3.0, layer=0.01)
-    assert simulate_step([local(100, ranks_per_node=1)], machine, Setup(recompute="full")).step_s == pytest.approx(4 * 4 * 4.0)
+    assert simulate_step([local(100, ranks_per_node=1)], machine, Setup(recompute="full")).step_s == pytest.approx(
+        4 * 4 * 4.0
+    )
 
 
 def test_ranks_that_exchange_nothing_drift_apart_until_the_end():
@@ -71,7 +73,9 @@ def test_ranks_that_exchange_nothing_drift_apart_until_the_end():
 
 def test_ranks_of_a_ring_go_through_the_layers_together():
     assert coupled(ring(4, 4, 100)).tolist() == [0, 0, 0, 0]
-    mixed = replace(local(100, 100, 100, 100), zones=(Zone("a", "ring", (0, 2), (0,)), Zone("b", "ring", (1,), (1, 2, 3))))
+    mixed = replace(
+        local(100, 100, 100, 100), zones=(Zone("a", "ring", (0, 2), (0,)), Zone("b", "ring", (1,), (1, 2, 3)))
+    )
     assert coupled(mixed).tolist() == [0, 1, 0, 3]
 
 
@@ -87,7 +91,9 @@ def test_equal_microbatches_are_simulated_once(monkeypatch):
     one = simulate_step([ring(4, 4, 400)], machine)
     many = simulate_step([ring(4, 4, 400)] * 8, machine)
     assert len(calls) == 2
-    assert many.step_s - many.phases_s["gradient_sync"] == pytest.approx(8 * (one.step_s - one.phases_s["gradient_sync"]))
+    assert many.step_s - many.phases_s["gradient_sync"] == pytest.approx(
+        8 * (one.step_s - one.phases_s["gradient_sync"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,9 @@ def test_the_bubble_of_a_pipeline_is_what_the_closed_form_says(stages, microbatc
 
     clocks = pipeline.run(stages, microbatches, chunks, 1, each, lambda _: np.zeros(1))
     work_s = microbatches * (forward_s + backward_s)
-    assert max(float(clock.max()) for clock in clocks) == pytest.approx(work_s * (1 + pipeline.bubble_share(stages, microbatches, chunks)))
+    assert max(float(clock.max()) for clock in clocks) == pytest.approx(
+        work_s * (1 + pipeline.bubble_share(stages, microbatches, chunks))
+    )
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))
@@ -145,7 +153,9 @@ def test_layers_and_microbatches_that_a_pipeline_cannot_share_evenly_are_errors(
 
 def test_synchronisation_hides_behind_the_backward():
     machine = flat_machine(4, 2, launch=0.01)
-    apart, beside = (simulate_step([ring(4, 2, 400)], machine, Setup(overlap_sync=overlap)) for overlap in (False, True))
+    apart, beside = (
+        simulate_step([ring(4, 2, 400)], machine, Setup(overlap_sync=overlap)) for overlap in (False, True)
+    )
     assert beside.phases_s["gradient_sync"] < apart.phases_s["gradient_sync"]
     assert beside.phases_s["gradient_sync"] >= apart.phases_s["gradient_sync"] / MODEL.num_layers - 1e-12
 
@@ -158,7 +168,9 @@ def test_peaks_are_those_of_the_memory_model():
         peak = simulate_step([planned], machine, Setup(policy=policy)).peak_bytes
         tokens = linear_tokens(planned)
         sharding, holding = Sharding(optimizer=4), Holding(policy)
-        assert peak.tolist() == [rank_memory(MODEL, t, r, sharding, holding).total for t, r in zip(tokens, received, strict=True)]
+        assert peak.tolist() == [
+            rank_memory(MODEL, t, r, sharding, holding).total for t, r in zip(tokens, received, strict=True)
+        ]
     assert most_in_a_round(planned).tolist() == [max(linear_tokens(planned))] * 4
 
 
@@ -166,7 +178,12 @@ def test_peaks_are_those_of_the_memory_model():
 def test_even_collectives_take_what_the_cost_models_closed_forms_say(ranks_per_node):
     machine = flat_machine(8, ranks_per_node, 2)
     group = np.arange(8)
-    here = Group(8, ranks_per_node, machine.intra, replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * machine.nics.per_node))
+    here = Group(
+        8,
+        ranks_per_node,
+        machine.intra,
+        replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * machine.nics.per_node),
+    )
     assert collective.ring(group, 1000.0, machine).seconds == pytest.approx(all_gather_s(1000.0, here))
     even = np.full((8, 8), 125.0)
     assert collective.exchange(group, even, machine).seconds == pytest.approx(all_to_all_s(1000.0, here))
@@ -190,7 +207,9 @@ def test_an_extra_token_is_never_faster(lengths, grown):
 def test_an_extra_token_in_every_chunk_of_a_ring_is_never_faster(length, ranks):
     cluster = Cluster(*ranks)
     machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
-    few_s, many_s = (simulate_step([ring(*ranks, n, heads=32)], machine).step_s for n in (length, length + 2 * ranks[0]))
+    few_s, many_s = (
+        simulate_step([ring(*ranks, n, heads=32)], machine).step_s for n in (length, length + 2 * ranks[0])
+    )
     assert many_s >= few_s * (1 - 1e-12)
 
 
@@ -198,14 +217,18 @@ def test_an_extra_token_in_every_chunk_of_a_ring_is_never_faster(length, ranks):
 @given(factor=st.floats(1.0, 8.0), name=st.sampled_from(["te_ring", "llama_all_gather", "ulysses", "hybrid_dp"]))
 def test_more_bandwidth_is_never_a_slower_step(factor, name):
     cluster = Cluster(8, 4, ranks_per_nic=2)
-    faster = replace(cluster, nic_bytes_per_s=cluster.nic_bytes_per_s * factor, intra_bytes_per_s=cluster.intra_bytes_per_s * factor)
+    faster = replace(
+        cluster, nic_bytes_per_s=cluster.nic_bytes_per_s * factor, intra_bytes_per_s=cluster.intra_bytes_per_s * factor
+    )
     planner = PLANNERS[name]
     options = planner.options(tokens_per_rank=4000)
     assert planner.plan is not None
     planned = planner.plan(Batch((9000, 4000, 700, 90, 17)), cluster, LLAMA, AnalyticCost(cluster, LLAMA), options)
     # SMs that transfers hold depend on the link's rate, which is another machine; hold them equal.
     slow_s, fast_s = (
-        simulate_step([planned], Machine(c, LLAMA, AnalyticCost(replace(c, num_sms=0), LLAMA)), Setup(engine="events")).step_s
+        simulate_step(
+            [planned], Machine(c, LLAMA, AnalyticCost(replace(c, num_sms=0), LLAMA)), Setup(engine="events")
+        ).step_s
         for c in (cluster, faster)
     )
     assert fast_s <= slow_s * (1 + 1e-9)

@@ -46,7 +46,9 @@ def whole(*lengths: int) -> MicrobatchPlan:
 
 def planned(plans: list[MicrobatchPlan], stages: int, chunks: int = 1) -> tuple[TickPlan, ...]:
     num_ranks = stages * plans[0].num_ranks
-    return plan_ticks(ticks(stages, len(plans), chunks), plans, lambda lengths, owned: owned_rows(lengths, owned, num_ranks))
+    return plan_ticks(
+        ticks(stages, len(plans), chunks), plans, lambda lengths, owned: owned_rows(lengths, owned, num_ranks)
+    )
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2)])
@@ -76,11 +78,15 @@ def test_one_stage_takes_what_a_step_takes() -> None:
     around = step.phases_s["gradient_sync"] + step.phases_s["optimizer"]
     assert simulate_ticks(planned(plans, 1), machine(2)).step_s == pytest.approx(step.step_s - around)
     full = simulate_step(plans, machine(2), Setup(policy="replay", recompute="full"))
-    assert simulate_ticks(planned(plans, 1), machine(2), Setup(recompute="full")).step_s == pytest.approx(full.step_s - around)
+    assert simulate_ticks(planned(plans, 1), machine(2), Setup(recompute="full")).step_s == pytest.approx(
+        full.step_s - around
+    )
 
 
 def test_stages_that_attend_together_are_sooner_done_with_uneven_microbatches() -> None:
-    plans = [distca.plan(distca.Batch(n), machine(2).cluster, MODEL, machine(2).cost, distca.DistcaOptions()) for n in UNEVEN]
+    plans = [
+        distca.plan(distca.Batch(n), machine(2).cluster, MODEL, machine(2).cost, distca.DistcaOptions()) for n in UNEVEN
+    ]
     work = machine(4)
 
     def plan_owned(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
@@ -103,9 +109,15 @@ def test_two_nano_batches_hide_what_they_exchange() -> None:
     order, work = ticks(2, 2), machine(4)
 
     def of_nano_batch(lengths: tuple[int, ...]) -> tuple[TickPlan, ...]:
-        plans = [distca.plan(distca.Batch(lengths), machine(2).cluster, MODEL, machine(2).cost, distca.DistcaOptions())] * 2
+        plans = [
+            distca.plan(distca.Batch(lengths), machine(2).cluster, MODEL, machine(2).cost, distca.DistcaOptions())
+        ] * 2
         return plan_ticks(
-            order, plans, lambda n, owned: distca.plan_owned(n, owned, work.cluster, MODEL, work.cost, distca.DistcaOptions(tolerance=0.02))
+            order,
+            plans,
+            lambda n, owned: distca.plan_owned(
+                n, owned, work.cluster, MODEL, work.cost, distca.DistcaOptions(tolerance=0.02)
+            ),
         )
 
     first, second = of_nano_batch((12288, 4096)), of_nano_batch((8192, 8192))

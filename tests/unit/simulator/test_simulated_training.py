@@ -21,7 +21,9 @@ from megatron_balance.simulator.step import simulate_step
 from megatron_balance.simulator.training import simulate_planned
 from tests.unit.simulator.test_simulated_ticks import planned, whole
 
-MODEL = Model(num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096, vocab_size=32000)
+MODEL = Model(
+    num_heads=8, num_kv_heads=8, head_dim=128, num_layers=8, hidden_size=1024, ffn_size=4096, vocab_size=32000
+)
 DISTCA, RING = (choose_planner(name, {"tokens_per_rank": 8192}) for name in ("distca", "te_ring"))
 
 
@@ -33,7 +35,9 @@ def machine(num_ranks: int) -> Machine:
 def step_of(lengths: list[tuple[int, ...]], mode: StepMode, setup: Setup) -> StepPlan:
     stage, pool = machine(4), machine(4 * setup.pipeline)
     joint = JointStages(pool.cluster, pool.cost) if mode.joint else None
-    return DISTCA.plan_step(tuple(lengths), StepContext(stage.cluster, MODEL, stage.cost, joint=joint, ping_pong=mode.ping_pong))[0]
+    return DISTCA.plan_step(
+        tuple(lengths), StepContext(stage.cluster, MODEL, stage.cost, joint=joint, ping_pong=mode.ping_pong)
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,8 @@ def test_a_step_in_ticks_has_every_figure_and_nano_batches_hide_its_exchanges() 
     setup = Setup(pipeline=2, engine="events")
     stage, pool = machine(4), machine(8)
     whole_s, nano_batches_s = (
-        simulate_planned(step_of(lengths, StepMode(ping_pong, "joint"), setup), stage, pool, setup) for ping_pong in (False, True)
+        simulate_planned(step_of(lengths, StepMode(ping_pong, "joint"), setup), stage, pool, setup)
+        for ping_pong in (False, True)
     )
     for step in (whole_s, nano_batches_s):
         assert step.num_tokens == sum(map(sum, lengths))

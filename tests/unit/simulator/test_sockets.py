@@ -53,7 +53,9 @@ def one_by_one(ways: list[tuple[int, int]]) -> Program:
     whole = program(4, [(src, dst, 100) for src, dst in ways])
     op = whole.forward[0]
     assert isinstance(op, Exchange)
-    return replace(whole, forward=tuple(Exchange(at, Rows.of(Transfer.WIDTH, [row])) for at, row in enumerate(op.transfers)))
+    return replace(
+        whole, forward=tuple(Exchange(at, Rows.of(Transfer.WIDTH, [row])) for at, row in enumerate(op.transfers))
+    )
 
 
 def routed(tokens: int, routes: Rows) -> Program:
@@ -86,7 +88,9 @@ def test_two_ranks_that_post_receives_first_send_both_ways_at_once() -> None:
 
 @pytest.mark.usefixtures("even")
 @pytest.mark.parametrize(("later_s", "turns"), [(0.0, 1), (0.01, 2)])
-def test_an_all_to_all_of_two_ranks_takes_turns_as_gloos_does_unless_they_begin_at_once(later_s: float, turns: int) -> None:
+def test_an_all_to_all_of_two_ranks_takes_turns_as_gloos_does_unless_they_begin_at_once(
+    later_s: float, turns: int
+) -> None:
     machine = flat_machine(2, 1)
     end = play(program(2, [(0, 1, 1000), (1, 0, 1000)], "all_to_all"), machine, [0.0, later_s]).end_s
     assert end.max() == pytest.approx(later_s + CALL + INTER.time_s(turns * 1000 * KV_BYTES), rel=0.01)
@@ -122,7 +126,9 @@ def test_a_piece_is_passed_on_when_it_has_come() -> None:
 @pytest.mark.usefixtures("even")
 def test_pieces_overtake_one_another() -> None:
     machine = flat_machine(8, 4)
-    whole_s, cut_s = (play(with_routes(program(8, [(0, 4, 4096)]), Nics(4, 1, pieces=n)), machine).end_s.max() for n in (1, 4))
+    whole_s, cut_s = (
+        play(with_routes(program(8, [(0, 4, 4096)]), Nics(4, 1, pieces=n)), machine).end_s.max() for n in (1, 4)
+    )
     num_bytes, near, far = 4096 * KV_BYTES, INTRA.bytes_per_s, INTER.bytes_per_s
     # One piece a NIC: handed out, across, handed on. Of four, three quarters of what is handed out
     # and on happens beside the crossing.
@@ -133,7 +139,9 @@ def test_pieces_overtake_one_another() -> None:
 
 
 @pytest.mark.parametrize(("transport", "meanwhile"), [("sockets", True), ("streams", False)])
-def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(transport: engine.Transport, meanwhile: bool) -> None:
+def test_what_comes_in_the_next_exchange_does_not_wait_for_a_rank_that_computes(
+    transport: engine.Transport, meanwhile: bool
+) -> None:
     fair = flat_machine(4, 4, launch=0.001)
     slow = Machine(fair.cluster, fair.model, fair.cost, (1.0, 10_000.0, 1.0, 1.0))
     ring = by_hand.pool("ring", (8000,), 4, heads=(2, 2))
@@ -149,7 +157,9 @@ def test_receives_are_posted_as_far_ahead_as_the_executor_does() -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+@given(
+    case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
+)
 def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(case: Case, name: str) -> None:
     planned = plan(name, case)
     shared = planned.routing.ranks_per_nic if planned.routing is not None else 1
@@ -166,13 +176,21 @@ def test_every_link_and_nic_carries_the_bytes_that_the_executor_counts(case: Cas
 
 
 @settings(max_examples=8, deadline=None)
-@given(case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS))
+@given(
+    case=cases(num_ranks=(4, 8), max_length=120, max_sequences=4, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
+)
 def test_faster_nics_are_never_slower_by_much(case: Case, name: str) -> None:
     """Precedence on a connection may change with the rates; nothing else may."""
     planned = plan(name, case)
     cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
     ends = [
-        attention_call(planned, Machine(fast, case.model, AnalyticCost(fast, case.model)), "replay", name="events", transport="sockets")
+        attention_call(
+            planned,
+            Machine(fast, case.model, AnalyticCost(fast, case.model)),
+            "replay",
+            name="events",
+            transport="sockets",
+        )
         for fast in (cluster, replace(cluster, nic_bytes_per_s=4 * cluster.nic_bytes_per_s))
     ]
     slower, faster = (call.forward.end_s.max() + call.backward.end_s.max() for call in ends)

@@ -22,7 +22,9 @@ class Wires:
         self.events: list[tuple[float, int]] = []
         self.left_s: dict[int, float] = {}
         self.came_s: dict[int, float] = {}
-        self.network = tcp.Network(machine, lambda: self.now, lambda at, number: heapq.heappush(self.events, (at, number)), self, longest)
+        self.network = tcp.Network(
+            machine, lambda: self.now, lambda at, number: heapq.heappush(self.events, (at, number)), self, longest
+        )
 
     def left(self, message: int) -> None:
         self.left_s[message] = self.now

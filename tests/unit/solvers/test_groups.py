@@ -11,7 +11,9 @@ from megatron_balance.patterns import zigzag
 from megatron_balance.solvers.groups import arrange, blocks, needed, rank_tokens, sizes
 
 
-@pytest.mark.parametrize(("num_ranks", "wanted"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))])
+@pytest.mark.parametrize(
+    ("num_ranks", "wanted"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))]
+)
 def test_sizes_are_powers_of_two_and_all_ranks(num_ranks: int, wanted: tuple[int, ...]) -> None:
     assert sizes(num_ranks) == wanted
 

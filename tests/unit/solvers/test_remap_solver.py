@@ -140,7 +140,9 @@ WITHOUT_SCIP = SimpleNamespace(Solver=SimpleNamespace(CreateSolver=lambda _: Non
         ("ortools", "ortools.linear_solver.pywraplp", WITHOUT_SCIP, "lacks SCIP"),
     ],
 )
-def test_a_solver_that_cannot_answer_is_one_warning_and_the_exact_answer(solver: Solver, module, replacement, reason, monkeypatch, caplog):
+def test_a_solver_that_cannot_answer_is_one_warning_and_the_exact_answer(
+    solver: Solver, module, replacement, reason, monkeypatch, caplog
+):
     _warn_once.cache_clear()
     monkeypatch.setitem(sys.modules, module, replacement)
     held = [24, 12, 2, 6, 0, 0, 0, 4]

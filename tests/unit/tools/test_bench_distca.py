@@ -16,7 +16,17 @@ from tools.bench.emulated.point import TOKENS, Kernels, Point
 from tools.bench.emulated.steps import WARM_UP
 
 KERNELS = Kernels(0.05, 0.125, 20e9, 0.2)
-EXPERIMENT = Turns(out="out", batches=1, repeats=2, seed=0, layers=2, backward="keep", nic_mbit=None, calibration_s=1.0, core_share=0.06)
+EXPERIMENT = Turns(
+    out="out",
+    batches=1,
+    repeats=2,
+    seed=0,
+    layers=2,
+    backward="keep",
+    nic_mbit=None,
+    calibration_s=1.0,
+    core_share=0.06,
+)
 
 
 def test_batches_hold_several_contexts_and_no_document_longer_than_one() -> None:
@@ -44,19 +54,39 @@ def test_the_bandwidth_needed_follows_the_computation() -> None:
     drawn = distca.batches(1, 0)["arxiv"]
     point = Point.of(KERNELS)
     needed = distca.needed_bytes_per_s(drawn, distca.machine(point, 2))
-    slower = replace(KERNELS, forward_s=2 * KERNELS.forward_s, backward_s=2 * KERNELS.backward_s, linear_flops_per_s=10e9)
+    slower = replace(
+        KERNELS, forward_s=2 * KERNELS.forward_s, backward_s=2 * KERNELS.backward_s, linear_flops_per_s=10e9
+    )
     assert distca.needed_bytes_per_s(drawn, distca.machine(Point.of(slower), 2)) == pytest.approx(needed / 2, rel=0.05)
     assert needed > 0
-    assert EXPERIMENT.point(KERNELS) == distca.point(KERNELS, [n for each in distca.batches(1, 0).values() for n in each], 2)
+    assert EXPERIMENT.point(KERNELS) == distca.point(
+        KERNELS, [n for each in distca.batches(1, 0).values() for n in each], 2
+    )
 
 
 def record(variant: int, repeat: int, step_s: float, waited_s: float) -> report.Record:
     rank: dict[str, Any] = {"step_s": step_s, "all_reduce_s": 0.5, "model_s": step_s - 0.5, "kernel_s": 1.0}
     ranks = [
-        {**rank, "waited_s": waited_s - 0.1, "under_way_s": 4.0, "exchanges": [(0, "forward", 0, 0, (1,), 1.0, 2.5, 3.0 + waited_s)]},
-        {**rank, "waited_s": waited_s + 0.1, "under_way_s": 4.0, "exchanges": [(0, "forward", 0, 0, (), 3.0, 3.0, 3.0)]},
+        {
+            **rank,
+            "waited_s": waited_s - 0.1,
+            "under_way_s": 4.0,
+            "exchanges": [(0, "forward", 0, 0, (1,), 1.0, 2.5, 3.0 + waited_s)],
+        },
+        {
+            **rank,
+            "waited_s": waited_s + 0.1,
+            "under_way_s": 4.0,
+            "exchanges": [(0, "forward", 0, 0, (), 3.0, 3.0, 3.0)],
+        },
     ]
-    names = {"dataset": "arxiv", "batch": 0, "variant": VARIANTS[variant].name, "nic_sent": [10**6], "nic_received": [2 * 10**6]}
+    names = {
+        "dataset": "arxiv",
+        "batch": 0,
+        "variant": VARIANTS[variant].name,
+        "nic_sent": [10**6],
+        "nic_received": [2 * 10**6],
+    }
     return {**names, "repeat": repeat, "ranks": ranks}
 
 

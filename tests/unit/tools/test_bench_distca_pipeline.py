@@ -15,7 +15,16 @@ from tools.bench.emulated.point import Kernels
 from tools.bench.emulated.steps import WARM_UP
 
 EXPERIMENT = Pipelined(
-    out="out", batches=2, microbatches=3, repeats=2, seed=0, layers=2, backward="keep", nic_mbit=None, calibration_s=1.0, core_share=0.06
+    out="out",
+    batches=2,
+    microbatches=3,
+    repeats=2,
+    seed=0,
+    layers=2,
+    backward="keep",
+    nic_mbit=None,
+    calibration_s=1.0,
+    core_share=0.06,
 )
 
 
@@ -45,15 +54,29 @@ def test_an_idle_stage_is_warming_up_before_its_passes_and_draining_after_them()
 
 def record(variant: int, repeat: int, step_s: float) -> report.Record:
     """Two ranks, one on each stage."""
-    rank: dict[str, Any] = {"step_s": step_s + 0.5, "all_reduce_s": 0.5, "model_s": step_s, "kernel_s": 2.0, "waited_s": 1.0}
+    rank: dict[str, Any] = {
+        "step_s": step_s + 0.5,
+        "all_reduce_s": 0.5,
+        "model_s": step_s,
+        "kernel_s": 2.0,
+        "waited_s": 1.0,
+    }
     idle = [[[True, True, 6 + repeat, 0.2], [False, False, 5, 0.2]], [[False, True, 9, 0.1], [True, False, 4, 0.1]]]
     ranks = [{**rank, "idle": each if variant == TOGETHER else []} for each in idle]
-    names = {"dataset": "arxiv", "batch": 0, "variant": VARIANTS[variant].name, "nic_sent": [10**6], "nic_received": [2 * 10**6]}
+    names = {
+        "dataset": "arxiv",
+        "batch": 0,
+        "variant": VARIANTS[variant].name,
+        "nic_sent": [10**6],
+        "nic_received": [2 * 10**6],
+    }
     return {**names, "repeat": repeat, "ranks": ranks}
 
 
 def test_tables_compare_steps_turn_by_turn_and_count_what_idle_stages_attended_to() -> None:
-    records = [record(variant, repeat, (8.0, 5.0)[variant] + repeat) for variant in (APART, TOGETHER) for repeat in (0, 1)]
+    records = [
+        record(variant, repeat, (8.0, 5.0)[variant] + repeat) for variant in (APART, TOGETHER) for repeat in (0, 1)
+    ]
     records += [record(TOGETHER, WARM_UP, 100.0)]
     apart, together = report.lines(records)[:2]
     assert (apart.step_s, apart.ratio, apart.low, apart.high) == (8.5, 1, 1, 1)

@@ -91,7 +91,9 @@ def test_planners_with_the_same_plan_are_one_case_and_every_plan_covers_the_batc
 def test_planners_are_told_the_rate_of_the_kernel_at_its_share() -> None:
     table = made()
     q, k = table.attention.q_tokens[-1], table.attention.k_tokens[-1]
-    assert flops_per_s(table, 0.5) == pytest.approx(0.5 * MODEL.attention_flops_per_pair * q * k / table.attention.full_s[-1][-1])
+    assert flops_per_s(table, 0.5) == pytest.approx(
+        0.5 * MODEL.attention_flops_per_pair * q * k / table.attention.full_s[-1][-1]
+    )
 
 
 def written(folder: Path) -> Path:
@@ -100,7 +102,10 @@ def written(folder: Path) -> Path:
     entries = [
         {
             "costs": "costs.json",
-            **{name: getattr(case, name) for name in ("nics", "mbit", "policy", "dataset", "batch", "planner", "others")},
+            **{
+                name: getattr(case, name)
+                for name in ("nics", "mbit", "policy", "dataset", "batch", "planner", "others")
+            },
             "repeats": [[1.0, 2.0], [1.1, 2.1], [1.2, 2.2]],
             "late_share": 0.01,
             "plan": json.loads(to_json(case.plan)),
@@ -111,7 +116,9 @@ def written(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_is_simulated_with_its_own_costs_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_simulated_with_its_own_costs_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = piece.all_rows([written(tmp_path)])
     assert rows[0].table == load_table(tmp_path / "costs.json")
     found = report.line_of(rows[0])
@@ -134,7 +141,12 @@ def test_slower_kernels_are_simulated_slower(tmp_path: Path) -> None:
 
 
 def test_close_planners_are_in_order_where_their_repetitions_do_not_overlap() -> None:
-    first, second, third, far = line("a", 1.0, 1.3), line("b", 1.1, 1.2), line("c", 1.11, 1.0, spread=0.1), line("d", 2.0, 2.0)
+    first, second, third, far = (
+        line("a", 1.0, 1.3),
+        line("b", 1.1, 1.2),
+        line("c", 1.11, 1.0, spread=0.1),
+        line("d", 2.0, 2.0),
+    )
     lines = [third, first, far, second]
     pairs = {(pair.faster.planner, pair.slower.planner): pair for pair in report.close_pairs(lines)}
     assert set(pairs) == {("a", "b"), ("a", "c"), ("b", "c")}
@@ -160,7 +172,9 @@ def test_planners_on_other_links_or_batches_are_not_compared() -> None:
     assert not report.close_pairs(lines)
 
 
-@pytest.mark.parametrize("wrong", [["--planners", "te_rin"], ["--datasets", "x"], ["--tokens", "1000"], ["--share", "0.5"]])
+@pytest.mark.parametrize(
+    "wrong", [["--planners", "te_rin"], ["--datasets", "x"], ["--tokens", "1000"], ["--share", "0.5"]]
+)
 def test_wrong_options_are_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["measure", *wrong]) == command.USAGE_ERROR
     assert capsys.readouterr().err.startswith("error: ")

@@ -89,7 +89,10 @@ def apart(monkeypatch, module):
 
     def start(command, **kwargs):
         started.append(command)
-        code = f"from tools.gpu import parts, run; parts.PARTS['syncs'] = {module!r}; raise SystemExit(run.main({command[3:]!r}))"
+        code = (
+            f"from tools.gpu import parts, run; parts.PARTS['syncs'] = {module!r}; raise "
+            f"SystemExit(run.main({command[3:]!r}))"
+        )
         return popen([sys.executable, "-c", code], **kwargs)
 
     monkeypatch.setattr(run.subprocess, "Popen", start)
@@ -143,7 +146,9 @@ def test_files_are_written_on_a_gpu_only(tmp_path):
         run._prefix(cpu, tmp_path)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
 
 
-@pytest.mark.parametrize(("words", "said"), [(["--parts", "kernel"], "kernel: no such part"), (["--limit-s", "0"], "expected seconds")])
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--parts", "kernel"], "kernel: no such part"), (["--limit-s", "0"], "expected seconds")]
+)
 def test_a_users_mistake_is_a_sentence(words, said, capsys):
     with pytest.raises(SystemExit) as caught:
         run.main(words)

@@ -6,7 +6,13 @@ from tools.megatron_flags import command_line
 
 
 def test_a_flag_stands_alone_with_its_value_or_with_several() -> None:
-    flags = {"swiglu": True, "lr": 1e-3, "save-interval": None, "balance-device": False, "data-path": ["1", "documents"]}
+    flags = {
+        "swiglu": True,
+        "lr": 1e-3,
+        "save-interval": None,
+        "balance-device": False,
+        "data-path": ["1", "documents"],
+    }
     assert command_line(flags) == ["--swiglu", "--lr", "0.001", "--data-path", "1", "documents"]
 
 

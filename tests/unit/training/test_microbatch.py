@@ -47,7 +47,10 @@ def test_rows_are_padded_and_keep_their_positions() -> None:
 
 
 def test_every_tensor_parallel_rank_has_its_share_of_each_nano_batch() -> None:
-    first, second = (assemble(torch.tensor(rows)[:, None], np.array([[0, 0, len(rows)]]), multiple=2) for rows in ([1, 2, 3, 4], [5, 6]))
+    first, second = (
+        assemble(torch.tensor(rows)[:, None], np.array([[0, 0, len(rows)]]), multiple=2)
+        for rows in ([1, 2, 3, 4], [5, 6])
+    )
     both = interleave([first, second], shares=2)
     assert both.rows.flatten().tolist() == [1, 2, 5, 3, 4, 6]
     assert both.positions.tolist() == [0, 1, 0, 2, 3, 1]

@@ -1,4 +1,5 @@
-"""Steps of a training job: what is carried goes from step to step in order, through reruns, checkpoints and plans made ahead."""
+"""Steps of a training job: what is carried goes from step to step in order, through reruns,
+checkpoints and plans made ahead."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ def test_every_step_is_planned_with_what_the_one_before_carried(planner: StepPla
         assert job.ahead.asked == [(n, 1) for n in (1, 2, 3, 4, 5)], "each step once"
 
 
-def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what_it_began_with(planner: StepPlanner) -> None:
+def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what_it_began_with(
+    planner: StepPlanner,
+) -> None:
     job = Job(planner)
     saved = job.step()
     first = job.plans.plan((SAMPLES[1],))
@@ -135,7 +138,9 @@ def test_the_carry_of_another_planner_is_not_restored(planner: StepPlanner) -> N
         Job(planner).plans.restore(Carry.of("delays", []))
 
 
-def test_sequences_in_other_microbatches_than_they_were_dealt_to_are_refused(planner: StepPlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_in_other_microbatches_than_they_were_dealt_to_are_refused(
+    planner: StepPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def swapped(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
         step, _ = counting(lengths, context, carry)
         return StepPlan((((1, 0),),), step.plans), EMPTY

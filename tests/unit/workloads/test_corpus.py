@@ -43,7 +43,13 @@ def run(*words: str) -> int:
 
 def test_documents_are_bytes_and_an_end_of_document_token(folder: Path, tmp_path: Path) -> None:
     report = build(str(tmp_path / "c"), find_files([folder], ".py"), max_bytes=10)
-    assert (report.num_documents, report.num_tokens, report.empty, report.too_large, report.beyond_limit) == (3, 9, 1, 1, 0)
+    assert (report.num_documents, report.num_tokens, report.empty, report.too_large, report.beyond_limit) == (
+        3,
+        9,
+        1,
+        1,
+        0,
+    )
     tokens = np.fromfile(bin_path(f"{tmp_path}/c"), dtype=np.uint16).tolist()
     assert tokens == [*b"a", 256, *b"bb", 256, *b"ccc", 256]
 
@@ -54,7 +60,10 @@ def test_files_come_in_a_fixed_order_each_once(folder: Path) -> None:
 
 
 def test_a_file_that_is_named_is_taken_whatever_its_suffix(folder: Path) -> None:
-    assert [path.name for path in find_files([folder / "read.me", folder / ".hidden.py"], ".py")] == ["read.me", ".hidden.py"]
+    assert [path.name for path in find_files([folder / "read.me", folder / ".hidden.py"], ".py")] == [
+        "read.me",
+        ".hidden.py",
+    ]
 
 
 def test_the_limit_counts_documents_and_not_skipped_files(folder: Path, tmp_path: Path) -> None:
@@ -75,7 +84,9 @@ def test_a_file_that_cannot_be_read_is_named_and_leaves_no_corpus(folder: Path, 
 
 
 def test_only_empty_files_make_no_corpus(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no document left to write, 1 files were empty and 0 larger than --max-bytes None"):
+    with pytest.raises(
+        DataError, match="no document left to write, 1 files were empty and 0 larger than --max-bytes None"
+    ):
         build(str(tmp_path / "c"), [folder / "sub" / "empty.py"])
 
 
@@ -88,13 +99,23 @@ def test_the_standard_library_is_found_without_installed_packages() -> None:
 def test_build_prints_one_json_document(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("build", f"{tmp_path}/c", str(folder), "--suffix", ".py", "--max-bytes", "10", "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["num_documents"], report["num_tokens"], report["token_type"], report["end_of_document"]) == (3, 9, "uint16", 256)
+    assert (report["num_documents"], report["num_tokens"], report["token_type"], report["end_of_document"]) == (
+        3,
+        9,
+        "uint16",
+        256,
+    )
     assert report["skipped"] == {"empty": 1, "too_large": 1, "beyond_limit": 0}
     assert report["lengths"] == {"min": 2, "p10": 2, "median": 3, "p90": 3, "p99": 3, "max": 4, "mean": 3}
-    assert report["histogram"] == [{"low": 2, "high": 3, "documents": 2, "tokens": 5}, {"low": 4, "high": 7, "documents": 1, "tokens": 4}]
+    assert report["histogram"] == [
+        {"low": 2, "high": 3, "documents": 2, "tokens": 5},
+        {"low": 4, "high": 7, "documents": 1, "tokens": 4},
+    ]
 
 
-def test_describe_says_of_a_corpus_what_build_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_says_of_a_corpus_what_build_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("build", f"{tmp_path}/c", str(folder), "--json")
     built = json.loads(capsys.readouterr().out)
     assert run("describe", f"{tmp_path}/c.idx", "--json") == 0
@@ -102,7 +123,9 @@ def test_describe_says_of_a_corpus_what_build_said(folder: Path, tmp_path: Path,
     assert described == {key: value for key, value in built.items() if key not in ("skipped", "end_of_document")}
 
 
-def test_the_histogram_is_readable_without_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_histogram_is_readable_without_json(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("build", f"{tmp_path}/c", str(folder), "--suffix", ".py")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path}/c.bin/.idx: 4 documents, 110 tokens of uint16 (largest id 256)"
@@ -142,7 +165,10 @@ def test_describing_a_damaged_corpus_is_an_error(folder: Path, tmp_path: Path) -
 def test_the_corpus_is_as_readable_as_any_other_file(folder: Path, tmp_path: Path) -> None:
     run("build", f"{tmp_path}/c", str(folder))
     usual = os.stat(folder / "a.py").st_mode & 0o777
-    assert [path.stat().st_mode & 0o777 for path in (bin_path(f"{tmp_path}/c"), idx_path(f"{tmp_path}/c"))] == [usual, usual]
+    assert [path.stat().st_mode & 0o777 for path in (bin_path(f"{tmp_path}/c"), idx_path(f"{tmp_path}/c"))] == [
+        usual,
+        usual,
+    ]
 
 
 def test_a_mistake_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,9 @@ def test_streams_take_their_gpus_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "published"), [(LOW_RESOLUTION, 1.22), (MIXED_RESOLUTION, 17.14), (IMAGES_AND_VIDEOS, 28.11)], ids=["low", "mixed", "joint"]
+    ("codes", "published"),
+    [(LOW_RESOLUTION, 1.22), (MIXED_RESOLUTION, 17.14), (IMAGES_AND_VIDEOS, 28.11)],
+    ids=["low", "mixed", "joint"],
 )
 def test_imbalance_without_a_balancer_is_table_1s(codes: str, published: float) -> None:
     # Max over min of the GPUs' work, mean over steps; gamma 0.49 (Table 1). The paper's 0.385 of

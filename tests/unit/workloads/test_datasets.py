@@ -115,11 +115,17 @@ def test_without_pyarrow_the_command_that_mends_it_is_named(tmp_path: Path, monk
 def test_arrow_and_parquet_count_by_number_list_or_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet, ipc = importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow.ipc")
-    ids, texts = pa.table({"id": [1, 2, 3], "input_ids": [[1, 2], [], [3]]}), pa.table({"text": ["abcdefgh", "x", None]})
+    ids, texts = (
+        pa.table({"id": [1, 2, 3], "input_ids": [[1, 2], [], [3]]}),
+        pa.table({"text": ["abcdefgh", "x", None]}),
+    )
     folder = tmp_path / "set" / "train"
     folder.mkdir(parents=True)
     parquet.write_table(pa.table({"length": pa.array([5, None, 7], pa.int32())}), tmp_path / "n.parquet")
-    with pa.OSFile(str(folder / "data-0.arrow"), "wb") as sink, ipc.new_stream(sink, ids.schema) as writer:  # as `datasets` saves
+    with (
+        pa.OSFile(str(folder / "data-0.arrow"), "wb") as sink,
+        ipc.new_stream(sink, ids.schema) as writer,
+    ):  # as `datasets` saves
         writer.write_table(ids)
     with pa.OSFile(str(folder / "data-1.arrow"), "wb") as sink, ipc.new_file(sink, ids.schema) as writer:
         writer.write_table(ids)

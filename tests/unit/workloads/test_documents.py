@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.workloads.documents import CutPolicy, DocumentStream, cut, open_stream, pack, shuffled, split_documents
+from megatron_balance.workloads.documents import (
+    CutPolicy,
+    DocumentStream,
+    cut,
+    open_stream,
+    pack,
+    shuffled,
+    split_documents,
+)
 from megatron_balance.workloads.idx import CorpusWriter
 
 
@@ -145,5 +153,8 @@ def test_documents_are_split_in_proportion(weights: tuple[float, ...], parts: li
 
 
 def test_planning_from_lengths_needs_no_torch() -> None:
-    program = "import sys, megatron_balance.workloads.lengths, megatron_balance.workloads.corpus; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, megatron_balance.workloads.lengths, megatron_balance.workloads.corpus; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[3]).returncode == 0

@@ -32,7 +32,9 @@ def test_what_was_written_is_read(corpus: str) -> None:
     assert index.first_token.tolist() == [0, 4, 5, 8, 14]
     assert index.first_sequence.tolist() == [0, 1, 2, 3, 4]
     assert (index.num_documents, index.num_tokens, str(index.dtype), index.largest_token()) == (4, 14, "uint16", 256)
-    assert np.fromfile(bin_path(corpus), dtype=np.uint16).tolist() == [token for document in DOCUMENTS for token in document]
+    assert np.fromfile(bin_path(corpus), dtype=np.uint16).tolist() == [
+        token for document in DOCUMENTS for token in document
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
@@ -46,7 +48,10 @@ def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None
     pointers = np.array([0, 6, 10], "<i8")
     boundaries = np.array([0, 2, 2, 3], "<i8")  # the second document is empty
     idx_path(f"{tmp_path}/c").write_bytes(
-        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4) + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes()
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4)
+        + lengths.tobytes()
+        + pointers.tobytes()
+        + boundaries.tobytes()
     )
     bin_path(f"{tmp_path}/c").write_bytes(bytes(18))
     index = read_index(f"{tmp_path}/c")
@@ -66,23 +71,44 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no bin": (lambda _, data: data.unlink(), r"corpus\.bin: No such file.*a corpus is the two files"),
     "no idx": (lambda index, _: index.unlink(), r"corpus\.idx: No such file"),
     "idx is a folder": (lambda index, _: (index.unlink(), index.mkdir()), r"corpus\.idx: not a file"),
-    "idx cut in its header": (lambda index, _: index.write_bytes(index.read_bytes()[:20]), r"idx: truncated, it has 20 bytes"),
+    "idx cut in its header": (
+        lambda index, _: index.write_bytes(index.read_bytes()[:20]),
+        r"idx: truncated, it has 20 bytes",
+    ),
     "idx empty": (lambda index, _: index.write_bytes(b""), r"idx: truncated, it has 0 bytes"),
     "idx cut in its body": (
         lambda index, _: index.write_bytes(index.read_bytes()[:100]),
         r"100 bytes, but 4 sequences.*take 122;.*truncated",
     ),
-    "idx cut by one byte": (lambda index, _: index.write_bytes(index.read_bytes()[:-1]), r"121 bytes,.*take 122;.*truncated"),
+    "idx cut by one byte": (
+        lambda index, _: index.write_bytes(index.read_bytes()[:-1]),
+        r"121 bytes,.*take 122;.*truncated",
+    ),
     "idx too long": (lambda index, _: index.write_bytes(index.read_bytes() + b"x"), r"123 bytes,.*take 122;.*too long"),
-    "multimodal": (lambda index, _: index.write_bytes(index.read_bytes() + bytes(4)), r"multimodal corpus, which is not supported"),
+    "multimodal": (
+        lambda index, _: index.write_bytes(index.read_bytes() + bytes(4)),
+        r"multimodal corpus, which is not supported",
+    ),
     "foreign": (lambda index, _: index.write_bytes(b"x" * 5000), r"not a Megatron index, it begins with b'xxxxxxxxx'"),
     "foreign and short": (lambda index, _: index.write_bytes(b"PK"), r"not a Megatron index, it begins with b'PK'"),
-    "other version": (lambda index, _: patch_bytes(index, 9, struct.pack("<Q", 2)), r"index version 2, this package reads version 1"),
-    "token type float": (lambda index, _: patch_bytes(index, 17, b"\x06"), r"code 6 is not a type of token ids; known are 1 \(uint8\)"),
+    "other version": (
+        lambda index, _: patch_bytes(index, 9, struct.pack("<Q", 2)),
+        r"index version 2, this package reads version 1",
+    ),
+    "token type float": (
+        lambda index, _: patch_bytes(index, 17, b"\x06"),
+        r"code 6 is not a type of token ids; known are 1 \(uint8\)",
+    ),
     "absurd count": (lambda index, _: patch_bytes(index, 18, struct.pack("<Q", 2**60)), r"truncated"),
     "negative length": (lambda index, _: patch_bytes(index, 38, struct.pack("<i", -1)), r"sequence 1 has length -1"),
-    "overlapping pointers": (lambda index, _: patch_bytes(index, 58, struct.pack("<q", 6)), r"sequence 1 begins at byte 6, .* put it at 8"),
-    "falling boundaries": (lambda index, _: patch_bytes(index, 90, struct.pack("<q", 3)), r"document boundaries go from 0 to 4"),
+    "overlapping pointers": (
+        lambda index, _: patch_bytes(index, 58, struct.pack("<q", 6)),
+        r"sequence 1 begins at byte 6, .* put it at 8",
+    ),
+    "falling boundaries": (
+        lambda index, _: patch_bytes(index, 90, struct.pack("<q", 3)),
+        r"document boundaries go from 0 to 4",
+    ),
     "boundaries end early": (
         lambda index, _: patch_bytes(index, 114, struct.pack("<q", 3)),
         r"boundaries go from 0 to 3, expected .* 0 to 4",
@@ -91,7 +117,10 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda _, data: data.write_bytes(data.read_bytes()[:-2]),
         r"bin: truncated, it has 26 bytes.* 14 tokens of uint16, 28 bytes",
     ),
-    "bin cut inside a token": (lambda _, data: data.write_bytes(data.read_bytes()[:-1]), r"bin: truncated, it has 27 bytes"),
+    "bin cut inside a token": (
+        lambda _, data: data.write_bytes(data.read_bytes()[:-1]),
+        r"bin: truncated, it has 27 bytes",
+    ),
     "bin empty": (lambda _, data: data.write_bytes(b""), r"bin: truncated, it has 0 bytes"),
     "bin too long": (lambda _, data: data.write_bytes(data.read_bytes() + b"zz"), r"bin: too long, it has 30 bytes"),
 }

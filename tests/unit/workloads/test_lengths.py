@@ -102,7 +102,11 @@ def test_prolong_has_the_recipes_shares_of_tokens() -> None:
 def test_data_codes_say_themselves_how_much_a_batch_holds() -> None:
     batches = draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=3)
     assert [len(batch) for batch in batches] == [7, 7]
-    assert draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=3) == batches != draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=4)
+    assert (
+        draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=3)
+        == batches
+        != draw("g2b3i256f1s0,g1b1i512f1s0", None, 2, seed=4)
+    )
 
 
 def test_documents_of_a_file_come_once_each_in_an_order_of_the_seed(tmp_path: Path) -> None:
@@ -119,9 +123,15 @@ def test_documents_of_a_file_come_once_each_in_an_order_of_the_seed(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("wikipedia", 100, 1), "--dataset 'wikipedia' is not known; choose one of arxiv, github, prolong64k, commoncrawl"),
+        (
+            ("wikipedia", 100, 1),
+            "--dataset 'wikipedia' is not known; choose one of arxiv, github, prolong64k, commoncrawl",
+        ),
         (("arxiv", None, 1), "--dataset arxiv needs --tokens N"),
-        (("g1b1i256f1s0", 100, 1), "--tokens 100: the data codes of --dataset g1b1i256f1s0 say how many tokens a batch has"),
+        (
+            ("g1b1i256f1s0", 100, 1),
+            "--tokens 100: the data codes of --dataset g1b1i256f1s0 say how many tokens a batch has",
+        ),
         (("arxiv", 0, 1), "--tokens 0 --batches 1: both must be at least 1"),
         (("arxiv", 10, 0), "--tokens 10 --batches 0"),
     ],
@@ -194,7 +204,12 @@ def test_lengths_of_a_corpus_are_those_that_training_meets(tmp_path: Path) -> No
 
 
 def test_bars_double_in_width_and_keep_empty_ones() -> None:
-    assert histogram(np.array([1, 2, 3, 0, 9, 15])) == [Bar(1, 1, 1, 1), Bar(2, 3, 2, 5), Bar(4, 7, 0, 0), Bar(8, 15, 2, 24)]
+    assert histogram(np.array([1, 2, 3, 0, 9, 15])) == [
+        Bar(1, 1, 1, 1),
+        Bar(2, 3, 2, 5),
+        Bar(4, 7, 0, 0),
+        Bar(8, 15, 2, 24),
+    ]
     assert histogram(np.array([0])) == []
 
 

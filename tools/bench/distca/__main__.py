@@ -26,11 +26,16 @@ SHARE = 0.06
 hide their transfers behind it.
 """
 EXPLANATION = (
-    "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and gradient norms of a batch "
-    "are equal to 1e-5. Step: without the reduction of gradients. Medians over the repeats of a batch, then means over batches. Waited: "
-    "for exchanges, mean over ranks. Hidden: of the time that exchanges were under way, from being issued until what they bring is put to "
-    "use, the share in which the rank did not wait. Exposed: of the waiting, what is not for a sender that comes late itself; one by one, "
-    "where nothing runs beside an exchange, that is all that exchanges take. Hidden of one by one's: what ping-pong exposes less than "
+    "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and "
+    "gradient norms of a batch "
+    "are equal to 1e-5. Step: without the reduction of gradients. Medians over the repeats of a batch, then means "
+    "over batches. Waited: "
+    "for exchanges, mean over ranks. Hidden: of the time that exchanges were under way, from being issued until what "
+    "they bring is put to "
+    "use, the share in which the rank did not wait. Exposed: of the waiting, what is not for a sender that comes late "
+    "itself; one by one, "
+    "where nothing runs beside an exchange, that is all that exchanges take. Hidden of one by one's: what ping-pong "
+    "exposes less than "
     "that. Spread: the largest (max - min) / median over the repeats of a batch.",
 )
 
@@ -60,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = launch.parser("python -m tools.bench.distca", __doc__, layers=2, backward="keep", share=SHARE, out="bench-distca")
+    parser = launch.parser(
+        "python -m tools.bench.distca", __doc__, layers=2, backward="keep", share=SHARE, out="bench-distca"
+    )
     parser.add_argument("--batches", type=int, default=2, help="of each data set (default 2)")
     return parser
 
@@ -74,10 +81,13 @@ def point_text(experiment: Experiment) -> str:
     """Of the cluster, and of what is trained on it."""
     point = launch.point(experiment)
     share = point.kernels.share
-    speed = f"each computes at {100 * share:.0f} % of a core" if share is not None else "they share the cores as they come"
+    speed = (
+        f"each computes at {100 * share:.0f} % of a core" if share is not None else "they share the cores as they come"
+    )
     return (
         f"2 nodes x 4 ranks, 4 NICs a node of {point.nic_bits_per_s / 1e6:.0f} Mbit/s, links in a node of "
-        f"{point.intra_bits_per_s / 1e6:.0f} Mbit/s; {speed}. {experiment.layers} layers, backward {experiment.backward}."
+        f"{point.intra_bits_per_s / 1e6:.0f} Mbit/s; {speed}. {experiment.layers} layers, backward "
+        f"{experiment.backward}."
     )
 
 

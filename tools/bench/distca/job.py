@@ -44,7 +44,9 @@ class Turns(Experiment):
 def main() -> int:
     """Run the experiment that the only argument describes."""
     experiment = Turns.parse(sys.argv[1])
-    return carry_out(experiment, Task((OnTopology(distca.NICS, experiment.steps()),), VARIANTS, distca.FLAGS), experiment.point)
+    return carry_out(
+        experiment, Task((OnTopology(distca.NICS, experiment.steps()),), VARIANTS, distca.FLAGS), experiment.point
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,10 @@ def batches(count: int, seed: int) -> dict[str, list[Lengths]]:
     found: dict[str, list[Lengths]] = {}
     for name in DATASETS:
         contexts = draw_batches(name, count * CONTEXTS, seed, SCALE * CONTEXTS)
-        found[name] = [tuple(n for context in contexts[at : at + CONTEXTS] for n in context) for at in range(0, len(contexts), CONTEXTS)]
+        found[name] = [
+            tuple(n for context in contexts[at : at + CONTEXTS] for n in context)
+            for at in range(0, len(contexts), CONTEXTS)
+        ]
     return found
 
 
@@ -98,7 +101,8 @@ def needed_bytes_per_s(drawn: Sequence[Lengths], on: Machine) -> float:
 def _needed(lengths: Lengths, on: Machine) -> float:
     planner = choose_planner("distca", {})
     plans = [
-        planner.plan(Batch(tuple(lengths[i] for i in nano_batch)), on.cluster, on.model, on.cost) for nano_batch in nano_batches(lengths)
+        planner.plan(Batch(tuple(lengths[i] for i in nano_batch)), on.cluster, on.model, on.cost)
+        for nano_batch in nano_batches(lengths)
     ]
     linear = [float(linear_s(plan, on)[0].min()) for plan in plans]
     attention = [float(_attention_s(plan, on).min()) for plan in plans]
@@ -115,7 +119,9 @@ def _busiest_nic(plan: MicrobatchPlan, on: Machine) -> tuple[float, float]:
     """Bytes of the busiest NIC, in or out, of both exchanges."""
     (zone,) = plan.zones
     assert isinstance(zone, TaskTable), "distca plans a task table"
-    there, back = (_nic_bytes(as_array(rows), on) for rows in dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads))
+    there, back = (
+        _nic_bytes(as_array(rows), on) for rows in dispatch.transfers(zone, plan.num_heads, plan.num_kv_heads)
+    )
     return there, back
 
 

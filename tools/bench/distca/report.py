@@ -60,7 +60,11 @@ def lines(records: Sequence[Record]) -> list[Line]:
     """By data set, the variants in order; then all data sets together."""
     measured = [record for record in records if record["repeat"] != WARM_UP]
     sets = list(dict.fromkeys(record["dataset"] for record in measured))
-    found = [_line(name, variant.name, [r for r in measured if r["dataset"] == name]) for name in sets for variant in VARIANTS]
+    found = [
+        _line(name, variant.name, [r for r in measured if r["dataset"] == name])
+        for name in sets
+        for variant in VARIANTS
+    ]
     return [*found, *(_line("mean", variant.name, measured) for variant in VARIANTS)]
 
 
@@ -70,7 +74,9 @@ def _line(dataset: str, variant: str, records: Sequence[Record]) -> Line:
         groups[record["variant"], record["dataset"], record["batch"]].append(record)
 
     def mean(figure: Callable[[Record], float], of: str = variant) -> float:
-        return statistics.fmean(statistics.median(map(figure, same)) for (name, _, _), same in groups.items() if name == of)
+        return statistics.fmean(
+            statistics.median(map(figure, same)) for (name, _, _), same in groups.items() if name == of
+        )
 
     step, under_way, waited = mean(net_step_s), mean(mean_over_ranks("under_way_s")), mean(mean_over_ranks("waited_s"))
     exposed, single = mean(exposed_s), mean(exposed_s, SINGLE)
@@ -102,8 +108,20 @@ def rows(found: Sequence[Line]) -> list[list[str]]:
     """Cells of the table, by line."""
     return [
         [
-            *(line.dataset, line.variant, f"{line.step_s:.2f}", f"{line.ratio:.2f}", f"{line.single_ratio:.2f}", f"{line.model_s:.2f}"),
-            *(f"{line.kernel_s:.2f}", f"{line.waited_s:.2f}", f"{100 * line.hidden_share:.0f} %", f"{line.exposed_s:.2f}"),
+            *(
+                line.dataset,
+                line.variant,
+                f"{line.step_s:.2f}",
+                f"{line.ratio:.2f}",
+                f"{line.single_ratio:.2f}",
+                f"{line.model_s:.2f}",
+            ),
+            *(
+                f"{line.kernel_s:.2f}",
+                f"{line.waited_s:.2f}",
+                f"{100 * line.hidden_share:.0f} %",
+                f"{line.exposed_s:.2f}",
+            ),
             *(_of_single(line), f"{100 * line.spread:.0f} %", f"{line.nic_mb:.2f}"),
         ]
         for line in found

@@ -24,12 +24,17 @@ USAGE_ERROR = 2
 BASE = 0
 QUICK_VARIANTS = 7
 EXPLANATION = (
-    "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and gradient norms of a "
+    "Steps of Megatron's own `pretrain`, the same batches and weights under every variant in turn; losses and "
+    "gradient norms of a "
     "batch are equal to 1e-5. docs/operating-point.md derives the point and says what is left out.",
-    "Attention: forward and backward, from when the last rank has come to a call until the last one leaves it. Step: without the "
-    "reduction of gradients, which is timed apart behind a barrier. Medians over the repeats of a batch, then means over batches. "
-    "Ratio: te_ring's time over this one's, summed over the batches; of a batch: the smallest and the largest; spread: the largest "
-    "(max - min) / median over the repeats of a batch. NIC: most bytes that one sent or received in a step. Hidden: of the time that "
+    "Attention: forward and backward, from when the last rank has come to a call until the last one leaves it. Step: "
+    "without the "
+    "reduction of gradients, which is timed apart behind a barrier. Medians over the repeats of a batch, then means "
+    "over batches. "
+    "Ratio: te_ring's time over this one's, summed over the batches; of a batch: the smallest and the largest; "
+    "spread: the largest "
+    "(max - min) / median over the repeats of a batch. NIC: most bytes that one sent or received in a step. Hidden: "
+    "of the time that "
     "a rank's transfers were under way, the share in which it did not wait for them.",
 )
 
@@ -41,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch.SKIPPED
     experiment = _experiment(options)
     if BASE not in experiment.variants or len(experiment.nics) != len(experiment.batches):
-        print(f"error: --variants must have {BASE} ({VARIANTS[BASE].name}), --batches a number for each of --nics", file=sys.stderr)
+        print(
+            f"error: --variants must have {BASE} ({VARIANTS[BASE].name}), --batches a number for each of --nics",
+            file=sys.stderr,
+        )
         return USAGE_ERROR
     start = time.monotonic()
     # with --json standard output is JSON alone
@@ -65,10 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # One layer: more batches in the same time.
     parser = launch.parser("bench_emulated.sh", __doc__, layers=1, backward="replay", share=SHARE, out="bench-emulated")
-    parser.add_argument("--quick", action="store_true", help="one batch of each data set, once, 4 NICs only: under 3 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="one batch of each data set, once, 4 NICs only: under 3 minutes"
+    )
     parser.add_argument("--nics", type=_numbers, default=(4, 2), help="NICs of a node, by topology (default 4,2)")
-    parser.add_argument("--batches", type=_numbers, default=(4, 2), help="batches of each data set, by topology (default 4,2)")
-    parser.add_argument("--variants", type=_numbers, default=tuple(range(len(VARIANTS))), help="places in the list, the first is te_ring")
+    parser.add_argument(
+        "--batches", type=_numbers, default=(4, 2), help="batches of each data set, by topology (default 4,2)"
+    )
+    parser.add_argument(
+        "--variants",
+        type=_numbers,
+        default=tuple(range(len(VARIANTS))),
+        help="places in the list, the first is te_ring",
+    )
     return parser
 
 
@@ -98,12 +115,15 @@ def _show(console: Console, found: Sequence[report.Line], records: Sequence[repo
         of_topology = [line for line in found if line.nics == nics]
         console.print(launch.table(report.HEADINGS, report.rows(of_topology), f"{nics} NICs a node"))
     console.print(
-        f"Bytes of a NIC as the kernel counted them, less headers, against the plan's: {100 * report.counted_against_plan(records):.1f} % "
+        "Bytes of a NIC as the kernel counted them, less headers, against the plan's: "
+        f"{100 * report.counted_against_plan(records):.1f} % "
         f"of the busiest NIC's apart at most, where that carries 1 MB or more. {len(records)} steps in {seconds:.0f} s."
     )
 
 
-def _text(experiment: Ablation, records: Sequence[report.Record], found: Sequence[report.Line], argv: Sequence[str] | None) -> str:
+def _text(
+    experiment: Ablation, records: Sequence[report.Record], found: Sequence[report.Line], argv: Sequence[str] | None
+) -> str:
     parts = [
         "# The ablation of Fig. 11 on the emulated cluster",
         launch.command_line(["./scripts/bench_emulated.sh"], argv),
@@ -116,7 +136,8 @@ def _text(experiment: Ablation, records: Sequence[report.Record], found: Sequenc
         parts += [title, report.markdown(of_topology)]
     apart = 100 * report.counted_against_plan(records)
     parts.append(
-        f"Bytes of a NIC as the kernel counted them, less headers, and as planned: {apart:.1f} % of the busiest NIC's apart at most, over "
+        f"Bytes of a NIC as the kernel counted them, less headers, and as planned: {apart:.1f} % of the busiest NIC's "
+        "apart at most, over "
         "the steps in which that one carries a megabyte or more (below, headers and barriers are most of it)."
     )
     return "\n\n".join(parts) + "\n"

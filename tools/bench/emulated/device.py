@@ -63,7 +63,8 @@ def reserve(share: float) -> bool:
             return False
         if time.monotonic() > until:
             raise ConfigError(
-                f"{share:g} of a core for each rank is more than the deadline scheduler has left; is another benchmark running? "
+                f"{share:g} of a core for each rank is more than the deadline scheduler has left; is another "
+                "benchmark running? "
                 "Wait for it, or ask for less by --core-share"
             )
         time.sleep(0.02)

@@ -145,7 +145,9 @@ def _measure(share: float | None, seconds: float) -> tuple[float, float, float, 
     ]
     x, w = torch.randn(TOKENS_PER_RANK, HEADS * HEAD_DIM), torch.randn(HEADS * HEAD_DIM, 2 * FFN_SIZE)
     forward = [lambda e=e: kernel.forward(kernel.prepare(e, q.device), q, k, v, 0.125) for e in kinds]
-    backward = [lambda e=e: kernel.backward(kernel.prepare(e, q.device), (dout, out, lse), q, k, v, 0.125) for e in kinds]
+    backward = [
+        lambda e=e: kernel.backward(kernel.prepare(e, q.device), (dout, out, lse), q, k, v, 0.125) for e in kinds
+    ]
     reserved = share is not None and device.reserve(share)
     times = [_mean_s(calls, seconds) for calls in (forward, backward, [lambda: x @ w])]
     dist.barrier()

@@ -30,12 +30,18 @@ SKIPPED = 77
 POLL_S = 0.3
 
 
-def parser(prog: str, description: str | None, *, layers: int, backward: str, share: float, out: str) -> argparse.ArgumentParser:
+def parser(
+    prog: str, description: str | None, *, layers: int, backward: str, share: float, out: str
+) -> argparse.ArgumentParser:
     """With the options that every one of these commands has, and their defaults here; `out`: a
     folder of out/.
     """
-    found = argparse.ArgumentParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--repeats", type=int, default=2, help="times that each batch is trained under each variant (default 2)")
+    found = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument(
+        "--repeats", type=int, default=2, help="times that each batch is trained under each variant (default 2)"
+    )
     found.add_argument("--layers", type=int, default=layers, help=f"of the GPT (default {layers})")
     found.add_argument("--seed", type=int, default=0, help="of the batches")
     found.add_argument(
@@ -47,7 +53,10 @@ def parser(prog: str, description: str | None, *, layers: int, backward: str, sh
     found.add_argument("--nic-mbit", type=float, help="rate of a NIC in Mbit/s (default: by the operating point)")
     found.add_argument("--calibration-s", type=float, default=5.0, help="seconds of each measurement of a kernel")
     found.add_argument(
-        "--core-share", type=float, default=share, help=f"of a core, for each rank's computation (default {share}; 0: as it comes)"
+        "--core-share",
+        type=float,
+        default=share,
+        help=f"of a core, for each rank's computation (default {share}; 0: as it comes)",
     )
     found.add_argument("--out", type=Path, default=ROOT / "out" / out, help="folder of logs and results")
     found.add_argument("--json", action="store_true", help="print the results as JSON; all else goes to standard error")
@@ -132,7 +141,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | N
     return found
 
 
-def body(experiment: Experiment, seconds: float, lines: Sequence[Any], brief: Callable[[Record], Record]) -> dict[str, Any]:
+def body(
+    experiment: Experiment, seconds: float, lines: Sequence[Any], brief: Callable[[Record], Record]
+) -> dict[str, Any]:
     """The document of `--json`: the experiment, its point, the table's lines, and of each step what
     is worth keeping.
     """

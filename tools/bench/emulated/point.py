@@ -107,11 +107,15 @@ class Point:
         if k.share is not None:
             speed = f"each rank computes at {100 * k.share:.0f} % of a core, by the deadline scheduler"
         return (
-            f"{NUM_NODES} nodes x {RANKS_PER_NODE} ranks, {TOKENS_PER_RANK} tokens a rank, {HEADS} heads x {HEAD_DIM}, fp32; {speed}.\n"
-            f"Attention of a ring round, all ranks at once: forward {1e3 * k.forward_s:.1f} ms, backward {1e3 * k.backward_s:.1f} ms "
-            f"({ROUND_FLOPS / k.forward_s / 1e9:.1f} GFLOP/s a rank; matrix products {k.linear_flops_per_s / 1e9:.1f}).\n"
+            f"{NUM_NODES} nodes x {RANKS_PER_NODE} ranks, {TOKENS_PER_RANK} tokens a rank, {HEADS} heads x "
+            f"{HEAD_DIM}, fp32; {speed}.\n"
+            f"Attention of a ring round, all ranks at once: forward {1e3 * k.forward_s:.1f} ms, backward "
+            f"{1e3 * k.backward_s:.1f} ms "
+            f"({ROUND_FLOPS / k.forward_s / 1e9:.1f} GFLOP/s a rank; matrix products "
+            f"{k.linear_flops_per_s / 1e9:.1f}).\n"
             f"A hop carries {HOP_BYTES / 1e6:.3f} MB; NIC {self.nic_bits_per_s / 1e6:.1f} Mbit/s, links in a node "
-            f"{self.intra_bits_per_s / 1e6:.1f} Mbit/s: a hop between nodes takes {self.transfer_to_round:.2f} times its round's attention."
+            f"{self.intra_bits_per_s / 1e6:.1f} Mbit/s: a hop between nodes takes {self.transfer_to_round:.2f} times "
+            "its round's attention."
         )
 
     @staticmethod

@@ -75,7 +75,18 @@ def net_step_s(record: Record) -> float:
 
 def brief(record: Record) -> Record:
     """A step without what each rank counted."""
-    names = ("nics", "dataset", "batch", "repeat", "lengths", "variant", "fingerprint", "zones", "moved_tokens", "routed_zones")
+    names = (
+        "nics",
+        "dataset",
+        "batch",
+        "repeat",
+        "lengths",
+        "variant",
+        "fingerprint",
+        "zones",
+        "moved_tokens",
+        "routed_zones",
+    )
     names += ("loss", "grad_norm", "nic_sent", "nic_received", "plan_nic_sent", "plan_nic_received")
     times = {
         "attention_forward_s": phase_s(record, "forward_calls"),
@@ -114,7 +125,9 @@ def counted_against_plan(records: Sequence[Record]) -> float:
         for side in ("sent", "received"):
             planned, counted = record[f"plan_nic_{side}"], record[f"nic_{side}"]
             if max(planned) >= LEAST_COMPARED:
-                worst = max(worst, *(abs(c * GOODPUT - p) / max(planned) for c, p in zip(counted, planned, strict=True)))
+                worst = max(
+                    worst, *(abs(c * GOODPUT - p) / max(planned) for c, p in zip(counted, planned, strict=True))
+                )
     return worst
 
 
@@ -125,12 +138,17 @@ def lines(records: Sequence[Record]) -> list[Line]:
     measured = [record for record in records if record["repeat"] != WARM_UP]
     found: list[Line] = []
     for (nics,), on_topology in _grouped(measured, "nics").items():
-        variants = list(dict.fromkeys(record["variant"] for record in sorted(on_topology, key=lambda r: r["variant_id"])))
+        variants = list(
+            dict.fromkeys(record["variant"] for record in sorted(on_topology, key=lambda r: r["variant_id"]))
+        )
         sets = [name for name in DATASETS if any(record["dataset"] == name for record in on_topology)]
         for name in sets:
             of_set = _grouped([r for r in on_topology if r["dataset"] == name], "variant", "batch")
             found += [_line(nics, name, variant, of_set) for variant in variants]
-        found += [_mean(nics, variant, [line for line in found if (line.nics, line.variant) == (nics, variant)]) for variant in variants]
+        found += [
+            _mean(nics, variant, [line for line in found if (line.nics, line.variant) == (nics, variant)])
+            for variant in variants
+        ]
     return found
 
 
@@ -157,7 +175,9 @@ def _line(nics: int, dataset: str, variant: str, groups: dict[tuple[Any, ...], l
         all_reduce_s=statistics.fmean(medians(variant, slowest("all_reduce_s"))),
         nic_mb=statistics.fmean(medians(variant, busiest_nic_mb)),
         hidden_share=statistics.fmean(
-            statistics.fmean(rank["hidden_share"] for rank in record["ranks"]) for batch in batches for record in groups[variant, batch]
+            statistics.fmean(rank["hidden_share"] for rank in record["ranks"])
+            for batch in batches
+            for record in groups[variant, batch]
         ),
     )
 
@@ -168,7 +188,14 @@ def _mean(nics: int, variant: str, of_sets: Sequence[Line]) -> Line:
 
     names = ("attention_s", "attention_ratio", "step_s", "step_ratio", "all_reduce_s", "nic_mb", "hidden_share")
     ends = {"low": min(line.low for line in of_sets), "high": max(line.high for line in of_sets)}
-    return Line(nics, "mean", variant, spread=max(line.spread for line in of_sets), **ends, **{name: mean(name) for name in names})
+    return Line(
+        nics,
+        "mean",
+        variant,
+        spread=max(line.spread for line in of_sets),
+        **ends,
+        **{name: mean(name) for name in names},
+    )
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -192,7 +219,13 @@ def rows(of_topology: Sequence[Line]) -> list[list[str]]:
     """Cells of the table, by line."""
     return [
         [
-            *(line.dataset, line.variant, f"{line.attention_s:.3f}", f"{line.attention_ratio:.2f}", f"{line.low:.2f}-{line.high:.2f}"),
+            *(
+                line.dataset,
+                line.variant,
+                f"{line.attention_s:.3f}",
+                f"{line.attention_ratio:.2f}",
+                f"{line.low:.2f}-{line.high:.2f}",
+            ),
             *(f"{100 * line.spread:.0f} %", f"{line.step_s:.3f}", f"{line.step_ratio:.2f}", f"{line.all_reduce_s:.3f}"),
             *(f"{line.nic_mb:.2f}", f"{100 * line.hidden_share:.0f} %"),
         ]

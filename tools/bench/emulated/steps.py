@@ -67,7 +67,9 @@ class Experiment:
     def parse(cls, text: str) -> Self:
         """The experiment that `text` was made from."""
         keys: dict[str, Any] = json.loads(text)
-        values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()}
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()
+        }
         return cls(**values)
 
 
@@ -84,4 +86,8 @@ class Ablation(Experiment):
 
     def steps(self, topology: int) -> tuple[Planned, ...]:
         """The steps of one topology."""
-        return interleaved({name: draw_batches(name, self.batches[topology], self.seed) for name in DATASETS}, self.variants, self.repeats)
+        return interleaved(
+            {name: draw_batches(name, self.batches[topology], self.seed) for name in DATASETS},
+            self.variants,
+            self.repeats,
+        )

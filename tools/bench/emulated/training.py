@@ -318,7 +318,9 @@ class _Meter(Meter):
             "hidden_share": hidden_share(*traces),
             "tokens": sum(bound.num_tokens for bound in bounds),
             "counters": {name: sum(counters[name] for counters in counted) for name in counted[0]},
-            "exchanges": [exchange for nano_batch, bound in enumerate(bounds) for exchange in exchanges_of(bound, nano_batch)],
+            "exchanges": [
+                exchange for nano_batch, bound in enumerate(bounds) for exchange in exchanges_of(bound, nano_batch)
+            ],
         }
         ranks: list[dict[str, Any]] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
@@ -353,7 +355,10 @@ def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
     plans, payload = [bound.plan for bound in bounds], Payload.of(session.current().model())
     moved = [
         traffic(
-            expand(bound.plan, bound.policy), payload, ranks_per_node=run.topology.ranks_per_node, ranks_per_nic=run.topology.ranks_per_nic
+            expand(bound.plan, bound.policy),
+            payload,
+            ranks_per_node=run.topology.ranks_per_node,
+            ranks_per_nic=run.topology.ranks_per_nic,
         )
         for bound in bounds
     ]
@@ -366,5 +371,7 @@ def _plan_figures(bounds: Sequence[Bound], run: Run) -> dict[str, Any]:
         "moved_tokens": sum(row[2] for plan in plans for row in plan.moves),
         "routed_zones": [zone for plan in plans if plan.routing is not None for zone in plan.routing.zones],
         "plan_nic_sent": [run.layers * n for n in np.sum([each.nic_sent for each in moved], axis=0).flatten().tolist()],
-        "plan_nic_received": [run.layers * n for n in np.sum([each.nic_received for each in moved], axis=0).flatten().tolist()],
+        "plan_nic_received": [
+            run.layers * n for n in np.sum([each.nic_received for each in moved], axis=0).flatten().tolist()
+        ],
     }

@@ -47,11 +47,20 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("measure", help="measure costs and cases on one number of NICs")
     one.add_argument("--nics", type=int, default=4, choices=(1, 2, 4), help="of a node (default 4)")
-    one.add_argument("--mbit", type=_numbers, default=(12.5, 25.0), help="rates of a NIC (default 12.5,25); links in a node: 8 times that")
-    one.add_argument("--policies", type=_words, default=("keep",), help=f"of the backward: {', '.join(POLICIES)} (default keep)")
+    one.add_argument(
+        "--mbit",
+        type=_numbers,
+        default=(12.5, 25.0),
+        help="rates of a NIC (default 12.5,25); links in a node: 8 times that",
+    )
+    one.add_argument(
+        "--policies", type=_words, default=("keep",), help=f"of the backward: {', '.join(POLICIES)} (default keep)"
+    )
     one.add_argument("--datasets", type=_words, default=DATASETS, help=f"(default {','.join(DATASETS)})")
     one.add_argument("--batches", type=int, default=1, help="of each data set (default 1)")
-    one.add_argument("--tokens", type=int, default=PAPER_TOKENS // 4, help=f"of a batch, {PAPER_TOKENS} divided by a whole number")
+    one.add_argument(
+        "--tokens", type=int, default=PAPER_TOKENS // 4, help=f"of a batch, {PAPER_TOKENS} divided by a whole number"
+    )
     one.add_argument("--planners", type=_words, default=NAMES, help=f"of {', '.join(NAMES)} (default all)")
     one.add_argument("--seed", type=int, default=0, help="of the batches")
     one.add_argument("--repeats", type=int, default=3, help="of every call (default 3)")
@@ -79,14 +88,24 @@ def _measure(options: argparse.Namespace) -> int:
                 print(f"error: --{name} {word}: unknown; known: {', '.join(known)}", file=sys.stderr)
                 return USAGE_ERROR
     if PAPER_TOKENS % options.tokens or options.share * 2 * RANKS_PER_NODE > 2:
-        print(f"error: --tokens must divide {PAPER_TOKENS}, and --share times 8 ranks fit on two cores", file=sys.stderr)
+        print(
+            f"error: --tokens must divide {PAPER_TOKENS}, and --share times 8 ranks fit on two cores", file=sys.stderr
+        )
         return USAGE_ERROR
     reason = check()
     if reason is not None:
         print(f"SKIP: no emulated cluster on this machine: {reason}")
         return SKIPPED
     torch.set_num_threads(1)
-    grid = Grid(options.mbit, options.policies, options.datasets, options.batches, options.tokens, options.seed, options.planners)
+    grid = Grid(
+        options.mbit,
+        options.policies,
+        options.datasets,
+        options.batches,
+        options.tokens,
+        options.seed,
+        options.planners,
+    )
     folder = options.out or OUT / f"{options.nics}-nics"
     piece.measure(grid, options.nics, options.repeats, options.share, folder)
     print(folder)

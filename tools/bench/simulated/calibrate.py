@@ -153,11 +153,15 @@ class Pacer:
         intra, inter = (max(1.0, median(each)) for each in zip(*self._beside, strict=True))
         return Pace(forward, backward, intra, inter, host_s)
 
-    def _mean_s(self, seconds: float, which: slice = slice(None), begin: Callable[[], list[dist.Work]] = list[dist.Work]) -> list[float]:
+    def _mean_s(
+        self, seconds: float, which: slice = slice(None), begin: Callable[[], list[dist.Work]] = list[dist.Work]
+    ) -> list[float]:
         """Of the short launch forward and backward, then of the long one, beside what `begin`
         begins.
         """
-        return mean_of(gathered([_mean_s(calls, seconds, begin) for launch in self._launches[which] for calls in launch.calls]))
+        return mean_of(
+            gathered([_mean_s(calls, seconds, begin) for launch in self._launches[which] for calls in launch.calls])
+        )
 
 
 def of_phase(table_s: Sequence[float], wall_s: Sequence[float]) -> OfPhase:
@@ -169,7 +173,10 @@ def of_phase(table_s: Sequence[float], wall_s: Sequence[float]) -> OfPhase:
 def at_pace(table: CostTable, pace: Pace) -> CostTable:
     """The table of ranks at this pace."""
     found = table.attention
-    slow = {name: scaled(getattr(found, name), (pace.backward if "backward" in name else pace.forward).factor) for name in TIMES}
+    slow = {
+        name: scaled(getattr(found, name), (pace.backward if "backward" in name else pace.forward).factor)
+        for name in TIMES
+    }
     slow["launch_s"] += pace.forward.launch_s + pace.host_s[0]
     slow["backward_launch_s"] += pace.backward.launch_s + pace.host_s[1]
     return replace(table, attention=replace(found, **slow), beside=BesideTable(pace.intra_node, pace.inter_node))
@@ -181,7 +188,9 @@ def host_s(groups: Groups, share: float) -> tuple[float, float]:
     """
     size, (count, tokens) = NUM_RANKS, HOSTED
     zones = tuple(Zone("local", "ring", (rank,), (rank * count + at,)) for rank in range(size) for at in range(count))
-    plan = MicrobatchPlan("host", (tokens,) * (size * count), size, RANKS_PER_NODE, MODEL.num_heads, MODEL.num_kv_heads, zones)
+    plan = MicrobatchPlan(
+        "host", (tokens,) * (size * count), size, RANKS_PER_NODE, MODEL.num_heads, MODEL.num_kv_heads, zones
+    )
     kernel, shape = paced(share), AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
     bound = replace(bind(plan, groups.rank, shape, groups=groups, policy="keep"), kernel=kernel)
     q, dout = (torch.randn(count * tokens, MODEL.num_heads, MODEL.head_dim) / 8 for _ in range(2))
@@ -191,7 +200,9 @@ def host_s(groups: Groups, share: float) -> tuple[float, float]:
         dist.barrier()
         (out, lse, received), forward_s = _around(kernel, partial(run_forward, bound, q, k, v, model_scale(MODEL)))
         final = (out, lse)
-        _, backward_s = _around(kernel, partial(run_backward, bound, dout, (q, k, v), final, received, model_scale(MODEL)))
+        _, backward_s = _around(
+            kernel, partial(run_backward, bound, dout, (q, k, v), final, received, model_scale(MODEL))
+        )
         found.append((forward_s / count, backward_s / count))
     # the first finds the launches' times
     forward, backward = mean_of(gathered([median(each) for each in zip(*found[1:], strict=True)]))
@@ -234,7 +245,10 @@ def measure_links() -> tuple[LinkTable, ...]:
     between two, it has nothing saved up; so the rate is that of what the larger message has more
     than the smaller, and the latency that of the smallest.
     """
-    return tuple(without_burst(link) for link in world_links(OPTIONS.message_bytes, OPTIONS.repeats, RANKS_PER_NODE, torch.device("cpu")))
+    return tuple(
+        without_burst(link)
+        for link in world_links(OPTIONS.message_bytes, OPTIONS.repeats, RANKS_PER_NODE, torch.device("cpu"))
+    )
 
 
 def without_burst(link: LinkTable) -> LinkTable:
@@ -252,7 +266,9 @@ def mean_of(tables: Sequence[Any]) -> Any:
     if isinstance(first, tuple | list):
         return type(first)(mean_of(each) for each in zip(*tables, strict=True))
     if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{field.name: mean_of([getattr(table, field.name) for table in tables]) for field in fields(first)})
+        return replace(
+            first, **{field.name: mean_of([getattr(table, field.name) for table in tables]) for field in fields(first)}
+        )
     return first
 
 
@@ -275,17 +291,27 @@ class _Launch:
         scale, kernel = model_scale(MODEL), paced(share)
         rows_q, rows_k = (tuple(pairwise(accumulate((size[at] for size in sizes), initial=0))) for at in (0, 1))
         entries = kernel.prepare(Entries(rows_q, rows_k, (False,) * len(sizes), rows_q), torch.device("cpu"))
-        shapes = [(rows_q, MODEL.num_heads), (rows_k, MODEL.num_kv_heads), (rows_k, MODEL.num_kv_heads), (rows_q, MODEL.num_heads)]
-        operands = [[torch.randn(rows[-1][1], heads, MODEL.head_dim) / 8 for rows, heads in shapes] for _ in range(COPIES)]
+        shapes = [
+            (rows_q, MODEL.num_heads),
+            (rows_k, MODEL.num_kv_heads),
+            (rows_k, MODEL.num_kv_heads),
+            (rows_q, MODEL.num_heads),
+        ]
+        operands = [
+            [torch.randn(rows[-1][1], heads, MODEL.head_dim) / 8 for rows, heads in shapes] for _ in range(COPIES)
+        ]
         outs = [kernel.forward(entries, q, k, v, scale) for q, k, v, _ in operands]
         forward = [lambda x=x: kernel.forward(entries, x[0], x[1], x[2], scale) for x in operands]
         backward = [
-            lambda x=x, o=o: kernel.backward(entries, (x[3], *o), x[0], x[1], x[2], scale) for x, o in zip(operands, outs, strict=True)
+            lambda x=x, o=o: kernel.backward(entries, (x[3], *o), x[0], x[1], x[2], scale)
+            for x, o in zip(operands, outs, strict=True)
         ]
         self.calls: tuple[Sequence[Callable[[], object]], ...] = (forward, backward)
         cost = MeasuredCost(table, cluster_of(RANKS_PER_NODE, 100.0, 1e9), MODEL)
         # Queries after all keys see them all.
-        pairs = np.array([[i, k, k + q, 0, MODEL.num_heads, 0, k, 0, MODEL.num_kv_heads] for i, (q, k) in enumerate(sizes)])
+        pairs = np.array(
+            [[i, k, k + q, 0, MODEL.num_heads, 0, k, 0, MODEL.num_kv_heads] for i, (q, k) in enumerate(sizes)]
+        )
         of_one = np.zeros(len(sizes), dtype=np.int64)
         self.table_s = tuple(float(cost.attend_s(pairs, of_one, 1, backward=back)[0]) for back in (False, True))
 

@@ -26,7 +26,16 @@ from tools.bench.emulated.point import GOODPUT, INTRA_TO_NIC, NUM_NODES, NUM_RAN
 from tools.bench.emulated.variants import Variant
 from tools.emulated_cluster import Topology
 
-MODEL = Model(num_heads=8, num_kv_heads=2, head_dim=16, num_layers=1, hidden_size=128, ffn_size=768, name="bench", bytes_per_element=4)
+MODEL = Model(
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    num_layers=1,
+    hidden_size=128,
+    ffn_size=768,
+    name="bench",
+    bytes_per_element=4,
+)
 """A head for each rank, so that heads can be exchanged, and few of keys: what moves costs CPU time
 too, and should not be most of it.
 """
@@ -143,7 +152,9 @@ def cases_of(grid: Grid, nics: int, flops_per_s: float) -> list[Case]:
         cluster = cluster_of(nics, mbit, flops_per_s)
         for policy, (dataset, batch, lengths) in product(grid.policies, _batches(grid)):
             plans = _plans(lengths, cluster, grid.planners)
-            found += [Case(nics, mbit, policy, dataset, batch, names[0], tuple(names[1:]), plan) for names, plan in plans]
+            found += [
+                Case(nics, mbit, policy, dataset, batch, names[0], tuple(names[1:]), plan) for names, plan in plans
+            ]
     return found
 
 

@@ -71,7 +71,10 @@ def measure(grid: Grid, nics: int, repeats: int, share: float, folder: Path) -> 
         entries.append(
             {
                 "costs": file,
-                **{name: getattr(case, name) for name in ("nics", "mbit", "policy", "dataset", "batch", "planner", "others")},
+                **{
+                    name: getattr(case, name)
+                    for name in ("nics", "mbit", "policy", "dataset", "batch", "planner", "others")
+                },
                 "repeats": first.repeats,
                 "late_share": max(each.late_share for each in of_ranks),
                 "plan": json.loads(to_json(case.plan)),

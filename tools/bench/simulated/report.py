@@ -24,14 +24,21 @@ CLOSE = 0.15
 """Two planners are close if the slower one takes at most so much longer."""
 
 EXPLANATION = (
-    "Attention calls on two emulated nodes of 4 ranks, forward and backward by the executor, from a common start until the last rank is "
-    "done: medians over the repetitions; spread: longest less shortest, over the median. Every rank's kernel runs at a fixed share of a "
-    "core (`tools/bench/simulated/paced.py`), its links are shaped (docs/emulated-cluster.md). Error: simulated over measured time - 1, of "
+    "Attention calls on two emulated nodes of 4 ranks, forward and backward by the executor, from a common start "
+    "until the last rank is "
+    "done: medians over the repetitions; spread: longest less shortest, over the median. Every rank's kernel runs at "
+    "a fixed share of a "
+    "core (`tools/bench/simulated/paced.py`), its links are shaped (docs/emulated-cluster.md). Error: simulated over "
+    "measured time - 1, of "
     "both phases together, and of each.",
-    "The simulator has the same plans, transport `sockets`, and a cost table that was measured on the ranks just before, by "
-    "microbenchmarks alone: the kernel over a grid of queries and keys, how fast it is on all ranks at once and beside transfers, what the "
-    "executor takes around a launch, merging, packing, messages on links as they are shaped. Planners were told the links' rates and the "
-    "kernel's, not this table. Planners that made the same plan for a batch are one case. Simulated: the mean of 10 orders in which ranks "
+    "The simulator has the same plans, transport `sockets`, and a cost table that was measured on the ranks just "
+    "before, by "
+    "microbenchmarks alone: the kernel over a grid of queries and keys, how fast it is on all ranks at once and "
+    "beside transfers, what the "
+    "executor takes around a launch, merging, packing, messages on links as they are shaped. Planners were told the "
+    "links' rates and the "
+    "kernel's, not this table. Planners that made the same plan for a batch are one case. Simulated: the mean of 10 "
+    "orders in which ranks "
     "may begin, within 3 ms (`STAGGER_S`).",
 )
 
@@ -138,8 +145,12 @@ def line_of(row: Row) -> Line:
     cluster = cluster_of(row.nics, row.mbit, _NO_FLOPS)
     machine = Machine(cluster, MODEL, MeasuredCost(row.table, cluster, MODEL))
     draws = np.random.default_rng(0).uniform(0.0, STAGGER_S, (DRAWS, 2, machine.num_ranks))
-    calls = [attention_call(row.plan, machine, row.policy, (enter[0], enter[1]), "events", "sockets") for enter in draws]
-    forward, backward = (statistics.mean(float(outcome.end_s.max()) for outcome in phase) for phase in zip(*calls, strict=True))
+    calls = [
+        attention_call(row.plan, machine, row.policy, (enter[0], enter[1]), "events", "sockets") for enter in draws
+    ]
+    forward, backward = (
+        statistics.mean(float(outcome.end_s.max()) for outcome in phase) for phase in zip(*calls, strict=True)
+    )
     both = [sum(each) for each in row.repeats]
     measured = [statistics.median(each) for each in zip(*row.repeats, strict=True)]
     return Line(
@@ -184,7 +195,9 @@ def body(lines: Sequence[Line]) -> dict[str, Any]:
     return {
         "summary": asdict(summary(lines)),
         "cases": [{**asdict(line), "error": line.error, "spread": line.spread} for line in lines],
-        "wrong_order": [[*pair.faster.group, pair.faster.planner, pair.slower.planner, pair.apart] for pair in _wrong(lines)],
+        "wrong_order": [
+            [*pair.faster.group, pair.faster.planner, pair.slower.planner, pair.apart] for pair in _wrong(lines)
+        ],
     }
 
 
@@ -203,10 +216,14 @@ def in_words(lines: Sequence[Line]) -> list[str]:
     text = [
         f"{found.cases} cases: median error {found.median_error:.1%}, worst {found.worst_error:.1%}, "
         f"{found.within_ten_percent} within 10 %.",
-        f"{found.close} cases have a planner within {CLOSE:.0%} of theirs: {found.pairs} pairs. In {found.clear} of them the medians are "
-        f"further apart than either one's repetitions; the simulator has {found.clear - found.clear_wrong} of these in the right order. "
-        f"In {found.decided} every repetition of one planner was faster than any of the other's (of {repeats} each, those of two equal "
-        f"planners are one time in {comb(2 * repeats, repeats) // 2}); {found.decided - found.wrong} of these are in the right order.",
+        f"{found.close} cases have a planner within {CLOSE:.0%} of theirs: {found.pairs} pairs. In {found.clear} of "
+        "them the medians are "
+        f"further apart than either one's repetitions; the simulator has {found.clear - found.clear_wrong} of these "
+        "in the right order. "
+        f"In {found.decided} every repetition of one planner was faster than any of the other's (of {repeats} each, "
+        "those of two equal "
+        f"planners are one time in {comb(2 * repeats, repeats) // 2}); {found.decided - found.wrong} of these are in "
+        "the right order.",
     ]
     for pair in close_pairs(lines):
         if pair.clear and pair.right and pair.simulated_apart < TIE:
@@ -216,7 +233,8 @@ def in_words(lines: Sequence[Line]) -> list[str]:
             )
     for pair in _wrong(lines):
         text.append(
-            f"Wrong order: {_where(pair)}: {pair.faster.planner} was {pair.apart:.1%} faster than {pair.slower.planner} "
+            f"Wrong order: {_where(pair)}: {pair.faster.planner} was {pair.apart:.1%} faster than "
+            f"{pair.slower.planner} "
             f"({pair.faster.simulated_s:.3f} and {pair.slower.simulated_s:.3f} s simulated)."
         )
     return text

@@ -78,7 +78,9 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
             mask = live[:, None] & (col < elements(heads, DIMS[i], VECS[i]))[None, :]
             from_col = elements(source_head, DIMS[i], VECS[i]) + col
             to_col = elements(target_head, DIMS[i], VECS[i]) + col
-            moved = tl.load(sources[i] + from_row.to(tl.int64)[:, None] * source_strides[i] + from_col[None, :], mask=mask)
+            moved = tl.load(
+                sources[i] + from_row.to(tl.int64)[:, None] * source_strides[i] + from_col[None, :], mask=mask
+            )
             place = targets[i] + to_row.to(tl.int64)[:, None] * target_strides[i] + to_col[None, :]
             tl.store(place, moved.to(targets[i].dtype.element_ty), mask=mask)
 

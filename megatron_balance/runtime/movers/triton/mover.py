@@ -60,10 +60,14 @@ class TritonMover:
         """Row maps of the packed rows, made once."""
         if id(packed) not in self._row_maps:
             self._kept.append(packed)
-            self._row_maps[id(packed)] = row_maps(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
+            self._row_maps[id(packed)] = row_maps(
+                packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device
+            )
         return self._row_maps[id(packed)]
 
-    def _of(self, what: str, moves: Sequence[Fill] | Sequence[Place], make: Callable[[list[Packed]], list[BlockTable]]) -> list[BlockTable]:
+    def _of(
+        self, what: str, moves: Sequence[Fill] | Sequence[Place], make: Callable[[list[Packed]], list[BlockTable]]
+    ) -> list[BlockTable]:
         key = (what, *(id(move.packed) for move in moves))
         if key not in self._tables:
             packed = [move.packed for move in moves]
@@ -145,16 +149,28 @@ class TritonPartials:
         target = held[0]
         if not target.owned:
             out = self.space.empty((rows, heads, self.space.dim), self.space.wide)
-            target = _Partial(out, self.space.empty((rows, heads), self.space.wide), RowMap(buffer, None, 0, heads, 0), owned=True)
+            target = _Partial(
+                out, self.space.empty((rows, heads), self.space.wide), RowMap(buffer, None, 0, heads, 0), owned=True
+            )
         merge_parts(held, target.out, target.lse)
         return target
 
     def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         shape = (packed.num_rows, packed.num_heads)
-        out, lse = into or (self.space.empty((*shape, self.space.dim), self.space.dtype), self.space.empty(shape, self.space.wide))
+        out, lse = into or (
+            self.space.empty((*shape, self.space.dim), self.space.dtype),
+            self.space.empty(shape, self.space.wide),
+        )
         for run, index in zip(packed.runs, packed.indices, strict=True):
             own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
-            merge_parts(self.held.get(run.buffer, []), out[own], lse[own], rows=index, first_row=run.start, first_head=run.buffer_head)
+            merge_parts(
+                self.held.get(run.buffer, []),
+                out[own],
+                lse[own],
+                rows=index,
+                first_row=run.start,
+                first_head=run.buffer_head,
+            )
         return out, lse
 
     def final(self) -> tuple[Tensor, Tensor]:
@@ -170,7 +186,13 @@ class TritonPartials:
 
 
 def merge_parts(
-    held: Sequence[_Partial], out: Tensor, lse: Tensor, *, rows: Tensor | None = None, first_row: int = 0, first_head: int = 0
+    held: Sequence[_Partial],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    rows: Tensor | None = None,
+    first_row: int = 0,
+    first_head: int = 0,
 ) -> None:
     """Merge partials of a buffer into rows of `out` [N, H, D] and `lse` [N, H].
 

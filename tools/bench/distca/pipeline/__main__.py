@@ -22,14 +22,21 @@ from tools.bench.emulated import launch
 from tools.bench.emulated.report import Record, check
 
 EXPLANATION = (
-    "Steps of Megatron's own `pretrain`, the same batches and weights both ways in turn; losses and gradient norms of a batch are equal to "
-    "1e-5. Stages: every stage plans and attends for itself, under Megatron's 1F1B. Joint: the attention of both stages of a tick is "
-    "planned over all ranks, idle ones included; its backward brings keys again. Step: without the reduction of gradients. Medians over "
-    "the repeats of a batch, then means over batches. Of a turn: the smallest and the largest ratio of two steps that follow one another. "
-    "Spread: the largest (max - min) / median over the repeats of a batch. Attention: seconds in its kernels, mean over ranks. Waited: for "
+    "Steps of Megatron's own `pretrain`, the same batches and weights both ways in turn; losses and gradient norms of "
+    "a batch are equal to "
+    "1e-5. Stages: every stage plans and attends for itself, under Megatron's 1F1B. Joint: the attention of both "
+    "stages of a tick is "
+    "planned over all ranks, idle ones included; its backward brings keys again. Step: without the reduction of "
+    "gradients. Medians over "
+    "the repeats of a batch, then means over batches. Of a turn: the smallest and the largest ratio of two steps that "
+    "follow one another. "
+    "Spread: the largest (max - min) / median over the repeats of a batch. Attention: seconds in its kernels, mean "
+    "over ranks. Waited: for "
     "exchanges of attention, mean over ranks; waiting for the other stage's hidden states is not in it.",
-    "What ranks attended to in ticks in which their stage had no microbatch, a step's mean (joint). Warm-up: before the stage's first "
-    "forward pass, or its first backward pass; drain: after its last. A task is a run of queries of one document with its keys, once a "
+    "What ranks attended to in ticks in which their stage had no microbatch, a step's mean (joint). Warm-up: before "
+    "the stage's first "
+    "forward pass, or its first backward pass; drain: after its last. A task is a run of queries of one document with "
+    "its keys, once a "
     "layer and nano-batch.",
 )
 

@@ -57,7 +57,11 @@ class Pipelined(Experiment):
         microbatch, and a margin.
         """
         each = [cut(lengths, REPLICAS * SAMPLE) for of_set in self.drawn().values() for lengths in of_set]
-        ticks = [tuple(chain(*microbatches[at : at + STAGES])) for microbatches in each for at in range(len(microbatches) - STAGES + 1)]
+        ticks = [
+            tuple(chain(*microbatches[at : at + STAGES]))
+            for microbatches in each
+            for at in range(len(microbatches) - STAGES + 1)
+        ]
         return distca.point(kernels, ticks, self.layers)
 
     def flags(self) -> dict[str, Any]:

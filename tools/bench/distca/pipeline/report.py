@@ -101,7 +101,18 @@ def _by_batch(records: Sequence[Record], variant: int) -> dict[tuple[str, int], 
     return found
 
 
-HEADINGS = ("data set", "pipeline", "step s", "to stages", "of a turn", "spread", "model s", "attention s", "waited s", "busiest NIC MB")
+HEADINGS = (
+    "data set",
+    "pipeline",
+    "step s",
+    "to stages",
+    "of a turn",
+    "spread",
+    "model s",
+    "attention s",
+    "waited s",
+    "busiest NIC MB",
+)
 
 
 def rows(found: Sequence[Line]) -> list[list[str]]:
@@ -109,7 +120,13 @@ def rows(found: Sequence[Line]) -> list[list[str]]:
     return [
         [
             *(line.dataset, line.variant, f"{line.step_s:.2f}", f"{line.ratio:.2f}", f"{line.low:.2f}-{line.high:.2f}"),
-            *(f"{100 * line.spread:.0f} %", f"{line.model_s:.2f}", f"{line.kernel_s:.2f}", f"{line.waited_s:.2f}", f"{line.nic_mb:.2f}"),
+            *(
+                f"{100 * line.spread:.0f} %",
+                f"{line.model_s:.2f}",
+                f"{line.kernel_s:.2f}",
+                f"{line.waited_s:.2f}",
+                f"{line.nic_mb:.2f}",
+            ),
         ]
         for line in found
     ]
@@ -154,5 +171,20 @@ def markdown(headings: Sequence[str], cells: Sequence[Sequence[str]], named: int
 
 def brief(record: Record) -> Record:
     """A step without what each rank counted but for its idle ticks."""
-    names = ("nics", "dataset", "batch", "repeat", "variant", "lengths", "loss", "grad_norm", "nic_sent", "nic_received")
-    return {**{name: record[name] for name in names}, "step_s": round(net_step_s(record), 4), "idle": [r["idle"] for r in record["ranks"]]}
+    names = (
+        "nics",
+        "dataset",
+        "batch",
+        "repeat",
+        "variant",
+        "lengths",
+        "loss",
+        "grad_norm",
+        "nic_sent",
+        "nic_received",
+    )
+    return {
+        **{name: record[name] for name in names},
+        "step_s": round(net_step_s(record), 4),
+        "idle": [r["idle"] for r in record["ranks"]],
+    }
