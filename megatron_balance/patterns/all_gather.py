@@ -13,8 +13,8 @@ from megatron_balance.ir.columns import Fragment, Transfer
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.patterns.base import (
-    AllTogether,
     Context,
+    GroupTraffic,
     Launches,
     Load,
     Startable,
@@ -36,7 +36,7 @@ class AllGather(ZigzagPattern):
 
     routing = "never"
     merges_remap = False
-    traffic = AllTogether
+    traffic = GroupTraffic
 
     def num_exchanges(self, zone: Zone) -> int:
         """One, where there are other ranks."""
@@ -111,4 +111,4 @@ class AllGather(ZigzagPattern):
         token_heads = (shared_tokens(placed) * context.num_kv_heads).astype(np.float64)
         blocks = np.repeat(token_heads[:, None], size, axis=1)
         launches = Launches(pairs, launch, np.zeros(size), np.arange(size)[:, None])
-        return ZoneRounds(np.array(zone.ranks), launches, AllTogether({Kind.KV: blocks}, {}, gathers=True))
+        return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic({Kind.KV: blocks}, {}, gathers=True))

@@ -183,7 +183,7 @@ class HopByHop:
 
 
 @dataclass(frozen=True, slots=True)
-class AllTogether:
+class GroupTraffic:
     """One collective of all the zone's ranks before the launch and one after it.
 
     `inputs`, `outputs`: by kind, tokens times heads [G, G] from the rank of a row to that of a
@@ -203,7 +203,7 @@ class PointToPoint:
     outputs: Ints
 
 
-ZoneTraffic: TypeAlias = HopByHop | AllTogether | PointToPoint
+ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint
 
 
 @dataclass(frozen=True, slots=True)

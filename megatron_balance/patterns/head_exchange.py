@@ -18,9 +18,9 @@ from megatron_balance.ir.columns import Held, Message, Pair, Transfer
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.patterns.base import (
-    AllTogether,
     CommPattern,
     Context,
+    GroupTraffic,
     Launches,
     Load,
     Startable,
@@ -91,7 +91,7 @@ class HeadExchange(CommPattern[Zone]):
 
     routing = "never"
     merges_remap = False
-    traffic = AllTogether
+    traffic = GroupTraffic
 
     def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
         del num_ranks
@@ -234,7 +234,7 @@ class HeadExchange(CommPattern[Zone]):
         runs, queries, keys = (values.astype(np.float64) for values in Shares.of(zone, context))
         inputs = {Kind.Q: np.outer(runs, queries), Kind.KV: np.outer(runs, keys)}
         outputs = {Kind.OUT: np.outer(queries, runs)}
-        return ZoneRounds(np.array(zone.ranks), launches, AllTogether(inputs, outputs, gathers=False))
+        return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic(inputs, outputs, gathers=False))
 
 
 def _slices(zone: Zone, context: Context) -> list[list[HeadSlice]]:

@@ -20,9 +20,9 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import by_pattern, pattern_of
 from megatron_balance.patterns.base import (
-    AllTogether,
     Context,
     FirstHops,
+    GroupTraffic,
     HopByHop,
     Launches,
     PointToPoint,
@@ -61,7 +61,7 @@ class Collectives:
     gathers: bool
 
     @classmethod
-    def of(cls, traffic: AllTogether, payload: Payload) -> Collectives:
+    def of(cls, traffic: GroupTraffic, payload: Payload) -> Collectives:
         return cls(
             _bytes(traffic.inputs, payload),
             _bytes(traffic.outputs, payload),
@@ -127,7 +127,7 @@ class Tables:
         match traffic:
             case HopByHop(forward, backward):
                 return Hops(forward.astype(np.float64), backward.astype(np.float64))
-            case AllTogether():
+            case GroupTraffic():
                 return Collectives.of(traffic, self.machine.payload)
             case _:
                 return traffic
