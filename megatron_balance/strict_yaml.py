@@ -181,7 +181,7 @@ def _is_union_tag(part: int | str) -> bool:
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
-    """What to say of an unknown key."""
+    """The complaint about an unknown key."""
     known = list(known)
     hint = suggest(key, known)
     return f"unknown key, {hint}" if hint else f"unknown key. Keys: {', '.join(known)}"

@@ -110,7 +110,7 @@ class Remote:
 
 
 class Message:
-    """What one exchange moves of one kind and head span from one rank to another (`analysis.wire`)."""
+    """Tokens that one exchange moves of one kind and head span from rank to rank (`analysis.wire`)."""
 
     WIDTH = 7
     EXCHANGE, SRC, DST, KIND, HEAD_START, HEAD_STOP, TOKENS = range(7)

@@ -18,7 +18,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 
 
 class Cell(NamedTuple):
-    """What a stage runs in a tick: a microbatch through one of the stage's model chunks."""
+    """The work of a stage in a tick: a microbatch through one of the stage's model chunks."""
 
     microbatch: int
     chunk: int = 0

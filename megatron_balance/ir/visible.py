@@ -1,4 +1,4 @@
-"""Which part of a (query, key) rectangle a mask shows: the mask (`ir.mask`) applied to tables of
+"""The part of a (query, key) rectangle that a mask shows: the mask (`ir.mask`) applied to tables of
 pairs.
 """
 

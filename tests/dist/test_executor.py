@@ -57,7 +57,7 @@ def assert_equals_reference(planned: MicrobatchPlan, head_dim: int, run: Run, ra
 
 @functools.lru_cache(maxsize=2)  # the runs of a test differ also in their types
 def truth_of(planned: MicrobatchPlan, head_dim: int, policy: Policy) -> tuple[reference.Result, list[Rows]]:
-    """What the reference makes of the plan, and the owners of all ranks."""
+    """Results of the reference for the plan, and the rows that each rank owns."""
     x = jobs.inputs(planned, head_dim)
     truth = reference.run(expand(planned, policy), x.q, x.k, x.v, x.scale, x.dout)
     return truth, [Rows.of(3, layout(planned, rank).tolist()) for rank in range(planned.num_ranks)]

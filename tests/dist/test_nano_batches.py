@@ -65,7 +65,7 @@ def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(pool:
 
 @pytest.mark.parametrize(("planner", "layered"), [("random_task_table", False), ("random_task_table", True), ("zeppelin", True)])
 def test_streams_joined_by_events_alone_carry_two_nano_batches(pool: Pool, planner: str, layered: bool) -> None:
-    """What NCCL will carry: both nano-batches on the same communicators, whose messages match by
+    """Order as NCCL needs it: both nano-batches on the same communicators, whose messages match by
     their order.
     """
     plans = nano_batches_of(planner, layered=layered)

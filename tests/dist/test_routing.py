@@ -73,7 +73,7 @@ def test_routing_changes_the_links_and_not_a_bit(pool: Pool, planner: str, remap
 
 
 def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
-    """What NCCL will carry, with threads for streams: messages match by their order, and nothing
+    """Order as NCCL needs it, with threads for streams: messages match by their order, and nothing
     waits in a circle."""
     ways = [Run(policy, "float32") for policy in POLICIES]
     plans = []

@@ -1,4 +1,4 @@
-"""What goes between nodes as the executor counts it, against the program's ops and against the
+"""Traffic between nodes as the executor counts it, against the program's ops and against the
 figures in closed form.
 """
 

@@ -319,7 +319,7 @@ class _Meter:
 
 
 def run_all(jobs: Sequence[Job]) -> list[Trained]:
-    """What jobs measured, one after the other, each in a process of its own.
+    """Measurements of jobs, one after the other, each in a process of its own.
 
     Raises RuntimeError: one failed; its log is above.
     """

@@ -32,7 +32,7 @@ def model_of(plan: MicrobatchPlan) -> Model:
 
 
 def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
-    """The same figures by counting every row of the whole forward program."""
+    """Figures of a plan by counting every row of the whole forward program."""
     model, ranks = model_of(plan), range(plan.num_ranks)
     kv: list[set[tuple[int, ...]]] = [set() for _ in ranks]
     inter: list[set[tuple[int, ...]]] = [set() for _ in ranks]

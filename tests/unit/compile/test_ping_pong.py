@@ -204,7 +204,7 @@ def assert_all_end(ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
 def assert_one_order(
     nano_batches: Sequence[MicrobatchPlan], ops: Sequence[Sequence[Sequence[Op]]], joint: Joint
 ) -> None:
-    """What two ranks, or the ranks of a communicator, issue to a stream comes in one order."""
+    """Two ranks, or the ranks of a communicator, issue to a stream in one order."""
     between: dict[tuple[object, str], dict[int, list[tuple[int, int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in enumerate(joint):
         streams_of = [

@@ -1,4 +1,4 @@
-"""What the CUDA transport issues, on streams that only write it down: which stream does what, in
+"""Issue order of the CUDA transport, on streams that only write it down: which stream does what, in
 which order, after which event."""
 
 from __future__ import annotations

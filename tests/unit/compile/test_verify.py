@@ -66,7 +66,7 @@ def test_the_programs_that_the_others_are_made_of_are_right(source: str) -> None
 
 
 def complaint(source: str, right: str, wrong: str) -> str:
-    """What `verify` says after the last `right` became `wrong`."""
+    """The complaint of `verify` after the last `right` became `wrong`."""
     assert right in source
     before, _, after = source.rpartition(right)
     with pytest.raises(InvalidProgramError) as caught:

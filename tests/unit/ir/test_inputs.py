@@ -1,4 +1,4 @@
-"""What a planner is given: batch, cluster, model."""
+"""The inputs of a planner: batch, cluster, model."""
 
 from __future__ import annotations
 
