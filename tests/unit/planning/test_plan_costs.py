@@ -106,12 +106,12 @@ def test_command_line_and_configuration_name_the_table(
     def fingerprint(*more: str) -> str:
         return run.json("plan --json --config", config, *more)["results"][0]["fingerprint"]
 
+    cluster = load_config(config).cluster
+    assert cluster is not None
+
     def planned(file: Path) -> str:
-        return make_planner(
-            "zeppelin", load_config(config).cluster.build(), MODEL, Layers(), file, tokens_per_rank=4200
-        )(  # pyright: ignore[reportOptionalMemberAccess]
-            LENGTHS
-        ).fingerprint()
+        planner = make_planner("zeppelin", cluster.build(), MODEL, Layers(), file, tokens_per_rank=4200)
+        return planner(LENGTHS).fingerprint()
 
     assert fingerprint() == planned(slow)
     assert fingerprint("--plan-costs", str(quick)) == planned(quick)
