@@ -40,7 +40,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 Ints: TypeAlias = NDArray[np.int64]
 Region: TypeAlias = tuple[int, int, int, int, int]  # seq, start, stop, head_start, head_stop
-Cut: TypeAlias = tuple[slice, slice]  # tokens of the batch, heads
+Slices: TypeAlias = tuple[slice, slice]  # tokens of the batch, heads
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class _Table:
         self.values: Floats = np.zeros((num_tokens, num_heads, width))
         self.there: Bools = np.zeros((num_tokens, num_heads), dtype=bool)
 
-    def put(self, cut: Cut, values: Floats) -> None:
-        self.values[cut] = values
-        self.there[cut] = True
+    def put(self, at: Slices, values: Floats) -> None:
+        self.values[at] = values
+        self.there[at] = True
 
 
 class _Machine:
@@ -138,12 +138,14 @@ class _Machine:
 
     # Regions and tables
 
-    def cut(self, region: Region) -> Cut:
+    def slices(self, region: Region) -> Slices:
         seq, start, stop, head_start, head_stop = region
         return slice(self.base[seq] + start, self.base[seq] + stop), slice(head_start, head_stop)
 
-    def owned(self, kind: Kind, rank: int) -> list[Cut]:
-        return [self.cut((seq, start, stop, 0, self.num_heads(kind))) for seq, start, stop in self.program.owned[rank]]
+    def owned(self, kind: Kind, rank: int) -> list[Slices]:
+        return [
+            self.slices((seq, start, stop, 0, self.num_heads(kind))) for seq, start, stop in self.program.owned[rank]
+        ]
 
     def num_heads(self, kind: Kind) -> int:
         return self.program.num_kv_heads if kind in KEY_SIDE else self.program.num_heads
@@ -172,41 +174,41 @@ class _Machine:
         """Give every rank the rows of `values` [T, heads, width] that are owned there."""
         self.copied[kind] = [self.table(kind) for _ in self.program.owned]
         for rank, held in enumerate(self.copied[kind]):
-            for cut in self.owned(kind, rank):
-                held.put(cut, values[cut])
+            for at in self.owned(kind, rank):
+                held.put(at, values[at])
 
     def forget_received(self) -> None:
         for kind in (Kind.Q, Kind.KV):
             for rank, held in enumerate(self.copied[kind]):
                 held.there[:] = False
-                for cut in self.owned(kind, rank):
-                    held.there[cut] = True
+                for at in self.owned(kind, rank):
+                    held.there[at] = True
 
     def collect(self, kind: Kind) -> Floats:
         """The one partial of every owner region, put together over the ranks: [T, heads, width]."""
         self.now = f"the end, when {KIND_NAMES[kind]} should be complete"
         whole = self.table(kind)
         for rank in range(self.program.num_ranks):
-            for cut in self.owned(kind, rank):
-                whole.put(cut, self.take(kind, rank, cut))
+            for at in self.owned(kind, rank):
+                whole.put(at, self.take(kind, rank, at))
         if not whole.there.all():
             raise self.error(f"{int((~whole.there.all(axis=1)).sum())} tokens have no owner")
         return whole.values
 
-    def take(self, kind: Kind, rank: int, cut: Cut) -> Floats:
-        """Remove and return the one partial of `cut` that `rank` holds; a gradient that nobody
+    def take(self, kind: Kind, rank: int, at: Slices) -> Floats:
+        """Remove and return the one partial of `at` that `rank` holds; a gradient that nobody
         contributed to is zero.
         """
         held = self.partials[kind][rank]
-        counts = sum((t.there[cut].astype(int) for t in held), np.zeros((1, 1), dtype=int))
+        counts = sum((t.there[at].astype(int) for t in held), np.zeros((1, 1), dtype=int))
         if counts.max(initial=0) > 1:
             raise self.error(f"rank {rank} holds {counts.max()} partials of {KIND_NAMES[kind]} there, not merged")
         if kind == Kind.OUT and counts.min(initial=1) < 1:
             raise self.error(f"rank {rank} holds no partial of {KIND_NAMES[kind]} there")
-        values = np.zeros_like(self.table(kind).values[cut])
+        values = np.zeros_like(self.table(kind).values[at])
         for part in held:
-            values += np.where(part.there[cut][..., None], part.values[cut], 0.0)
-            part.there[cut] = False
+            values += np.where(part.there[at][..., None], part.values[at], 0.0)
+            part.there[at] = False
         self.partials[kind][rank] = [t for t in held if t.there.any()]
         return values
 
@@ -231,36 +233,36 @@ class _Machine:
 
     def exchange(self, op: Exchange, *, forward: bool) -> None:
         """All transfers at once: everything is read before anything arrives."""
-        arrivals: list[tuple[Kind, int, Cut, Floats]] = []
-        given_up: list[tuple[Kind, int, Cut]] = []
+        arrivals: list[tuple[Kind, int, Slices, Floats]] = []
+        given_up: list[tuple[Kind, int, Slices]] = []
         for code, seq, start, stop, head_start, head_stop, src, dst in op.transfers:
-            kind, cut = Kind(code), self.cut((seq, start, stop, head_start, head_stop))
-            values = self.take(kind, src, cut) if kind in MOVED else self.read(kind, src, cut)
-            arrivals.append((kind, dst, cut, values))
+            kind, at = Kind(code), self.slices((seq, start, stop, head_start, head_stop))
+            values = self.take(kind, src, at) if kind in MOVED else self.read(kind, src, at)
+            arrivals.append((kind, dst, at, values))
             if is_remap_move(op.id, self.program.remap_in, forward=forward) and kind not in MOVED:
-                given_up.append((kind, src, cut))
-        for kind, src, cut in given_up:
-            self.copied[kind][src].there[cut] = False
-        for kind, dst, cut, values in arrivals:
+                given_up.append((kind, src, at))
+        for kind, src, at in given_up:
+            self.copied[kind][src].there[at] = False
+        for kind, dst, at, values in arrivals:
             if kind in MOVED:
                 self.partials[kind][dst].append(self.table(kind))
-                self.partials[kind][dst][-1].put(cut, values)
+                self.partials[kind][dst][-1].put(at, values)
             else:
-                self.copied[kind][dst].put(cut, values)
+                self.copied[kind][dst].put(at, values)
 
-    def read(self, kind: Kind, rank: int, cut: Cut) -> Floats:
+    def read(self, kind: Kind, rank: int, at: Slices) -> Floats:
         held = self.copied[kind][rank]
-        if not held.there[cut].all():
+        if not held.there[at].all():
             raise self.error(f"rank {rank} does not hold all of {KIND_NAMES[kind]} there")
-        return held.values[cut].copy()
+        return held.values[at].copy()
 
     def merge(self, op: Merge) -> None:
         for code, *region in op.values:
             seq, start, stop, head_start, head_stop = region
-            kind, cut = Kind(code), self.cut((seq, start, stop, head_start, head_stop))
+            kind, at = Kind(code), self.slices((seq, start, stop, head_start, head_stop))
             held = self.partials[kind][op.rank]
-            parts = [(t.values[cut].copy(), t.there[cut].copy()) for t in held if t.there[cut].any()]
-            values = self.table(kind).values[cut]
+            parts = [(t.values[at].copy(), t.there[at].copy()) for t in held if t.there[at].any()]
+            values = self.table(kind).values[at]
             there = np.zeros(values.shape[:2], dtype=bool)
             for more, where in parts:
                 both = there & where
@@ -270,9 +272,9 @@ class _Machine:
             if not there.all():
                 raise self.error(f"rank {op.rank} holds no partial of some of {KIND_NAMES[kind]} there")
             for table in held:
-                table.there[cut] = False
+                table.there[at] = False
             merged = self.table(kind)
-            merged.put(cut, values)
+            merged.put(at, values)
             self.partials[kind][op.rank] = [*(t for t in held if t.there.any()), merged]
 
     def attend(self, op: Attend) -> None:

@@ -21,7 +21,7 @@ from megatron_balance.patterns import by_pattern
 from megatron_balance.patterns.base import Context, Load
 
 
-def figures(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
+def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) -> dict[str, Any]:
     """Statistics of one microbatch: one attention call, one layer, forward; lists have one entry a
     rank.
 

@@ -132,14 +132,14 @@ class Bench:
         """Largest over mean load of the ranks: tokens in the mean over microbatches, attention over
         all that attends.
         """
-        from megatron_balance.analysis.statistics import figures
+        from megatron_balance.analysis.statistics import plan_statistics
 
         plans = {
             "tokens": [plan for step in planned.steps for plan in step.plans],
             "attention": [plan for step in planned.steps for plan in step.attention],
         }
         return {
-            key: fmean(figures(plan, self.given.model)["imbalance"][key] for plan in found)
+            key: fmean(plan_statistics(plan, self.given.model)["imbalance"][key] for plan in found)
             for key, found in plans.items()
         }
 

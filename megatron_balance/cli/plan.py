@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_planner(
     choice: PlannerChoice, given: inputs.Inputs, *, verify: bool
 ) -> list[tuple[MicrobatchPlan, dict[str, Any]]]:
-    from megatron_balance.analysis.statistics import figures
+    from megatron_balance.analysis.statistics import plan_statistics
 
     cost = given.planning_cost()
     results: list[tuple[MicrobatchPlan, dict[str, Any]]] = []
@@ -96,7 +96,7 @@ def _run_planner(
         plan_ms = 1e3 * (time.perf_counter() - start)
         verified = _verified(plan, given, len(results)) if verify else None
         result: dict[str, Any] = {
-            **figures(plan, given.model, given.cluster.ranks_per_nic),
+            **plan_statistics(plan, given.model, given.cluster.ranks_per_nic),
             "plan_ms": plan_ms,
             "verified": verified,
             "fingerprint": plan.fingerprint(),

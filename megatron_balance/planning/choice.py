@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+from megatron_balance.analysis.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.measured import MeasuredCost
-from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.cost.table import load_table
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch

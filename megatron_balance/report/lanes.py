@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_balance.cost.memory import Policy
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.report.cases import Figures
 from megatron_balance.simulator.machine import Machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.report.cases import Figures
@@ -10,7 +10,7 @@ from megatron_balance.report.cases import Figures
 
 def of_plan(plan: MicrobatchPlan, model: Model, ranks_per_nic: int) -> Figures:
     """Exact loads by rank, one layer, forward."""
-    loads = figures(plan, model, ranks_per_nic)
+    loads = plan_statistics(plan, model, ranks_per_nic)
     return {
         "kind": "exact",
         "planner": plan.planner,

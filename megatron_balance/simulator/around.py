@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_balance.cost import memory, parallel
+from megatron_balance.analysis import memory
+from megatron_balance.analysis.memory import Sharding
+from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.collectives import Group, group_of
-from megatron_balance.cost.memory import Sharding
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 

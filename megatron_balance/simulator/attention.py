@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.statistics import tokens_per_rank
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.plan import MicrobatchPlan

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.analysis.wire import is_collective
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.memory import Policy
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.simulator import collective

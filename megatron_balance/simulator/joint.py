@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.cost import memory
+from megatron_balance.analysis import memory
+from megatron_balance.analysis.memory import Holding
 from megatron_balance.cost.base import Floats
-from megatron_balance.cost.memory import Holding
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import linear_tokens

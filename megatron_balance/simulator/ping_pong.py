@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.order import Run, Step
 from megatron_balance.compile.ping_pong import Cuts, Segment
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import MicrobatchPlan

@@ -14,8 +14,8 @@ from typing import assert_never
 
 import numpy as np
 
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.memory import Policy
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megatron_balance.cost.memory import Policy, Recompute
+from megatron_balance.analysis.memory import Policy, Recompute
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import EngineName

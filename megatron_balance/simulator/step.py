@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.statistics import figures
-from megatron_balance.cost import memory, parallel
+from megatron_balance.analysis import memory
+from megatron_balance.analysis.memory import Holding
+from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.cost.memory import Holding
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator import ping_pong, pipeline
@@ -228,7 +229,7 @@ class _Run:
     def _received(self, plan: MicrobatchPlan) -> Ints:
         if self.setup.policy == "replay":
             return most_in_a_round(plan)
-        counted = figures(plan, self.machine.model, self.machine.cluster.ranks_per_nic)
+        counted = plan_statistics(plan, self.machine.model, self.machine.cluster.ranks_per_nic)
         return np.array(counted["kv_tokens_received_per_rank"]) + np.array(counted["remap_tokens_received_per_rank"])
 
     def _utilisation(self, step_s: float) -> dict[str, float]:

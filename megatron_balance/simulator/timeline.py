@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.cost.base import Floats
-from megatron_balance.cost.memory import Policy
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.simulator.attention import events, linear_tokens

@@ -29,7 +29,7 @@ ADDED = (Kind.Q_GRAD, Kind.KV_GRAD)
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
+class LaunchSeconds:
     """Seconds of each launch: `kernel` alone, and `around` it: merging partial outputs, or adding
     up gradients.
     """
@@ -42,7 +42,7 @@ class Launches:
         return self.kernel + self.around
 
 
-def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool) -> Launches:
+def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, backward: bool) -> LaunchSeconds:
     """Costs of launches [len(merging)].
 
     `pairs` and `launch` are as in `MachineCost.attend_s`. `merging`: 1 where a forward launch
@@ -53,7 +53,7 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
     pairs, launch = pairs[seen], launch[seen]
     queries = _distinct(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
-        return Launches(
+        return LaunchSeconds(
             kernel,
             merging
             * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
@@ -61,7 +61,7 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
     keys = _distinct(pairs[:, Pair.KEY], launch, len(merging))
     sizes = machine.payload.row_bytes
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
-    return Launches(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
+    return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
 
 
 def _distinct(regions: Ints, launch: Ints, num_launches: int) -> Floats:

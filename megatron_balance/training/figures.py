@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan
-from megatron_balance.planning.place import NanoBatches
 from megatron_balance.simulator import pipeline
 from megatron_balance.training.lengths import PoolLengths
+from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
 
 Cost: TypeAlias = AnalyticCost | MeasuredCost
@@ -27,43 +27,6 @@ Json: TypeAlias = dict[str, Any]
 
 BACKWARD = 2
 """A layer's backward pass takes twice its forward pass."""
-
-
-class PlannedStep(Protocol):
-    """The plans of one step, as figures and the log read them."""
-
-    @property
-    def plans(self) -> tuple[MicrobatchPlan, ...]:
-        """Of every nano-batch, microbatch by microbatch."""
-        ...
-
-    @property
-    def plans_of(self) -> tuple[range, ...]:
-        """By microbatch: which of `plans` are its nano-batches'."""
-        ...
-
-    @property
-    def parts(self) -> tuple[NanoBatches, ...]:
-        """By microbatch: the sequences of its nano-batches."""
-        ...
-
-    @property
-    def ticks(self) -> tuple[tuple[TickPlan, ...], ...]:
-        """By nano-batch, where all pipeline stages attend together; else empty."""
-        ...
-
-    @property
-    def plan_s(self) -> float:
-        """Seconds of planning, wherever it ran."""
-        ...
-
-    @property
-    def wait_s(self) -> float:
-        """Of `plan_s`, how long the step waited."""
-        ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +49,7 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
     Tokens, bytes and transfers are those of one layer's forward.
     """
     cost = job.cost
-    each = [figures(plan, job.model, cost.cluster.ranks_per_nic) for plan in planned.plans]
+    each = [plan_statistics(plan, job.model, cost.cluster.ranks_per_nic) for plan in planned.plans]
     tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
     pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
     seconds = [
@@ -219,5 +182,5 @@ def _through_stages(seconds: Sequence[float], job: Job) -> float:
 
 def _by_tick(ticks: Sequence[TickPlan], model: Model, ranks_per_nic: int) -> list[Json]:
     """Figures of each tick's plan; ticks of the same microbatches share one."""
-    by_plan = {one.tick.microbatches: figures(one.plan, model, ranks_per_nic) for one in ticks}
+    by_plan = {one.tick.microbatches: plan_statistics(one.plan, model, ranks_per_nic) for one in ticks}
     return [by_plan[one.tick.microbatches] for one in ticks]

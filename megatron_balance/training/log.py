@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.counters import Counters
-from megatron_balance.training.figures import Job, Json, PlannedStep, step_figures
+from megatron_balance.training.figures import Job, Json, step_figures
 from megatron_balance.training.lengths import PoolLengths
+from megatron_balance.training.plans import PlannedStep
 
 log = logging.getLogger(__name__)
 

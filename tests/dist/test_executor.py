@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import reference
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
@@ -67,7 +67,7 @@ def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: int, counter
     """The fp32 run of one call: what `plan --json` predicts is what arrived, and each rank ran the
     ops of its projection."""
     model = Model(planned.num_heads, planned.num_kv_heads, head_dim, bytes_per_element=4)
-    predicted = figures(planned, model)
+    predicted = plan_statistics(planned, model)
     assert [c["bytes_received_forward"] for c in counters] == predicted["bytes_received_per_rank"]["total"]
     assert [c["kv_tokens_received"] for c in counters] == predicted["kv_tokens_received_per_rank"]
     assert [c["q_tokens_received"] for c in counters] == predicted["query_tokens_received_per_rank"]

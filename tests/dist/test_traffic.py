@@ -12,7 +12,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Exchange
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.compile.pipeline import expand
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.analysis.traffic import traffic
 from tests.support import jobs
@@ -37,7 +37,7 @@ def test_ranks_send_and_receive_between_nodes_what_the_program_says(pool: Pool, 
     model = Model(planned.num_heads, planned.num_kv_heads, HEAD_DIM, bytes_per_element=4)
     results = pool.run(jobs.attend, num_ranks, planned, HEAD_DIM, RUNS)
     counters = [r[0].counters for r in results]
-    predicted = figures(planned, model)
+    predicted = plan_statistics(planned, model)
     assert [c["bytes_received_forward"] for c in counters] == predicted["bytes_received_per_rank"]["total"]
     for index, run in enumerate(RUNS):
         program = expand(planned, run.policy)

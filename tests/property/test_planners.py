@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
@@ -60,7 +60,7 @@ def test_every_token_has_one_owner_and_every_pair_one_rank(
     for seq, length in enumerate(lengths):
         spans = sorted((start, stop) for s, start, stop in held if s == seq)
         assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), length]
-    report = figures(plan, model)
+    report = plan_statistics(plan, model)
     assert sum(report["tokens_per_rank"]) == sum(lengths)
     assert sum(report["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in lengths)
 
@@ -131,7 +131,7 @@ def test_zeppelin_keeps_within_the_capacity_unless_only_all_ranks_together_hold_
 ) -> None:
     capacity = max(1, int(slack * -(-sum(lengths) // cluster.num_ranks)))
     plan = plan_of("zeppelin", lengths, cluster, model, slack)
-    most = max(figures(plan, model)["tokens_per_rank"])
+    most = max(plan_statistics(plan, model)["tokens_per_rank"])
     everywhere = [zone.seqs for zone in plan.zones] == [tuple(range(len(lengths)))]
     assert most <= capacity + (2 * len(lengths) if everywhere else 0)
 

@@ -10,8 +10,8 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
+from megatron_balance.analysis.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.config import CONFIGS, RemapChoice, RunConfig, load_cluster, load_model, names
-from megatron_balance.cost.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model

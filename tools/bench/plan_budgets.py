@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import project
 from megatron_balance.patterns import dispatch
 from megatron_balance.planning.layers import Layers
@@ -180,7 +180,7 @@ def _projections(size: str, plans: dict[str, MicrobatchPlan], budget_ms: float) 
                 budget_ms,
                 lambda plan=plan, groups=groups: bind(plan, MIDDLE, SHAPE, groups=groups),
             )
-        yield Measurement(f"figures of {size}: {name}", None, lambda plan=plan: figures(plan, MODEL))
+        yield Measurement(f"figures of {size}: {name}", None, lambda plan=plan: plan_statistics(plan, MODEL))
 
 
 def long_tailed(num_seqs: int, num_tokens: int, seed: int = 20261120) -> list[int]:

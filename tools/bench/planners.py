@@ -28,7 +28,7 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.plan import Zone
@@ -148,7 +148,7 @@ def _joined(batches: Sequence[Sequence[int]], count: int) -> Iterator[list[int]]
 
 
 def _means(plans: Sequence[MicrobatchPlan], model: Model) -> Row:
-    reports = [figures(plan, model) for plan in plans]
+    reports = [plan_statistics(plan, model) for plan in plans]
     return {
         "attention": fmean(r["imbalance"]["attention"] for r in reports),
         "tokens": fmean(

@@ -24,9 +24,9 @@ from math import inf
 
 import numpy as np
 
+from megatron_balance.analysis.memory import Recompute
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.collectives import Group, all_gather_s, group_of, reduce_scatter_s
-from megatron_balance.cost.memory import Recompute
 from megatron_balance.cost.parallel import stage_transfer_s
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.columns import Pair

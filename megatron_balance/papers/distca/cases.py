@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from megatron_balance.analysis.memory import Holding, Policy, Recompute, Sharding, rank_memory
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.memory import Holding, Policy, Recompute, Sharding, rank_memory
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.memory import Recompute
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.memory import Recompute
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -68,7 +68,7 @@ def _held(stages: int, tokens: float, received: float, num_microbatches: int, re
 
 def _received(ping_pong: Sequence[MicrobatchPlan], case: Case) -> list[int]:
     """Tokens whose keys and values a rank receives at most, by nano-batch."""
-    return [max(figures(nano_batch, case.model)["kv_tokens_received_per_rank"]) for nano_batch in ping_pong]
+    return [max(plan_statistics(nano_batch, case.model)["kv_tokens_received_per_rank"]) for nano_batch in ping_pong]
 
 
 def _in_a_row_s(case: Case, microbatches: Sequence[Sequence[int]]) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.cases import Case
 from megatron_balance.workloads.distributions import K
@@ -35,7 +35,7 @@ def measure(case: Case, batches: list[Lengths], tolerance: float) -> tuple[float
         seconds.append(sum(case.passes_s(batch, tolerance)))
         received.append(
             sum(
-                fmean(figures(nano_batch, case.model)["bytes_received_per_rank"]["total"])
+                fmean(plan_statistics(nano_batch, case.model)["bytes_received_per_rank"]["total"])
                 for nano_batch in nano_batches
             )
         )

@@ -9,8 +9,8 @@ from statistics import fmean
 
 import numpy as np
 
+from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
 from megatron_balance.cost.collectives import all_gather_s
-from megatron_balance.cost.memory import Holding, Sharding, rank_memory
 from megatron_balance.ir.columns import Pair
 from megatron_balance.papers.base import Effort, PaperTable, Row
 from megatron_balance.papers.distca.baselines import (

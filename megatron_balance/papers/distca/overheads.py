@@ -6,7 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.base import Ints
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.papers.base import Effort, PaperTable, Row
@@ -34,7 +34,7 @@ BANDWIDTH_NOTE = (
 
 def received(plan: MicrobatchPlan, case: Case) -> tuple[Ints, Ints]:
     """Bytes that reach each rank in a layer's forward pass: queries, keys and values; outputs."""
-    report = figures(plan, case.model)
+    report = plan_statistics(plan, case.model)
     of_token = int(case.cost.query_bytes(1))
     queries, keys = (np.array(report[f"{what}_tokens_received_per_rank"], dtype=np.int64) for what in ("query", "kv"))
     outputs = np.array(report["partial_tokens_received_per_rank"], dtype=np.int64)
@@ -82,7 +82,7 @@ def table7(effort: Effort) -> list[Row]:
 def _rate(case: Case, moving: MicrobatchPlan, computing: MicrobatchPlan) -> float:
     """Bytes per second and GPU."""
     inputs, outputs = received(moving, case)
-    pairs = np.array(figures(computing, case.model)["attention_pairs_per_rank"], dtype=np.float64)
+    pairs = np.array(plan_statistics(computing, case.model)["attention_pairs_per_rank"], dtype=np.float64)
     meanwhile = linear_s(computing, case.machine)[0] + np.array([case.cost.attention_s(n) for n in pairs.tolist()])
     return float((inputs + outputs).max() / meanwhile.min() / TENSOR)
 

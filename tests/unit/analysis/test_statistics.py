@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import attention_layout, expand, layout
@@ -85,7 +85,7 @@ def from_ops(plan: MicrobatchPlan) -> dict[str, Any]:
 
 def assert_figures_are_those_of_the_ops(plan: MicrobatchPlan, ranks_per_nic: int) -> None:
     shared = plan.routing.ranks_per_nic if plan.routing is not None else ranks_per_nic
-    got, want = figures(plan, model_of(plan), ranks_per_nic), from_ops(plan)
+    got, want = plan_statistics(plan, model_of(plan), ranks_per_nic), from_ops(plan)
     pairs = want.pop("attention_pairs_per_rank")
     assert {key: got[key] for key in want} == want
     # With heads that do not divide by the ranks a rank's share of the pairs is a fraction, rounded;
@@ -152,22 +152,22 @@ def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(
 
 def test_imbalance_is_the_largest_load_over_the_mean() -> None:
     plan = by_hand.plan((4, 2), 2, *by_hand.each_local(2), heads=(1, 1))
-    assert figures(plan, model_of(plan))["imbalance"] == {"tokens": 4 / 3, "attention": 10 / 6.5}
+    assert plan_statistics(plan, model_of(plan))["imbalance"] == {"tokens": 4 / 3, "attention": 10 / 6.5}
 
 
 def test_an_empty_batch_is_balanced_and_moves_nothing() -> None:
-    got = figures(by_hand.plan((), 2, heads=(1, 1)), Model(1, 1, 16))
+    got = plan_statistics(by_hand.plan((), 2, heads=(1, 1)), Model(1, 1, 16))
     assert got["imbalance"] == {"tokens": 1.0, "attention": 1.0}
     assert got["tokens_per_rank"] == got["bytes_received_per_rank"]["total"] == [0, 0]
 
 
 def test_only_the_first_rank_of_a_node_receives_across_nodes_in_a_ring_in_node_order() -> None:
     plan = by_hand.pool("ring", (64,), 4, ranks_per_node=2, heads=(1, 1))
-    inter = figures(plan, model_of(plan))["kv_tokens_received_inter_node_per_rank"]
+    inter = plan_statistics(plan, model_of(plan))["kv_tokens_received_inter_node_per_rank"]
     assert [n > 0 for n in inter] == [True, False, True, False]
 
 
 def test_an_unknown_movement_is_an_error() -> None:
     plan = by_hand.plan((4,), 1, Zone("z", "telepathy", (0,), (0,)))
     with pytest.raises(InvalidProgramError, match="zone z: unknown comm pattern 'telepathy'"):
-        figures(plan, model_of(plan))
+        plan_statistics(plan, model_of(plan))

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from megatron_balance.analysis.memory import rank_memory
 from megatron_balance.config import CONFIGS, load_cluster, load_model, names
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.memory import rank_memory
 from megatron_balance.cost.modules import layer_modules
 from megatron_balance.ir.cluster import Cluster
 

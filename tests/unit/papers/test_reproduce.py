@@ -91,12 +91,12 @@ def test_a_ratio_needs_something_published():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("papers zepelin", "reproduce: no paper 'zepelin'; did you mean 'zeppelin'?"),
-        ("papers megascale", "reproduce: no paper 'megascale'; there are "),
-        ("papers zeppelin fgi8", "zeppelin has no table 'fgi8'; did you mean 'fig8'?"),
-        ("papers zeppelin appendix", "zeppelin has no table 'appendix'; there are fig3, fig5, table2"),
-        ("papers zeppelin table2 --batches 0", "--batches 0: must be at least 1"),
-        ("papers zeppelin table2 --batch 3", "unknown option '--batch'; did you mean '--batches'?"),
+        ("reproduce zepelin", "reproduce: no paper 'zepelin'; did you mean 'zeppelin'?"),
+        ("reproduce megascale", "reproduce: no paper 'megascale'; there are "),
+        ("reproduce zeppelin fgi8", "zeppelin has no table 'fgi8'; did you mean 'fig8'?"),
+        ("reproduce zeppelin appendix", "zeppelin has no table 'appendix'; there are fig3, fig5, table2"),
+        ("reproduce zeppelin table2 --batches 0", "--batches 0: must be at least 1"),
+        ("reproduce zeppelin table2 --batch 3", "unknown option '--batch'; did you mean '--batches'?"),
         ("reproduce", "the following arguments are required: PAPER"),
     ],
 )

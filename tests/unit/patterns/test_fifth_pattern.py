@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import patterns
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.pipeline import attention_layout, expand
 from megatron_balance.compile.prefetchable import prefetchable
@@ -128,6 +128,6 @@ def test_the_rest_is_answered_too(plan: MicrobatchPlan) -> None:
     assert prefetchable(plan, "replay") == (frozenset(), frozenset({0}))  # the ring alone says what starts at once
     longest = placement.of_plan(plan)["longest"]
     assert [(row["seq"], row["num_ranks"]) for row in longest] == [(0, 3), (1, 2), (2, 3)]
-    assert figures(plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]
+    assert plan_statistics(plan, MODEL)["partial_tokens_received_per_rank"] == [0, 25, 0, 0]
     moved = replace(plan, moves=Rows.of(3, [(1, 2, 5)]))
     assert most_in_a_round(moved).tolist() == [37, 5, 6, 37]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
@@ -172,7 +172,7 @@ def test_no_server_is_above_the_tolerance_in_pairs_nor_in_seconds_and_tokens_are
     lengths: list[int], tolerance: float
 ) -> None:
     made = make_planner("distca", CLUSTER, MODEL, tolerance=tolerance)(lengths)
-    report = figures(made, MODEL)
+    report = plan_statistics(made, MODEL)
     assert report["imbalance"]["attention"] <= 1 + tolerance
     assert max(report["tokens_per_rank"]) - min(report["tokens_per_rank"]) <= 1
     assert report["partial_tokens_received_per_rank"] == _sent_away(made.zones[0])
@@ -201,7 +201,7 @@ def test_seconds_and_pairs_are_even_together_where_padding_is_little(lengths: li
     made = make_planner("distca", CLUSTER, MODEL, tolerance=0.02)(lengths)
     seconds = _kernel_s(made)
     assert max(seconds) <= 1.04 * sum(seconds) / len(seconds)
-    assert figures(made, MODEL)["imbalance"]["attention"] <= 1.02
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.02
 
 
 def _sent_away(zone: object) -> list[int]:
@@ -222,7 +222,7 @@ def test_light_work_is_shed_by_any_server_before_the_limit_gives_way() -> None:
     made = make_planner("distca", Cluster(64, 8), Model(num_heads=32, num_kv_heads=8, head_dim=128), tolerance=0.02)(
         lengths
     )
-    assert figures(made, MODEL)["imbalance"]["attention"] <= 1.02
+    assert plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.02
 
 
 def test_room_is_not_made_back_and_forth() -> None:
@@ -234,21 +234,21 @@ def test_room_is_not_made_back_and_forth() -> None:
         lengths
     )
     assert (
-        figures(made, MODEL)["imbalance"]["attention"] <= 1.07
+        plan_statistics(made, MODEL)["imbalance"]["attention"] <= 1.07
     )  # padding is an eighth of the time, so that seconds decide
 
 
 def test_tolerance_zero_is_as_even_as_whole_blocks_come() -> None:
     made = make_planner("distca", CLUSTER, MODEL, tolerance=0.0)(BATCHES[0])
     assert (
-        figures(made, MODEL)["imbalance"]["attention"] < 1.03
+        plan_statistics(made, MODEL)["imbalance"]["attention"] < 1.03
     )  # a block at the end of the long sequence is 6 % of a rank's work
 
 
 def test_less_is_received_the_more_the_tolerance_allows_and_the_more_is_known_to_be_at_hand() -> None:
     received = [
         sum(
-            figures(make_planner("distca", CLUSTER, MODEL, tolerance=t)(BATCHES[1]), MODEL)[
+            plan_statistics(make_planner("distca", CLUSTER, MODEL, tolerance=t)(BATCHES[1]), MODEL)[
                 "kv_tokens_received_per_rank"
             ]
         )
@@ -271,7 +271,7 @@ def test_ranks_of_a_pool_hold_no_tokens_and_serve() -> None:
     made = make_planner("distca", CLUSTER, MODEL, servers="pool", pool_ranks=4)(BATCHES[1])
     held = [len(layout(made, rank)) for rank in range(16)]
     assert [rank for rank, fragments in enumerate(held) if not fragments] == [3, 7, 11, 15]
-    report = figures(made, MODEL)
+    report = plan_statistics(made, MODEL)
     assert min(report["attention_pairs_per_rank"]) > 0
     assert report["imbalance"]["attention"] <= 1.1
     verify(make_planner("distca", Cluster(3, 3), MODEL, servers="pool", block=8)([100, 41]))
@@ -287,19 +287,19 @@ def test_the_pool_is_one_rank_a_node_unless_said_otherwise_and_cannot_be_all_ran
 
 
 def test_caps_keep_migrations_within_what_a_server_may_receive_and_hold() -> None:
-    free = figures(make_planner("distca", CLUSTER, MODEL)(BATCHES[2]), MODEL)
+    free = plan_statistics(make_planner("distca", CLUSTER, MODEL)(BATCHES[2]), MODEL)
     received = [
         a + b for a, b in zip(free["kv_tokens_received_per_rank"], free["query_tokens_received_per_rank"], strict=True)
     ]
     cap = max(received) - 2000
-    capped = figures(make_planner("distca", CLUSTER, MODEL, max_received_tokens=cap)(BATCHES[2]), MODEL)
+    capped = plan_statistics(make_planner("distca", CLUSTER, MODEL, max_received_tokens=cap)(BATCHES[2]), MODEL)
     most = max(
         a + b
         for a, b in zip(capped["kv_tokens_received_per_rank"], capped["query_tokens_received_per_rank"], strict=True)
     )
     assert most <= cap
     cap = max(free["kv_tokens_received_per_rank"]) + 4096 - 2000
-    capped = figures(make_planner("distca", CLUSTER, MODEL, max_kv_tokens=cap)(BATCHES[2]), MODEL)
+    capped = plan_statistics(make_planner("distca", CLUSTER, MODEL, max_kv_tokens=cap)(BATCHES[2]), MODEL)
     assert max(capped["kv_tokens_received_per_rank"]) + 4096 <= cap
 
 
@@ -317,7 +317,7 @@ def test_a_rank_that_a_cap_leaves_no_room_for_its_own_queries_gives_them_away(sh
     # Rank 0 has the first 2,000 tokens of sequence 0, rank 1 the other 1,000 and all of sequence 1:
     # 4,000 keys.
     made = make_planner("distca", Cluster(2, 2), MODEL, tolerance=1.0, max_kv_tokens=3500, shards=shards)([3000, 1000])
-    report = figures(made, MODEL)
+    report = plan_statistics(made, MODEL)
     assert report["kv_tokens_received_per_rank"] == [1000, 0]
     verify(make_planner("distca", Cluster(2, 2), Model(2, 2, 8), max_kv_tokens=35, block=4, shards=shards)([30, 10]))
     # An empty rank takes what needs all 8,706 keys of sequence 0: rank 2, where it ends, holds
@@ -325,7 +325,10 @@ def test_a_rank_that_a_cap_leaves_no_room_for_its_own_queries_gives_them_away(sh
     made = make_planner(
         "distca", Cluster(4, 4), MODEL, servers="pool", pool_ranks=2, max_kv_tokens=13047, shards=shards
     )([8706, 89, 4726])
-    own, received = figures(made, MODEL)["tokens_per_rank"], figures(made, MODEL)["kv_tokens_received_per_rank"]
+    own, received = (
+        plan_statistics(made, MODEL)["tokens_per_rank"],
+        plan_statistics(made, MODEL)["kv_tokens_received_per_rank"],
+    )
     assert all(tokens + keys <= 13047 for tokens, keys in zip(own, received, strict=True))
 
 
@@ -349,8 +352,8 @@ def test_migrations_that_are_not_worth_their_bytes_are_left() -> None:
     everything, nothing = (
         make_planner("distca", CLUSTER, MODEL, consolidate=False, least_score=score)(BATCHES[1]) for score in (0.0, 1e9)
     )
-    assert figures(nothing, MODEL)["query_tokens_received_per_rank"] == [0] * 16
-    assert sum(figures(everything, MODEL)["query_tokens_received_per_rank"]) > 0
+    assert plan_statistics(nothing, MODEL)["query_tokens_received_per_rank"] == [0] * 16
+    assert sum(plan_statistics(everything, MODEL)["query_tokens_received_per_rank"]) > 0
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [1, 1, 1], [7], [40000], [129, 128, 127], [3, 50001]])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.arrays import as_rows
@@ -191,7 +191,7 @@ def test_a_cut_reaches_as_far_as_the_keys_that_are_at_hand() -> None:
     """
     owned, own = (0, 8192), (8192, 9216)
     plan = planned([(0, 0, *owned), (1, 0, *own)], 2)
-    report = figures(plan, MODEL)
+    report = plan_statistics(plan, MODEL)
     assert report["kv_tokens_received_per_rank"] == [0, 8192]
     start, stop = min(attended(plan, 1, 0))
     cut = (start, min(stop, owned[1]))
@@ -221,8 +221,8 @@ def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -
     joined, apart = (planned(owned, 16, consolidate=consolidate) for consolidate in (True, False))
     assert attended(joined, 2, 1)[-1][1] == 1024
     assert attended(joined, 1, 1) == []
-    assert sum(figures(joined, MODEL)["bytes_received_per_rank"]["total"]) <= sum(
-        figures(apart, MODEL)["bytes_received_per_rank"]["total"]
+    assert sum(plan_statistics(joined, MODEL)["bytes_received_per_rank"]["total"]) <= sum(
+        plan_statistics(apart, MODEL)["bytes_received_per_rank"]["total"]
     )
 
 
@@ -273,7 +273,7 @@ def test_light_servers_are_joined_where_that_saves_keys() -> None:
         _one_long_and_28(22 * BLOCK, consolidate=consolidate) for consolidate in (True, False)
     )
     assert most == 2
-    reports = [figures(plan, MODEL) for plan in (joined, apart)]
+    reports = [plan_statistics(plan, MODEL) for plan in (joined, apart)]
     keys = [sum(report["kv_tokens_received_per_rank"]) for report in reports]
     total = [sum(report["bytes_received_per_rank"]["total"]) for report in reports]
     assert keys[0] < 0.8 * keys[1]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
@@ -64,7 +64,7 @@ def test_groups_are_disjoint_and_inside_nodes_where_they_fit() -> None:
 def test_no_rank_holds_more_than_its_capacity() -> None:
     for capacity in (4600, 6000, 9000):
         assert (
-            max(figures(plan_of(LENGTHS, Cluster(32, 8), tokens_per_rank=capacity), MODEL)["tokens_per_rank"])
+            max(plan_statistics(plan_of(LENGTHS, Cluster(32, 8), tokens_per_rank=capacity), MODEL)["tokens_per_rank"])
             <= capacity
         )
 
@@ -78,7 +78,7 @@ def test_groups_of_more_ranks_than_heads_are_avoided_where_memory_allows() -> No
 def test_a_capacity_equal_to_the_average_is_legal(lengths: list[int]) -> None:
     plan = plan_of(lengths, Cluster(8, 4), tokens_per_rank=8)
     verify(plan, "replay")
-    assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 8
+    assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 8
 
 
 def test_the_program_is_never_worse_than_the_greedy_answer() -> None:
@@ -130,7 +130,7 @@ def test_microbatches_hold_every_sequence_once_within_the_capacity() -> None:
     assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(LENGTHS)))
     for plan, (seqs,) in zip(made.plans, made.members, strict=True):
         assert plan.lengths == tuple(LENGTHS[seq] for seq in seqs)
-        assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 5000
+        assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 5000
         verify(plan)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
@@ -30,7 +30,7 @@ def rings(plan: MicrobatchPlan) -> list[tuple[tuple[int, ...], list[int]]]:
 
 
 def flops(plan: MicrobatchPlan) -> list[float]:
-    report = figures(plan, MODEL)
+    report = plan_statistics(plan, MODEL)
     return [
         pairs * MODEL.attention_flops_per_pair + tokens * MODEL.linear_flops_per_token
         for pairs, tokens in zip(report["attention_pairs_per_rank"], report["tokens_per_rank"], strict=True)
@@ -63,8 +63,8 @@ def test_flops_are_within_the_tolerance_of_the_mean() -> None:
 def test_more_tolerance_moves_less() -> None:
     lengths = [24957, 8593, 25756, 17251, 59657, 28869, 6177, 26620, 5610, 592, 9331, 15506]
     strict, lax = (plan_of(lengths, Cluster(64, 8), slack=2.0, tolerance=t) for t in (0.02, 0.5))
-    assert sum(figures(lax, MODEL)["kv_tokens_received_per_rank"]) < sum(
-        figures(strict, MODEL)["kv_tokens_received_per_rank"]
+    assert sum(plan_statistics(lax, MODEL)["kv_tokens_received_per_rank"]) < sum(
+        plan_statistics(strict, MODEL)["kv_tokens_received_per_rank"]
     )
 
 
@@ -83,7 +83,7 @@ def test_ranks_keep_within_their_capacity_unless_only_all_of_them_hold_the_batch
     capacity = int(slack * -(-sum(lengths) // cluster.num_ranks))
     plan = plan_of(lengths, cluster, tokens_per_rank=capacity)
     everywhere = [ranks for ranks, _ in rings(plan)] == [tuple(range(cluster.num_ranks))]
-    assert max(figures(plan, MODEL)["tokens_per_rank"]) <= capacity + (2 * len(lengths) if everywhere else 0)
+    assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= capacity + (2 * len(lengths) if everywhere else 0)
 
 
 @given(
@@ -96,7 +96,7 @@ def test_microbatches_hold_every_sequence_once_within_the_capacity(lengths: list
     assert sorted(seq for (seqs,) in made.members for seq in seqs) == list(range(len(lengths)))
     for plan, (seqs,) in zip(made.plans, made.members, strict=True):
         assert plan.lengths == tuple(lengths[seq] for seq in seqs)
-        assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 100
+        assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 100
 
 
 def test_microbatches_even_out_flops_over_their_sum() -> None:

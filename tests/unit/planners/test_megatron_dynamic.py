@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
@@ -116,7 +116,7 @@ def test_a_capacity_equal_to_the_average_is_legal(rules: str) -> None:
     for lengths in ([23, 19, 14, 8], [64], [1] * 64, [8] * 8, [63, 1]):
         plan = plan_of(lengths, Cluster(8, 4), tokens_per_rank=8, rules=rules)
         verify(plan)
-        assert max(figures(plan, MODEL)["tokens_per_rank"]) <= 8 + 2 * len(lengths)
+        assert max(plan_statistics(plan, MODEL)["tokens_per_rank"]) <= 8 + 2 * len(lengths)
 
 
 @each_rules

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.planners.packing import redundant_pairs, redundant_pairs_per_rank
@@ -39,13 +39,13 @@ def test_what_fits_no_pack_is_cut_where_packs_end_and_sees_all_its_earlier_keys(
     assert list(cut.fragments) == [(0, 0, 0, 1), (1, 0, 1, 5), (2, 0, 5, 15), (3, 0, 15, 25)]
     assert list(cut.tasks) == [(0, 0, 0, 1, 0, 1), (1, 0, 1, 5, 0, 5), (2, 0, 5, 15, 0, 15), (3, 0, 15, 25, 0, 25)]
     assert plan.zones[1:] == (Zone("local", "ring", (0,), (1,)), Zone("local", "ring", (1,), (2,)))
-    assert figures(plan, MODEL)["kv_tokens_received_per_rank"] == [0, 1, 5, 15]
+    assert plan_statistics(plan, MODEL)["kv_tokens_received_per_rank"] == [0, 1, 5, 15]
     verify(plan, "replay")
 
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=12), num_ranks=st.integers(1, 9))
 def test_every_rank_has_the_same_tokens(lengths: list[int], num_ranks: int) -> None:
-    tokens = figures(plan_of(lengths, num_ranks), MODEL)["tokens_per_rank"]
+    tokens = plan_statistics(plan_of(lengths, num_ranks), MODEL)["tokens_per_rank"]
     assert max(tokens) - min(tokens) <= 1
 
 

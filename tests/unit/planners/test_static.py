@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance import Batch, Cluster, Model, make_planner
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.errors import ConfigError, InfeasibleError
 from tests.support import by_hand
 
@@ -46,12 +46,12 @@ def test_a_sequence_longer_than_the_pool_is_named_with_what_it_needs(planner: st
 
 
 def test_the_ring_balances_attention_of_equal_sequences_exactly() -> None:
-    report = figures(make_planner("te_ring", Cluster(4, 2), MODEL)([64, 64]), MODEL)
+    report = plan_statistics(make_planner("te_ring", Cluster(4, 2), MODEL)([64, 64]), MODEL)
     assert report["imbalance"] == {"tokens": 1.0, "attention": 1.0}
 
 
 def test_with_fewer_heads_than_ranks_ulysses_leaves_ranks_without_attention() -> None:
-    report = figures(make_planner("ulysses", Cluster(4, 2), Model(2, 1, 16))([64]), Model(2, 1, 16))
+    report = plan_statistics(make_planner("ulysses", Cluster(4, 2), Model(2, 1, 16))([64]), Model(2, 1, 16))
     assert sorted(report["attention_pairs_per_rank"]) == [0, 0, 64 * 65 // 4, 64 * 65 // 4]
 
 

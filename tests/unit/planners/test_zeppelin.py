@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.remap import remap_s
 from megatron_balance.errors import ConfigError, InfeasibleError
@@ -41,12 +41,12 @@ def fast(num_ranks: int) -> Cluster:
 
 
 def attention_of(plan: MicrobatchPlan) -> float:
-    return figures(plan, MODEL)["imbalance"]["attention"]
+    return plan_statistics(plan, MODEL)["imbalance"]["attention"]
 
 
 def held_of(plan: MicrobatchPlan) -> list[int]:
     """Tokens of each rank in the attention layout."""
-    return figures(plan, MODEL)["attention_tokens_per_rank"]
+    return plan_statistics(plan, MODEL)["attention_tokens_per_rank"]
 
 
 # Rule: paper, by hand
@@ -110,7 +110,7 @@ def test_paper_rule_balances_tokens_only() -> None:
 def test_short_sequences_stay_local_where_attention_is_even() -> None:
     plan = plan_of([500] * 16, Cluster(8, 4))
     assert {name for name, _, _ in zones_of(plan)} == {"local"}
-    assert figures(plan, MODEL)["imbalance"] == {"tokens": 1.0, "attention": 1.0}
+    assert plan_statistics(plan, MODEL)["imbalance"] == {"tokens": 1.0, "attention": 1.0}
 
 
 def test_a_slow_network_keeps_sequences_inside_nodes() -> None:
@@ -154,7 +154,7 @@ def test_with_a_remap_attention_is_even_where_tokens_are_not_and_without_it_the_
     remapped, plain = (plan_of(lengths, cluster, slack=3.0, layers=Layers(remap=on)) for on in (True, False))
     assert attention_of(remapped) < 1.05
     assert max(held_of(remapped)) > 1.5 * 39000 / 8
-    assert figures(remapped, MODEL)["imbalance"]["tokens"] < 1.001
+    assert plan_statistics(remapped, MODEL)["imbalance"]["tokens"] < 1.001
     assert attention_of(plain) > 1.2
     assert max(held_of(plain)) < 1.05 * 39000 / 8
 
@@ -169,7 +169,7 @@ def test_without_a_remap_attention_is_less_even_where_tokens_cost_more() -> None
 def test_a_higher_weight_on_communication_moves_less_and_is_less_even() -> None:
     lengths = [15000, 11000, 18000, 18000, 13000, 16000, 1000, 6000]
     light, heavy = (plan_of(lengths, fast(16), weight_communication=w) for w in (0.0, 0.3))
-    kv_tokens = [sum(figures(plan, MODEL)["kv_tokens_received_per_rank"]) for plan in (light, heavy)]
+    kv_tokens = [sum(plan_statistics(plan, MODEL)["kv_tokens_received_per_rank"]) for plan in (light, heavy)]
     assert kv_tokens[1] < kv_tokens[0]
     assert attention_of(heavy) > attention_of(light)
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import simulate
-from megatron_balance.analysis.statistics import figures
+from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
+from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import Link
 from megatron_balance.cost.collectives import Group, all_gather_s, all_to_all_s
-from megatron_balance.cost.memory import Holding, Sharding, rank_memory
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
@@ -163,7 +163,7 @@ def test_synchronisation_hides_behind_the_backward():
 def test_peaks_are_those_of_the_memory_model():
     machine = flat_machine(4, 2)
     planned = ring(4, 2, 400, 36)
-    got = np.array(figures(planned, MODEL)["kv_tokens_received_per_rank"])
+    got = np.array(plan_statistics(planned, MODEL)["kv_tokens_received_per_rank"])
     for policy, received in zip(POLICIES, (got, most_in_a_round(planned)), strict=True):
         peak = simulate_step([planned], machine, Setup(policy=policy)).peak_bytes
         tokens = linear_tokens(planned)

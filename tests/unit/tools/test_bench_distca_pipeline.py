@@ -10,7 +10,7 @@ import pytest
 
 from megatron_balance.planning.tick_order import ticks
 from tools.bench.distca.pipeline import report
-from tools.bench.distca.pipeline.job import APART, REPLICAS, SAMPLE, TOGETHER, VARIANTS, Pipelined, cut
+from tools.bench.distca.pipeline.experiment import APART, REPLICAS, SAMPLE, TOGETHER, VARIANTS, Pipelined, cut
 from tools.bench.emulated.point import Kernels
 from tools.bench.emulated.steps import WARM_UP
 

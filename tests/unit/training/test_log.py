@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,31 +18,17 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.tick import TickPlan
-from megatron_balance.planning.place import NanoBatches
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import Job
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.log import LogTarget, StepLog
+from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
 
 LENGTHS = (30, 20, 40)
 CLUSTER, MODEL = Cluster(num_ranks=1, ranks_per_node=1), Model(8, 8, 16)
-
-
-@dataclass(frozen=True)
-class OneMicrobatch:
-    """The plans of a step, as the log reads them."""
-
-    plans: tuple[MicrobatchPlan, ...]
-    plans_of: tuple[range, ...] = (range(1),)
-    parts: tuple[NanoBatches, ...] = (((0, 1, 2),),)
-    ticks: tuple[tuple[TickPlan, ...], ...] = ()
-    plan_s: float = 0.25
-    wait_s: float = 0.125
-    fingerprint: str = "abc"
 
 
 def finished(steps: StepLog) -> None:
@@ -52,7 +37,8 @@ def finished(steps: StepLog) -> None:
     steps.begin(forward_only=True)
     steps.finish(1, None, None)
     steps.begin(forward_only=False)
-    planned = OneMicrobatch((make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS),))
+    plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
+    planned = PlannedStep(StepPlan.whole((plan,)), plan_s=0.25, wait_s=0.125)
     steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
     steps.finish(7, torch.tensor(1.5), 0.25)
     steps.close()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.compile.pipeline import expand
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.memory import Policy
 from megatron_balance.cost.table import CostTable
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster

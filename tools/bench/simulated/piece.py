@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_balance.cost.memory import Policy
+from megatron_balance.analysis.memory import Policy
 from megatron_balance.cost.table import CostTable, load_table, save_table
 from megatron_balance.ir.plan import MicrobatchPlan, from_json, to_json
 from tools.bench.emulated.point import NUM_RANKS

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tools.bench.distca.__main__ import SHARE, point_text
 from tools.bench.distca.pipeline import report
-from tools.bench.distca.pipeline.job import REPLICAS, SAMPLE, STAGES, Pipelined
+from tools.bench.distca.pipeline.experiment import REPLICAS, SAMPLE, STAGES, Pipelined
 from tools.bench.emulated import launch
 from tools.bench.emulated.report import Record, check
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_balance.ir.tick import Tick
-from tools.bench.distca.pipeline.job import APART, REPLICAS, TOGETHER, VARIANTS
+from tools.bench.distca.pipeline.experiment import APART, REPLICAS, TOGETHER, VARIANTS
 from tools.bench.distca.report import mean_over_ranks
 from tools.bench.emulated.report import Record, busiest_nic_mb, net_step_s, slowest
 from tools.bench.emulated.steps import WARM_UP

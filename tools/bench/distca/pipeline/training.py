@@ -23,7 +23,7 @@ from megatron_balance.runtime.bind import Bound, bind
 from megatron_balance.runtime.trace import Trace, exchange_s
 from megatron_balance.training import binding
 from megatron_balance.training.plans import PlannedStep, StepPlans
-from tools.bench.distca.pipeline.job import TOGETHER, cut
+from tools.bench.distca.pipeline.experiment import TOGETHER, cut
 from tools.bench.distca.pipeline.report import Idle, warms_up
 from tools.bench.emulated import device
 from tools.bench.emulated.training import MeasuredStep, Meter, Run, differences, pretrain_steps

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance import Model
-from megatron_balance.cost.memory import (
+from megatron_balance.analysis.memory import (
     Holding,
     Sharding,
     activation_bytes_per_token,
