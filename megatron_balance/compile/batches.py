@@ -212,9 +212,7 @@ def _circle(calls: Sequence[Sequence[Batch]], at: Sequence[int], members: dict[C
         rank = min(other for other in members[call] if calls[other][at[other]].call != call)
     circle = path[path.index(rank) :]
     lines = [
-        f"rank {one} issues {calls[one][at[one]].call} before {calls[other][at[other]].call}, rank {other} after it"
-        if calls[one][at[one]].call in {batch.call for batch in calls[other][at[other] :]}
-        else f"rank {one} issues {calls[one][at[one]].call}, which rank {other} has not come to"
+        f"rank {one} is at {calls[one][at[one]].call}, which rank {other} issues after {calls[other][at[other]].call}"
         for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
     return "ranks issue their exchanges in different orders and would wait for one another:\n  " + "\n  ".join(lines)

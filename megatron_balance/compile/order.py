@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from megatron_balance.compile.issue_order import IssueOrder, Key
+from megatron_balance.compile.issue_order import PASSING, IssueOrder, Key
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.intervals import overlaps
@@ -80,7 +80,7 @@ class Issue:
     roles: tuple[Role, ...] = ()
 
 
-def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL, issue: IssueOrder = IssueOrder()) -> tuple[Step, ...]:
+def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL, issue: IssueOrder = PASSING) -> tuple[Step, ...]:
     """Steps of one phase of a rank's program, in the order in which they are issued.
 
     `issue`: the order of the exchanges of all ranks. Merges are no steps: they are part of whatever
@@ -276,7 +276,7 @@ def relay_role(leg: Leg) -> Role:
 
 
 def streams(
-    ops: Sequence[Op], rank: int, ranks_per_node: int, issue: IssueOrder = IssueOrder()
+    ops: Sequence[Op], rank: int, ranks_per_node: int, issue: IssueOrder = PASSING
 ) -> dict[str, tuple[Issue, ...]]:
     """Issues of each stream of a rank, in order: of "compute", and of those that its exchanges use.
 

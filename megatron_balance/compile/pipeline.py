@@ -35,7 +35,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from megatron_balance.compile import remap, route
-from megatron_balance.compile.issue_order import IssueOrder, IssueOrders, issue_orders
+from megatron_balance.compile.issue_order import PASSING, IssueOrder, IssueOrders, issue_orders
 from megatron_balance.compile.join import join
 from megatron_balance.compile.order import Step, order
 from megatron_balance.compile.ping_pong import Cuts, cut_segments
@@ -83,7 +83,8 @@ class PhaseOrder(NamedTuple):
     issue: IssueOrder
 
 
-_NO_ORDER = PhaseOrder((), Cuts(0, 0), IssueOrder())
+_NO_ORDER = PhaseOrder((), Cuts(0, 0), PASSING)
+_OF_NO_PLAN = IssueOrders(PASSING, PASSING)
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _order(job: Job, compiled: CompiledRank) -> CompiledRank:
 
 def in_order(
     program: RankProgram,
-    issue: IssueOrders = IssueOrders(IssueOrder(), IssueOrder()),
+    issue: IssueOrders = _OF_NO_PLAN,
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> CompiledRank:
     """`program` with its steps in order: the pass `order`, also for programs that are no plan's
@@ -213,7 +214,7 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
-def compile_rank(
+def compile_rank(  # noqa: PLR0913  what it is compiled for is four keyword-only facts, each with a default
     plan: MicrobatchPlan,
     rank: int,
     policy: Policy | None,
