@@ -167,7 +167,7 @@ def test_only_the_first_rank_of_a_node_receives_across_nodes_in_a_ring_in_node_o
     assert [n > 0 for n in inter] == [True, False, True, False]
 
 
-def test_an_unknown_movement_is_an_error() -> None:
+def test_an_unknown_comm_pattern_is_an_error() -> None:
     plan = by_hand.plan((4,), 1, Zone("z", "telepathy", (0,), (0,)))
     with pytest.raises(InvalidProgramError, match="zone z: unknown comm pattern 'telepathy'"):
         plan_statistics(plan, model_of(plan))

@@ -247,7 +247,7 @@ def test_zones_run_in_the_order_of_the_plan_and_homes_follow_it() -> None:
     assert {row[0] for row in last.pairs} == {1}
 
 
-def test_an_unknown_movement_is_refused() -> None:
+def test_an_unknown_comm_pattern_is_refused() -> None:
     with pytest.raises(
         InvalidProgramError,
         match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, head_exchange, dispatch",
