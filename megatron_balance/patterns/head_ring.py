@@ -201,7 +201,7 @@ class HeadRing(CommPattern[Zone]):
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
-        tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for number, zone in zones:
             placed = _placed(zone, lengths)
             for group, ranks in enumerate(_groups(zone)):
@@ -249,7 +249,8 @@ class HeadRing(CommPattern[Zone]):
     def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
         """Messages of both all-to-alls of each group, and of the hops between groups."""
         shape = Shape.of(zone, context)
-        first, last = [], []
+        first: list[ZoneMessages] = []
+        last: list[ZoneMessages] = []
         if shape.size > 1:
             for group, runs in enumerate(shape.run_tokens()):
                 there, back = trade_messages(
@@ -265,7 +266,8 @@ class HeadRing(CommPattern[Zone]):
             return []
         group, rounds = np.arange(size)[:, None], np.arange(1, size)
         sent = forward_hops(shape.placed)[(group - rounds + 1) % size, rounds]
-        ranks, rows = np.array(shape.ranks), [np.empty((0, Message.WIDTH), dtype=np.int64)]
+        ranks = np.array(shape.ranks)
+        rows: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
         for index, own in enumerate(shape.slices):
             if own:
                 src, dst = ranks[:, index][:, None], np.roll(ranks[:, index], -1)[:, None]
@@ -304,14 +306,11 @@ class HeadRing(CommPattern[Zone]):
         queries, keys = shape.heads()
         launches = _launches(shape)
         runs = shape.run_tokens().astype(np.float64)
-        inside = [
-            GroupTraffic(
-                {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)},
-                {Kind.OUT: np.outer(queries, held)},
-                gathers=False,
-            )
-            for held in runs
-        ]
+        inside: list[GroupTraffic] = []
+        for held in runs:
+            inputs = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
+            outputs: dict[Kind, Floats] = {Kind.OUT: np.outer(queries, held)}
+            inside.append(GroupTraffic(inputs, outputs, gathers=False))
         # A block of some of the heads counts as that part of its tokens.
         part = np.tile(keys / context.num_kv_heads, shape.num_groups)[:, None]
         hops = None

@@ -187,12 +187,11 @@ class _Run:
 
     def _nested(self, table: ZoneTable, traffic: Nested) -> None:
         """Collectives inside groups, rings between them, collectives inside groups."""
-        size = len(table.ranks) // len(traffic.groups)
+        backward, size = self.clocks.backward, len(table.ranks) // len(traffic.groups)
         inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
-        first, last = ("output_grads", "input_grads") if self.clocks.backward else ("inputs", "outputs")
         for part, group in inside:
-            self._together(part, getattr(group, first), COPIED, stored=self.clocks.backward)
-            if self.clocks.backward and self.clocks.policy == "replay":
+            self._together(part, group.output_grads if backward else group.inputs, COPIED, stored=backward)
+            if backward and self.clocks.policy == "replay":
                 self._together(part, group.inputs, COPIED)
         if traffic.hops is None:
             self._compute(table)
@@ -201,7 +200,7 @@ class _Run:
             self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
             Ring(self.clocks, table, traffic.hops, size).run()
         for part, group in inside:
-            self._together(part, getattr(group, last), MOVED, stored=True, added=self.clocks.backward)
+            self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
 
     def _together(
         self,

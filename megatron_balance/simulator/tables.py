@@ -111,11 +111,9 @@ class ZoneTable:
     def part(self, start: int, size: int) -> ZoneTable:
         """`size` ranks in a row of the zone, without traffic."""
         own = slice(start, start + size)
-        ranks, launch, waits, waits_next, forward_s, backward_s = (
-            each[own]
-            for each in (self.ranks, self.launch, self.waits, self.waits_next, self.forward_s, self.backward_s)
-        )
-        return ZoneTable(self.index, ranks, launch, None, waits, waits_next, forward_s, backward_s)
+        waits, waits_next = self.waits[own], self.waits_next[own]
+        seconds = self.forward_s[own], self.backward_s[own]
+        return ZoneTable(self.index, self.ranks[own], self.launch[own], None, waits, waits_next, *seconds)
 
 
 class Tables:
