@@ -93,7 +93,7 @@ def _batch(rng: random.Random, num_ranks: int) -> Batch:
 
 
 def tried(program: Drawn, *, passing: bool) -> str:
-    """What is wrong with a program; empty: nothing."""
+    """Say what is wrong with a program; empty: nothing is."""
     compiled = [compile_ranks(each, program.policy, passing=passing) for each in program.plans]
     phases, said = batches_of(program.plans, compiled, program.segments), ""
     for batches in phases:

@@ -41,7 +41,7 @@ _MASK = (1 << _BITS) - 1
 
 
 class Call(NamedTuple):
-    """What makes group calls of several ranks one and the same.
+    """Identity of a group call, the same on all of its ranks.
 
     `call`: of a phase, where several run one after the other or interleaved: (layer, nano-batch).
     """

@@ -36,7 +36,7 @@ class GroupCall(NamedTuple):
     name: str = ""
 
     def links(self) -> set[tuple[str, Pair]]:
-        """What is connected at first use."""
+        """Links that are connected at first use."""
         pairs = self.pairs or {(a, b) for a in self.group for b in self.group if a != b}
         return {(self.communicator, pair) for pair in pairs}
 

@@ -48,7 +48,7 @@ def streamed(
 
 
 def first_uses(world: World, plans: Sequence[MicrobatchPlan], turned: bool) -> list[str]:
-    """What each rank's host is told where all ranks begin with the pairs of the first plan, or, if
+    """The error of each rank's host where all ranks begin with the pairs of the first plan, or, if
     `turned`, odd ranks with those of the second.
     """
     groups = with_streams(world.groups, plans[0].ranks_per_node)

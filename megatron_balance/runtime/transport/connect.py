@@ -47,7 +47,7 @@ def connect(phases: Iterable[Phase], groups: Groups) -> int:
 
 
 def links(phase: Phase, groups: Groups) -> Iterator[Link]:
-    """What this rank sends and receives point to point in a phase, with repeats."""
+    """Links of this rank point to point in a phase, with repeats."""
     rank = groups.rank
     for step in phase.steps:
         if isinstance(step, Start) and not is_collective(step.exchange, groups):
