@@ -119,11 +119,15 @@ def test_the_safe_order_gives_the_same_bits(pool: Pool) -> None:
 def test_a_rendezvous_that_hangs_is_seen_on_every_rank(pool: Pool) -> None:
     """Odd ranks bind two plans the other way round: both ends of a pair stand in calls on
     different communicators."""
-    plans = [by_hand.plan((64,), 4, by_hand.ring(ring, 0), ranks_per_node=2) for ring in ((0, 1), range(4))]
-    assert pool.run(routed.first_uses, 4, plans, False) == [[], [], [], []]
-    for rank, said in enumerate(pool.run(routed.first_uses, 4, plans, True)):
+    zones = [((0, 1), (4, 5)), (range(4), range(4, 8))]
+    plans = [
+        by_hand.plan((64, 64), 8, *(by_hand.ring(ring, seq) for seq, ring in enumerate(rings)), ranks_per_node=2)
+        for rings in zones
+    ]
+    assert not any(pool.run(routed.first_uses, 8, plans, False))
+    for rank, said in enumerate(pool.run(routed.first_uses, 8, plans, True)):
         assert said[0].startswith(f"rank {rank} stands in a group call on ")
-        assert said[0].endswith("ranks [0, 1, 2, 3] stand in group calls and no other comes")
+        assert said[0].endswith("ranks [0, 1, 2, 3, 4, 5, 6, 7] stand in group calls and no other comes")
 
 
 def test_a_ring_between_nodes_uses_every_nic_in_both_directions(pool: Pool) -> None:

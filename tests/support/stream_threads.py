@@ -200,12 +200,11 @@ def _await(event: Event, errors: list[Exception]) -> None:
 
 
 def with_streams(groups: Groups, ranks_per_node: int, *, safe: bool = False) -> Groups:
-    """The pool with threads for streams; collective over its ranks."""
+    """The pool with threads for streams; collective over all ranks of the world."""
     made: dict[str, dist.ProcessGroup] = {}
     for name, members in stream_groups(groups.size, ranks_per_node):
+        group = dist.new_group([groups.ranks[member] for member in members])
         if groups.rank in members:
-            # Other ranks may have made other groups before: names by members, not by counting.
-            group = dist.new_group([groups.ranks[member] for member in members], use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
             made[name] = group
     address: list[Any] = [None]
