@@ -190,8 +190,11 @@ class RunConfig(BaseModel):
     documents: Literal["split", "truncate"] = "split"
     """The rest of a document that is longer than the context becomes a document of its own, or is
     dropped."""
-    kernel: Literal["auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "te_fused"] = "auto"
-    """Attention kernel; `auto` takes the fastest one that serves device, dtype and head dim."""
+    kernel: Literal[
+        "auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"
+    ] = "auto"
+    """Attention kernel; `auto` takes the fastest one that is installed and serves the GPU, dtype and
+    head dim; on CUDA never `plain`, the formula."""
 
 
 def read_config(path: str | Path, planners: Collection[str]) -> RunConfig:
