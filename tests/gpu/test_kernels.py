@@ -380,8 +380,9 @@ def test_flash_attention_4_lies_behind_torchs_operators_while_it_is_chosen(monke
     try:
         assert libraries.current_flash_attention_impl() == "FA4"
         at = libraries.CuSeqlens(torch.zeros(1), torch.zeros(1), 1, 1, False)
+        q, k, v = _inputs(torch.bfloat16)
         with pytest.raises(RuntimeError, match="is now FA4, this kernel was made for FlashAttention-2; make it anew"):
-            own.forward(at, *_inputs(torch.bfloat16), SCALE)
+            own.forward(at, q, k, v, SCALE)
         assert four.impl == "FA4"
         libraries.TorchCalls()
         assert libraries.current_flash_attention_impl() is None

@@ -86,7 +86,6 @@ KERNELS: dict[str, Offer] = {
         "pip install 'flash-attn-4==4.0.0b11' (torch 2.13 reads two results of its forward; later ones return five)",
         Capabilities((9, 0), (10, 9)),
         flash_attention_4_fault,
-        restore_flash_attention,
     ),
     "te_fused": Offer(
         _varlen("te_fused", TeFusedCalls),
