@@ -56,9 +56,7 @@ def test_megatron_makes_transformer_engines_attention_by_its_real_parameters() -
         pytest.skip("megatron-core is not installed")
     source = Path(spec.origin).parent / "extensions" / "transformer_engine.py"
     module = ast.parse(source.read_text(encoding="utf-8"))
-    made = next(
-        n for n in ast.walk(module) if isinstance(n, ast.ClassDef) and n.name == "TEDotProductAttention"
-    )
+    made = next(n for n in ast.walk(module) if isinstance(n, ast.ClassDef) and n.name == "TEDotProductAttention")
     passed: set[str] = set()
     for node in ast.walk(made):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
@@ -66,9 +64,10 @@ def test_megatron_makes_transformer_engines_attention_by_its_real_parameters() -
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "extra_kwargs":
             passed.add(ast.literal_eval(node.slice))
     assert {"kv_channels", "softmax_scale", "cp_comm_type"} <= passed
-    real = signature(parsed(TRANSFORMER_ENGINE, f"{ATTENTION}/dot_product_attention.py"), "DotProductAttention.__init__")
-    # The first is what `kv_channels` is passed as, the second went before 2.0; Megatron asks the version.
-    assert passed - set(real.parameters) <= {"deterministic"}, passed - set(real.parameters)
+    real = signature(
+        parsed(TRANSFORMER_ENGINE, f"{ATTENTION}/dot_product_attention.py"), "DotProductAttention.__init__"
+    )
+    assert passed <= set(real.parameters), passed - set(real.parameters)
 
 
 def test_the_ring_that_te_ring_is_measured_by_is_there() -> None:
@@ -159,6 +158,7 @@ def torchs_keywords(name: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == f"module.{name}":
             given = {keyword.arg for keyword in node.keywords if keyword.arg}
-            named = [n.value for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "kwargs"]
-            return given | {ast.literal_eval(k) for d in named if isinstance(d, ast.Dict) for k in d.keys if k}
+            assigned = [n for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "kwargs"]
+            dicts = [n.value for n in assigned if isinstance(n.value, ast.Dict)]
+            return given | {ast.literal_eval(key) for one in dicts for key in one.keys if key}
     raise AssertionError(f"torch no longer calls {name}")
