@@ -116,9 +116,9 @@ def padding_elements(pairs: Ints, launch: Ints, num_launches: int, head_dim: int
     if head_dim % HEAD_DIM_MULTIPLE == 0 or not len(pairs):
         return np.zeros(num_launches)
     seen = sees(pairs, CAUSAL)
-    rows = sum(
-        distinct_rows(pairs[seen][:, columns], launch[seen], num_launches) for columns in (Pair.QUERY, list(Pair.KEY))
-    )
+    pairs, launch = pairs[seen], launch[seen]
+    rows = distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
+    rows = rows + distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)
     tensors = 4 if backward else 2  # of queries' rows: q, out, dout, dq; of keys': k, v, dk, dv
     return tensors * (head_dim + -(-head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE) * rows
 

@@ -187,7 +187,7 @@ class BackwardRun(PhaseRun):
         In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
         the pool's memory what is handed to the caller.
         """
-        if value in self.totals or len(packed.runs) > 1 or not is_whole(packed.runs[0], packed, self.size(value)):
+        if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, self.size(value)):
             return False
         return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
 
