@@ -79,8 +79,8 @@ class Cluster:
         return self.attention_efficiency if kernel is None else self.attention_rates[kernel]
 
     def with_kernel(self, name: str) -> Cluster:
-        """The same machine with the attention kernel `name` of the runtime; as it is where that has
-        no rate here.
+        """This machine with the attention kernel `name` of the runtime; unchanged where that has no
+        rate here.
         """
         priced = SAME_KERNEL.get(name, name)
         known = next((kernel for kernel in self.attention_rates if kernel == priced), None)

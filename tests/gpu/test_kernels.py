@@ -208,7 +208,7 @@ def test_auto_on_a_cpu_takes_its_flash_kernel_else_the_formula():
 
 
 def test_auto_never_takes_the_formula_on_cuda(machine):
-    """What no kernel serves is an error that says why, and what to install; `plain` when named."""
+    """Tensors that no kernel serves are an error that says why, and what to install."""
     machine((9, 0), FA2)
     with pytest.raises(ConfigError, match=r"torch.float32 and head dim 64 on cuda.*flash_attn_3: build.*kernel: plain"):
         chosen(dtype=torch.float32, head_dim=64)

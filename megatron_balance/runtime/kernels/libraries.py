@@ -217,7 +217,7 @@ CUDNN = (9, 7)
 right (Transformer Engine 2.17.1, `common/fused_attn/fused_attn.cpp`); before 9.6 LSE is padded, too.
 """
 CUDNN_WITH_FAULTS = ((9, 10, 0), (9, 10, 1))
-"""The same file takes no fused attention in bf16 from these."""
+"""Versions from which that file takes no fused attention in bf16."""
 
 
 def cudnn_fault() -> str:

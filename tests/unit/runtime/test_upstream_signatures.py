@@ -1,4 +1,4 @@
-"""What we call of other projects, held against their own sources: Transformer Engine's and
+"""Our calls of other projects against their own sources: Transformer Engine's and
 FlashAttention-4's wheels, torch's operators, and Megatron's calls of Transformer Engine.
 """
 
