@@ -33,6 +33,7 @@ from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
 from megatron_balance.training.log import StepLog
@@ -58,6 +59,7 @@ class Session:
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
+        self._kernel: str | None = None
         self._planners: dict[bool, StepPlans] = {}
         self._carry = EMPTY
         carry.save(EMPTY, args)
@@ -110,7 +112,7 @@ class Session:
 
     def binder(self, groups: Groups) -> Binder:
         """The facts by which this job's plans are bound. `groups`: ranks that attend together."""
-        return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
+        return Binder(groups, self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire)
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
@@ -136,9 +138,19 @@ class Session:
         cluster = self.config.cluster
         if cluster is None:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
-        return of_pool(
-            cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size
-        )
+        machine = cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node).with_kernel(self.kernel)
+        return of_pool(machine, self.args.tensor_model_parallel_size)
+
+    @property
+    def kernel(self) -> str:
+        """Name of the attention kernel that runs here; it is chosen, and tried, at the first call.
+
+        Raises:
+            ConfigError: none can.
+        """
+        if self._kernel is None:
+            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, self.shape.head_dim).name
+        return self._kernel
 
     def model(self) -> Model:
         """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
@@ -156,6 +168,7 @@ class Session:
             num_experts=args.num_experts or 0,
             experts_per_token=args.moe_router_topk if args.num_experts else 0,
             vocab_size=args.padded_vocab_size or args.vocab_size or 1,
+            gradient_wire=self.config.gradient_wire,
         )
 
     def planner(self, forward_only: bool) -> StepPlans:
