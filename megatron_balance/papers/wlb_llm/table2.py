@@ -175,4 +175,4 @@ def _rows(dataset: str, name: str, published: float, published_ms: float | None,
     return [imbalance, Row(f"{dataset}: {name}: packing", published_ms, found.ms, "ms", "measured", note=MS_NOTE)]
 
 
-TABLE = PaperTable("imbalance of microbatches by packing method, and time of packing", rows, batches=240)
+TABLE = PaperTable("imbalance of microbatches by packing method, and time of packing", rows, batches=480)
