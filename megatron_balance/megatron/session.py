@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -184,7 +183,7 @@ class Session:
             carry.save(self._planners[False].keep_carry(), self.args)
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: planned attention, positions, varying shapes.
+        """Check and adapt a model at its first step: planned attention, positions.
 
         Raises:
             ConfigError: a model that attends past our core attention, or whose positions cannot be
@@ -196,7 +195,6 @@ class Session:
             core_attention.check_model(chunk, self.te_patched)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             rope.install(chunk, self.args.max_position_embeddings)
-            get_model_config(chunk).variable_seq_lengths = True  # validate_args sets it to False and has no flag for it
             self._prepared.add(id(chunk))
 
     def close(self) -> None:

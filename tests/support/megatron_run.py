@@ -54,9 +54,9 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
-Entry = Literal["pretrain_gpt", "launch", "plain"]
-"""Our own entry; the launcher (argv[0] is the script); the script alone, on the CPU but without
-balance.
+Entry = Literal["pretrain_gpt", "counted", "launch", "plain"]
+"""Our own entry; the same, with transfers between stages counted; the launcher (argv[0] is the
+script); the script alone, on the CPU but without balance.
 """
 
 
@@ -272,6 +272,13 @@ def _enter(job: Job) -> int:
             runpy.run_path(job.argv[0], run_name="__main__")
         return 0
     sys.argv = [job.entry, *job.argv]
+    if job.entry == "counted":
+        from tests.support import counted_transfers
+
+        counts = counted_transfers.install()
+        code = entry.run(pretrain_gpt.main)
+        sys.stdout.write(f"{counts.line()}\n")
+        return code
     return entry.run(launch.main if job.entry == "launch" else pretrain_gpt.main)
 
 
