@@ -13,6 +13,7 @@ pytest.importorskip("megatron.training")
 import torch
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.forward_backward import check_number
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
 from megatron_balance.simulator import pipeline
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
@@ -119,6 +120,12 @@ def test_a_stage_that_changes_the_rows_is_told() -> None:
     assert transfers._communicate_shapes(torch.empty(6, 1, 32), None, True, False) == ((6, 1, 32), ())
     with pytest.raises(ConfigError, match=r"microbatch 1 leaves this pipeline stage as \[5, 1, 32\].*\[4, 1, 32\]"):
         transfers._communicate_shapes(torch.empty(5, 1, 32), None, True, False)
+
+
+def test_a_plan_of_another_number_of_microbatches_is_refused() -> None:
+    check_number(4, 4)
+    with pytest.raises(ConfigError, match=r"made 3 microbatches of a step in which every rank runs 4"):
+        check_number(3, 4)
 
 
 def test_a_communicator_of_another_kind_is_refused() -> None:

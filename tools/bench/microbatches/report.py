@@ -1,0 +1,146 @@
+"""From records of steps, and from simulated ones, to tables of step time and bubble."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.workloads.lengths import Lengths
+from tools.bench.emulated.point import Point
+from tools.bench.emulated.report import Record, net_step_s
+from tools.bench.emulated.steps import WARM_UP
+from tools.bench.microbatches.dealing import Work, imbalance
+from tools.bench.microbatches.experiment import CONTEXT, SCALE, VARIANTS, Microbatches, emulated, simulated, work_on
+
+Dealt = list[Lengths]
+"""Microbatches of a step."""
+Times = Callable[[int, int, Dealt], tuple[float, float]]
+"""(variant, batch, its microbatches) -> seconds of a step, bubble over work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One way to deal in one pipeline: means over batches, of medians over repeats if measured.
+
+    `kind`: "measured" or "simulated". `ratio`: steps of equal length over this one's, `low` and
+    `high` of one batch. `bubble_share`: idle time over work of all ranks. `imbalance`: work of the
+    heaviest microbatch over the mean. `shortest`, `longest`: microbatches in tokens.
+    """
+
+    kind: str
+    stages: int
+    variant: str
+    step_s: float
+    ratio: float
+    low: float
+    high: float
+    bubble_share: float
+    imbalance: float
+    shortest: int
+    longest: int
+
+
+def bubble_share(record: Record) -> float:
+    """Measured idle time over work: transfers between stages, and the end, until the last rank is
+    done.
+    """
+    last_s = max(rank["model_s"] for rank in record["ranks"])
+    work_s = sum(rank["model_s"] - rank["between_s"] for rank in record["ranks"])
+    return last_s * len(record["ranks"]) / work_s - 1
+
+
+def measured_lines(records: Sequence[Record], experiment: Microbatches, point: Point) -> list[Line]:
+    """By depth, both ways to deal, on the emulated cluster."""
+    kept = [record for record in records if record["repeat"] != WARM_UP]
+    found: list[Line] = []
+    for stages in experiment.stages:
+
+        def times(variant: int, batch: int, _: Dealt, stages: int = stages) -> tuple[float, float]:
+            key = (stages, variant, batch)
+            same = [r for r in kept if (r["stages"], r["variant_id"], r["batch"]) == key]
+            return statistics.median(map(net_step_s, same)), statistics.median(map(bubble_share, same))
+
+        work = work_on(emulated(point, stages, experiment.layers))
+        drawn = experiment.drawn(experiment.batches, SCALE)
+        found += _lines("measured", stages, _both(experiment, drawn, work, CONTEXT), work, times)
+    return found
+
+
+def simulated_lines(
+    experiment: Microbatches, machines: Mapping[int, Machine], drawn: Sequence[Lengths], context: int
+) -> list[Line]:
+    """The same by the simulator. `machines`: of a stage, by the number of stages."""
+    found: list[Line] = []
+    for stages, machine in machines.items():
+
+        def times(
+            _variant: int, _batch: int, dealt: Dealt, machine: Machine = machine, stages: int = stages
+        ) -> tuple[float, float]:
+            step = simulated(dealt, machine, stages)
+            assert step.bubble_share is not None
+            return step.step_s - step.phases_s["gradient_sync"] - step.phases_s["optimizer"], step.bubble_share
+
+        work = work_on(machine)
+        found += _lines("simulated", stages, _both(experiment, drawn, work, context), work, times)
+    return found
+
+
+def _both(experiment: Microbatches, drawn: Sequence[Lengths], work: Work, context: int) -> list[list[Dealt]]:
+    return [[experiment.dealt(each, at, work, context) for each in drawn] for at in range(len(VARIANTS))]
+
+
+def _lines(kind: str, stages: int, both: Sequence[Sequence[Dealt]], work: Work, times: Times) -> list[Line]:
+    """The ways to deal. `both`: by variant, the microbatches of each batch."""
+    found: list[Line] = []
+    base: list[float] = []
+    for at, (variant, dealt) in enumerate(zip(VARIANTS, both, strict=True)):
+        seconds, bubbles = zip(*(times(at, batch, each) for batch, each in enumerate(dealt)), strict=True)
+        base = base or list(seconds)
+        ratios = [b / s for b, s in zip(base, seconds, strict=True)]
+        tokens = [sum(microbatch) for each in dealt for microbatch in each]
+        found.append(
+            Line(
+                kind=kind,
+                stages=stages,
+                variant=variant.name,
+                step_s=statistics.fmean(seconds),
+                ratio=sum(base) / sum(seconds),
+                low=min(ratios),
+                high=max(ratios),
+                bubble_share=statistics.fmean(bubbles),
+                imbalance=statistics.fmean(imbalance(each, work) for each in dealt),
+                shortest=min(tokens),
+                longest=max(tokens),
+            )
+        )
+    return found
+
+
+HEADINGS = (
+    *("pipeline", "microbatches", "step s", "ratio", "of a batch", "bubble", "work max/mean"),
+    "tokens of a microbatch",
+)
+
+
+def rows(lines: Sequence[Line]) -> list[list[str]]:
+    """Cells of a table, by line."""
+    return [
+        [
+            *(f"PP {line.stages}, {line.kind}", line.variant, f"{line.step_s:.2f}", f"{line.ratio:.2f}"),
+            *(f"{line.low:.2f}-{line.high:.2f}", f"{100 * line.bubble_share:.0f} %", f"{line.imbalance:.2f}"),
+            f"{line.shortest:,}-{line.longest:,}",
+        ]
+        for line in lines
+    ]
+
+
+def brief(record: Record) -> Record:
+    """A step without what each rank counted."""
+    names = ("stages", "dataset", "batch", "repeat", "variant", "lengths", "loss", "grad_norm")
+    return {
+        **{name: record[name] for name in names},
+        "step_s": round(net_step_s(record), 4),
+        "bubble_share": round(bubble_share(record), 4),
+    }
