@@ -1,8 +1,8 @@
 """Microbatches of equal length (packed as documents come) against microbatches of equal work, and so
-of different lengths (WLB-LLM, section 4), through Megatron's 1F1B with 2 and 4 pipeline stages.
+of different lengths (WLB-LLM, section 4.1), through Megatron's 1F1B with 2 and 4 pipeline stages.
 
 First the simulator, at the size of WLB-LLM's 7B-128K on H100s. Then Megatron's pretrain loop on an
-emulated cluster, the same batches dealt both ways in turn, with the simulator's word for that
+emulated cluster, the same batches both ways in turn, with the simulator's word for that
 cluster beside it.
 """
 
@@ -44,9 +44,9 @@ PAPER_RANKS = 8
 """Of a stage on the simulated cluster: a node, one tensor-parallel rank each."""
 EXPLANATION = (
     "The same documents both ways, a step's in turn; every document is cut evenly over the ranks of a stage "
-    "(te_ring), so only microbatches differ. Equal length: documents as they come, a microbatch for each context, the "
-    "last one cut. Equal work: the longest first, to the microbatch with the least work. Step: without the reduction "
-    "of gradients and the optimizer; means over batches, of medians over repeats where measured. Ratio: to equal "
+    "(te_ring), so only microbatches differ. Equal length: as dealt, a context each, the last document cut (planner "
+    "wlb_llm, packing: original). Equal work: packing: workload, within the step's documents, none delayed. Step: "
+    "without the reduction of gradients and the optimizer; means over batches, of medians over repeats where measured. Ratio: to equal "
     "length. Bubble: idle time over work, all ranks: waiting for neighbouring stages, transfers, and the end. "
     "Losses and gradient norms of a batch are equal to 1e-5."
 )
@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dataset", default="wlb", help="of document lengths (default wlb)")
     parser.add_argument("--batches", type=int, default=2, help="trained, each a step's (default 2)")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
-    parser.add_argument("--room", type=float, default=2.0, help="most tokens of a microbatch over the mean (default 2)")
+    parser.add_argument(
+        "--room", type=float, default=2.0, help="most tokens of a microbatch over a context's (default 2)"
+    )
     parser.add_argument("--simulated", type=int, default=10, help="batches of the large cluster (default 10)")
     return parser
 

@@ -8,20 +8,18 @@ from typing import Any
 
 from megatron_balance.config import ClusterChoice, load_cluster
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.planning.choice import choose_planner
+from megatron_balance.ir.step import StepPlan
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planning.choice import PlannerChoice, choose_planner
 from megatron_balance.planning.layers import Layers
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.setup import Setup
-from megatron_balance.simulator.step import Step, simulate_step
 from megatron_balance.workloads.lengths import Lengths, draw
+from tools.bench.distca.pipeline.experiment import cut
 from tools.bench.emulated.batches import scaled
 from tools.bench.emulated.point import BYTES_PER_ELEMENT, HEAD_DIM, HEADS, NUM_RANKS, RANKS_PER_NODE, Point
 from tools.bench.emulated.steps import Experiment, Planned, interleaved
-from tools.bench.emulated.variants import Variant
-from tools.bench.microbatches.dealing import Work, equal_length, equal_work, work_of
 
 PAPER_CONTEXT = 128 * 1024
 """WLB-LLM's 7B-128K: tokens of a sample."""
@@ -32,16 +30,16 @@ FFN_SIZE = 64
 size 128 is a 32nd of its 4096, 2k tokens are a 64th of 128k.
 """
 NICS = 4
-PLANNER = "te_ring"
+WITHIN = "te_ring"
 """Cuts every document evenly over a stage's ranks, so that only microbatches differ."""
 
-VARIANTS = tuple(Variant(name, PLANNER, Layers()) for name in ("equal length", "equal work"))
-LENGTH, WORK = range(2)
+VARIANTS: dict[str, str] = {"equal length": "original", "equal work": "workload"}
+"""Ways to make microbatches, by what wlb_llm calls its packing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatches(Experiment):
-    """Both ways to deal, in pipelines of several depths."""
+    """Both ways, in pipelines of several depths."""
 
     stages: tuple[int, ...]
     """Pipeline stages, by training."""
@@ -51,33 +49,39 @@ class Microbatches(Experiment):
     microbatches: int
     """Of a step."""
     room: float
-    """Most tokens of a microbatch, over the mean."""
+    """Most tokens of a microbatch, over those of a context."""
 
     def drawn(self, count: int, scale: int = 1) -> list[Lengths]:
         """Global batches in which each context is full, its last document cut."""
         contexts = draw(self.dataset, PAPER_CONTEXT, count * self.microbatches, self.seed)
-        cut = [scaled(each, scale) for each in contexts]
-        return [tuple(chain(*cut[at : at + self.microbatches])) for at in range(0, len(cut), self.microbatches)]
+        small = [scaled(each, scale) for each in contexts]
+        return [tuple(chain(*small[at : at + self.microbatches])) for at in range(0, len(small), self.microbatches)]
 
     def steps(self, stages: int) -> tuple[Planned, ...]:
         """The steps of one training."""
         return interleaved({f"PP {stages}": self.drawn(self.batches, SCALE)}, range(len(VARIANTS)), self.repeats)
 
-    def dealt(self, lengths: Lengths, variant: int, work: Work, context: int = CONTEXT) -> list[Lengths]:
-        """The microbatches of a step."""
-        if variant == LENGTH:
-            return equal_length(lengths, context)
-        return equal_work(lengths, self.microbatches, int(self.room * context), work)
+    def choice(self, variant: int, **options: Any) -> PlannerChoice:
+        """The planner of a variant, the `variant`-th of the table."""
+        name, packing = list(VARIANTS.items())[variant]
+        given = {"packing": packing, "slack": self.room, "within": WITHIN, **options}
+        return choose_planner("wlb_llm", given, name, Layers())
+
+    def planned(self, lengths: Lengths, variant: int, machine: Machine, context: int) -> StepPlan:
+        """The step of these documents, dealt in contexts of so many tokens."""
+        choice = self.choice(variant, tokens_per_rank=int(self.room * context) // machine.num_ranks)
+        asked = StepContext(machine.cluster, machine.model, machine.cost, may_carry=False)
+        step, _ = choice.plan_step(tuple(cut(lengths, context)), asked)
+        return step
 
     def flags(self, stages: int) -> dict[str, Any]:
         """Of Megatron."""
-        room = int(self.room * CONTEXT)
         return {
             "pipeline-model-parallel-size": stages,
             "context-parallel-size": NUM_RANKS // stages,
             "ffn-hidden-size": FFN_SIZE,
-            "seq-length": room,
-            "max-position-embeddings": room,
+            "seq-length": CONTEXT,
+            "max-position-embeddings": CONTEXT,
             "global-batch-size": self.microbatches,
         }
 
@@ -105,15 +109,3 @@ def emulated(point: Point, stages: int, num_layers: int) -> Machine:
 def machine_of(cluster: Cluster, model: Model) -> Machine:
     """A machine with data-sheet costs."""
     return Machine(cluster, model, AnalyticCost(cluster, model))
-
-
-def simulated(microbatches: list[Lengths], machine: Machine, stages: int) -> Step:
-    """A step of these microbatches, in Megatron's 1F1B."""
-    planner = choose_planner(PLANNER, {}, PLANNER, Layers())
-    plans = [planner.plan(Batch(each), machine.cluster, machine.model, machine.cost) for each in microbatches]
-    return simulate_step(plans, machine, Setup(pipeline=stages))
-
-
-def work_on(machine: Machine) -> Work:
-    """Of documents on this machine."""
-    return work_of(machine.cost)

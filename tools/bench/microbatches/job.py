@@ -11,7 +11,7 @@ from typing import Any
 from tools.bench.emulated import device
 from tools.bench.emulated.job import DEADLINE_S, POINT_FILE, STEPS_FILE, calibrated, writer
 from tools.bench.emulated.point import NUM_RANKS, Point
-from tools.bench.microbatches.experiment import NICS, VARIANTS, Microbatches
+from tools.bench.microbatches.experiment import NICS, Microbatches
 from tools.emulated_cluster import run
 
 
@@ -48,12 +48,11 @@ def main() -> int:
                 folder=folder,
                 share=kernels.share,
                 record=writer(records),
-                variants=VARIANTS,
                 flags=experiment.flags(stages),
             )
 
             def on_rank(rank: int, controller: Any, of_depth: Run = of_depth) -> None:
-                train(rank, controller, of_depth, experiment, point)
+                train(rank, controller, of_depth, experiment)
 
             run(of_depth.topology, on_rank, folder / f"pp{stages}", deadline_s=DEADLINE_S)
     return 0

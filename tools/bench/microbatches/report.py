@@ -6,24 +6,26 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_balance.ir.step import StepPlan
+from megatron_balance.planners.wlb_llm.packing import workload
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.point import Point
 from tools.bench.emulated.report import Record, net_step_s
 from tools.bench.emulated.steps import WARM_UP
-from tools.bench.microbatches.dealing import Work, imbalance
-from tools.bench.microbatches.experiment import CONTEXT, SCALE, VARIANTS, Microbatches, emulated, simulated, work_on
+from tools.bench.microbatches.experiment import CONTEXT, SCALE, VARIANTS, Microbatches, emulated
 
-Dealt = list[Lengths]
-"""Microbatches of a step."""
-Times = Callable[[int, int, Dealt], tuple[float, float]]
-"""(variant, batch, its microbatches) -> seconds of a step, bubble over work."""
+Times = Callable[[int, int, StepPlan], tuple[float, float]]
+"""(variant, batch, its plan) -> seconds of the step, bubble over work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One way to deal in one pipeline: means over batches, of medians over repeats if measured.
+    """One way to make microbatches, in one pipeline.
 
+    Seconds and shares: means over batches, of medians over repeats if measured.
     `kind`: "measured" or "simulated". `ratio`: steps of equal length over this one's, `low` and
     `high` of one batch. `bubble_share`: idle time over work of all ranks. `imbalance`: work of the
     heaviest microbatch over the mean. `shortest`, `longest`: microbatches in tokens.
@@ -52,19 +54,19 @@ def bubble_share(record: Record) -> float:
 
 
 def measured_lines(records: Sequence[Record], experiment: Microbatches, point: Point) -> list[Line]:
-    """By depth, both ways to deal, on the emulated cluster."""
+    """By depth, both ways, on the emulated cluster."""
     kept = [record for record in records if record["repeat"] != WARM_UP]
     found: list[Line] = []
     for stages in experiment.stages:
 
-        def times(variant: int, batch: int, _: Dealt, stages: int = stages) -> tuple[float, float]:
+        def times(variant: int, batch: int, _: StepPlan, stages: int = stages) -> tuple[float, float]:
             key = (stages, variant, batch)
             same = [r for r in kept if (r["stages"], r["variant_id"], r["batch"]) == key]
             return statistics.median(map(net_step_s, same)), statistics.median(map(bubble_share, same))
 
-        work = work_on(emulated(point, stages, experiment.layers))
+        machine = emulated(point, stages, experiment.layers)
         drawn = experiment.drawn(experiment.batches, SCALE)
-        found += _lines("measured", stages, _both(experiment, drawn, work, CONTEXT), work, times)
+        found += _lines("measured", stages, _both(experiment, drawn, machine, CONTEXT), machine, times)
     return found
 
 
@@ -76,41 +78,42 @@ def simulated_lines(
     for stages, machine in machines.items():
 
         def times(
-            _variant: int, _batch: int, dealt: Dealt, machine: Machine = machine, stages: int = stages
+            _variant: int, _batch: int, plan: StepPlan, machine: Machine = machine, stages: int = stages
         ) -> tuple[float, float]:
-            step = simulated(dealt, machine, stages)
+            step = simulate_step(plan.plans, machine, Setup(pipeline=stages))
             assert step.bubble_share is not None
             return step.step_s - step.phases_s["gradient_sync"] - step.phases_s["optimizer"], step.bubble_share
 
-        work = work_on(machine)
-        found += _lines("simulated", stages, _both(experiment, drawn, work, context), work, times)
+        found += _lines("simulated", stages, _both(experiment, drawn, machine, context), machine, times)
     return found
 
 
-def _both(experiment: Microbatches, drawn: Sequence[Lengths], work: Work, context: int) -> list[list[Dealt]]:
-    return [[experiment.dealt(each, at, work, context) for each in drawn] for at in range(len(VARIANTS))]
+def _both(experiment: Microbatches, drawn: Sequence[Lengths], machine: Machine, context: int) -> list[list[StepPlan]]:
+    """By variant, the plans of all batches."""
+    return [[experiment.planned(each, at, machine, context) for each in drawn] for at in range(len(VARIANTS))]
 
 
-def _lines(kind: str, stages: int, both: Sequence[Sequence[Dealt]], work: Work, times: Times) -> list[Line]:
-    """The ways to deal. `both`: by variant, the microbatches of each batch."""
+def _lines(kind: str, stages: int, both: Sequence[Sequence[StepPlan]], machine: Machine, times: Times) -> list[Line]:
     found: list[Line] = []
     base: list[float] = []
-    for at, (variant, dealt) in enumerate(zip(VARIANTS, both, strict=True)):
-        seconds, bubbles = zip(*(times(at, batch, each) for batch, each in enumerate(dealt)), strict=True)
+    work = workload(machine.cost, machine.cluster)
+    for at, (variant, plans) in enumerate(zip(VARIANTS, both, strict=True)):
+        seconds, bubbles = zip(*(times(at, batch, plan) for batch, plan in enumerate(plans)), strict=True)
         base = base or list(seconds)
         ratios = [b / s for b, s in zip(base, seconds, strict=True)]
-        tokens = [sum(microbatch) for each in dealt for microbatch in each]
+        tokens = [each.num_tokens for plan in plans for each in plan.plans]
+        works = [[sum(map(work, each.lengths)) for each in plan.plans] for plan in plans]
         found.append(
             Line(
                 kind=kind,
                 stages=stages,
-                variant=variant.name,
+                variant=variant,
                 step_s=statistics.fmean(seconds),
                 ratio=sum(base) / sum(seconds),
                 low=min(ratios),
                 high=max(ratios),
                 bubble_share=statistics.fmean(bubbles),
-                imbalance=statistics.fmean(imbalance(each, work) for each in dealt),
+                imbalance=statistics.fmean(max(each) * len(each) / sum(each) for each in works),
                 shortest=min(tokens),
                 longest=max(tokens),
             )

@@ -1,5 +1,5 @@
-"""In a rank: Megatron's `pretrain` in pipeline stages over the same documents dealt both ways, each
-step timed from outside.
+"""In a rank: Megatron's `pretrain` in pipeline stages over the same documents in both kinds of
+microbatches, each step timed from outside.
 
 What is wrapped lives in this process only, which ends with its job, as in
 `tools.bench.emulated.training`.
@@ -7,6 +7,7 @@ What is wrapped lives in this process only, which ends with its job, as in
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -15,21 +16,22 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import training as megatron_training
 
+from megatron_balance.megatron import session
+from megatron_balance.megatron.planning import step_plans
 from megatron_balance.megatron.stage_transfers import PlannedTransfers
 from megatron_balance.training.plans import StepPlans
+from tools.bench.distca.pipeline.experiment import cut
 from tools.bench.emulated import device
-from tools.bench.emulated.point import Point
 from tools.bench.emulated.training import MeasuredStep, Meter, Run, differences, pretrain_steps
-from tools.bench.microbatches.experiment import PLANNER, Microbatches, emulated, work_on
+from tools.bench.microbatches.experiment import CONTEXT, VARIANTS, WITHIN, Microbatches
 from tools.emulated_cluster import Controller
 
 
-def train(rank: int, controller: Controller, run: Run, experiment: Microbatches, point: Point) -> None:
+def train(rank: int, controller: Controller, run: Run, experiment: Microbatches) -> None:
     """Train all steps of `run`; this is what the ranks of the cluster do."""
-    _Meter(rank, controller, run).install()
-    work = work_on(emulated(point, run.flags["pipeline-model-parallel-size"], run.layers))
-    samples = [each for step in run.steps for each in experiment.dealt(step.lengths, step.variant, work)]
-    pretrain_steps(rank, run, {"planner": {"name": PLANNER}}, samples)
+    _Meter(rank, controller, run, experiment).install()
+    samples = [each for step in run.steps for each in cut(step.lengths, CONTEXT)]
+    pretrain_steps(rank, run, {"planner": {"name": WITHIN}}, samples)
 
 
 @dataclass(slots=True)
@@ -44,16 +46,29 @@ class _Meter(Meter):
 
     step: _Step
 
-    def __init__(self, rank: int, controller: Controller, run: Run) -> None:
+    def __init__(self, rank: int, controller: Controller, run: Run, experiment: Microbatches) -> None:
         super().__init__(rank, controller, run)
+        self._experiment = experiment
+        self._planners: dict[int, StepPlans] = {}
         self._at = -1
 
     def install(self) -> None:
         """Wrap what is measured."""
+        planner = self._planner
+        session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
         StepPlans.plan = self._begun(StepPlans.plan)
         PlannedTransfers._communicate = self._between(PlannedTransfers._communicate)
         megatron_training.train_step = self._measured(megatron_training.train_step)
         megatron_training.finalize_model_grads = self.reduced(megatron_training.finalize_model_grads)
+
+    def _planner(self, job: session.Session) -> StepPlans:
+        """Of this step's variant, in `job`'s place."""
+        variant = self.run.steps[self._at].variant
+        if variant not in self._planners:
+            job = copy.copy(job)
+            job.config = job.config.model_copy(update={"planner": self._experiment.choice(variant)})
+            self._planners[variant] = step_plans(job, ahead=False)
+        return self._planners[variant]
 
     def _begun(self, plan: Callable[..., Any]) -> Callable[..., Any]:
         """The model begins when its microbatches are planned."""
@@ -108,7 +123,7 @@ class _Meter(Meter):
                 "nics": self.run.topology.nics_per_node,
                 **asdict(planned),
                 "variant_id": planned.variant,
-                "variant": self.run.variants[planned.variant].name,
+                "variant": list(VARIANTS)[planned.variant],
                 "stages": self.run.flags["pipeline-model-parallel-size"],
                 "loss": ranks[-1]["loss"],  # the last stage knows it
                 "grad_norm": grad_norm,
