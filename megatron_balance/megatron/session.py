@@ -12,6 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -79,7 +80,10 @@ class Session:
         """Make the groups of all pools; every rank calls this once, together."""
         cluster, planner = self.config.cluster, self.config.planner
         self._pool = make_pool(
-            cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint
+            cluster.ranks_per_node if cluster is not None else None,
+            self.config.communication.sms,
+            joint=self.joint,
+            timeout=timedelta(minutes=self.args.distributed_timeout_minutes),
         )
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built

@@ -56,6 +56,12 @@ def test_ranks_that_run_other_numbers_of_microbatches_are_named(
         assert (answer if not peer else answer.replace("[1, 3, 5]", "[0, 2, 4]").replace("[7]", "[6]")).find(heard) >= 0
 
 
+def test_every_group_of_a_pool_has_the_timeout_it_was_given(pool: Pool) -> None:
+    timeouts = pool.run(training_jobs.timeouts_of_pools, NUM_RANKS, 7)
+    assert [set(of_rank) for of_rank in timeouts] == [{7.0}] * NUM_RANKS
+    assert all(len(of_rank) == 4 for of_rank in timeouts), "pool, node, and the joint pool's, both ways"
+
+
 def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
     everyone = tuple(range(NUM_RANKS))
     assert pool.run(training_jobs.pool_of_group, NUM_RANKS) == [(rank, NUM_RANKS, 4, everyone) for rank in everyone]

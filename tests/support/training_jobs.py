@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -127,6 +128,16 @@ def read_other_numbers(world: World, numbers: Sequence[int], tensor_parallel: in
     except ConfigError as error:
         return str(error)
     return f"{len(shared.lengths)} microbatches"
+
+
+def timeouts_of_pools(world: World, seconds: int) -> list[float]:
+    """Seconds after which the groups of this rank give up: two stages of half the world each."""
+    half = world.size // 2
+    stage, at = divmod(world.rank, half)
+    mine = Membership(tuple(range(stage * half, (stage + 1) * half)), at, stage=stage, stages=(at, at + half))
+    pool = make_pool(mine, ranks_per_node=2, timeout=timedelta(seconds=seconds))
+    groups: list[Any] = [*pool.groups.process_groups(), *pool.joint.process_groups()]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
 def pool_of_group(world: World) -> tuple[int, int, int, tuple[int, ...]]:

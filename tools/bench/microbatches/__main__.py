@@ -2,8 +2,8 @@
 of different lengths (WLB-LLM, section 4.1), through Megatron's 1F1B with 2 and 4 pipeline stages.
 
 First the simulator, at the size of WLB-LLM's 7B-128K on H100s. Then Megatron's pretrain loop on an
-emulated cluster, the same batches both ways in turn, with the simulator's word for that
-cluster beside it.
+emulated cluster, the same batches both ways in turn, and beside it the simulator's clocks of the
+same pipelines, with the kernels' speed as it was calibrated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from tools.bench.microbatches.experiment import (
     FFN_SIZE,
     NICS,
     PAPER_CONTEXT,
-    SCALE,
+    SHORTEST,
     VARIANTS,
     Microbatches,
-    emulated,
     machine_of,
 )
 
@@ -46,9 +45,9 @@ EXPLANATION = (
     "The same documents both ways, a step's in turn; every document is cut evenly over the ranks of a stage "
     "(te_ring), so only microbatches differ. Equal length: as dealt, a context each, the last document cut (planner "
     "wlb_llm, packing: original). Equal work: packing: workload, within the step's documents, none delayed. Step: "
-    "without the reduction of gradients and the optimizer; means over batches, of medians over repeats where measured. Ratio: to equal "
-    "length. Bubble: idle time over work, all ranks: waiting for neighbouring stages, transfers, and the end. "
-    "Losses and gradient norms of a batch are equal to 1e-5."
+    "without the reduction of gradients and the optimizer; means over batches, of medians over repeats where "
+    "measured. Ratio: to equal length. Bubble: idle time over work, all ranks: waiting for neighbouring stages, "
+    "transfers, and the end. Losses and gradient norms of a batch are equal to 1e-5."
 )
 
 
@@ -60,12 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     # with --json standard output is JSON alone
     console = Console(stderr=options.json, width=max(150, Console().width))
-    at_scale = report.simulated_lines(
-        experiment,
-        {stages: _paper_machine() for stages in experiment.stages},
-        experiment.drawn(options.simulated),
-        PAPER_CONTEXT,
-    )
+    at_scale = report.large_lines(experiment, _paper_machine(), options.simulated)
     console.print(launch.table(report.HEADINGS, report.rows(at_scale), title=_at_scale_text(options.simulated)))
     if not launch.able():
         return launch.SKIPPED
@@ -78,12 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     found, point = launch.records(experiment), launch.point(experiment)
     wrong = check(found)
-    machines = {stages: emulated(point, stages, experiment.layers) for stages in experiment.stages}
-    drawn = experiment.drawn(experiment.batches, SCALE)
-    lines = [
-        *report.measured_lines(found, experiment, point),
-        *report.simulated_lines(experiment, machines, drawn, CONTEXT),
-    ]
+    lines = report.small_lines(found, experiment, point)
     console.print(launch.table(report.HEADINGS, report.rows(lines)))
     body = launch.body(experiment, time.monotonic() - start, [*at_scale, *lines], report.brief)
     command = launch.command_line(["python", "-m", "tools.bench.microbatches"], argv)
@@ -98,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = launch.parser(name, __doc__, layers=4, backward="keep", share=SHARE, out="bench-microbatches")
     parser.set_defaults(nic_mbit=NIC_MBIT)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="pipeline stages (default 2 4)")
-    parser.add_argument("--dataset", default="wlb", help="of document lengths (default wlb)")
+    parser.add_argument("--dataset", default="wlb-skew", help="of document lengths (default wlb-skew)")
     parser.add_argument("--batches", type=int, default=2, help="trained, each a step's (default 2)")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
     parser.add_argument(
@@ -126,9 +115,9 @@ def _point_text(experiment: Microbatches) -> str:
     share = "as it comes" if point.kernels.share is None else f"at {100 * point.kernels.share:.0f} % of a core"
     return (
         f"Emulated: 2 nodes x 4 ranks, {NICS} NICs a node of {point.nic_bits_per_s / 1e6:.0f} Mbit/s; each computes "
-        f"{share}. GPT of {experiment.layers} layers, hidden size 128, MLP {FFN_SIZE}, contexts of {CONTEXT:,} tokens; "
-        f"{experiment.microbatches} microbatches a step, {experiment.batches} batches of '{experiment.dataset}', "
-        f"{len(VARIANTS)} ways, {experiment.repeats} repeats."
+        f"{share}. GPT of {experiment.layers} layers, hidden size 128, MLP {FFN_SIZE}, contexts of {CONTEXT:,} tokens, "
+        f"documents of {SHORTEST} and more; {experiment.microbatches} microbatches a step, {experiment.batches} "
+        f"batches of '{experiment.dataset}', {len(VARIANTS)} ways, {experiment.repeats} repeats."
     )
 
 

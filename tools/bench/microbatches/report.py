@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_balance.ir.step import StepPlan
@@ -15,7 +15,7 @@ from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated.point import Point
 from tools.bench.emulated.report import Record, net_step_s
 from tools.bench.emulated.steps import WARM_UP
-from tools.bench.microbatches.experiment import CONTEXT, SCALE, VARIANTS, Microbatches, emulated
+from tools.bench.microbatches.experiment import CONTEXT, PAPER_CONTEXT, VARIANTS, Microbatches, emulated, small_step
 
 Times = Callable[[int, int, StepPlan], tuple[float, float]]
 """(variant, batch, its plan) -> seconds of the step, bubble over work."""
@@ -53,38 +53,43 @@ def bubble_share(record: Record) -> float:
     return last_s * len(record["ranks"]) / work_s - 1
 
 
-def measured_lines(records: Sequence[Record], experiment: Microbatches, point: Point) -> list[Line]:
-    """By depth, both ways, on the emulated cluster."""
+def small_lines(records: Sequence[Record], experiment: Microbatches, point: Point) -> list[Line]:
+    """By depth, both ways on the emulated cluster, measured, then simulated."""
     kept = [record for record in records if record["repeat"] != WARM_UP]
     found: list[Line] = []
     for stages in experiment.stages:
 
-        def times(variant: int, batch: int, _: StepPlan, stages: int = stages) -> tuple[float, float]:
+        def measured(variant: int, batch: int, _: StepPlan, stages: int = stages) -> tuple[float, float]:
             key = (stages, variant, batch)
             same = [r for r in kept if (r["stages"], r["variant_id"], r["batch"]) == key]
             return statistics.median(map(net_step_s, same)), statistics.median(map(bubble_share, same))
 
         machine = emulated(point, stages, experiment.layers)
-        drawn = experiment.drawn(experiment.batches, SCALE)
-        found += _lines("measured", stages, _both(experiment, drawn, machine, CONTEXT), machine, times)
+
+        def clocked(
+            _variant: int, _batch: int, plan: StepPlan, machine: Machine = machine, stages: int = stages
+        ) -> tuple[float, float]:
+            clocks = small_step(plan, point, machine, stages)
+            return clocks.total_s, clocks.bubble_share
+
+        both = _both(experiment, experiment.drawn_small(), machine, CONTEXT)
+        found += _lines("measured", stages, both, machine, measured)
+        found += _lines("simulated", stages, both, machine, clocked)
     return found
 
 
-def simulated_lines(
-    experiment: Microbatches, machines: Mapping[int, Machine], drawn: Sequence[Lengths], context: int
-) -> list[Line]:
-    """The same by the simulator. `machines`: of a stage, by the number of stages."""
+def large_lines(experiment: Microbatches, machine: Machine, count: int) -> list[Line]:
+    """By depth, both ways by the simulator on a large cluster. `machine`: of a stage."""
     found: list[Line] = []
-    for stages, machine in machines.items():
+    both = _both(experiment, experiment.drawn(count), machine, PAPER_CONTEXT)
+    for stages in experiment.stages:
 
-        def times(
-            _variant: int, _batch: int, plan: StepPlan, machine: Machine = machine, stages: int = stages
-        ) -> tuple[float, float]:
+        def times(_variant: int, _batch: int, plan: StepPlan, stages: int = stages) -> tuple[float, float]:
             step = simulate_step(plan.plans, machine, Setup(pipeline=stages))
             assert step.bubble_share is not None
             return step.step_s - step.phases_s["gradient_sync"] - step.phases_s["optimizer"], step.bubble_share
 
-        found += _lines("simulated", stages, _both(experiment, drawn, machine, context), machine, times)
+        found += _lines("simulated", stages, both, machine, times)
     return found
 
 
