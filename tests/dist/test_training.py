@@ -59,7 +59,7 @@ def test_ranks_that_run_other_numbers_of_microbatches_are_named(
 def test_every_group_of_a_pool_has_the_timeout_it_was_given(pool: Pool) -> None:
     timeouts = pool.run(training_jobs.timeouts_of_pools, NUM_RANKS, 7)
     assert [set(of_rank) for of_rank in timeouts] == [{7.0}] * NUM_RANKS
-    assert all(len(of_rank) == 4 for of_rank in timeouts), "pool, node, and the joint pool's, both ways"
+    assert all(len(of_rank) == 3 for of_rank in timeouts), "pool, node, joint pool"
 
 
 def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
