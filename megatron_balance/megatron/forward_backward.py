@@ -86,13 +86,14 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         if not forward_only:
             _count_flops(apart, pool.readers[pool.replica])
         chunks = model if isinstance(model, list) else [model]
-        config: Any = get_model_config(chunks[0])
-        tokens = [[exchange.counts[at] for at in of] for of in planned.plans_of]
-        shapes = StageShapes.of_step(tokens, job.row_multiple, config)
+        shapes = StageShapes.of_step(
+            [[exchange.counts[at] for at in of] for of in planned.plans_of],
+            job.row_multiple,
+            get_model_config(chunks[0]),
+        )
         if planned.ticks:
             return _run_ticks(job, planned, shared, local, shapes, model, forward_only=forward_only, **kwargs)
-        if pool.num_stages > 1:
-            kwargs |= _planned_transfers(pool, config, shapes, len(chunks), kwargs)
+        kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
         microbatches = Microbatches(job, planned, local, forward_only=forward_only)
         of_chunks = [microbatches.of_chunk() for _ in chunks]
         result = inner(
@@ -123,14 +124,15 @@ def check_number(planned: int, num_microbatches: int) -> None:
         )
 
 
-def _planned_transfers(
-    pool: Pool, config: Any, shapes: StageShapes, num_chunks: int, given: Mapping[str, Any]
-) -> dict[str, Any]:
+def _planned_transfers(pool: Pool, shapes: StageShapes, chunks: list[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords for Megatron's pipeline schedules: a communicator that knows the shapes, and the groups
-    that they would take, or were given with a communicator.
+    that they would take, or were given with a communicator. None where there is one stage.
     """
+    if pool.num_stages == 1:
+        return {}
+    config: Any = get_model_config(chunks[0])
     crossings = Crossings.of_schedule(
-        len(shapes.rows), pool.stage, pool.num_stages, num_chunks, config.microbatch_group_size_per_vp_stage
+        len(shapes.rows), pool.stage, pool.num_stages, len(chunks), config.microbatch_group_size_per_vp_stage
     )
     group = given_group(given.get("p2p_communicator"))
     if group is not None:

@@ -134,7 +134,7 @@ class PlannedTransfers(P2PCommunicator):
 
 
 class _Due:
-    """What crosses a border next, in one direction."""
+    """Shapes of one direction across a border, in the order of their crossing."""
 
     def __init__(self, shapes: StageShapes, microbatches: Iterable[int]) -> None:
         self._shapes = shapes

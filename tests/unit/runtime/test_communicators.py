@@ -34,9 +34,7 @@ class Communicator(dist.ProcessGroup):
         self.log.append("abort")
 
     def _get_backend(self, _device: Any) -> Any:
-        return SimpleNamespace(
-            _group_start=lambda: self.log.append("start"), _group_end=lambda: self.log.append("end")
-        )
+        return SimpleNamespace(_group_start=lambda: self.log.append("start"), _group_end=lambda: self.log.append("end"))
 
 
 class Nccl:
