@@ -12,10 +12,10 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -86,6 +86,7 @@ class Session:
             communication.sms,
             joint=self.joint,
             safe=communication.safe,
+            timeout=timedelta(minutes=self.args.distributed_timeout_minutes),
         )
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
@@ -200,7 +201,7 @@ class Session:
             carry.save(self._planners[False].saved(), self.args)
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: planned attention, positions, varying shapes.
+        """Check and adapt a model at its first step: planned attention, positions.
 
         Raises:
             ConfigError: a model that attends past our core attention, or whose positions cannot be
@@ -212,7 +213,6 @@ class Session:
             core_attention.check_model(chunk, self.te_patched)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             rope.install(chunk, self.args.max_position_embeddings)
-            get_model_config(chunk).variable_seq_lengths = True  # validate_args sets it to False and has no flag for it
             self._prepared.add(id(chunk))
 
     def close(self) -> None:
