@@ -22,7 +22,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Objective, RemapWhen, Sides, Solver, When
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.program import Policy
+from megatron_balance.ir.program import Backward
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -180,9 +180,9 @@ class RunConfig(BaseModel):
     computation; `auto`: for planners that are made for it (`planners.base.Planner.ping_pong`)."""
     communication: CommunicationChoice = CommunicationChoice()
     """How much of a GPU transfers may take: keys inter_node_sms, intra_node_sms."""
-    backward: Policy = "keep"
-    """`keep` holds received KV until backward; `replay` communicates it again and needs less
-    memory."""
+    backward: Backward = "auto"
+    """`keep` holds received keys and values until the backward; `replay` communicates them again
+    and needs less memory; `auto` keeps in as many layers as fit a rank's memory by prediction."""
     agreement_every: int = Field(default=100, ge=1)
     """Ranks compare the plan's fingerprint in the first steps and then every so many."""
     plan_ahead: bool = True

@@ -35,7 +35,7 @@ from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.attention import AttentionCall
-from megatron_balance.training.layer_runs import layer_runs
+from megatron_balance.analysis.layer_runs import layer_runs
 
 log = logging.getLogger(__name__)
 
