@@ -212,6 +212,8 @@ class Decision:
             "keeping_layers": self.keeping,
             "layers": self.layers,
             "peak_bytes": self.peak_bytes,
+            "keep_bytes": self.keep_bytes,
+            "replay_bytes": self.replay_bytes,
             "memory_bytes": self.memory_bytes,
             "fits": self.fits,
             "sentence": self.sentence(),

@@ -21,12 +21,13 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY
-from megatron_balance.megatron import carry, core_attention, ping_pong, rope
+from megatron_balance.megatron import carry, core_attention, memory, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
 from megatron_balance.megatron.groups import make_pool
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.planning import step_plans
+from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.planning import choice
 from megatron_balance.planning.choice import planning_cost
@@ -35,6 +36,7 @@ from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
+from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.log import StepLog
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
@@ -62,6 +64,8 @@ class Session:
         self._carry = EMPTY
         carry.save(EMPTY, args)
         self._prepared: set[int] = set()
+        self._model: Any = None
+        self._keeping: Keeping | None = None
 
     @property
     def pool(self) -> Pool:
@@ -195,9 +199,19 @@ class Session:
                 continue
             core_attention.check_model(chunk, self.te_patched)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
+            core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
             rope.install(chunk, self.args.max_position_embeddings)
             get_model_config(chunk).variable_seq_lengths = True  # validate_args sets it to False and has no flag for it
             self._prepared.add(id(chunk))
+        self._model = model
+
+    def keeping(self) -> Keeping:
+        """What decides how many layers keep; made collectively at the first training step, when the
+        model is there.
+        """
+        if self._keeping is None:
+            self._keeping = memory.keeping(self, self._model)
+        return self._keeping
 
     def close(self) -> None:
         """Stop background planners and close the log."""
