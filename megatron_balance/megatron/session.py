@@ -21,7 +21,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY
-from megatron_balance.megatron import carry, core_attention, memory, ping_pong, rope
+from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
 from megatron_balance.megatron.groups import make_pool
@@ -86,6 +86,8 @@ class Session:
         self._pool = make_pool(
             cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint
         )
+        if job_device().type == "cuda" and (cluster is None or not cluster.names_machine):
+            self.config = self.config.model_copy(update={"cluster": machine.cluster_of_machine(cluster)})
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
         cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import hardware
+from megatron_balance.profiling import hardware
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
 
