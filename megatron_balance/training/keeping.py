@@ -128,13 +128,14 @@ class Keeping:
     def _correct(self) -> None:
         """Agree on the most bytes by which a device's count passed the prediction."""
         counted = self._counted()
-        if self._groups.pool is None and counted is None:
-            return
-        device = torch.device("cpu") if counted is None else torch.device("cuda", torch.cuda.current_device())
-        mine = torch.tensor([0.0 if counted is None else counted - self._predicted], dtype=torch.float64, device=device)
+        excess = 0.0 if counted is None else counted - self._predicted
         if self._groups.pool is not None:
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._groups.pool)
-        self._excess = max(0.0, float(mine))
+            nccl = dist.get_backend(self._groups.pool) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            most = torch.tensor([excess], dtype=torch.float64, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._groups.pool)
+            excess = float(most)
+        self._excess = max(0.0, excess)
 
     def _tell(self, decision: Decision) -> None:
         """Log the decision when it is another than the last one told."""
