@@ -432,7 +432,7 @@ def test_with_an_image_the_job_runs_in_a_container(cluster):
     [
         ({"EXPERIMENT": "llama-8b"}, "EXPERIMENT=llama-8b"),
         ({"TECHNIQUE": "zepelin"}, "TECHNIQUE=zepelin: no such planner; there are: distca "),
-        ({"CLUSTER": "h1000"}, "CLUSTER=h1000: no such file or name; there are: a800 "),
+        ({"CLUSTER": "h1000"}, "CLUSTER=h1000: no such file or name; there are: a800"),
         ({"DATA": ""}, "DATA is not set"),
         ({"DATA": "/nowhere/corpus"}, "no /nowhere/corpus.bin"),
         ({"SCRIPT": "/nowhere/pretrain.py"}, "SCRIPT=/nowhere/pretrain.py: no such file"),

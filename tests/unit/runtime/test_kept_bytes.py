@@ -25,6 +25,8 @@ from megatron_balance.runtime.pool import BufferPool
 
 HEADS, KV_HEADS, DIM, RANKS = 8, 4, 64, 8
 MODEL, CLUSTER = Model(HEADS, KV_HEADS, DIM), Cluster(RANKS, 4)
+PLANNED = [*((name, "") for name in PLANNERS), ("zeppelin", "groups")]
+"""Planners, and the rule of one whose other rule takes another comm pattern."""
 LENGTHS = (900, 4000, 333, 70, 1200, 2500, 64, 1500)
 
 
@@ -36,8 +38,9 @@ class Counted:
     by_policy: dict[Policy, list[PeakBytes]]
 
 
-def plan_of(planner: str, *, remapped: bool) -> MicrobatchPlan:
-    choice = choose_planner(planner, {"tokens_per_rank": 2200}, layers=choose_layers(planner, "always", remapped))
+def plan_of(planner: str, rule: str, *, remapped: bool) -> MicrobatchPlan:
+    options = {"tokens_per_rank": 2200} | ({"rule": rule} if rule else {})
+    choice = choose_planner(planner, options, layers=choose_layers(planner, "always", remapped))
     return choice.plan(Batch(LENGTHS), CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
 
 
@@ -49,11 +52,11 @@ def count(plan: MicrobatchPlan, rank: int, policy: Policy) -> PeakBytes:
     return found
 
 
-@pytest.fixture(scope="module", params=[(name, moved) for name in PLANNERS for moved in (False, True)], ids=str)
+@pytest.fixture(scope="module", params=[(*each, moved) for each in PLANNED for moved in (False, True)], ids=str)
 def counted(request: pytest.FixtureRequest) -> Counted:
-    planner, remapped = request.param
+    planner, rule, remapped = request.param
     try:
-        plan = plan_of(planner, remapped=remapped)
+        plan = plan_of(planner, rule, remapped=remapped)
     except ConfigError as error:
         pytest.skip(str(error))
     return Counted(
