@@ -174,7 +174,7 @@ def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many layers keep; of a chunk, those whose number is at most `keeping`
+    """Number of layers that keep; of a chunk, those whose number is at most `keeping`
     (`HeldLayers.numbers`).
 
     `peak_bytes`: predicted, of the fullest `rank` of pipeline `stage`. `memory_bytes`: of a rank;

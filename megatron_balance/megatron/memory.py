@@ -19,7 +19,7 @@ from megatron_balance.training.keeping import JobLayers, Keeping, RankMemory, ag
 
 
 def keeping(job: PlannedJob, model: Any) -> Keeping:
-    """What decides for the steps of a job how many layers keep. Collective over the world."""
+    """The decision maker of a job: how many layers keep in each step. Collective over the world."""
     chunks = model if isinstance(model, list) else [model]
     device, args = job_device(), job.args
     mine = RankMemory(job.pool.stage, _device_bytes(job, device), _state_bytes(args, chunks, device))

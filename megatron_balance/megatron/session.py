@@ -208,7 +208,7 @@ class Session:
         self._model = model
 
     def keeping(self) -> Keeping:
-        """What decides how many layers keep; made collectively at the first training step, when the
+        """Decision maker on layers that keep; made collectively at the first training step, when the
         model is there.
         """
         if self._keeping is None:

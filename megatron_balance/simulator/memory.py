@@ -32,7 +32,7 @@ def predicted(plans: Sequence[Microbatch], around: Around) -> list[StepBytes]:
 
 
 def decided(plans: Sequence[Microbatch], around: Around) -> Decision:
-    """How many layers keep, by the memory of the cluster's ranks; as training decides it."""
+    """Number of layers that keep, by the memory of the cluster's ranks; as training decides it."""
     return decide(predicted(plans, around), around.setup.policy, around.machine.cluster.memory_bytes)
 
 

@@ -1,4 +1,4 @@
-"""How many layers of a training step keep what they received: decided alike on all ranks.
+"""Number of layers of a training step that keep what they received: decided alike on all ranks.
 
 By the plan, and by facts that the ranks agreed on: the least memory of a device, the most bytes of
 parameters, gradients and optimizer in each pipeline stage, and by how much the bytes that devices
@@ -100,7 +100,7 @@ class Keeping:
         self._last: tuple[str, Decision] | None = None
 
     def decide(self, planned: PlannedStep) -> Decision:
-        """How many layers keep in this step. Collective in some steps.
+        """Number of layers that keep in this step. Collective in some steps.
 
         Raises:
             InfeasibleError: `auto`, and the step does not fit with every layer replayed.

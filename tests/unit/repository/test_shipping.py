@@ -123,7 +123,7 @@ def test_each_cuda_has_extras_of_its_own():
 
 
 def te_step(installed: str, folder: Path) -> str:
-    """What the image's step for Transformer Engine installs where `installed` is there."""
+    """Arguments of the installation that the image makes beside an `installed` Transformer Engine."""
     step = DOCKERFILE[DOCKERFILE.index('RUN found="') + len("RUN ") :].split("\n\n")[0]
     programs = {
         "pip": f'if [ "$1" = list ]; then printf "%b" "{installed}"; else echo "$@" >>"{folder}/installed"; fi',

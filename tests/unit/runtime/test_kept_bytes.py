@@ -32,7 +32,7 @@ LENGTHS = (900, 4000, 333, 70, 1200, 2500, 64, 1500)
 
 @dataclass(frozen=True)
 class Counted:
-    """What each rank's bound plan counts, by policy, beside the prediction."""
+    """Counts of each rank's bound plan, by policy, beside the prediction."""
 
     predicted: ReceivedBytes
     by_policy: dict[Policy, list[PeakBytes]]

@@ -46,7 +46,7 @@ def test_the_least_memory_and_the_most_state_of_a_stage_are_agreed_on():
 
 
 def test_ranks_with_other_readings_decide_alike():
-    """What a rank's own device counts does not enter before the ranks agree."""
+    """A count of a rank's own device does not enter before the ranks agree."""
     memory = predicted(4000, 2) / USABLE
     decisions = [keeping(memory, counted=counted).decide(step(4000)) for counted in (None, 1.0, 1e15)]
     assert {decision.keeping for decision in decisions} == {2}
