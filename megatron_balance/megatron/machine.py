@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one rank read of its node: a cluster YAML, or the reason why there is none."""
+    """Reading of one rank of its node: a cluster YAML, or the reason why there is none."""
 
     text: str = ""
     failure: str = ""

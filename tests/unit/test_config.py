@@ -210,7 +210,10 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ),
         ("planner: {name: zepelin}", "DIR/run.yaml: planner.name: unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("planner: {rule: cost}", "DIR/run.yaml: planner.name: missing; one of te_ring"),
-        ("planner: {name: zeppelin, rule: papr}", "DIR/run.yaml: planner.rule: expected 'cost', 'groups' or 'paper', got 'papr'"),
+        (
+            "planner: {name: zeppelin, rule: papr}",
+            "DIR/run.yaml: planner.rule: expected 'cost', 'groups' or 'paper', got 'papr'",
+        ),
         (
             "planner: {name: zeppelin, tokens_per_rank: 0}",
             "DIR/run.yaml: planner: tokens_per_rank: expected at least 1 token, got 0",
