@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def decision_of(plan: MicrobatchPlan, given: Inputs) -> Decision:
-    """Number of layers that keep what they received, if this plan is a step: one pipeline stage, nothing
+    """Number of layers that keep what they received, if this plan is a step: one stage, nothing
     recomputed, the optimizer shared out over all ranks.
     """
     from megatron_balance.analysis.backward import decide, microbatch_bytes, step_bytes
