@@ -1,7 +1,7 @@
-# Megatron-core, Transformer Engine and this package on NVIDIA's PyTorch image, which brings torch,
-# NCCL and apex.
+# Megatron-core, Transformer Engine and this package on NVIDIA's PyTorch image, which brings torch
+# and NCCL, and may bring apex.
 #   docker build --build-arg BASE=<NVIDIA's registry>/nvidia/pytorch:26.06-py3 -t megatron-balance .
-#   docker run --gpus all --ipc=host --rm megatron-balance doctor
+#   docker run --gpus all --ipc=host --rm megatron-balance megatron-balance doctor
 # For Slurm with enroot and pyxis, then IMAGE=.../megatron-balance.sqsh:
 #   enroot import -o megatron-balance.sqsh dockerd://megatron-balance:latest
 # No default for the base: which mirror of the image a cluster pulls from is the cluster's business.
@@ -18,14 +18,17 @@ ARG MEGATRON_CORE=0.19.2
 RUN pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE}" \
  && pip install --no-cache-dir "psutil>=5.9"
 
-# What Megatron's lock file held after 0.19. Where the image has that version already nothing is
-# built; else its extension is compiled against the image's torch, which takes a while. The image's
-# own constraints on versions are set aside for this one step.
+# The image's own Transformer Engine serves from this version up: what Megatron's lock file held
+# after 0.19. Only an older one, or none, is replaced: its extension is then compiled against the
+# image's torch, which takes a while, for the CUDA of that torch. The image's own constraints on
+# versions are set aside for this one step.
 ARG TRANSFORMER_ENGINE=2.17.1
-RUN found="$(pip list --format=freeze | sed -nE 's/^transformer[-_]engine==([0-9.]+).*/\1/p')" \
- && if [ "${found}" != "${TRANSFORMER_ENGINE}" ]; then \
-      PIP_CONSTRAINT='' NVTE_FRAMEWORK=pytorch pip install --no-cache-dir --no-build-isolation --no-deps \
-        "transformer-engine==${TRANSFORMER_ENGINE}" "transformer-engine-cu13==${TRANSFORMER_ENGINE}" \
+RUN found="$(pip list --format=freeze | sed -nE 's/^transformer[-_]engine==([0-9]+(\.[0-9]+)*).*/\1/p')" \
+ && least="$(printf '%s\n' "${TRANSFORMER_ENGINE}" "${found:-0}" | sort -V | head -n 1)" \
+ && if [ "${least}" != "${TRANSFORMER_ENGINE}" ]; then \
+      cuda="$(python -c 'import torch; print(torch.version.cuda.partition(".")[0])')" \
+      && PIP_CONSTRAINT='' NVTE_FRAMEWORK=pytorch pip install --no-cache-dir --no-build-isolation --no-deps \
+        "transformer-engine==${TRANSFORMER_ENGINE}" "transformer-engine-cu${cuda}==${TRANSFORMER_ENGINE}" \
         "transformer-engine-torch==${TRANSFORMER_ENGINE}"; \
     fi
 
@@ -42,15 +45,16 @@ RUN pip install --no-cache-dir . && megatron-balance --help >/dev/null
 
 # Which NCCL wins: the image's, in the system's library path. Its torch is linked against that one,
 # and the network plugins of the image (HPC-X, RDMA and SHARP) were built for it. A wheel of NCCL
-# beside it would serve whatever imports it first, so the build ends if one has come in. Apex is the
-# image's as well: its kernels are compiled against the image's torch.
+# beside it would serve whatever imports it first, so the build ends if one has come in. Whether the
+# image has apex is the image's business: Megatron runs without it.
 RUN if pip list --format=freeze | grep -E '^nvidia-nccl-cu[0-9]+=='; then echo "error: a wheel of NCCL beside the image's own" >&2; exit 1; fi \
  && ldconfig -p | grep -q 'libnccl\.so\.2' \
- && python -c "import importlib.util as u; missing = [m for m in ('apex', 'transformer_engine') if u.find_spec(m) is None]; assert not missing, missing"
+ && python -c "import importlib.util as u; assert u.find_spec('transformer_engine'), 'transformer_engine is missing'"
 
 # A number, since some schedulers check that it is not 0 before they know the image's names.
 RUN useradd --uid 10001 --create-home balance
 USER 10001
 WORKDIR /home/balance
-ENTRYPOINT ["megatron-balance"]
-CMD ["doctor"]
+# NVIDIA's entrypoint stays: it sets up the driver's compatibility libraries, and runs what it is
+# given.
+CMD ["megatron-balance", "doctor"]

@@ -22,8 +22,18 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Objective, RemapWhen, Sides, Solver, When
 from megatron_balance.ir.model import GradientWire, Model
-from megatron_balance.ir.program import Policy
-from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
+from megatron_balance.ir.program import Backward
+from megatron_balance.strict_yaml import (
+    STRICT,
+    checked,
+    joined,
+    parse_yaml,
+    read_yaml,
+    shown,
+    unknown,
+    unknown_name,
+    validated,
+)
 
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULT_CLUSTER = "h200"
@@ -115,6 +125,11 @@ class ClusterChoice:
         """Ranks per node if the configuration says so; training then asks no host names."""
         return cast("int | None", self.given.get("ranks_per_node"))
 
+    @property
+    def names_machine(self) -> bool:
+        """Whether more than sizes is given: links, rates or memory."""
+        return not self.given.keys() <= {"num_ranks", "ranks_per_node", "name"}
+
     def build(self, *, num_ranks: int | None = None, ranks_per_node: int | None = None) -> Cluster:
         """The cluster; arguments win over the configuration, which wins over the preset
         `DEFAULT_CLUSTER`.
@@ -186,9 +201,9 @@ class RunConfig(BaseModel):
     communication: CommunicationChoice = CommunicationChoice()
     """`safe`, or keys: safe (the order of transfers); inter_node_sms, intra_node_sms (how much of a
     GPU they may take)."""
-    backward: Policy = "keep"
-    """`keep` holds received KV until backward; `replay` communicates it again and needs less
-    memory."""
+    backward: Backward = "auto"
+    """`keep` holds received keys and values until the backward; `replay` communicates them again
+    and needs less memory; `auto` keeps in as many layers as fit a rank's memory by prediction."""
     gradient_wire: GradientWire = "fp32"
     """Type that gradients of queries, keys and values travel in between ranks: `fp32`, or `bf16` as
     in Transformer Engine's ring, half the bytes and one rounding on every rank that adds its own."""
@@ -206,8 +221,11 @@ class RunConfig(BaseModel):
     head dim; on CUDA never `plain`, the formula."""
 
 
-def read_config(path: str | Path, planners: Collection[str]) -> RunConfig:
-    """Read the configuration in a YAML file; `planners`: names that a planner section may have.
+def read_config(
+    path: str | Path, planners: Collection[str], instead: Mapping[str, str] = MappingProxyType({})
+) -> RunConfig:
+    """Read the configuration in a YAML file; `planners`: names that a planner section may have;
+    `instead`: sections by name, in place of the file's own.
 
     Raises:
         ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing
@@ -220,6 +238,7 @@ def read_config(path: str | Path, planners: Collection[str]) -> RunConfig:
     keys: dict[str, Any] = dict(cast("dict[str, Any]", raw))
     if "source" in keys:  # ours, not the user's
         raise ConfigError(f"{path}: source: {unknown('source', _file_keys())}")
+    keys.update(instead)
     if keys.get("planner") is not None:
         keys["planner"] = _planner_section(keys["planner"], path, planners)
     if keys.get("remap") is not None and not isinstance(keys["remap"], bool):
@@ -246,6 +265,15 @@ def read_config(path: str | Path, planners: Collection[str]) -> RunConfig:
 def load_cluster(name_or_path: str) -> ClusterChoice:
     """The cluster of that name in configs/cluster, or in that YAML file."""
     return ClusterChoice(MappingProxyType(_section("cluster", name_or_path, None, "--cluster")))
+
+
+def parse_cluster(text: str, source: str) -> ClusterChoice:
+    """The cluster in a YAML text, such as 'doctor --write-cluster' writes.
+
+    Raises:
+        ConfigError: no such keys; `source` says where.
+    """
+    return ClusterChoice(MappingProxyType(_section("cluster", parse_yaml(text, source), Path(source), "")))
 
 
 def load_model(name_or_path: str) -> Model:

@@ -46,7 +46,7 @@ def plan_statistics(plan: MicrobatchPlan, model: Model, ranks_per_nic: int = 1) 
     """
     shared = plan.routing.ranks_per_nic if plan.routing is not None else ranks_per_nic
     payload = Payload.of(model)
-    load, tokens = _load(plan), tokens_per_rank(plan)
+    load, tokens = received_load(plan), tokens_per_rank(plan)
     row_bytes = payload.with_lse()
     num_bytes = sum(
         (load.token_heads[kind] * row_bytes[kind] for kind in Kind), np.zeros(plan.num_ranks, dtype=np.int64)
@@ -95,7 +95,8 @@ def tokens_per_rank(plan: MicrobatchPlan) -> Ints:
     return tokens
 
 
-def _load(plan: MicrobatchPlan) -> Load:
+def received_load(plan: MicrobatchPlan) -> Load:
+    """Attention pairs, and tokens and heads that reach ranks, over all zones; the remap apart."""
     context, total = Context.of(plan), Load(plan.num_ranks)
     for pattern, zones in by_pattern(plan.zones):
         total.add(pattern.load([zone for _, zone in zones], context))

@@ -149,7 +149,8 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
     console.print(table)
     if not all(row["fits"] for row in rows):
         memory = f"{bench.given.cluster.memory_bytes / 1e9:.0f} GB"
-        console.print(f"! more than the {memory} of a rank: fewer tokens, --policy replay or --recompute full")
+        replay = ", --policy auto" if bench.setup.policy == "keep" else ""
+        console.print(f"! more than the {memory} of a rank: fewer tokens{replay} or --recompute full")
     for name, reason in left_out.items():
         console.print(f"{name} left out: {reason}")
 

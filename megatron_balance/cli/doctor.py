@@ -84,6 +84,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "configuration"
         ),
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="also predict the memory of a step of this configuration, and how its backward would run",
+    )
     parser.set_defaults(run=run)
 
 
@@ -93,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.write_cluster is not None:
         return _write_cluster(args.write_cluster, as_json=args.json)
+    told = _memory_lines(args.config) if args.config is not None else []
     checks = examine()
     ready = {
         purpose: all(check.status == "ok" for check in checks if check.needed_for in needs)
@@ -103,10 +110,30 @@ def run(args: argparse.Namespace) -> int:
         )
     }
     if args.json:
-        print(json.dumps({"ready": ready, "checks": [asdict(check) for check in checks]}))
+        document: dict[str, Any] = {"ready": ready, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(document | ({"memory": told} if told else {})))
     else:
         _show(checks, ready)
+        for line in told:
+            print(line)
     return 0
+
+
+def _memory_lines(config: Path) -> list[str]:
+    """The predicted peak of the configuration's fullest batch, and the decision for its backward.
+
+    Raises:
+        BalanceError: a configuration that cannot be planned.
+    """
+    from megatron_balance.cli import inputs, memory
+
+    parser = argparse.ArgumentParser()
+    inputs.add_options(parser)
+    given = inputs.read(parser.parse_args(["--config", str(config)]))
+    (choice,) = given.planners
+    cost = given.planning_cost()
+    plans = [choice.plan(batch, given.cluster, given.model, cost) for batch in given.batches]
+    return [f"{config}, planner {choice.name} on {given.cluster.name}:", *memory.lines(plans, given)]
 
 
 def _write_cluster(path: Path, *, as_json: bool) -> int:
@@ -116,8 +143,8 @@ def _write_cluster(path: Path, *, as_json: bool) -> int:
         ConfigError: no GPU, GPUs that are not alike, or a file that is there already or cannot be
             written.
     """
-    from megatron_balance.cli import hardware
     from megatron_balance.config import load_cluster
+    from megatron_balance.profiling import hardware
 
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--write-cluster {path}: a cluster is named by a file that ends in .yaml")
@@ -233,7 +260,7 @@ def _optional() -> list[Check]:
             "transformer-engine",
             "transformer-engine",
             "optional",
-            "pip install --no-build-isolation 'megatron-balance[te]'",
+            "pip install --no-build-isolation 'megatron-balance[te]' (with CUDA 12: [te_cu12])",
         ),
         _package(
             "apex",

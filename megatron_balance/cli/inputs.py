@@ -190,7 +190,7 @@ def _assumed(args: argparse.Namespace, config: Run, cluster: Cluster, model: Mod
     parts: list[str] = []
     if not args.model and config.model is None:
         parts.append(model.name)
-    if not args.cluster and config.cluster is None:
+    if not args.cluster and (config.cluster is None or not config.cluster.names_machine):
         # Ranks may be given without a cluster; links and memory are then still the default's.
         parts.append(f"on {cluster.name}" if parts else cluster.name)
     return f"{' '.join(parts)} assumed" if parts else ""

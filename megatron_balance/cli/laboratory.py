@@ -204,8 +204,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread-seed", type=int, default=0, metavar="S", help="with --spread: seed (default 0)")
     parser.add_argument(
         "--policy",
-        choices=("keep", "replay"),
-        help="hold received keys and values for the backward, or bring them again",
+        choices=("auto", "keep", "replay"),
+        help="hold received keys and values for the backward, bring them again, or hold them in as many layers as fit "
+        "memory (default auto)",
     )
     parser.add_argument(
         "--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)"

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megatron_balance.cli import inputs, planfile
+from megatron_balance.cli import inputs, memory, planfile
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 
 if TYPE_CHECKING:
@@ -66,10 +67,9 @@ def run(args: argparse.Namespace) -> int:
         )
     runs = [_run_planner(choice, given, verify=args.verify) for choice in given.planners]
     if args.out:
-        planfile.write(args.out, [plan for plan, _ in runs[0]], given.config.backward)
+        planfile.write(args.out, [plan for plan, _ in runs[0]], _policies(given)[0])
     reports = {
-        choice.name: _report(choice, given, [r for _, r in results])
-        for choice, results in zip(given.planners, runs, strict=True)
+        choice.name: _report(choice, given, results) for choice, results in zip(given.planners, runs, strict=True)
     }
     if args.json:
         document = (
@@ -100,6 +100,7 @@ def _run_planner(
             "plan_ms": plan_ms,
             "verified": verified,
             "fingerprint": plan.fingerprint(),
+            "backward": memory.decision_of(plan, given).described(),
         }
         results.append((plan, result))
     return results
@@ -107,14 +108,23 @@ def _run_planner(
 
 def _verified(plan: MicrobatchPlan, given: inputs.Inputs, batch: int) -> bool:
     try:
-        planfile.prove(plan, given.config.backward)
+        for policy in _policies(given):
+            planfile.prove(plan, policy)
     except InvalidProgramError as error:
         print(f"batch {batch}, {plan.planner}: not verified: {error}", file=sys.stderr)
         return False
     return True
 
 
-def _report(choice: PlannerChoice, given: inputs.Inputs, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _policies(given: inputs.Inputs) -> tuple[Policy, ...]:
+    """The policies that layers may have; with `auto` some keep and some replay."""
+    return POLICIES if given.config.backward == "auto" else (given.config.backward,)
+
+
+def _report(
+    choice: PlannerChoice, given: inputs.Inputs, planned: list[tuple[MicrobatchPlan, dict[str, Any]]]
+) -> dict[str, Any]:
+    results = [result for _, result in planned]
     return {
         "planner": choice.name,
         "routing": choice.layers.routing,
@@ -125,6 +135,7 @@ def _report(choice: PlannerChoice, given: inputs.Inputs, results: list[dict[str,
         "model": given.model.name,
         "assumed": given.assumed or None,
         "capacity_tokens_per_rank": given.tokens_per_rank,
+        "memory": memory.lines([plan for plan, _ in planned], given),
         "results": results,
         "summary": _mean(results),
     }
@@ -194,6 +205,8 @@ def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
         )
         console.print(table)
         for line in _layer_lines(report, results):
+            console.print(line)
+        for line in report["memory"]:
             console.print(line)
         console.print(
             f"planned in {report['summary']['plan_ms']:.2f} ms; {_verdict([result['verified'] for result in results])}"

@@ -74,7 +74,7 @@ def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
     if planned.mode.joint:
         document = timeline(step.fullest_tick().plan, bench.pool, "replay")
     else:
-        document = timeline(step.plans[0], bench.machine, bench.setup.policy)
+        document = timeline(step.plans[0], bench.machine, bench.setup.drawn)
     try:
         path.write_text(json.dumps(document), encoding="utf-8")
     except OSError as error:
@@ -103,3 +103,4 @@ def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dic
         console.print(
             f"busy on average: {used}; memory at most {max(peak) / 1e9:.1f} GB, at least {min(peak) / 1e9:.1f} GB"
         )
+        console.print(report["backward"]["sentence"])

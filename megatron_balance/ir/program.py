@@ -46,6 +46,8 @@ from megatron_balance.ir.rows import Rows
 
 Policy: TypeAlias = Literal["keep", "replay"]
 """Whether received keys and values are held for the backward, or communicated again."""
+Backward: TypeAlias = Literal["auto", "keep", "replay"]
+"""A policy for all layers, or `auto`: by layer, as memory allows (`analysis.backward`)."""
 
 
 class Kind(IntEnum):

@@ -51,6 +51,18 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "--balance-config", metavar="FILE", default=None, help="YAML that names the planner and its options."
     )
     group.add_argument(
+        "--balance-planner",
+        metavar="NAME",
+        default=None,
+        help="A planner or a file of configs/planner, in place of the configuration's.",
+    )
+    group.add_argument(
+        "--balance-cluster",
+        metavar="NAME|FILE",
+        default=None,
+        help="A machine of configs/cluster or a YAML, in place of the configuration's and of what the machine says.",
+    )
+    group.add_argument(
         DEVICE_OPTION,
         choices=("cpu", "cuda"),
         default="cuda",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_balance.analysis.layer_runs import Recompute, held_layers
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.router import give_router
@@ -74,20 +75,25 @@ class BalancedCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ConfigError(f"layer {self.layer_number}: attention bias is not supported")
-        return attend(query, key, value, packed_seq_params, self.softmax_scale)
+        return attend(query, key, value, packed_seq_params, self.softmax_scale, held_number(self))
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: BalancedSeqParams, softmax_scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    params: BalancedSeqParams,
+    softmax_scale: float,
+    number: int,
 ) -> torch.Tensor:
-    """Planned attention in Megatron's shapes.
+    """Planned attention in Megatron's shapes, in the layer of this number (`HeldLayers`).
 
     Query [T, 1, H, D], key and value [T, 1, G, D]; returns [T, 1, H * D].
 
     The last rows may be padding that no sequence owns (an idle rank, or a multiple of the
     tensor-parallel size): their output is zero.
     """
-    bound = params.bound_now
+    bound = params.bound_now(number)
     q, k, v = rows_of(query, key, value, bound)
     return padded(balanced_attention(q, k, v, bound, softmax_scale, params.backward), query.shape[0])
 
@@ -106,6 +112,28 @@ def rows_of(
 def padded(out_THD: torch.Tensor, rows: int) -> torch.Tensor:
     """Core attention's output in Megatron's shape [rows, 1, H * D], zero where a row is padding."""
     return F.pad(out_THD.flatten(1)[:, None], (0, 0, 0, 0, 0, rows - out_THD.shape[0]))
+
+
+def number_layers(model: torch.nn.Module, recompute: Recompute) -> None:
+    """Number the attention layers of a model chunk by what keeping costs (`HeldLayers`)."""
+    cores = [module for _, module in _core_attentions(model)]
+    for core, number in zip(cores, held_layers(recompute, len(cores)).numbers, strict=True):
+        core.held_number = number
+
+
+def held_number(core_attention: Any) -> int:
+    """The number of a core attention's layer.
+
+    Raises:
+        ConfigError: the model was not numbered.
+    """
+    number = getattr(core_attention, "held_number", None)
+    if number is None:
+        raise ConfigError(
+            "a core attention ran that was not there at the first training step; build the model before `pretrain` "
+            "trains it"
+        )
+    return number
 
 
 def softmax_scale_of(core_attention: Any) -> float:
@@ -166,6 +194,14 @@ def layer_spec_of(model_config: Any) -> Callable[..., Any]:
     return build
 
 
+def _core_attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Attention modules' names and their core attentions, in the order of the layers."""
+    for name, module in model.named_modules():
+        core = vars(module)["_modules"].get("core_attention")
+        if core is not None:
+            yield name, core
+
+
 def check_model(model: torch.nn.Module, te_patched: bool) -> None:
     """Reject a model in which an attention does not run plans.
 
@@ -173,9 +209,8 @@ def check_model(model: torch.nn.Module, te_patched: bool) -> None:
         ConfigError: a core attention that is not ours; the script builds its model past the layer
             spec.
     """
-    for name, module in model.named_modules():
-        core = vars(module)["_modules"].get("core_attention")
-        if core is None or isinstance(core, BalancedCoreAttention):
+    for name, core in _core_attentions(model):
+        if isinstance(core, BalancedCoreAttention):
             continue
         if te_patched and type(core).__name__ == "TEDotProductAttention":
             continue

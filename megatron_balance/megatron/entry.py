@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError, ConfigError
@@ -64,7 +65,8 @@ def training(cfg_container: Any) -> Iterator[None]:
 
     args: Any = get_args()
     check_arguments(args)
-    config = load_config(args.balance_config)
+    cluster = None if args.balance_cluster is None else _absolute(args.balance_cluster)
+    config = load_config(args.balance_config, planner=args.balance_planner, cluster=cluster)
     if config.planner is None:
         raise ConfigError(
             f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'"
@@ -88,6 +90,13 @@ def training(cfg_container: Any) -> Iterator[None]:
     )
     with opened(Session(args, config, te_patched=te_available())):
         yield
+
+
+def _absolute(cluster: str) -> str:
+    """A cluster's name as it is, or the absolute path of its file: else it would be taken relative
+    to the configuration.
+    """
+    return str(Path(cluster).absolute()) if "/" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
 
 
 def te_available() -> bool:

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
@@ -22,6 +22,7 @@ from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfer
 from megatron_balance.megatron.tokens import job_device, numbered, read, recall
 from megatron_balance.runtime.bind import Counters
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
+from megatron_balance.training.binding import LayerBounds, bind_layers
 from megatron_balance.training.lengths import PoolLengths, share_lengths
 from megatron_balance.training.microbatch import LocalMicrobatch, assemble, interleave
 from megatron_balance.training.nano_batches import by_nano_batch
@@ -105,7 +106,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             **kwargs,
         )
         if not forward_only:
-            job.steps.ran(planned, shared, microbatches.counters)
+            job.steps.ran(planned, shared, microbatches.counters, microbatches.decision)
         return result
 
     return schedule
@@ -186,7 +187,7 @@ class Microbatches:
         """Take the plans; `local` makes this rank's rows of a microbatch."""
         self._binder = job.binder(job.pool.groups)
         # Evaluation keeps nothing for a backward that does not come.
-        self._policy: Policy = "replay" if forward_only else job.config.backward
+        self.decision = None if forward_only else job.keeping().decide(planned)
         self._phases: tuple[PhaseName, ...] = ("forward",) if forward_only else BOTH_PHASES
         self._planned = planned
         self._local = local
@@ -208,12 +209,14 @@ class Microbatches:
 
     def _bind(self, index: int) -> PlannedMicrobatch:
         own = self._planned.plans_of[index]
-        bounds = [
-            self._binder.bind(self._planned.plans[at], self._policy, nano_batch, self._phases)
-            for nano_batch, at in enumerate(own)
-        ]
-        self.counters += [bound.counters for bound in bounds]
+        bounds = [self._bind_plan(self._planned.plans[at], nano_batch) for nano_batch, at in enumerate(own)]
+        self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
         return planned_microbatch(self._local(index), bounds)
+
+    def _bind_plan(self, plan: MicrobatchPlan, nano_batch: int) -> LayerBounds:
+        if self.decision is None:
+            return LayerBounds(0, None, self._binder.bind(plan, "replay", nano_batch, self._phases))
+        return bind_layers(self._binder, plan, self.decision, nano_batch, self._phases)
 
 
 def _count_flops(shared: PoolLengths, reader: int) -> None:

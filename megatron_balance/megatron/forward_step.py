@@ -18,6 +18,7 @@ from megatron_balance.megatron.data import LABEL, LOSS_MASK, TOKEN
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.runtime.attention import BackwardSlot
 from megatron_balance.runtime.bind import Bound
+from megatron_balance.training.binding import LayerBounds
 from megatron_balance.training.microbatch import LocalMicrobatch
 from megatron_balance.training.sequences import from_bits
 
@@ -49,13 +50,13 @@ class PlannedMicrobatch:
         return dataclasses.replace(self, params=joined)
 
 
-def planned_microbatch(local: LocalMicrobatch, bounds: Sequence[Bound | None]) -> PlannedMicrobatch:
+def planned_microbatch(local: LocalMicrobatch, bounds: Sequence[LayerBounds | None]) -> PlannedMicrobatch:
     """A microbatch in Megatron's shapes.
 
     `bounds`: its plans by nano-batch, None where they come later.
     """
     params = [
-        BalancedSeqParams(qkv_format="sbhd", bound=bound, position_ids=nano_batch.positions)
+        BalancedSeqParams(qkv_format="sbhd", layers=bound, position_ids=nano_batch.positions)
         for nano_batch, bound in zip(local.nano_batches or (local,), bounds, strict=True)
     ]
     if local.nano_batches:

@@ -27,15 +27,15 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from megatron_balance.analysis.layer_runs import layer_runs
 from megatron_balance.compile.ping_pong import forward as interleaved
 from megatron_balance.errors import ConfigError
-from megatron_balance.megatron.core_attention import padded, rows_of, softmax_scale_of
+from megatron_balance.megatron.core_attention import held_number, padded, rows_of, softmax_scale_of
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.router import BalancedRouter, router_of
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.attention import AttentionCall
-from megatron_balance.training.layer_runs import layer_runs
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +249,8 @@ class _PingPongRun:
     def start(self, layer: int) -> None:
         assert self.qkv is not None
         params = self.nano_batch.params
-        bound, scale = params.bound_now, softmax_scale_of(self.layers[layer].self_attention.core_attention)
+        core = self.layers[layer].self_attention.core_attention
+        bound, scale = params.bound_now(held_number(core)), softmax_scale_of(core)
         self.call = AttentionCall(bound, scale, params.backward)
         self.call.start(*rows_of(*self.qkv, bound))
         self.qkv = None

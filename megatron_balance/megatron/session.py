@@ -16,16 +16,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.megatron import carry, core_attention, ping_pong, rope
+from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
 from megatron_balance.megatron.groups import make_pool
 from megatron_balance.megatron.log import log_target
 from megatron_balance.megatron.planning import step_plans
+from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.planning import choice
 from megatron_balance.planning.choice import planning_cost
@@ -35,6 +37,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
+from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.ledger import Ledger
 from megatron_balance.training.log import StepLog
 from megatron_balance.training.plans import StepPlans
@@ -64,6 +67,8 @@ class Session:
         self._ledger, self._corpus = Ledger(), ""
         carry.save(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
+        self._model: Any = None
+        self._keeping: Keeping | None = None
 
     @property
     def pool(self) -> Pool:
@@ -88,6 +93,8 @@ class Session:
             safe=communication.safe,
             timeout=timedelta(minutes=self.args.distributed_timeout_minutes),
         )
+        if job_device().type == "cuda" and (cluster is None or not cluster.names_machine):
+            self.config = self.config.model_copy(update={"cluster": machine.cluster_of_machine(cluster)})
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
         cost = planning_cost(self.cluster(), self.model(), self.config.plan_costs)
@@ -212,8 +219,18 @@ class Session:
                 continue
             core_attention.check_model(chunk, self.te_patched)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
+            core_attention.number_layers(chunk, recompute_of(get_model_config(chunk)))
             rope.install(chunk, self.args.max_position_embeddings)
             self._prepared.add(id(chunk))
+        self._model = model
+
+    def keeping(self) -> Keeping:
+        """Decision maker on layers that keep; made collectively at the first training step, when the
+        model is there.
+        """
+        if self._keeping is None:
+            self._keeping = memory.keeping(self, self._model)
+        return self._keeping
 
     def close(self) -> None:
         """Stop background planners and close the log."""

@@ -26,24 +26,26 @@ class Run(RunConfig):
     """The planner, its options and layers. Required in training."""
 
 
-def load_config(path: str | Path) -> Run:
-    """The configuration in a YAML file.
+def load_config(path: str | Path, *, planner: str | None = None, cluster: str | None = None) -> Run:
+    """The configuration in a YAML file; `planner` and `cluster`: names or absolute paths in place of
+    its own sections.
 
     Raises:
         ConfigError: the file is not there, is not YAML, repeats a key, or has an unknown, missing
             or mistyped key.
     """
-    config = read_config(path, tuple(PLANNERS))
-    section, planner = config.planner, None
+    instead = {"planner": planner, "cluster": cluster}
+    config = read_config(path, tuple(PLANNERS), {key: name for key, name in instead.items() if name is not None})
+    section, chosen = config.planner, None
     if section is not None:
         where = f"{section.source}: {section.where or 'planner'}"
         given = section.given
         if section.name in PLANNERS:
             given = checked(PLANNERS[section.name].options, given, section.source, section.where, ("name",))
-        planner = choose_planner(section.name, given, where)
-        planner = under_layers(planner, choose_layers(section.name, config.routing, config.remap))
+        chosen = choose_planner(section.name, given, where)
+        chosen = under_layers(chosen, choose_layers(section.name, config.routing, config.remap))
     keys: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
-    keys["planner"] = planner
+    keys["planner"] = chosen
     return Run(**keys)
 
 

@@ -25,8 +25,10 @@ from megatron_balance.ir.plan import NO_MOVES, MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.report import words
 from megatron_balance.report.cases import Figures, Played, mean_step_s, simulate
+from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import Call, attention_call, linear_tokens
 from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.memory import settled
 from megatron_balance.simulator.step import Setup
 
 _NO_TIME = 1e-9
@@ -66,11 +68,12 @@ def of(played: Played) -> Figures:
     computing, with a sentence on each.
     """
     case, steps = played.case, played.steps
-    seconds = _parts(steps, case.machine, case.setup)
+    setup = settled(steps[0].plans, Around(case.machine, case.setup))
+    seconds = _parts(steps, case.machine, setup)
     step_s = sum(seconds.values())
     other = max((part for part in PARTS if part not in COMPUTING), key=lambda part: seconds[part])
     computing = sum(seconds[part] for part in COMPUTING)
-    layer = _Layer.of(steps[0].plans[0], case.machine, case.setup)
+    layer = _Layer.of(steps[0].plans[0], case.machine, setup)
     limit = "compute" if computing >= seconds[other] else other
     return {
         "kind": "simulated",
@@ -149,7 +152,7 @@ def _linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:
 
 
 def _call(plan: MicrobatchPlan, enter_s: tuple[Floats, Floats], machine: Machine, setup: Setup) -> Call:
-    return attention_call(plan, machine, setup.policy, enter_s, setup.engine, setup.transport)
+    return attention_call(plan, machine, setup.drawn, enter_s, setup.engine, setup.transport)
 
 
 def _each_microbatch(steps: Sequence[StepPlan], setup: Setup, machine: Machine) -> list[tuple[MicrobatchPlan, float]]:

@@ -144,11 +144,11 @@ def _question(study: Figures) -> Section:
 
 
 def _kept(step: Figures) -> str:
-    received = (
-        "keys and values that came from others are kept"
-        if step["policy"] == "keep"
-        else "keys and values of others are received again"
-    )
+    received = {
+        "keep": "keys and values that came from others are kept",
+        "replay": "keys and values of others are received again",
+        "auto": "keys and values that came from others are kept in as many layers as memory allows",
+    }[step["policy"]]
     return (
         f"{received}; {'all activations are recomputed' if step['recompute'] == 'full' else 'all activations are kept'}"
     )

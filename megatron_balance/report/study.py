@@ -86,7 +86,7 @@ def _timelines(shown: Sequence[Played], progress: Progress) -> tuple[Figures, st
             "fewer with --ranks.",
         )
     made = progress(shown, "timeline")
-    return {each.name: lanes.of_plan(each.first_plan, each.case.machine, each.case.setup.policy) for each in made}, ""
+    return {each.name: lanes.of_plan(each.first_plan, each.case.machine, each.case.setup.drawn) for each in made}, ""
 
 
 def described(asked: Asked, case: Case) -> Figures:

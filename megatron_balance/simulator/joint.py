@@ -5,17 +5,17 @@ memory and utilisation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from megatron_balance.analysis import memory
-from megatron_balance.analysis.memory import Holding
-from megatron_balance.cost.base import Floats
+from megatron_balance.analysis.backward import MicrobatchBytes, StepBytes, decide, microbatch_bytes, step_bytes
+from megatron_balance.analysis.received import ReceivedBytes
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import linear_tokens
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.received import most_in_a_round
+from megatron_balance.simulator.memory import peaks, stages_of
 from megatron_balance.simulator.setup import Microbatch, Setup, parts_of
 from megatron_balance.simulator.step import PHASES, Step
 from megatron_balance.simulator.ticks import TickTimes, simulate_ticks
@@ -49,12 +49,14 @@ def simulate_joint(
     last_s = float(np.diff(times.end_s, prepend=0.0)[-1]) / chunk
     phases["gradient_sync"], phases["optimizer"] = around.sync_s(chunk * setup.interleave, last_s), around.optimizer_s()
     step_s = sum(phases.values())
+    predicted = _predicted(ticks, microbatches, around)
     return Step(
         step_s,
         sum(plan.num_tokens for each in microbatches for plan in parts_of(each)),
         phases,
-        _peak_bytes(ticks, microbatches, around),
+        peaks(predicted, 0),
         _utilisation(times, machine, step_s),
+        decide(predicted, "replay", machine.cluster.memory_bytes),
     )
 
 
@@ -68,26 +70,28 @@ def most_held(ticks: Sequence[TickPlan], stage: int) -> int:
     return most
 
 
-def _peak_bytes(ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], around: Around) -> Floats:
-    """Peak bytes of each rank, stage by stage: the largest microbatch, what ticks bring, and what
-    is in flight.
+def _predicted(
+    ticks: Sequence[Sequence[TickPlan]], microbatches: Sequence[Microbatch], around: Around
+) -> list[StepBytes]:
+    """Predicted bytes of each stage's ranks: the largest microbatch, what ticks bring, and what is
+    in flight.
     """
     setup, model = around.setup, around.machine.model
     tokens = np.max([np.sum([linear_tokens(plan) for plan in parts_of(each)], axis=0) for each in microbatches], axis=0)
     brought = {
-        each[0].tick.microbatches: np.sum([most_in_a_round(part.plan) for part in each], axis=0)
+        each[0].tick.microbatches: microbatch_bytes([part.plan for part in each], model).received
         for each in zip(*ticks, strict=True)
     }
-    received = np.max(list(brought.values()), axis=0).reshape(setup.pipeline, len(tokens))
-    peak: list[float] = []
-    for stage in range(setup.pipeline):
-        holding = Holding("replay", setup.recompute, len(microbatches), most_held(ticks[0], stage) / setup.interleave)
-        sharding = around.sharding(stage)
-        peak += [
-            memory.rank_memory(model, held, got, sharding, holding).total
-            for held, got in zip(tokens.tolist(), received[stage].tolist(), strict=True)
-        ]
-    return np.array(peak)
+    replayed, working = (
+        np.max([getattr(each, name) for each in brought.values()], axis=0).reshape(setup.pipeline, len(tokens))
+        for name in ("replayed", "working")
+    )
+    predicted: list[StepBytes] = []
+    for at, stage in enumerate(stages_of(around)):
+        received = ReceivedBytes(replayed[at], replayed[at], working[at])  # a tick's plan is replayed, none kept
+        held = replace(stage, in_flight=most_held(ticks[0], at))
+        predicted.append(step_bytes([MicrobatchBytes(tokens, received)], model, held))
+    return predicted
 
 
 def _utilisation(times: TickTimes, machine: Machine, step_s: float) -> dict[str, float]:

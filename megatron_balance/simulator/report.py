@@ -89,5 +89,6 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
         "utilisation": {
             name: float(np.mean([step.utilisation[name] for step in steps])) for name in steps[0].utilisation
         },
+        "backward": max((step.backward for step in steps), key=lambda each: each.peak_bytes).described(),
         "kind": "simulated",
     }

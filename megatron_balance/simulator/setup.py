@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megatron_balance.analysis.memory import Policy, Recompute
+from megatron_balance.analysis.memory import Recompute
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Backward, Policy
 from megatron_balance.simulator.attention import EngineName
 from megatron_balance.simulator.engine import Transport
 
@@ -19,14 +20,15 @@ Microbatch: TypeAlias = MicrobatchPlan | tuple[MicrobatchPlan, ...]
 class Setup:
     """Options of a step around its plans.
 
-    `policy`, `recompute`: what is held for the backward. `pipeline`: stages, each with as many
+    `policy`, `recompute`: what is held for the backward; policy `auto`: as the cluster's memory
+    allows, layer by layer. `pipeline`: stages, each with as many
     ranks as the plan; `interleave`: model chunks of a stage. `experts`: ranks that share a layer's
     experts. `overlap_sync`: gradients are synchronised layer by layer beside the last backward.
     `interleaved`: nano-batches run interleaved, else one after the other. `transport`: as in
     `simulator.engine`.
     """
 
-    policy: Policy = "keep"
+    policy: Backward = "keep"
     recompute: Recompute = "none"
     pipeline: int = 1
     interleave: int = 1
@@ -35,6 +37,11 @@ class Setup:
     interleaved: bool = True
     engine: EngineName = "auto"
     transport: Transport = "streams"
+
+    @property
+    def drawn(self) -> Policy:
+        """The policy of the layer that timelines show."""
+        return "replay" if self.policy == "replay" else "keep"
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "interleave", "experts"):

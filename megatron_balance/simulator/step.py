@@ -10,24 +10,22 @@ microbatch given as two plans runs as two nano-batches interleaved (`simulator.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_balance.analysis import memory
-from megatron_balance.analysis.memory import Holding
-from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.analysis.backward import Decision
 from megatron_balance.cost import parallel
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.simulator import ping_pong, pipeline
+from megatron_balance.ir.program import Policy
+from megatron_balance.simulator import memory, ping_pong, pipeline
 from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.pipeline import Clocks, Pass
-from megatron_balance.simulator.received import most_in_a_round
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
 
 PHASES = (
@@ -47,8 +45,9 @@ class Step:
     """One simulated step.
 
     `phases_s`: of the rank that is done last; they add up to `step_s`. `peak_bytes`: by rank, stage
-    by stage. `bubble_share`: idle time of the pipeline over its work, all stages (`pipeline.Clocks`);
-    None: stages attend together, and idle ones serve.
+    by stage. `backward`: how many layers keep what they received. `bubble_share`: idle time of the
+    pipeline over its work, all stages (`pipeline.Clocks`); None: stages attend together, and idle
+    ones serve.
     """
 
     step_s: float
@@ -56,6 +55,7 @@ class Step:
     phases_s: dict[str, float]
     peak_bytes: Floats
     utilisation: dict[str, float]
+    backward: Decision
     bubble_share: float | None = None
 
 
@@ -97,11 +97,14 @@ class _Run:
                 f"{machine.model.num_layers} layers of {machine.model.name} cannot be cut into {self.chunks} pipeline "
                 "chunks"
             )
+        for plan in (plan for microbatch in plans for plan in parts_of(microbatch)):
+            machine.check(plan)
+        self.stages = memory.predicted(plans, self.around)
+        self.decision = memory.decide(self.stages, setup.policy, machine.cluster.memory_bytes)
+        self.shares = _shares(self.decision)
         known: dict[tuple[str, ...], _Layer] = {}
         self.layers: list[_Layer] = []
         for microbatch in plans:
-            for plan in parts_of(microbatch):
-                machine.check(plan)
             name = tuple(plan.fingerprint() for plan in parts_of(microbatch))
             if name not in known:
                 known[name] = self._ping_pong(microbatch) if isinstance(microbatch, tuple) else self._layer(microbatch)
@@ -119,7 +122,12 @@ class _Run:
         forward = of_tokens([cost.layer_s(n) for n in counts.tolist()]) + experts_s
         backward = of_tokens([cost.layer_s(n, backward=True) for n in counts.tolist()]) + experts_s
         heads = tuple(of_tokens([cost.head_s(n, backward=b) for n in counts.tolist()]) for b in (False, True))
-        call = attention_call(plan, machine, setup.policy, (forward, backward), setup.engine, setup.transport)
+        call = _mean(
+            [
+                (attention_call(plan, machine, policy, (forward, backward), setup.engine, setup.transport), share)
+                for policy, share in self.shares
+            ]
+        )
         group = coupled(plan)
         forward_s, backward_s = (_together(outcome.end_s, group) for outcome in call)
         if setup.recompute == "full":
@@ -132,8 +140,13 @@ class _Run:
         """
         machine, setup, num_layers = self.machine, self.setup, self.layers_per_chunk
         experts_s = [self.around.experts_s(float(linear_tokens(plan).max())) for plan in plans]
-        mode = ping_pong.PingPongMode(setup.policy, setup.interleaved, engine=setup.engine, transport=setup.transport)
-        passes = ping_pong.layers(plans, machine, num_layers, mode, experts_s)
+        mode = ping_pong.PingPongMode("keep", setup.interleaved, engine=setup.engine, transport=setup.transport)
+        passes = _mean(
+            [
+                (Call(*ping_pong.layers(plans, machine, num_layers, replace(mode, policy=policy), experts_s)), share)
+                for policy, share in self.shares
+            ]
+        )
         linear = np.sum([ping_pong.linear_s(plan, machine) for plan in plans], axis=0) + sum(experts_s)
         tokens = np.sum([linear_tokens(plan) for plan in plans], axis=0)
         heads = tuple(
@@ -168,8 +181,9 @@ class _Run:
             step_s,
             sum(plan.num_tokens for each in self.plans for plan in parts_of(each)),
             phases,
-            self._peak_bytes(),
+            memory.peaks(self.stages, self.decision.keeping),
             self._utilisation(step_s),
+            self.decision,
             clocks.bubble_share,
         )
 
@@ -208,34 +222,6 @@ class _Run:
                 phases["head"] += float(layer.head_s[0][rank] + layer.head_s[1][rank])
         return phases
 
-    def _peak_bytes(self) -> Floats:
-        """By rank, the largest over microbatches; stage by stage."""
-        model, setup = self.machine.model, self.setup
-        holding = Holding(setup.policy, setup.recompute, len(self.plans))
-        peak: list[Floats] = []
-        for stage in range(setup.pipeline):
-            most = np.zeros(self.machine.num_ranks)
-            for each, layer in {
-                id(layer): (each, layer) for each, layer in zip(self.plans, self.layers, strict=True)
-            }.values():
-                # of both nano-batches at once, also where they are replayed
-                received = [self._received(plan) for plan in parts_of(each)]
-                pairs = np.stack([layer.tokens, np.sum(received, axis=0)], 1)
-                kinds, place = np.unique(pairs, axis=0, return_inverse=True)
-                sizes = [
-                    memory.rank_memory(model, held, got, self.around.sharding(stage), holding).total
-                    for held, got in kinds.tolist()
-                ]
-                most = np.maximum(most, np.array(sizes)[place.reshape(-1)])
-            peak.append(most)
-        return np.concatenate(peak)
-
-    def _received(self, plan: MicrobatchPlan) -> Ints:
-        if self.setup.policy == "replay":
-            return most_in_a_round(plan)
-        counted = plan_statistics(plan, self.machine.model, self.machine.cluster.ranks_per_nic)
-        return np.array(counted["kv_tokens_received_per_rank"]) + np.array(counted["remap_tokens_received_per_rank"])
-
     def _utilisation(self, step_s: float) -> dict[str, float]:
         """Share of the step that ranks compute, and that links and NICs are full, on average;
         synchronisation left out.
@@ -258,6 +244,26 @@ class _Run:
             "link": float(full[: 2 * ranks].mean() / step_s),
             "nic": float(full[2 * ranks :].mean() / step_s),
         }
+
+
+def _shares(decision: Decision) -> list[tuple[Policy, float]]:
+    """The policies, each with the share of layers that it has."""
+    keeping = decision.keeping / max(1, decision.layers)
+    shares: list[tuple[Policy, float]] = [("keep", keeping), ("replay", 1 - keeping)]
+    return [(policy, share) for policy, share in shares if share]
+
+
+def _mean(calls: Sequence[tuple[Call, float]]) -> Call:
+    """The mean of layers under each policy, weighted by their shares of the layers."""
+    if len(calls) == 1:
+        return calls[0][0]
+
+    def mean(name: str, backward: bool) -> Floats:
+        return np.sum([share * getattr(call[backward], name) for call, share in calls], axis=0)
+
+    return Call(
+        *(Outcome(mean("end_s", each), mean("compute_s", each), mean("bytes_moved", each)) for each in (False, True))
+    )
 
 
 def _together(seconds: Floats, group: Ints) -> Floats:

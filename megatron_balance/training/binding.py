@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_balance.analysis.backward import Decision
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -44,6 +45,46 @@ class Binder:
             gradient_wire=self.gradient_wire,
             phases=phases,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBounds:
+    """A plan bound for the layers that keep what they received, and for those that receive it
+    again.
+
+    Their backward programs differ. `keeping`: layers with a number up to it keep
+    (`analysis.layer_runs.HeldLayers`); either plan is None where no layer needs it.
+    """
+
+    keeping: int
+    kept: Bound | None
+    replayed: Bound | None
+
+    def __post_init__(self) -> None:
+        assert self.kept is not None or self.replayed is not None, "a plan is bound for some layer"
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """Those that there are."""
+        return tuple(bound for bound in (self.kept, self.replayed) if bound is not None)
+
+    def of_layer(self, number: int) -> Bound:
+        """The plan that a layer runs."""
+        bound = self.kept if number <= self.keeping else self.replayed
+        return self.bounds[0] if bound is None else bound
+
+
+def bind_layers(
+    binder: Binder,
+    plan: MicrobatchPlan,
+    decision: Decision,
+    nano_batch: int = 0,
+    phases: Collection[PhaseName] = BOTH_PHASES,
+) -> LayerBounds:
+    """Bind `plan` for the layers that keep and for those that replay, as decided."""
+    kept = binder.bind(plan, "keep", nano_batch, phases) if decision.keeping else None
+    replayed = binder.bind(plan, "replay", nano_batch, phases) if decision.keeping < decision.layers else None
+    return LayerBounds(decision.keeping, kept, replayed)
 
 
 class BoundTicks:

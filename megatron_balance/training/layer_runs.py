@@ -1,4 +1,4 @@
-"""The runs in which a pass goes through layers, and the attention calls that follow from it.
+"""The attention calls of a pass through layers.
 
 A pipeline stage without a microbatch of its own makes the calls of those that have one, so both ask
 here.
@@ -6,46 +6,12 @@ here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from megatron_balance.analysis.layer_runs import Recompute, attention_runs
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.runtime.lower.steps import PhaseName
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """The forwards that a backward computes again.
-
-    `what`: none; core attention alone; runs of `num_layers` layers each, all of them ("uniform");
-    or the first `num_layers` layers, one by one ("block").
-    """
-
-    what: Literal["nothing", "core_attention", "uniform", "block"] = "nothing"
-    num_layers: int = 1
-
-
-class LayerRun(NamedTuple):
-    """Consecutive layers. `again`: their forward is computed once more in the backward."""
-
-    num_layers: int
-    again: bool
-
-
-def layer_runs(recompute: Recompute, num_layers: int, *, training: bool) -> tuple[LayerRun, ...]:
-    """Split layers into the runs of full recomputation.
-
-    Without it, or in evaluation, they are one run.
-    """
-    if recompute.what not in ("uniform", "block") or not training:
-        return (LayerRun(num_layers, again=False),)
-    size = recompute.num_layers
-    if recompute.what == "block":
-        again = min(size, num_layers)
-        rest = (LayerRun(num_layers - again, again=False),) if again < num_layers else ()
-        return (LayerRun(1, again=True),) * again + rest
-    return tuple(LayerRun(min(size, num_layers - first), again=True) for first in range(0, num_layers, size))
 
 
 class Pass(NamedTuple):
@@ -67,9 +33,7 @@ def attention_passes(
         backward: the pass; one that computes forwards again makes their calls too.
         training: without it no forward is computed again.
     """
-    runs = layer_runs(recompute, num_layers, training=training)
-    if training and recompute.what == "core_attention":
-        runs = (LayerRun(1, again=True),) * num_layers
+    runs = attention_runs(recompute, num_layers, training=training)
     forwards = [Pass(False, ping_pong.forward(run.num_layers, num_nano_batches)) for run in runs]
     if not backward:
         return tuple(forwards)

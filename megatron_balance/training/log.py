@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_balance.analysis.backward import Decision
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.counters import Counters
@@ -48,11 +49,14 @@ class LogTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """The facts of a step that are known before its loss is. `counters`: of this rank, by plan."""
+    """The facts of a step that are known before its loss is. `counters`: of this rank, by plan;
+    `backward`: how many layers kept what they received; None: stages attend together, and replay.
+    """
 
     planned: PlannedStep
     shared: PoolLengths
     counters: tuple[Counters, ...]
+    backward: Decision | None = None
 
 
 class StepLog:
@@ -89,9 +93,15 @@ class StepLog:
         if not forward_only and self._begun is None:
             self._begun = time.perf_counter()
 
-    def ran(self, planned: PlannedStep, shared: PoolLengths, counters: Sequence[Counters]) -> None:
+    def ran(
+        self,
+        planned: PlannedStep,
+        shared: PoolLengths,
+        counters: Sequence[Counters],
+        backward: Decision | None = None,
+    ) -> None:
         """Keep the facts of a step, all of whose microbatches have run."""
-        self._ran = _Ran(planned, shared, tuple(counters))
+        self._ran = _Ran(planned, shared, tuple(counters), backward)
 
     def finish(self, step: int, loss: float | torch.Tensor | None, grad_norm: float | torch.Tensor | None) -> None:
         """Write the step. Collective over the joint pool if there is a folder.
@@ -116,6 +126,7 @@ class StepLog:
             "grad_norm": _number(grad_norm),
             **step_figures(ran.planned, ran.shared, self._job[0]),
             **_counted(counted),
+            "backward": None if ran.backward is None else ran.backward.described(),
             "plan_ms": 1e3 * ran.planned.plan_s,
             "plan_wait_ms": 1e3 * ran.planned.wait_s,
             "step_ms": 1e3 * step_s,

@@ -4,11 +4,12 @@
 #   launch [--dry-run] [flags of Megatron's ...]
 #
 # Variables, all optional but DATA:
-#   EXPERIMENT      model and cluster: llama-3b, llama-7b, llama-13b, llama-30b, moe-8x550m (default llama-7b)
-#   TECHNIQUE       te_ring, llama_all_gather, hybrid_dp, zeppelin (default zeppelin)
+#   EXPERIMENT      model and lengths: llama-3b, llama-7b, llama-13b, llama-30b, moe-8x550m (default llama-7b)
+#   TECHNIQUE       any planner: zeppelin, te_ring, distca, ... (default: the experiment's, zeppelin)
+#   CLUSTER         h100, h200, a800, ... or a YAML (default: what the machine says of itself)
 #   DATA            prefix of the corpus, PREFIX.bin and PREFIX.idx ('megatron-balance corpus build' makes one)
 #   TOKENS          context of a batch in tokens (default: 4096 for each GPU)
-#   BALANCE_CONFIG  a YAML of your own in place of configs/experiment/$EXPERIMENT-$TECHNIQUE.yaml
+#   BALANCE_CONFIG  a YAML of your own in place of configs/experiment/$EXPERIMENT.yaml
 #   SCRIPT          your own pretrain_gpt.py (default: megatron_balance.pretrain_gpt)
 #   OUT             where logs and steps.jsonl go (default: out/slurm/<job>)
 #   CHECKPOINTS     folder to save to and resume from (default: none are saved)
@@ -45,6 +46,15 @@ value_of() {
   printf '%s' "$found"
 }
 
+# Names of the YAML files in folder $1.
+names_in() {
+  local file
+  for file in "$1"/*.yaml; do
+    file=${file##*/}
+    printf '%s ' "${file%.yaml}"
+  done
+}
+
 first_host() {
   local hosts
   if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
@@ -59,6 +69,7 @@ container_options() {
   local mounts=$1:$1,$2:$2,$3:$3
   [ -n "${CHECKPOINTS:-}" ] && mounts+=,$CHECKPOINTS:$CHECKPOINTS
   [ -n "${SCRIPT:-}" ] && mounts+=,$(dirname "$SCRIPT"):$(dirname "$SCRIPT")
+  [ -f "${CLUSTER:-}" ] && mounts+=,$(dirname "$(realpath "$CLUSTER")"):$(dirname "$(realpath "$CLUSTER")")
   [ -n "${MOUNTS:-}" ] && mounts+=,$MOUNTS
   printf '%s\n' "--container-image=$IMAGE" "--container-mounts=$mounts" "--container-workdir=$1" --no-container-mount-home
 }
@@ -70,13 +81,18 @@ launch() {
     shift
   fi
   local repo=${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}
-  local experiment=${EXPERIMENT:-llama-7b} technique=${TECHNIQUE:-zeppelin}
-  local config=${BALANCE_CONFIG:-$repo/configs/experiment/$experiment-$technique.yaml}
+  local experiment=${EXPERIMENT:-llama-7b} technique=${TECHNIQUE:-} cluster=${CLUSTER:-}
+  local config=${BALANCE_CONFIG:-$repo/configs/experiment/$experiment.yaml}
   local model=$repo/scripts/slurm/models/$experiment.args
   local nodes=${SLURM_JOB_NUM_NODES:-1} gpus=${SLURM_GPUS_ON_NODE:-8} job=${SLURM_JOB_ID:-0}
   [ -f "$repo/scripts/slurm/training.args" ] || fail "$repo is no checkout of megatron_balance; submit from there, or set REPO"
   [ -f "$model" ] || fail "EXPERIMENT=$experiment: no $model; there are: $(cd "$repo/scripts/slurm/models" && printf '%s ' *.args)"
-  [ -f "$config" ] || fail "TECHNIQUE=$technique: no $config; there are: $(cd "$repo/configs/experiment" && printf '%s ' "$experiment"-*.yaml)"
+  [ -f "$config" ] || fail "BALANCE_CONFIG=$config: no such file"
+  local planners=$repo/configs/planner
+  [ -z "$technique" ] || [ -f "$planners/$technique.yaml" ] || fail "TECHNIQUE=$technique: no such planner; there are: $(names_in "$planners")"
+  if [ -n "$cluster" ] && [ ! -f "$cluster" ]; then
+    [ -f "$repo/configs/cluster/$cluster.yaml" ] || fail "CLUSTER=$cluster: no such file or name; there are: $(names_in "$repo/configs/cluster")"
+  fi
   [ -n "${DATA:-}" ] || fail "DATA is not set: the prefix of PREFIX.bin and PREFIX.idx; 'megatron-balance corpus build PREFIX FILES...' makes them"
   [ -f "$DATA.idx" ] && [ -f "$DATA.bin" ] || fail "DATA=$DATA: no $DATA.bin or no $DATA.idx"
   [ -z "${SCRIPT:-}" ] || [ -f "$SCRIPT" ] || fail "SCRIPT=$SCRIPT: no such file"
@@ -104,6 +120,9 @@ launch() {
   command+=("${entry[@]}" --balance-config "$config" --balance-log "$out" --data-path "$DATA")
   command+=(--seq-length "$tokens" --max-position-embeddings "$tokens" --context-parallel-size "$((world / tensor_parallel))")
   command+=("${common[@]}" "${flags[@]}")
+  [ -z "$technique" ] || command+=(--balance-planner "$technique")
+  [ ! -f "$cluster" ] || cluster=$(realpath "$cluster")
+  [ -z "$cluster" ] || command+=(--balance-cluster "$cluster")
   [ -z "${CHECKPOINTS:-}" ] || command+=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500)
   command+=("$@")
 

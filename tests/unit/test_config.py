@@ -211,7 +211,10 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ),
         ("planner: {name: zepelin}", "DIR/run.yaml: planner.name: unknown planner 'zepelin', did you mean 'zeppelin'?"),
         ("planner: {rule: cost}", "DIR/run.yaml: planner.name: missing; one of te_ring"),
-        ("planner: {name: zeppelin, rule: papr}", "DIR/run.yaml: planner.rule: expected 'cost' or 'paper', got 'papr'"),
+        (
+            "planner: {name: zeppelin, rule: papr}",
+            "DIR/run.yaml: planner.rule: expected 'cost', 'groups' or 'paper', got 'papr'",
+        ),
         (
             "planner: {name: zeppelin, tokens_per_rank: 0}",
             "DIR/run.yaml: planner: tokens_per_rank: expected at least 1 token, got 0",
@@ -241,7 +244,7 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("model: llama-8b", "DIR/run.yaml: model: no model named 'llama-8b', did you mean 'llama3-8b'?"),
         ("cluster: parts/none.yaml", "DIR/parts/none.yaml: cannot be read: No such file or directory"),
         ("cluster: {base: 3}", "DIR/run.yaml: cluster.base: expected a name or a path to a YAML, got 3"),
-        ("backward: kep", "DIR/run.yaml: backward: expected 'keep' or 'replay', got 'kep'"),
+        ("backward: kep", "DIR/run.yaml: backward: expected 'auto', 'keep' or 'replay', got 'kep'"),
         ("plan_ahead: yes", "DIR/run.yaml: plan_ahead: expected true or false, got 'yes'"),
         ("routing: sometimes", "DIR/run.yaml: routing: expected 'always', 'pays' or 'never', got 'sometimes'"),
         ("routings: always", "DIR/run.yaml: routings: unknown key, did you mean 'routing'?"),

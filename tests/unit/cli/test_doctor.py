@@ -65,6 +65,20 @@ def test_table_shows_extras_in_brackets(stack, run):
     assert "megatron-balance[gurobi]" in run.printed("doctor")
 
 
+def test_a_configuration_gets_its_memory_and_the_decision_in_a_sentence(stack, run, tmp_path):
+    stack()
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "planner: te_ring\nmodel: llama-7b\n"
+        "cluster: {base: a800, num_ranks: 16}\ndataset: {name: arxiv, tokens: 65536}\n"
+    )
+    code, out, _ = run("doctor", "--config", config)
+    assert code == 0
+    # Kept keys and values of 15 x 4k tokens are too much for 80 GB beside the model.
+    assert "backward: keep in " in out
+    assert " of 80.0 GB on rank 0 (all keep: " in out
+
+
 def test_namespaces_are_probed_in_another_process(stack, monkeypatch):
     monkeypatch.setattr(doctor, "NAMESPACE_PROBE", "raise SystemExit('Operation not permitted')")
     check = stack()["network namespaces"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import hardware
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
+from megatron_balance.profiling import hardware
 
 TODAY = datetime.date(2026, 1, 31)
 AFFINITY = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import patterns
+from megatron_balance.analysis.received import most_in_a_round
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.layouts import fragments
 from megatron_balance.compile.pipeline import attention_layout, expand
@@ -36,7 +37,6 @@ from megatron_balance.planning.layers import Layers, with_layers
 from megatron_balance.report import placement
 from megatron_balance.simulator.attention import EngineName, attention_call, coupled
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.received import most_in_a_round
 from tests.unit.analysis.test_statistics import assert_figures_are_those_of_the_ops
 
 MODEL = Model(4, 2, 16)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_balance import simulate
 from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
+from megatron_balance.analysis.received import most_in_a_round
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.cost.analytic import AnalyticCost
@@ -27,7 +28,6 @@ from megatron_balance.simulator import collective, pipeline
 from megatron_balance.simulator import step as step_module
 from megatron_balance.simulator.attention import attention_call, coupled, linear_tokens
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.received import most_in_a_round
 from megatron_balance.simulator.report import Perturbation, simulate_plans, summary
 from megatron_balance.simulator.step import Setup, simulate_step
 from tests.support import by_hand
@@ -259,3 +259,27 @@ def test_simulate_takes_plans_and_whole_batches():
     assert max(two["peak_bytes_per_rank"]) < max(one["peak_bytes_per_rank"])
     with pytest.raises(ConfigError, match="unknown option 'overlap', did you mean 'overlap_sync'"):
         simulate(planned, cluster, LLAMA, overlap=False)
+
+
+def test_kept_keys_of_a_head_exchange_count_with_their_heads():
+    """A rank of 32 attends with one head: a 32nd of what a ring keeps, and its queries."""
+    model = Model(num_heads=32, num_kv_heads=32, head_dim=128, num_layers=32)
+    cluster = Cluster(32, 8)
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    kept, replayed = (
+        simulate_step([by_hand.pool("head_exchange", [32 * 4096], 32, ranks_per_node=8, heads=(32, 32))], machine, s)
+        for s in (Setup(), Setup(policy="replay"))
+    )
+    assert kept.peak_bytes.max() - replayed.peak_bytes.max() < 32 * 4096 * 32 * 3 * 128 * 2
+
+
+def test_a_mix_by_layer_takes_between_keep_and_replay():
+    machine, plans = flat_machine(4, 2, launch=0.01), [ring(4, 2, 4000)]
+    keep, replay = (simulate_step(plans, machine, Setup(policy=policy)) for policy in POLICIES)
+    memory = (keep.peak_bytes.max() + replay.peak_bytes.max()) / 2
+    tight = replace(machine, cluster=replace(machine.cluster, memory_bytes=memory / 0.9))
+    mixed = simulate_step(plans, tight, Setup(policy="auto"))
+    assert 0 < mixed.backward.keeping < mixed.backward.layers
+    assert keep.step_s < mixed.step_s < replay.step_s
+    assert mixed.peak_bytes.max() <= memory < keep.peak_bytes.max()
+    assert simulate_step(plans, machine, Setup(policy="auto")).step_s == keep.step_s

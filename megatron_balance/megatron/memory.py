@@ -1,0 +1,80 @@
+"""Memory of this rank in Megatron's terms: its device, its parameters, the layers of each stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.utils import get_model_config
+
+from megatron_balance.analysis.backward import Stage
+from megatron_balance.analysis.memory import OPTIMIZER_BYTES, Sharding
+from megatron_balance.ir.model import Model
+from megatron_balance.megatron.job import PlannedJob
+from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.tokens import job_device
+from megatron_balance.training.keeping import JobLayers, Keeping, RankMemory, agree_memory
+
+
+def keeping(job: PlannedJob, model: Any) -> Keeping:
+    """The decision maker of a job: how many layers keep in each step. Collective over the world."""
+    chunks = model if isinstance(model, list) else [model]
+    device, args = job_device(), job.args
+    mine = RankMemory(job.pool.stage, _device_bytes(job, device), _state_bytes(args, chunks, device))
+    num_stages = job.pool.num_stages
+    stage = Stage(
+        args.num_layers // num_stages,
+        Sharding(pipeline=num_stages),
+        recompute_of(get_model_config(chunks[0])),
+        args.virtual_pipeline_model_parallel_size or 1,
+    )
+    stages = [dataclasses.replace(stage, sharding=Sharding(pipeline=num_stages, stage=at)) for at in range(num_stages)]
+    return Keeping(
+        job.config.backward,
+        agree_memory(mine),
+        JobLayers(_activations(job.model(), args), tuple(stages)),
+        job.pool.joint,
+        lambda: float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
+        agreement_every=job.config.agreement_every,
+    )
+
+
+def _device_bytes(job: PlannedJob, device: torch.device) -> float | None:
+    """Bytes that tensors may have on this rank's device.
+
+    On a CPU the configuration's word, if it has one: no rank has a device of its own there.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device))
+    given = {} if job.config.cluster is None else job.config.cluster.given
+    return float(given["memory_bytes"]) if "memory_bytes" in given else None
+
+
+def _state_bytes(args: Any, chunks: list[Any], device: torch.device) -> float:
+    """Bytes of parameters, gradients and optimizer on this rank: predicted from its parameters, or
+    what the device counts already, if that is more.
+    """
+    gradient = 2 if args.grad_reduce_in_bf16 else 4
+    shares = mpu.get_data_parallel_world_size(with_context_parallel=True) if args.use_distributed_optimizer else 1
+    of_experts = mpu.get_expert_data_parallel_world_size() if args.use_distributed_optimizer else 1
+    total = 0.0
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        shared = shares if getattr(parameter, "allreduce", True) else of_experts
+        each = parameter.element_size() + (gradient + OPTIMIZER_BYTES / shared) * parameter.requires_grad
+        total += parameter.numel() * each
+    return max(total, float(torch.cuda.memory_allocated(device))) if device.type == "cuda" else total
+
+
+def _activations(model: Model, args: Any) -> Model:
+    """The model as the activations of one tensor-parallel rank see it: its share of logits, and of
+    hidden states with sequence parallelism.
+    """
+    size = args.tensor_model_parallel_size
+    return dataclasses.replace(
+        model,
+        hidden_size=model.hidden_size // (size if args.sequence_parallel else 1),
+        vocab_size=max(1, model.vocab_size // size),
+    )

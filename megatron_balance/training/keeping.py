@@ -1,0 +1,144 @@
+"""Number of layers of a training step that keep what they received: decided alike on all ranks.
+
+By the plan, and by facts that the ranks agreed on: the least memory of a device, the most bytes of
+parameters, gradients and optimizer in each pipeline stage, and by how much the bytes that devices
+counted passed the prediction so far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.analysis.backward import Decision, Stage, check_fits, decide, microbatch_bytes, step_bytes
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.program import Backward
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.training.plans import ALWAYS_AGREE, PlannedStep
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one rank as it reads it. `memory_bytes`: of its device, without what others take of
+    it; None: not known (CPU). `state_bytes`: of parameters, gradients and optimizer.
+    """
+
+    stage: int
+    memory_bytes: float | None
+    state_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedMemory:
+    """The least memory of any rank, and the most state of any rank of each stage."""
+
+    memory_bytes: float | None
+    state_bytes: tuple[float, ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankMemory]) -> AgreedMemory:
+        """Of all ranks of the job."""
+        known = [rank.memory_bytes for rank in ranks if rank.memory_bytes is not None]
+        stages = range(1 + max(rank.stage for rank in ranks))
+        state = tuple(max((r.state_bytes for r in ranks if r.stage == stage), default=0.0) for stage in stages)
+        return cls(min(known) if known else None, state)
+
+
+def agree_memory(mine: RankMemory) -> AgreedMemory:
+    """The memory of all ranks of the job. Collective over the world, once."""
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return AgreedMemory.of(everyone)
+
+
+@dataclass(frozen=True, slots=True)
+class JobLayers:
+    """Layers and ranks of a job. `model`: as activations of one rank see it; `stages`: without
+    their state.
+    """
+
+    model: Model
+    stages: tuple[Stage, ...]
+
+
+class Keeping:
+    """Decides for every training step.
+
+    `auto` asks the plan; `keep` and `replay` are what they say, and their prediction is told once.
+    """
+
+    def __init__(
+        self,
+        asked: Backward,
+        agreed: AgreedMemory,
+        layers: JobLayers,
+        groups: Groups,
+        counted: Callable[[], float | None],
+        *,
+        agreement_every: int,
+    ) -> None:
+        """Take the facts of a job; `counted`: the most bytes that this rank's device held at once
+        so far, None where none are counted; `groups`: of all ranks that plan together.
+        """
+        self._asked: Backward = asked
+        self._agreed = agreed
+        self._layers = layers
+        self._groups = groups
+        self._counted = counted
+        self._agreement_every = agreement_every
+        self._steps = 0
+        self._predicted = 0.0
+        self._excess = 0.0
+        self._told: str | None = None
+        self._last: tuple[str, Decision] | None = None
+
+    def decide(self, planned: PlannedStep) -> Decision:
+        """Number of layers that keep in this step. Collective in some steps.
+
+        Raises:
+            InfeasibleError: `auto`, and the step does not fit with every layer replayed.
+        """
+        if self._last is not None and (self._last[0] == planned.fingerprint or self._asked != "auto"):
+            return self._last[1]
+        self._steps += 1
+        if self._asked == "auto" and (self._steps == ALWAYS_AGREE or self._steps % self._agreement_every == 0):
+            self._correct()
+        model = self._layers.model
+        stages = [
+            dataclasses.replace(stage, state_bytes=self._agreed.state_bytes[stage.sharding.stage] + self._excess)
+            for stage in self._layers.stages
+        ]
+        microbatches = [microbatch_bytes([planned.plans[at] for at in own], model) for own in planned.plans_of]
+        decision = decide(
+            [step_bytes(microbatches, model, stage) for stage in stages], self._asked, self._agreed.memory_bytes
+        )
+        self._tell(decision)
+        check_fits(decision, microbatches, model, stages)
+        self._predicted = max(self._predicted, decision.peak_bytes - self._excess)
+        self._last = (planned.fingerprint, decision)
+        return decision
+
+    def _correct(self) -> None:
+        """Agree on the most bytes by which a device's count passed the prediction."""
+        counted = self._counted()
+        excess = 0.0 if counted is None else counted - self._predicted
+        if self._groups.pool is not None:
+            nccl = dist.get_backend(self._groups.pool) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            most = torch.tensor([excess], dtype=torch.float64, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._groups.pool)
+            excess = float(most)
+        self._excess = max(0.0, excess)
+
+    def _tell(self, decision: Decision) -> None:
+        """Log the decision when it is another than the last one told."""
+        if decision.in_words != self._told:
+            self._told = decision.in_words
+            log.log(logging.INFO if decision.fits else logging.WARNING, "%s", decision.sentence())
