@@ -12,15 +12,14 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY
 from megatron_balance.megatron import carry, core_attention, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
@@ -33,8 +32,10 @@ from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
+from megatron_balance.training.ledger import Ledger
 from megatron_balance.training.log import StepLog
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
@@ -58,9 +59,10 @@ class Session:
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
+        self._kernel: str | None = None
         self._planners: dict[bool, StepPlans] = {}
-        self._carry = EMPTY
-        carry.save(EMPTY, args)
+        self._ledger, self._corpus = Ledger(), ""
+        carry.save(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
 
     @property
@@ -84,6 +86,7 @@ class Session:
             communication.sms,
             joint=self.joint,
             safe=communication.safe,
+            timeout=timedelta(minutes=self.args.distributed_timeout_minutes),
         )
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
@@ -110,7 +113,7 @@ class Session:
 
     def binder(self, groups: Groups) -> Binder:
         """The facts by which this job's plans are bound. `groups`: ranks that attend together."""
-        return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
+        return Binder(groups, self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire)
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
@@ -136,9 +139,19 @@ class Session:
         cluster = self.config.cluster
         if cluster is None:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
-        return of_pool(
-            cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size
-        )
+        machine = cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node).with_kernel(self.kernel)
+        return of_pool(machine, self.args.tensor_model_parallel_size)
+
+    @property
+    def kernel(self) -> str:
+        """Name of the attention kernel that runs here; it is chosen, and tried, at the first call.
+
+        Raises:
+            ConfigError: none can.
+        """
+        if self._kernel is None:
+            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, self.shape.head_dim).name
+        return self._kernel
 
     def model(self) -> Model:
         """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
@@ -156,6 +169,7 @@ class Session:
             num_experts=args.num_experts or 0,
             experts_per_token=args.moe_router_topk if args.num_experts else 0,
             vocab_size=args.padded_vocab_size or args.vocab_size or 1,
+            gradient_wire=self.config.gradient_wire,
         )
 
     def planner(self, forward_only: bool) -> StepPlans:
@@ -164,30 +178,30 @@ class Session:
             ahead = self.config.plan_ahead and not forward_only
             self._planners[forward_only] = step_plans(self, ahead=ahead, evaluation=forward_only)
             if not forward_only:
-                self._planners[forward_only].restore(self._carry)
+                self._planners[forward_only].restore(self._ledger, self._corpus)
         return self._planners[forward_only]
 
     def resume(self, checkpoint_args: argparse.Namespace) -> None:
-        """Go on from a checkpoint with these arguments, with what the planner carried when it was
+        """Go on from a checkpoint with these arguments, with the documents that waited when it was
         saved.
 
         Raises:
-            ConfigError: another planner's carry.
+            ConfigError: this run's planner cannot train them.
         """
-        self._carry = carry.saved(checkpoint_args)
+        self._ledger, self._corpus = carry.saved(checkpoint_args)
         assert self.config.planner is not None
-        self.config.planner.check_carry(self._carry)
+        self.config.planner.check_carry(self._ledger.carry)
         if False in self._planners:
-            self._planners[False].restore(self._carry)
-        carry.save(self._carry, self.args)
+            self._planners[False].restore(self._ledger, self._corpus)
+        carry.save(self._ledger.to_json(self._corpus), self.args)
 
     def end_step(self) -> None:
         """A training step is over: the next checkpoint is saved with what it carries on."""
         if False in self._planners:
-            carry.save(self._planners[False].keep_carry(), self.args)
+            carry.save(self._planners[False].saved(), self.args)
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: planned attention, positions, varying shapes.
+        """Check and adapt a model at its first step: planned attention, positions.
 
         Raises:
             ConfigError: a model that attends past our core attention, or whose positions cannot be
@@ -199,7 +213,6 @@ class Session:
             core_attention.check_model(chunk, self.te_patched)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             rope.install(chunk, self.args.max_position_embeddings)
-            get_model_config(chunk).variable_seq_lengths = True  # validate_args sets it to False and has no flag for it
             self._prepared.add(id(chunk))
 
     def close(self) -> None:
