@@ -11,8 +11,8 @@ order.
 | route | proxies for transfers between nodes (Zeppelin, section 3.3) |
 | transpose | the backward ops |
 | merge_gradients | Merge ops of the backward |
-| order | the order of steps (`compile.order`), in which all ranks issue exchanges in one order
-(`compile.issue_order`), and the bounds of segments (`compile.ping_pong`) |
+| order | the order of steps (`compile.order`), exchanges in one order on all ranks
+  (`compile.issue_order`), and the bounds of segments (`compile.ping_pong`) |
 
 Each pass does nothing where a plan or a target does not ask for it. A target is what the program is
 for:

@@ -3,7 +3,6 @@ on all ranks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,14 +12,14 @@ from hypothesis import given, settings
 
 from megatron_balance.compile import ping_pong
 from megatron_balance.compile.issue_order import IssueOrder, issue_orders
-from megatron_balance.compile.order import Finish, Run, Start, Step, order, streams
+from megatron_balance.compile.order import Run, Start, Step, order
 from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.prefetchable import prefetchable
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Op
+from megatron_balance.ir.program import Attend, Exchange, Op
 from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
@@ -130,9 +129,8 @@ def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 @settings(max_examples=12)
 @given(case=cases(max_length=80, max_sequences=4), other=cases(max_length=80, max_sequences=4))
-def test_two_interleaved_programs_meet_in_one_order(planner: str, policy: Policy, case: Case, other: Case) -> None:
-    """No rank waits for ever, and between any two ranks each stream (a communicator on NCCL) has
-    one order at both ends."""
+def test_two_interleaved_programs_meet(planner: str, policy: Policy, case: Case, other: Case) -> None:
+    """No rank waits for ever. That all issue in one order is proved in the contract suite."""
     case = replace(case, tokens_per_rank=None)
     other = replace(case, batch=other.batch, seed=other.seed)
     nano_batches = [plan(planner, case), plan(planner, other)]
@@ -151,7 +149,6 @@ def test_two_interleaved_programs_meet_in_one_order(planner: str, policy: Policy
                     own = [step for at, of, step in steps if (at, of) == (nano_batch, layer)]
                     assert tuple(own) == order(ops[nano_batch][rank], rank, issue=issue[nano_batch])
         assert_all_end(ops, joint)
-        assert_one_order(nano_batches, ops, joint)
 
 
 def _joint(
@@ -199,52 +196,6 @@ def assert_all_end(ops: Sequence[Sequence[Sequence[Op]]], joint: Joint) -> None:
                 at[rank] += 1
                 moving = True
     assert at == [len(steps) for steps in joint], "ranks wait for one another"
-
-
-def assert_one_order(
-    nano_batches: Sequence[MicrobatchPlan], ops: Sequence[Sequence[Sequence[Op]]], joint: Joint
-) -> None:
-    """Two ranks, or the ranks of a communicator, issue to a stream in one order."""
-    between: dict[tuple[object, str], dict[int, list[tuple[int, int, int]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, steps in enumerate(joint):
-        streams_of = [
-            _streams_by_op(ops[nano_batch][rank], rank, nano_batches[nano_batch].ranks_per_node)
-            for nano_batch in (0, 1)
-        ]
-        for nano_batch, layer, step in steps:
-            op = ops[nano_batch][rank][step.op]
-            if not isinstance(step, Start):
-                assert isinstance(step, Finish) or isinstance(op, Attend | AttendGrad)
-                continue
-            assert isinstance(op, Exchange)
-            peers: set[object] = (
-                {frozenset((rank, peer)) for peer in _peers(op, rank)} if op.collective == "p2p" else {op.group}
-            )
-            for stream in streams_of[nano_batch][step.op]:
-                for peer in peers:
-                    between[peer, stream][rank].append((nano_batch, layer, op.id))
-    for (peer, stream), by_rank in between.items():
-        common = set.intersection(*(set(issued) for issued in by_rank.values()))
-        orders = [
-            [each for each in dict.fromkeys(issued) if each in common] for issued in by_rank.values()
-        ]  # an exchange may have two legs
-        assert all(one == orders[0] for one in orders), (peer, stream, orders)
-
-
-def _streams_by_op(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = defaultdict(list)
-    for stream, issues in streams(ops, rank, ranks_per_node).items():
-        for issue in issues:
-            found[issue.op].append(stream)
-    return found
-
-
-def _peers(op: Exchange, rank: int) -> set[int]:
-    peers = {row[6] if row[7] == rank else row[7] for row in op.transfers if rank in (row[6], row[7])}
-    for src, dst, _, send_proxy, receive_proxy in op.routes:
-        way = (src, send_proxy, receive_proxy, dst)
-        peers |= {b if a == rank else a for a, b in pairwise(way) if a != b and rank in (a, b)}
-    return peers
 
 
 def test_a_batch_of_no_sequences_has_nothing_to_start() -> None:
