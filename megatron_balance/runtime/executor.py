@@ -68,6 +68,7 @@ class ForwardRun(PhaseRun):
         q, (k, v) = self.query_operand(step.q), self.key_operand(step.k)
         self.fill()
         out, lse = self.bound.kernel.forward(step.entries, q, k, v, self.scale)
+        self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
     def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
@@ -133,6 +134,7 @@ class BackwardRun(PhaseRun):
         )
         self.fill()
         dq, dk, dv = self.bound.kernel.backward(step.entries, final, q, k, v, self.scale)
+        self.transport.launched()
         self.bound.mover.add([self.query_place(step.dq, dq), *self.key_places(step.dk, (dk, dv))])
 
     def query_place(self, packed: Packed, grad: Tensor) -> Place:
