@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.issue import IssueQueue
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 from megatron_balance.runtime.pool import BufferPool
 from tools.gpu_model.stand_ins import Communicator, Recorder, RecordedStreams, recording
@@ -33,7 +34,6 @@ class Way:
         num_layers: attention calls forward, then as many backward.
         head_dim: of the tensors.
         dtype: of the tensors.
-        apart: other work lies between the segments, as with nano-batches.
     """
 
     policy: Policy = "keep"
@@ -53,18 +53,23 @@ class _Layer:
     received: Received
 
 
-def record(plans: Sequence[MicrobatchPlan], rank: int, way: Way) -> Trace:
+def record(plans: Sequence[MicrobatchPlan], rank: int, way: Way, *, eager: bool = False) -> Trace:
     """Everything that `rank` issues in a forward and a backward through some layers.
 
-    `plans`: one, or those of nano-batches that run interleaved.
+    Args:
+        plans: one, or those of nano-batches that run interleaved.
+        rank: in the pool.
+        way: how.
+        eager: issue every batch with its exchange, not behind launches.
     """
-    return _Run(plans, rank, way).trace()
+    return _Run(plans, rank, way, eager=eager).trace()
 
 
 class _Run:
-    def __init__(self, plans: Sequence[MicrobatchPlan], rank: int, way: Way) -> None:
+    def __init__(self, plans: Sequence[MicrobatchPlan], rank: int, way: Way, *, eager: bool) -> None:
         self.recorder = Recorder(rank)
-        self.groups = model_groups(rank, plans[0].num_ranks, plans[0].ranks_per_node, self.recorder)
+        groups = model_groups(rank, plans[0].num_ranks, plans[0].ranks_per_node, self.recorder)
+        self.groups = replace(groups, issues=IssueQueue(eager=eager))
         self.plans, self.way = plans, way
         self.kept: dict[tuple[int, int], _Layer] = {}
         self.outs: dict[int, Tensor] = {}
@@ -159,6 +164,3 @@ def model_groups(rank: int, size: int, ranks_per_node: int, recorder: Recorder) 
     by_ranks = {ranks: Communicator(ranks=ranks) for ranks in sets}
     streams = RecordedStreams(recorder) if size > 1 else None
     return Groups(rank, size, tuple(range(size)), None, by_ranks, streams=streams, buffers=BufferPool(cpu=True))  # pyright: ignore[reportArgumentType]
-
-
-Record = Callable[[Sequence[MicrobatchPlan], int, Way], Trace]

@@ -1,0 +1,64 @@
+"""One layer's attention under the timeline, with batches issued as they were and as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.planners import PLANNERS
+from tools.gpu_model.record import Way, record
+from tools.gpu_model.timeline import Machine, Timeline, play
+
+MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, ffn_size=14336)
+CLUSTER = Cluster(num_ranks=8, ranks_per_node=4)
+LENGTHS = (24576, 12000, 9000, 6000, 5000, 3500, 2500, 1500, 1000, 460)
+"""8 ranks of 8k tokens, most of them in few documents."""
+BEFORE = ("inter_node",)
+"""Streams that had high priority."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One planner's layer.
+
+    Attributes:
+        planner: its name.
+        queues: of the machine.
+        phase: policy of the backward.
+        before_s: every batch issued with its exchange, only transfers between nodes at high priority.
+        legs_s: later legs behind launches, priorities as before.
+        after_s: both as they are.
+    """
+
+    planner: str
+    queues: str
+    before_s: float
+    legs_s: float
+    after_s: float
+
+
+def planned(name: str) -> MicrobatchPlan:
+    """A planner's plan of `LENGTHS`, routed where that can be."""
+    options = PLANNERS[name].options(tokens_per_rank=sum(LENGTHS) // CLUSTER.num_ranks + 512)
+    place = PLANNERS[name].plan
+    assert place is not None, "a planner of whole steps"
+    plan = place(Batch(LENGTHS), CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL), options)
+    return replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones)))))
+
+
+def compare(name: str) -> Iterator[Compared]:
+    """The same plan under one queue and under a queue a stream."""
+    plan, way = planned(name), Way("keep", num_layers=1, head_dim=MODEL.head_dim)
+    eager, now = (
+        [record([plan], rank, way, eager=at_once) for rank in range(plan.num_ranks)] for at_once in (True, False)
+    )
+    for queues in ("one", "one a stream"):
+        machine = Machine(CLUSTER.ranks_per_node, queues)
+        old = replace(machine, high=BEFORE)
+        ends: list[Timeline] = [play(eager, old), play(now, old), play(now, machine)]
+        yield Compared(name, queues, *(timeline.end_s for timeline in ends))
