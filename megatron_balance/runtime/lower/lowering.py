@@ -137,7 +137,7 @@ class Lowering:
         )
         exchanges = self.messages.exchanges(ops, sides, zones, routed, self.indexes, forward=forward)
         steps: list[Step] = []
-        _, ordered, where = self.orders[0 if forward else 1]
+        ordered, where, _ = self.orders[0 if forward else 1]
         begins: list[int] = []  # of each step in the order: its first one here
         for step in ordered:
             begins.append(len(steps))
