@@ -33,6 +33,7 @@ from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.movers import build_variants
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
 from megatron_balance.training.log import StepLog
@@ -106,7 +107,11 @@ class Session:
         return row_multiple(self.args)
 
     def binder(self, groups: Groups) -> Binder:
-        """The facts by which this job's plans are bound. `groups`: ranks that attend together."""
+        """The facts by which this job's plans are bound. `groups`: ranks that attend together.
+
+        Before the first of them, whatever a step would otherwise have to compile is built.
+        """
+        build_variants(job_device(), self.dtype, self.shape.head_dim)
         return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
 
     def cluster(self) -> Cluster:

@@ -275,7 +275,7 @@ class TritonLaunch:
         self.recorder.launch(self.name, reads, writes, Work("rows", num_bytes))
 
     def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], maps: Sequence[Tensor], *rest: Any, **_: Any) -> None:
-        rows, out, lse = rest[7:10]
+        rows, out, lse = rest[8], rest[10], rest[11]
         self.recorder.rows("merge_rows", [*outs, *lses, *maps, rows], [out, lse])
 
 
