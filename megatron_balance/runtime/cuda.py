@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 HIGH_PRIORITY = ("inter_node", "dispatch", "combine")
 """Streams whose launches go before those that wait for multiprocessors: transfers between nodes, and
 the legs inside a node that bring pieces to them and take pieces from them."""

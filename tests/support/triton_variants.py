@@ -26,7 +26,15 @@ from tools.gpu_model.record import Way, record
 HEAD_DIM = 128
 PLANNERS = ("zeppelin", "distca", "ulysses", "random_task_table", "random_zones")
 CASES = [
-    Case(Batch((90, 40, 33, 7)), Cluster(4, 2), Model(*heads, HEAD_DIM, 512, 64), 50, 5, layered, (1, 1) if layered else None)
+    Case(
+        Batch((90, 40, 33, 7)),
+        Cluster(4, 2),
+        Model(*heads, HEAD_DIM, 512, 64),
+        50,
+        5,
+        layered,
+        (1, 1) if layered else None,
+    )
     for heads, layered in (((4, 2), True), ((8, 8), False))
 ]
 
@@ -63,7 +71,9 @@ def main() -> None:
                     plans = [plan(planner, case)]
                     way = Way(policy, num_layers=1, head_dim=HEAD_DIM, dtype=dtype)
                     record(plans, 3, way)
-                    record([plans[0], plan(planner, replace(case, batch=Batch((64, 21))))], 1, replace(way, num_layers=2))
+                    record(
+                        [plans[0], plan(planner, replace(case, batch=Batch((64, 21))))], 1, replace(way, num_layers=2)
+                    )
             found[str(dtype)] = {
                 "built": len(built),
                 "launches of the start": launches,

@@ -43,17 +43,19 @@ REPEATS = {"cuda": 7, "cpu": 2}
 PATIENCE_S = 90.0
 
 EXACT = {
-    name: Figure(f"over NCCL, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02))
+    name: Figure(
+        f"over NCCL, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02)
+    )
     for name in PLANNERS
 }
-HANGS = Figure("ranks that hang on communicators not used before, each rank later than the last", "", Target("equal", 0))
+HANGS = Figure(
+    "ranks that hang on communicators not used before, each rank later than the last", "", Target("equal", 0)
+)
 LINKS = {
     stream: Figure(f"stream {stream}: rate of a batch with every peer, each way", "GB/s", speed=True)
     for stream in ("inter_node", "intra_node")
 }
-ROUND = {
-    way: Figure(f"a ring's forward over all ranks, {way}", "ms", speed=True) for way in ("direct", "routed")
-}
+ROUND = {way: Figure(f"a ring's forward over all ranks, {way}", "ms", speed=True) for way in ("direct", "routed")}
 FIGURES = (*EXACT.values(), HANGS, *LINKS.values(), *ROUND.values())
 
 
@@ -81,11 +83,15 @@ def measure(context: Context) -> Iterator[Row]:
         for (stream, figure), count in zip(LINKS.items(), peers, strict=True):
             seconds = max(rank.seconds[stream] for rank in found)
             if count:
-                yield figure.measured(count * LINK_BYTES["cuda"] / seconds / 1e9, f"{count} peers, {LINK_BYTES['cuda'] >> 20} MiB each")
+                yield figure.measured(
+                    count * LINK_BYTES["cuda"] / seconds / 1e9, f"{count} peers, {LINK_BYTES['cuda'] >> 20} MiB each"
+                )
             else:
                 yield figure.not_measured("a node of one rank")
         for way, figure in ROUND.items():
-            yield figure.measured(1e3 * max(rank.seconds[way] for rank in found), f"{ROUND_TOKENS['cuda']} tokens a rank")
+            yield figure.measured(
+                1e3 * max(rank.seconds[way] for rank in found), f"{ROUND_TOKENS['cuda']} tokens a rank"
+            )
 
 
 def plan(name: str, num_ranks: int) -> MicrobatchPlan:
@@ -110,9 +116,7 @@ def run_ranks(plans: Sequence[MicrobatchPlan], context: Context, folder: Path) -
     processes_of = multiprocessing.get_context("forkserver")
     processes_of.set_forkserver_preload(["torch", "torch.distributed", "tools.gpu.many"])
     processes = [
-        processes_of.Process(
-            target=_rank, args=(rank, context.ranks, plans, context.device, str(folder)), daemon=True
-        )
+        processes_of.Process(target=_rank, args=(rank, context.ranks, plans, context.device, str(folder)), daemon=True)
         for rank in range(context.ranks)
     ]
     until = time.monotonic() + min(PATIENCE_S, context.left_s())
@@ -168,7 +172,9 @@ def _batch_s(world: Any, name: str, device: Device) -> float:
     from megatron_balance.runtime.cuda import Transfer
 
     node = world.size // 2
-    peers = [p for p in range(world.size) if p != world.rank and (p // node == world.rank // node) == (name == "intra_node")]
+    peers = [
+        p for p in range(world.size) if p != world.rank and (p // node == world.rank // node) == (name == "intra_node")
+    ]
     stream = world.groups.streams.of(name)
     tensors = [torch.zeros(LINK_BYTES[device], dtype=torch.uint8, device=device) for _ in range(2 * len(peers))]
     transfers = [Transfer(world.rank, p, 0, True, p, x) for p, x in zip(peers, tensors, strict=False)]
@@ -197,7 +203,9 @@ def _round_s(world: Any, *, routed: bool, device: Device) -> float:
     planned = by_hand.pool("ring", (length,), world.size, ranks_per_node=world.size // 2, heads=heads, routing=routing)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shape = AttentionShape(*heads, ranks.HEAD_DIM)
-    bound = bind(planned, world.rank, shape, groups=world.groups, device=device, dtype=dtype, phases=["forward"], policy="replay")
+    bound = bind(
+        planned, world.rank, shape, groups=world.groups, device=device, dtype=dtype, phases=["forward"], policy="replay"
+    )
     q, k, v = (torch.randn(bound.num_tokens, 8, ranks.HEAD_DIM, device=device, dtype=dtype) for _ in range(3))
     with torch.no_grad():
         return _median_s(lambda: balanced_attention(q, k, v, bound), device)

@@ -57,10 +57,10 @@ def _races(num_plans: int, seed: int) -> int:
         num_ops += len(recorded.trace.ops)
         for race in recorded.races()[:1]:
             found += 1
-            print(f"{name}, {way}, {case}: {race}")  # noqa: T201
+            print(f"{name}, {way}, {case}: {race}")
         if number % COUNTED == 0:
             waits += count_waits(recorded)
-    print(  # noqa: T201
+    print(
         f"{found} of {num_plans} plans with a race, {num_ops} launches, events and waits, "
         f"{time.monotonic() - begin:.0f} s; left out one by one, {waits.found} waits are found missing, "
         f"{waits.implied} are implied by others, {waits.needless} nothing needs"
@@ -74,16 +74,18 @@ def _draw(rng: random.Random) -> tuple[str, Case, Way, bool]:
     model = Model(kv_heads * ratio, kv_heads, 4, 32, 64)
     routing = rng.choice([None, (1, 1), (1, 1), (2, 1)])
     remapped = rng.random() < 0.5
-    case = Case(Batch(tuple(lengths)), Cluster(*rng.choice(CLUSTERS)), model, None, rng.randrange(1 << 16), remapped, routing)
+    case = Case(
+        Batch(tuple(lengths)), Cluster(*rng.choice(CLUSTERS)), model, None, rng.randrange(1 << 16), remapped, routing
+    )
     return rng.choice(ALL_PLANNERS), case, Way(rng.choice(POLICIES), rng.choice(MOVERS)), rng.random() < 0.4
 
 
 def _timeline(planners: Sequence[str]) -> int:
-    print("planner       queues          as they were    later legs behind    and priorities")  # noqa: T201
+    print("planner       queues          as they were    later legs behind    and priorities")
     for name in planners:
         for one in findings.compare(name):
             times = "".join(f"{1e3 * seconds:>13.2f} ms" for seconds in (one.before_s, one.legs_s, one.after_s))
-            print(f"{one.planner:<13} {one.queues:<14} {times}", flush=True)  # noqa: T201
+            print(f"{one.planner:<13} {one.queues:<14} {times}", flush=True)
     return 0
 
 

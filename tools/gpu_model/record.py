@@ -18,7 +18,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.issue import IssueQueue
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 from megatron_balance.runtime.pool import BufferPool
-from tools.gpu_model.stand_ins import Communicator, Recorder, RecordedStreams, recording
+from tools.gpu_model.stand_ins import Communicator, RecordedStreams, Recorder, recording
 from tools.gpu_model.trace import Trace
 
 MOVERS = ("triton", "plain")
@@ -107,7 +107,7 @@ class _Run:
             bound = bounds[number]
             match part:
                 case "linear":
-                    self.linear(number, layer, bound, backward=backward)
+                    self.linear(number, bound, backward=backward)
                 case "start":
                     runs[number] = self.begun(number, layer, bound, backward=backward)
                     runs[number].start()
@@ -136,7 +136,7 @@ class _Run:
 
     inputs: dict[int, tuple[Tensor, Tensor, Tensor]]
 
-    def linear(self, number: int, layer: int, bound: Bound, *, backward: bool) -> None:
+    def linear(self, number: int, bound: Bound, *, backward: bool) -> None:
         """The work of a layer around attention: it reads what the last call left, and makes what the
         next one takes.
         """

@@ -124,7 +124,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         schema = func._schema
-        made = [x for x in _tensors(out)]
+        made = list(_tensors(out))
         given = list(zip(schema.arguments, args, strict=False))
         given += [(a, (kwargs or {})[a.name]) for a in schema.arguments if a.name in (kwargs or {})]
         written = [x for a, value in given if a.alias_info and a.alias_info.is_write for x in _tensors(value)]
@@ -274,7 +274,9 @@ class TritonLaunch:
         num_bytes = sum(b - a for a, b in (*reads, *writes))
         self.recorder.launch(self.name, reads, writes, Work("rows", num_bytes))
 
-    def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor], maps: Sequence[Tensor], *rest: Any, **_: Any) -> None:
+    def merge(
+        self, outs: Sequence[Tensor], lses: Sequence[Tensor], maps: Sequence[Tensor], *rest: Any, **_: Any
+    ) -> None:
         rows, out, lse = rest[8], rest[10], rest[11]
         self.recorder.rows("merge_rows", [*outs, *lses, *maps, rows], [out, lse])
 
@@ -336,7 +338,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("copy_rows", "add_rows", "merge_rows"):
             stack.enter_context(mock.patch.object(triton_mover, name, TritonLaunch(name, recorder)))
-        stack.enter_context(mock.patch.object(binding, "choose_kernel", lambda *_: kernel))
+        stack.enter_context(mock.patch.object(binding, "choose_kernel", return_value=kernel))
         stack.enter_context(mock.patch.object(comm, "dist", Nccl(recorder)))
         stack.enter_context(Operators(recorder))
         try:

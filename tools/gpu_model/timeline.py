@@ -158,7 +158,7 @@ class _Play:
         while True:
             moved = True
             while moved:
-                moved = any([self.advance(rank) for rank in self.ranks])
+                moved = any(self.advance(rank) for rank in self.ranks)
             running = [entry for rank in self.ranks for entry in rank.running]
             rates = self.rates()
             step = self.next_s(rates)
@@ -339,7 +339,7 @@ class _Rank:
         return max(1, self.machine.sms - held) / self.machine.sms
 
     def sms_of(self, entry: _Entry) -> int:
-        """Multiprocessors of a batch: a channel each, most of any of its peers inside or between nodes."""
+        """Multiprocessors of a batch: one a channel, of the peer with most."""
         peers = [self.machine.channels[self.machine.crosses(m.src, m.dst)] for m in entry.messages]
         return max(peers, default=self.machine.channels[0])
 

@@ -42,7 +42,7 @@ def choose_mover(name: str, device: torch.device) -> Mover:
 
 @lru_cache(maxsize=8)
 def build_variants(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
-    """Compile what the mover of `device` will launch, so that no step has to; the number of variants."""
+    """Compile all that the mover of `device` will launch; the number of variants."""
     if choose_mover("auto", device).name != "triton":
         return 0
     from megatron_balance.runtime.movers.triton.variants import build

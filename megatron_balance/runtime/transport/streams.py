@@ -43,7 +43,6 @@ from megatron_balance.runtime.transport.comm import (
     pieces,
 )
 
-
 LATER_LEGS: tuple[Leg, ...] = ("across", "combine")
 """Legs that wait for an earlier one, here or on another rank."""
 
@@ -226,9 +225,7 @@ class Streamed:
                 continue
             x = self.streams.of(route.arrives.stream).empty(end - begin)
             for hop, sends in ((route.arrives, False), (route.leaves, True)):
-                batches.add(
-                    (hop.leg, hop.stream), Transfer(route.src, route.dst, route.index, sends, hop.peer, x)
-                )
+                batches.add((hop.leg, hop.stream), Transfer(route.src, route.dst, route.index, sends, hop.peer, x))
                 self.record(relay_task, hop)
             leaving = (route.leaves.leg, route.leaves.stream)
             batches.after.setdefault(leaving, set()).add((route.arrives.leg, route.arrives.stream))

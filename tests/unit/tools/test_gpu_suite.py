@@ -147,7 +147,12 @@ def test_files_are_written_on_a_gpu_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--parts", "kernel"], "kernel: no such part"), (["--limit-s", "0"], "expected seconds"), (["--gpus", "3"], "expected 1, or 2, 4, 6 or 8")]
+    ("words", "said"),
+    [
+        (["--parts", "kernel"], "kernel: no such part"),
+        (["--limit-s", "0"], "expected seconds"),
+        (["--gpus", "3"], "expected 1, or 2, 4, 6 or 8"),
+    ],
 )
 def test_a_users_mistake_is_a_sentence(words, said, capsys):
     with pytest.raises(SystemExit) as caught:

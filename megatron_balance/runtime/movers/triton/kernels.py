@@ -97,7 +97,8 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
             from_col = elements(source_head, DIM, VEC) + col
             to_col = elements(target_head, DIM, VEC) + col
             moved = tl.load(
-                sources[i] + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :], mask=mask
+                sources[i] + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
+                mask=mask,
             )
             place = targets[i] + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
             tl.store(place, moved.to(targets[i].dtype.element_ty), mask=mask)
@@ -209,7 +210,9 @@ def merge_rows(  # noqa: PLR0913, PLR0917
             source = tl.where(mapped[r] != 0, found.to(tl.int64), at.to(tl.int64))
             here = live & (source >= 0)
             place = (own + plain(own_heads[r])).to(tl.int64)
-            its = tl.load(lses[r] + source * plain(lse_rows[r]) + place * plain(lse_heads[r]), mask=here, other=float("-inf"))
+            its = tl.load(
+                lses[r] + source * plain(lse_rows[r]) + place * plain(lse_heads[r]), mask=here, other=float("-inf")
+            )
             its = its.to(wide)
             part = tl.load(
                 outs[r] + source[:, None] * plain(out_rows[r]) * VEC + place * plain(out_heads[r]) * VEC + col[None, :],
@@ -230,5 +233,10 @@ def merge_rows(  # noqa: PLR0913, PLR0917
         tl.where(some, peak + tl.log(tl.where(some, total, 1.0)), float("-inf")),
         mask=live,
     )
-    target = out + place[:, None] * plain(out_stride[0]) * VEC + head.to(tl.int64) * plain(out_stride[1]) * VEC + col[None, :]
+    target = (
+        out
+        + place[:, None] * plain(out_stride[0]) * VEC
+        + head.to(tl.int64) * plain(out_stride[1]) * VEC
+        + col[None, :]
+    )
     tl.store(target, merged.to(out.dtype.element_ty), mask=live[:, None] & (col < DIM)[None, :])

@@ -19,7 +19,14 @@ from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, disguised, merge_rows
-from megatron_balance.runtime.movers.triton.tables import MAX_PAIRS, BlockTable, RowMap, add_tables, copy_tables, row_maps
+from megatron_balance.runtime.movers.triton.tables import (
+    MAX_PAIRS,
+    BlockTable,
+    RowMap,
+    add_tables,
+    copy_tables,
+    row_maps,
+)
 
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
