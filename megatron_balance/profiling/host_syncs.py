@@ -2,9 +2,9 @@
 
 A GPU is kept busy by a host that runs ahead of it; a host that waits (a value read by `.item()`, a
 copy to or from pageable memory, an explicit synchronisation) lets it run dry. `find_host_syncs`
-searches a Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the trace has the
-calls of CUDA's runtime, these decide; a copy from pageable memory waits too, whatever its name says,
-until CUDA has staged it. A trace without them, of a CPU, has the operators only: then
+searches a Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the trace
+has the calls of CUDA's runtime, these decide; a copy from pageable memory waits too, whatever its
+name says, until CUDA has staged it. A trace without them, of a CPU, has the operators only: then
 those are named that would wait if their tensors were on a GPU.
 """
 

@@ -44,7 +44,7 @@ PATIENCE_S = 90.0
 
 EXACT = {
     name: Figure(
-        f"over NCCL, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02)
+        f"several GPUs, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02)
     )
     for name in PLANNERS
 }
@@ -77,7 +77,7 @@ def measure(context: Context) -> Iterator[Row]:
         raise RuntimeError(f"{hung} of {context.ranks} ranks did not end within {PATIENCE_S:.0f} s")
     for at, (name, planned) in enumerate(plans.items()):
         errors = [ranks.worst(planned, [rank.ran[at][way] for rank in found]) for way in range(len(WAYS))]
-        yield EXACT[name].measured(max(errors), ", ".join(WAYS))
+        yield EXACT[name].measured(max(errors), f"{', '.join(WAYS)}; {'NCCL' if context.on_gpu else 'gloo'}")
     if context.on_gpu:
         peers = context.ranks - context.ranks // 2, context.ranks // 2 - 1
         for (stream, figure), count in zip(LINKS.items(), peers, strict=True):

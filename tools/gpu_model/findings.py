@@ -50,7 +50,8 @@ def planned(name: str) -> MicrobatchPlan:
     options = PLANNERS[name].options(tokens_per_rank=sum(lengths) // CLUSTER.num_ranks + 512 // SCALE)
     place = PLANNERS[name].plan
     assert place is not None, "a planner of whole steps"
-    plan = place(Batch(lengths), CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL), options)
+    scaled = replace(CLUSTER, flops_per_s=CLUSTER.flops_per_s / SCALE)
+    plan = place(Batch(lengths), scaled, MODEL, AnalyticCost(scaled, MODEL), options)
     return replace(plan, routing=Routing(1, (REMAP, *range(len(plan.zones)))))
 
 
