@@ -13,12 +13,14 @@ from megatron_balance.patterns.all_gather import AllGather
 from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
 from megatron_balance.patterns.dispatch import Dispatch
 from megatron_balance.patterns.head_exchange import HeadExchange
+from megatron_balance.patterns.head_ring import HeadRing
 from megatron_balance.patterns.ring import Ring
 
 PATTERNS: dict[str, CommPattern[Any]] = {
     "ring": Ring(),
     "all_gather": AllGather(),
     "head_exchange": HeadExchange(),
+    "head_ring": HeadRing(),
     "dispatch": Dispatch(),
 }
 
