@@ -1,4 +1,4 @@
-"""What a rank still has to issue to its communication streams, first in, first out.
+"""Queue of the batches that a rank has still to issue to its communication streams, first in first out.
 
 With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asserts, all launches of a process go to the
 device through one queue: a batch at its head that waits for another stream holds back every kernel

@@ -1,4 +1,4 @@
-"""What one rank's host gave to its device, in issue order: launches, events, waits, memory let go.
+"""Trace of what one rank gave to its device, in issue order: launches, events, waits, memory let go.
 
 `tools.gpu_model.stand_ins` records it, `races` checks what is ordered by what, `timeline` gives it
 times.

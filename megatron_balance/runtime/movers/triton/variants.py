@@ -20,7 +20,7 @@ HELD_PARTS = PARTS[:2]
 
 
 class Kind(NamedTuple):
-    """What one launch moves: types of sources and targets, elements of a head."""
+    """Types of the sources and targets of one launch, and elements of a head."""
 
     source: torch.dtype
     target: torch.dtype
