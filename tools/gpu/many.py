@@ -61,7 +61,7 @@ FIGURES = (*EXACT.values(), HANGS, *LINKS.values(), *ROUND.values())
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank found. `seconds`: by figure."""
+    """Results of one rank. `seconds`: by figure."""
 
     ran: list[list[jobs.Ran]]
     seconds: dict[str, float]
@@ -107,7 +107,7 @@ def plan(name: str, num_ranks: int) -> MicrobatchPlan:
 
 
 def run_ranks(plans: Sequence[MicrobatchPlan], context: Context, folder: Path) -> tuple[list[Found], int]:
-    """What every rank found; and how many of them did not end.
+    """Results of every rank; and how many of them did not end.
 
     Raises:
         RuntimeError: a rank failed.

@@ -45,7 +45,7 @@ class Way:
 
 @dataclass
 class _Layer:
-    """What one attention call leaves for its backward."""
+    """Left by one attention call for its backward."""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     out: Tensor

@@ -349,7 +349,7 @@ class _Rank:
 
 
 def _entries(trace: Trace, machine: Machine) -> Iterator[_Entry]:
-    """What goes to the device, with the host's time."""
+    """Entries of the device's queue, with the host's time."""
     issued = 0.0
     for op in trace.ops:
         if op.what == "free":

@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a launch does, for the timeline.
+    """The work of a launch, for the timeline.
 
     Attributes:
         kind: attention forward or backward, a collective or a batch of messages, or anything else
