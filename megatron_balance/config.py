@@ -72,12 +72,15 @@ class RemapChoice(BaseModel):
 
 
 class CommunicationChoice(BaseModel):
-    """The most multiprocessors of a GPU that one communicator's transfers may take from the kernels
-    that run beside them (NCCL). Default: NCCL's own choice.
+    """The order of transfers, and the most multiprocessors of a GPU that one communicator's transfers
+    may take from the kernels that run beside them (NCCL). Default: NCCL's own choice.
     """
 
     model_config = STRICT
 
+    safe: bool = False
+    """Exchanges one after the other in the order of their ids, none passes another, and no CUDA
+    graphs: slower, and for the first day on a node. `communication: safe` says the same."""
     inter_node_sms: int | None = None
     """Between nodes."""
     intra_node_sms: int | None = None
@@ -179,7 +182,8 @@ class RunConfig(BaseModel):
     """Whether a microbatch runs as two nano-batches, each one's exchanges beside the other's
     computation; `auto`: for planners that are made for it (`planners.base.Planner.ping_pong`)."""
     communication: CommunicationChoice = CommunicationChoice()
-    """How much of a GPU transfers may take: keys inter_node_sms, intra_node_sms."""
+    """`safe`, or keys: safe (the order of transfers); inter_node_sms, intra_node_sms (how much of a
+    GPU they may take)."""
     backward: Policy = "keep"
     """`keep` holds received KV until backward; `replay` communicates it again and needs less
     memory."""
@@ -216,8 +220,9 @@ def read_config(path: str | Path, planners: Collection[str]) -> RunConfig:
     if isinstance(keys.get("routing"), dict):
         keys["routing"] = _of_keys(RoutingChoice, keys["routing"], path, "routing", "")
     if "communication" in keys:
+        given = {"safe": True} if keys["communication"] == "safe" else keys["communication"]
         keys["communication"] = _of_keys(
-            CommunicationChoice, keys["communication"], path, "communication", "keys such as inter_node_sms"
+            CommunicationChoice, given, path, "communication", "safe or keys such as inter_node_sms"
         )
     if keys.get("cluster") is not None:
         keys["cluster"] = ClusterChoice(MappingProxyType(_section("cluster", keys["cluster"], path, "cluster")))

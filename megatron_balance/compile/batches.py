@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from megatron_balance.compile.order import (
     LEGS,
     Leg,
@@ -18,24 +20,28 @@ from megatron_balance.compile.order import (
     Step,
     TrafficClass,
     collective_stream,
-    hops,
+    is_moved,
     stream_name,
-    traffic_class,
 )
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder, compile_ranks
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import as_array
-from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Op
 
-_LEG_ORDER = {leg: at for at, leg in enumerate(("direct", *LEGS))}
+_LEGS: tuple[Leg, ...] = ("direct", *LEGS)
+"""In the order of their issue."""
+_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
+_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
+_BITS = 20  # more than a rank takes
+_MASK = (1 << _BITS) - 1
 
 
 class Call(NamedTuple):
-    """What makes group calls of several ranks one and the same.
+    """Identity of a group call, the same on all of its ranks.
 
     `call`: of a phase, where several run one after the other or interleaved: (layer, nano-batch).
     """
@@ -75,13 +81,16 @@ OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
 """Whether a collective's ranks have a process group; its transfers go point to point if not."""
 
 
+Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
+"""(leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call."""
+
+
 def batches(
     ops: Sequence[Op],
     steps: Iterable[Step],
     rank: int,
     ranks_per_node: int,
     own_group: OwnGroup = lambda _: True,
-    call: tuple[int, int] = (0, 0),
 ) -> Iterator[Batch]:
     """Group calls of `rank` that the starts among `steps` issue, in order."""
     for step in steps:
@@ -90,33 +99,35 @@ def batches(
             continue
         if op.collective != "p2p" and own_group(op.group):
             stream = collective_stream(op.group, ranks_per_node)
-            yield Batch(Call(call, op.id, "direct", stream), step.op, op.group, frozenset())
+            yield Batch(Call((0, 0), op.id, "direct", stream), step.op, op.group, frozenset())
             continue
-        places: defaultdict[tuple[Leg, str], set[tuple[int, int]]] = defaultdict(set)
-        for leg, stream, a, b in transfers(op, ranks_per_node):
-            if rank in (a, b):
-                places[leg, stream].add((a, b))
-        for leg, stream in sorted(places, key=lambda place: (_LEG_ORDER[place[0]], place[1])):
-            yield Batch(Call(call, op.id, leg, stream), step.op, (), frozenset(places[leg, stream]))
+        for leg, stream, pairs in parts(op, rank, ranks_per_node):
+            yield Batch(Call((0, 0), op.id, leg, stream), step.op, (), pairs)
 
 
-def transfers(op: Exchange, ranks_per_node: int) -> Iterator[tuple[Leg, str, int, int]]:
-    """(leg, stream, from, to) of each hop of a point-to-point exchange, with repeats."""
+def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
+    """The group calls of a rank in a point-to-point exchange, in the order of their issue."""
     rows = as_array(op.transfers)
-    kinds: dict[tuple[int, int], set[int]] = {}
-    for kind, src, dst in rows[:, [Transfer.KIND, Transfer.SRC, Transfer.DST]].tolist():
-        kinds.setdefault((src, dst), set()).add(kind)
-    classes: dict[tuple[int, int], TrafficClass] = {
-        pair: traffic_class(list(carried)) for pair, carried in kinds.items()
-    }
-    routed: set[tuple[int, int]] = set()
-    for src, dst, _, send_proxy, receive_proxy in op.routes:
-        routed.add((src, dst))
-        for leg, a, b in hops((src, send_proxy, receive_proxy, dst)):
-            yield leg, stream_name(leg, True, classes[src, dst]), a, b
-    for (src, dst), of in classes.items():
-        if (src, dst) not in routed:
-            yield "direct", stream_name("direct", src // ranks_per_node != dst // ranks_per_node, of), src, dst
+    src, dst = rows[:, Transfer.ENDS].T
+    code, pair_of = np.unique(src << _BITS | dst, return_inverse=True)
+    moved = np.zeros(len(code), dtype=bool)
+    moved[pair_of.reshape(-1)[is_moved(rows[:, Transfer.KIND])]] = True
+    routes = as_array(op.routes)
+    stations = [routes[:, column] for column in _STATIONS]
+    routed: Ints = np.searchsorted(code, routes[:, Route.SRC] << _BITS | routes[:, Route.DST]).astype(np.int64)
+    direct = np.ones(len(code), dtype=bool)
+    direct[routed] = False
+    ends = [(0, code[direct] >> _BITS, code[direct] & _MASK, moved[direct])]
+    ends += [(1 + leg, stations[leg], stations[leg + 1], moved[routed]) for leg in range(len(LEGS))]
+    found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
+    for leg, begin, end, of in ends:
+        own = ((begin == rank) | (end == rank)) & (begin != end)
+        hops = np.unique((begin[own] << _BITS | end[own]) << 1 | of[own])
+        for hop in hops.tolist():
+            a, b = hop >> _BITS + 1, hop >> 1 & _MASK
+            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[int(hop) & 1])
+            found[leg, stream].add((a, b))
+    return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
 
 
 def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool) -> list[list[Batch]]:
@@ -140,15 +151,19 @@ def interleaved(
     """
     made: list[list[Batch]] = []
     for rank in range(len(nano_batches[0])):
-        calls: list[Batch] = []
-        of = [_phases(ranks[rank : rank + 1], backward=backward)[0] for ranks in nano_batches]
-        for nano_batch, layer, part in segments:
-            if part == "linear":
-                continue
-            ops, (steps, (attend, end), _) = of[nano_batch]
-            begin, stop = {"start": (0, attend), "attend": (attend, end), "end": (end, len(steps))}[part]
-            calls += batches(ops, steps[begin:stop], rank, ranks_per_node, own_group, (layer, nano_batch))
-        made.append(calls)
+        segment_calls: dict[tuple[int, str], list[Batch]] = {}
+        for nano_batch, ranks in enumerate(nano_batches):
+            ops, (steps, (attend, end), _) = _phases(ranks[rank : rank + 1], backward=backward)[0]
+            of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
+            for part, own in of.items():
+                segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
+        made.append(
+            [
+                batch._replace(call=batch.call._replace(call=(layer, nano_batch)))
+                for nano_batch, layer, part in segments
+                for batch in segment_calls.get((nano_batch, part), ())
+            ]
+        )
     return made
 
 

@@ -40,7 +40,7 @@ class IssueOrder:
     first: frozenset[int] = frozenset()
 
     def key(self, exchange_id: int, *, moved: bool) -> Key:
-        """What an exchange is sorted by; `moved`: its traffic class."""
+        """The key that an exchange is sorted by; `moved`: its traffic class."""
         if exchange_id in self.first:
             return 0, exchange_id
         # A moved one comes between the next exchange, if that is copied, and the one after it.

@@ -15,7 +15,9 @@ from megatron_balance.training import pool
 from megatron_balance.training.pool import Membership, Pool, TensorParallel
 
 
-def make_pool(ranks_per_node: int | None, sms: Mapping[str, int] | None = None, *, joint: bool = False) -> Pool:
+def make_pool(
+    ranks_per_node: int | None, sms: Mapping[str, int] | None = None, *, joint: bool = False, safe: bool = False
+) -> Pool:
     """Make the process groups of all pools, and return this rank's pool.
 
     Collective over the world, once, after Megatron's own groups.
@@ -31,7 +33,7 @@ def make_pool(ranks_per_node: int | None, sms: Mapping[str, int] | None = None, 
         stage=mpu.get_pipeline_model_parallel_rank(),
         stages=tuple(dist.get_process_group_ranks(stages)),
     )
-    return pool.make_pool(mine, ranks_per_node, sms, joint=joint)
+    return pool.make_pool(mine, ranks_per_node, sms, joint=joint, safe=safe)
 
 
 def tensor_parallel() -> TensorParallel:

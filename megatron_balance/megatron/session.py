@@ -79,9 +79,12 @@ class Session:
 
     def make_pools(self) -> None:
         """Make the groups of all pools; every rank calls this once, together."""
-        cluster, planner = self.config.cluster, self.config.planner
+        cluster, planner, communication = self.config.cluster, self.config.planner, self.config.communication
         self._pool = make_pool(
-            cluster.ranks_per_node if cluster is not None else None, self.config.communication.sms, joint=self.joint
+            cluster.ranks_per_node if cluster is not None else None,
+            communication.sms,
+            joint=self.joint,
+            safe=communication.safe,
         )
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built

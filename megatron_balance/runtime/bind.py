@@ -31,6 +31,7 @@ from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
+from megatron_balance.runtime.transport.connect import connect
 
 __all__ = ["AttentionShape", "Bound", "Counters", "bind"]
 
@@ -144,7 +145,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         )
     if plan.mask != CAUSAL:
         raise ConfigError(f"the executor runs plans of mask {CAUSAL.name!r} only, got {plan.mask.name!r}")
-    compiled = compile_rank(plan, rank, policy, phases=phases)
+    compiled = compile_rank(plan, rank, policy, phases=phases, passing=not groups.safe)
     program = compiled.program
     chosen = choose_kernel(kernel, torch.device(device), dtype, shape.head_dim)
     setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
@@ -156,6 +157,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
             lowering.phases, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep"
         )
         groups.buffers.reserve(needs.call_bytes)
+    connect(lowering.phases.values(), groups)
     owned = as_array(program.owned)
     return Bound(
         plan=plan,

@@ -1,4 +1,6 @@
-"""Queue of the batches that a rank has still to issue to its communication streams, first in first out.
+"""Queue of the batches that a rank has still to issue to its communication streams.
+
+First in, first out.
 
 With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asserts, all launches of a process go to the
 device through one queue: a batch at its head that waits for another stream holds back every kernel

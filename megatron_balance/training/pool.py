@@ -111,7 +111,12 @@ class Membership:
 
 
 def make_pool(
-    mine: Membership, ranks_per_node: int | None = None, sms: Mapping[str, int] | None = None, *, joint: bool = False
+    mine: Membership,
+    ranks_per_node: int | None = None,
+    sms: Mapping[str, int] | None = None,
+    *,
+    joint: bool = False,
+    safe: bool = False,
 ) -> Pool:
     """Make the process groups of all pools, and return this rank's pool.
 
@@ -124,6 +129,7 @@ def make_pool(
         sms: as for `make_groups`.
         joint: attention runs over the joint pools, which then have the groups and streams that it
             takes; else over each stage's pool.
+        safe: as for `make_groups`.
 
     Raises:
         ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are
@@ -149,7 +155,7 @@ def make_pool(
     first = {everyone[rank].replica: at for at, rank in enumerate(mine.pool) if everyone[rank].reads}
     readers = tuple(first[replica] for replica in sorted(first))
     if len(mine.stages) <= 1:
-        return Pool(make_groups(pools, size, sms=sms), size, replicas, readers)
+        return Pool(make_groups(pools, size, sms=sms, safe=safe), size, replicas, readers)
     joints = sorted(
         {
             tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage)
@@ -158,9 +164,9 @@ def make_pool(
     )
     joint_size = _common_node_size(joints, nodes)
     if joint:
-        groups, joint_groups = _plain_groups(pools), make_groups(joints, joint_size, sms=sms)
+        groups, joint_groups = _plain_groups(pools), make_groups(joints, joint_size, sms=sms, safe=safe)
     else:
-        groups, joint_groups = make_groups(pools, size, sms=sms), _plain_groups(joints)
+        groups, joint_groups = make_groups(pools, size, sms=sms, safe=safe), _plain_groups(joints)
     return Pool(groups, size, replicas, readers, mine.stage, len(mine.stages), joint_groups, joint_size)
 
 

@@ -11,7 +11,7 @@ communicator's ranks at its first use of each kind.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatron_balance.analysis.wire import is_collective
@@ -36,7 +36,7 @@ class GroupCall(NamedTuple):
     name: str = ""
 
     def links(self) -> set[tuple[str, Pair]]:
-        """What is connected at first use."""
+        """Links that are connected at first use."""
         pairs = self.pairs or {(a, b) for a in self.group for b in self.group if a != b}
         return {(self.communicator, pair) for pair in pairs}
 
@@ -92,9 +92,6 @@ def hanging(calls: Sequence[Sequence[GroupCall]], meeting: Meeting | None = None
     return {rank: own[at[rank]] for rank, own in enumerate(calls) if at[rank] < len(own)}
 
 
-Communicators: TypeAlias = Callable[[str], str]
-
-
 def group_calls(batches: Iterable[Batch]) -> list[GroupCall]:
     """Group calls of one rank. Each stream has a communicator of its own."""
     return [
@@ -108,21 +105,29 @@ def group_calls(batches: Iterable[Batch]) -> list[GroupCall]:
     ]
 
 
+def batches_of(
+    plans: Sequence[MicrobatchPlan], compiled: Sequence[Sequence[CompiledRank]], segments: Sequence[Segment]
+) -> tuple[list[list[Batch]], list[list[Batch]]]:
+    """Batches of every rank in the forward and in the backward of plans that run in `segments`."""
+    size, per_node = plans[0].num_ranks, plans[0].ranks_per_node
+
+    def own_group(group: tuple[int, ...]) -> bool:
+        return is_collective(group, size, per_node)
+
+    forward, back = (
+        interleaved(compiled, turns, per_node, backward=at, own_group=own_group)
+        for at, turns in ((False, segments), (True, backward(segments)))
+    )
+    return forward, back
+
+
 def calls_of(
     plans: Sequence[MicrobatchPlan],
     compiled: Sequence[Sequence[CompiledRank]],
     segments: Sequence[Segment] | None = None,
 ) -> list[list[GroupCall]]:
-    """Group calls of every rank in the forward and then the backward of nano-batches; `segments`: of
-    the forward.
+    """Group calls of every rank in the forward and then the backward of plans, one layer of each if
+    no segments are given.
     """
-    size, per_node = plans[0].num_ranks, plans[0].ranks_per_node
-    turns = one_by_one(1, len(plans)) if segments is None else segments
-    made: list[list[GroupCall]] = [[] for _ in range(size)]
-    for back, order in ((False, turns), (True, backward(turns))):
-        phase = interleaved(
-            compiled, order, per_node, backward=back, own_group=lambda g: is_collective(g, size, per_node)
-        )
-        for rank, batches in enumerate(phase):
-            made[rank] += group_calls(batches)
-    return made
+    phases = batches_of(plans, compiled, segments or one_by_one(1, len(plans)))
+    return [group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)]

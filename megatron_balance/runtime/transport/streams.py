@@ -1,12 +1,14 @@
 """Exchanges on CUDA: communication streams beside the compute stream, joined by events.
 
-The host waits for nothing. Each stream of `compile.order.streams` has a communicator of its own, so
-that what it carries is only in order with itself: transfers between nodes (high priority) beside
-those inside the node, and moved beside copied traffic. NCCL matches messages by their order between
-two ranks; ranks issue the exchanges of a stream in the order of their ids, and within one by
-source, target and piece. The legs of a routed exchange are one batch each, on streams of their own:
-a rank that passes pieces on waits, in the stream of the later leg, for the leg that brings them.
-Collectives have streams too, but go by the communicators of their ranks.
+The host waits for nothing: what ranks must connect they connect when they bind a plan
+(`runtime.transport.connect`). Each stream of `compile.order.streams` has a communicator of its own
+(`runtime.groups.stream_groups`), so that what it carries is only in order with itself: transfers
+between nodes (high priority) beside those inside the node, and moved beside copied traffic. NCCL
+matches messages by their order between two ranks; ranks issue exchanges in one order
+(`compile.issue_order`), their legs and streams as `compile.batches` has them, and messages within a
+batch by source, target and piece. The legs of a routed exchange are one batch each, on streams of
+their own: a rank that passes pieces on waits, in the stream of the later leg, for the leg that
+brings them. Collectives have streams too, but go by the communicators of their ranks.
 
 Where a batch is issued among the launches is decided here, and done by `runtime.issue`: later legs
 come behind the launch that they travel beside; values that only come back to this rank are received
@@ -134,6 +136,8 @@ class Streamed:
             before = self.groups.buffers.fences([t.tensor for t in transfers if not t.sends])
             issue = partial(self.issue, batches, place, transfers, (under_way, ready, before))
             behind = Behind.LAUNCHES if late else Behind.LAUNCH if place[0] in LATER_LEGS else Behind.NOTHING
+            if self.groups.safe:
+                behind = Behind.NOTHING
             self.groups.issues.put(under_way, issue, behind)
 
     def issue(

@@ -108,7 +108,7 @@ def test_a_circle_of_three_is_refused_though_no_two_ranks_share_two_calls() -> N
 def test_a_call_that_one_end_does_not_issue_is_refused() -> None:
     with pytest.raises(InvalidProgramError, match="rank 1 takes part in what rank 0 issues"):
         verify_issue_order([[call(0, 0, 1)], []])
-    with pytest.raises(InvalidProgramError, match="rank 0 issues exchange 0 .* twice"):
+    with pytest.raises(InvalidProgramError, match=r"rank 0 issues exchange 0 .* twice"):
         verify_issue_order([[call(0, 0, 1), call(0, 0, 1)], [call(0, 0, 1)]])
 
 

@@ -109,10 +109,37 @@ def test_limits_reach_the_communicators_of_their_link(make):
     whole, *nodes = new[:3]
     assert whole.options.config.max_ctas == 4  # collectives of the pool cross nodes
     assert [node.options.config.max_ctas for node in nodes] == [12, 12]
-    names = groups.stream_names(8, 4)
+    names = [name for name, _ in groups.stream_groups(8, 4)]
     for name, group in zip(names, new[3:], strict=True):
         assert group.options.config.max_ctas == (4 if name.startswith("inter_node") else 12), name
         assert group.options.high == name.startswith(("inter_node", "dispatch", "combine"))
+
+
+def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make):
+    """NCCL gives all pairs of a communicator the channels of the one that gets the fewest."""
+    for rank, node in ((0, [0, 1, 2, 3]), (6, [4, 5, 6, 7])):
+        made, nccl = make(rank, [list(range(8))], 4)
+        own = {id(group): group for what, group in nccl.log if what == "new"}
+        for name in groups.stream_names(8, 4):
+            group = made.streams._groups[name]
+            assert id(group) in own
+            assert group.ranks == (list(range(8)) if name.startswith("inter_node") else node), name
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "inside"),
+    [
+        (8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (6, 4, [(0, 1, 2, 3), (4, 5)]),
+        (5, 4, [(0, 1, 2, 3)]),
+        (8, 0, [tuple(range(8))]),
+    ],
+    ids=["even", "a smaller last node", "a lone last rank", "nodes not known"],
+)
+def test_communicators_inside_nodes_cover_every_node_of_several_ranks(size, per_node, inside):
+    made = groups.stream_groups(size, per_node)
+    assert [members for name, members in made if name == "dispatch moved"] == inside
+    assert [members for name, members in made if name == "inter_node"] == [tuple(range(size))]
 
 
 def test_without_limits_nccl_chooses(make):
@@ -131,7 +158,8 @@ def test_one_nodes_pool_is_limited_as_links_inside_a_node(make):
         ("{inter_node_sms: 0}", "communication.inter_node_sms: expected at least 1, got 0"),
         ("{inter_node_sm: 4}", "did you mean 'inter_node_sms'"),
         ("{intra_node_sms: many}", "communication.intra_node_sms: expected a whole number"),
-        ("16", "communication: expected keys such as inter_node_sms, got 16"),
+        ("16", "communication: expected safe or keys such as inter_node_sms, got 16"),
+        ("unsafe", "communication: expected safe or keys such as inter_node_sms, got 'unsafe'"),
     ],
 )
 def test_the_section_is_checked(tmp_path, text, said):
@@ -146,3 +174,10 @@ def test_the_section_is_read_and_written_back(tmp_path):
     path.write_text("planner: zeppelin\ncommunication: {inter_node_sms: 8}\n")
     assert load_config(path).communication.sms == {"inter_node": 8}
     assert load_config(path).communication == CommunicationChoice(inter_node_sms=8)
+    path.write_text("planner: zeppelin\ncommunication: safe\n")
+    assert load_config(path).communication == CommunicationChoice(safe=True)
+
+
+def test_the_safe_order_is_a_fact_of_the_pool(make):
+    assert not make(0, [list(range(8))], 4)[0].safe
+    assert make(0, [list(range(8))], 4, safe=True)[0].safe

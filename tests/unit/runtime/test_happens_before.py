@@ -1,5 +1,5 @@
-"""Happens-before of all that the runtime gives to a GPU's streams, on stand-ins: nothing touches memory that
-another stream may still use, and every wait that matters is found when it is left out.
+"""Happens-before of all that the runtime gives to a GPU's streams, on stand-ins: nothing touches
+memory that another stream may still use, and every wait that matters is found when it is left out.
 
 `python -m tools.gpu_model races` does the same to a thousand random plans.
 """

@@ -175,7 +175,7 @@ def test_more_gpus_than_there_are_is_a_sentence(monkeypatch):
 
 @pytest.mark.dist
 def test_the_part_over_several_gpus_runs_over_gloo():
-    """The same ranks, plans and calls over gloo, on two ranks: planners are exact, nobody hangs."""
+    """On two ranks, with the same plans and calls: planners are exact, nobody hangs."""
     done = subprocess.run(
         [str(ROOT / "tools" / "gpu" / "run"), "--json", "--gpus", "2"],
         capture_output=True,
