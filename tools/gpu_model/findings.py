@@ -56,7 +56,7 @@ def planned(name: str) -> MicrobatchPlan:
 
 
 def compare(name: str) -> Iterator[Compared]:
-    """The same plan under one queue and under a queue a stream."""
+    """Times of a plan under one queue, then under a queue a stream."""
     plan, way = planned(name), Way("keep", num_layers=1, head_dim=MODEL.head_dim)
     eager, now = (
         [record([plan], rank, way, eager=at_once) for rank in range(plan.num_ranks)] for at_once in (True, False)
