@@ -35,6 +35,7 @@ from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
+from megatron_balance.runtime.movers import build_variants
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
 from megatron_balance.training.keeping import Keeping
@@ -119,7 +120,11 @@ class Session:
         return row_multiple(self.args)
 
     def binder(self, groups: Groups) -> Binder:
-        """The facts by which this job's plans are bound. `groups`: ranks that attend together."""
+        """The facts by which this job's plans are bound. `groups`: ranks that attend together.
+
+        Before the first of them, whatever a step would otherwise have to compile is built.
+        """
+        build_variants(job_device(), self.dtype, self.shape.head_dim)
         return Binder(groups, self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire)
 
     def cluster(self) -> Cluster:

@@ -1,9 +1,10 @@
 """Search a trace of torch's profiler for steps that make the host wait for the device.
 
 A GPU is kept busy by a host that runs ahead of it; a host that waits (a value read by `.item()`, a
-copy to pageable memory, an explicit synchronisation) lets it run dry. `find_host_syncs` searches a
-Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the trace has the
-calls of CUDA's runtime, these decide. A trace without them, of a CPU, has the operators only: then
+copy to or from pageable memory, an explicit synchronisation) lets it run dry. `find_host_syncs`
+searches a Chrome trace, as `torch.profiler.profile.export_chrome_trace` writes it. Where the trace
+has the calls of CUDA's runtime, these decide; a copy from pageable memory waits too, whatever its
+name says, until CUDA has staged it. A trace without them, of a CPU, has the operators only: then
 those are named that would wait if their tensors were on a GPU.
 """
 
@@ -65,10 +66,10 @@ def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") in RUNTIME for event in events)
-    to_pageable = {
+    pageable = {
         event["args"].get("correlation")
         for event in events
-        if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"] and "Pageable" in event["name"]
+        if event.get("cat") == "gpu_memcpy" and "Pageable" in event["name"]
     }
     if within is not None and not any(
         event["name"] == within and event.get("cat") == "user_annotation" for event in events
@@ -77,7 +78,7 @@ def find_host_syncs(trace: Mapping[str, Any], within: str | None = None) -> list
     waits = [
         (event["ts"], HostSync(event["name"], where, event["dur"] / 1e6))
         for event, where in _nested(events)
-        if (_call_waits(event, to_pageable) if on_gpu else _op_waits(event)) and (within is None or within in where)
+        if (_call_waits(event, pageable) if on_gpu else _op_waits(event)) and (within is None or within in where)
     ]
     return [wait for _, wait in sorted(waits, key=lambda wait: wait[0])]
 
@@ -87,10 +88,10 @@ def read_trace(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _call_waits(event: Mapping[str, Any], to_pageable: set[Any]) -> bool:
+def _call_waits(event: Mapping[str, Any], pageable: set[Any]) -> bool:
     if event.get("cat") not in RUNTIME:
         return False
-    return event["name"] in WAITING_CALLS or event.get("args", {}).get("correlation") in to_pageable
+    return event["name"] in WAITING_CALLS or event.get("args", {}).get("correlation") in pageable
 
 
 def _op_waits(event: Mapping[str, Any]) -> bool:

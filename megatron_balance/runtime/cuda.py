@@ -13,6 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+HIGH_PRIORITY = ("inter_node", "dispatch", "combine")
+"""Streams whose launches go before those that wait for multiprocessors: transfers between nodes, and
+the legs inside a node that bring pieces to them and take pieces from them."""
+
+
+def has_high_priority(stream: str) -> bool:
+    """Whether a stream, named as in `compile.order.streams`, has high priority."""
+    return stream.startswith(HIGH_PRIORITY)
+
 
 class Transfer(NamedTuple):
     """One message of a batch, with pool rank `peer`. Both ends sort by (src, dst, index)."""
@@ -86,7 +95,7 @@ class CudaStreams:
 
     def of(self, name: str) -> CudaStream:
         if name not in self._streams:
-            self._streams[name] = CudaStream(self._groups.get(name), self._ranks, high=name.startswith("inter_node"))
+            self._streams[name] = CudaStream(self._groups.get(name), self._ranks, high=has_high_priority(name))
         return self._streams[name]
 
     def now(self) -> torch.cuda.Event:

@@ -70,6 +70,7 @@ class ForwardRun(PhaseRun):
         q, (k, v) = self.query_operand(step.q), self.key_operand(step.k)
         self.fill()
         out, lse = self.bound.kernel.forward(step.entries, q, k, v, self.scale)
+        self.transport.launched()
         self.partials.add(step.out, step.merges, out, lse)
 
     def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
@@ -149,6 +150,7 @@ class BackwardRun(PhaseRun):
         )
         self.fill()
         dq, dk, dv = self.bound.kernel.backward(step.entries, final, q, k, v, self.scale)
+        self.transport.launched()
         places = self.places(Kind.Q_GRAD, step.dq_sums, (dq,))
         places += self.places(Kind.KV_GRAD, step.dk_sums, (dk, dv))
         if places:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.cuda import CudaStreams, Streams
+from megatron_balance.runtime.cuda import CudaStreams, Streams, has_high_priority
+from megatron_balance.runtime.issue import IssueQueue
 from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.runtime.workers import Workers
 
@@ -40,6 +41,7 @@ class Groups:
         workers: the threads that relay for others (gloo).
         streams: those that carry the rank's exchanges (NCCL).
         buffers: memory that all calls share.
+        issues: what the rank has still to issue to its streams.
         safe: exchanges are issued one after the other in the order of their ids
             (`communication: safe`).
         connected: what was connected before (`runtime.transport.connect`).
@@ -53,6 +55,7 @@ class Groups:
     workers: Workers = field(default_factory=Workers)
     streams: Streams | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
+    issues: IssueQueue = field(default_factory=IssueQueue)
     safe: bool = False
     connected: set[Link] = field(default_factory=set)
 
@@ -146,11 +149,12 @@ def make_groups(
 def nccl_options(stream: str, sms: Mapping[str, int]) -> Any:
     """NCCL's options for a communicator of `stream`.
 
-    Dispatch and combine of a routed exchange stay inside the node. A thread block of NCCL's takes a
+    NCCL's kernels run on a stream of the communicator's own, which has the priority of ours. Dispatch
+    and combine of a routed exchange stay inside the node. A thread block of NCCL's takes a
     multiprocessor, and `max_ctas` is the most that it launches of them for one call.
     """
     inter_node = stream.startswith("inter_node")
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inter_node)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=has_high_priority(stream))
     limit = sms.get("inter_node" if inter_node else "intra_node")
     if limit is not None:
         options.config.max_ctas = limit

@@ -50,6 +50,7 @@ class Server:
                 case "start":
                     runs[nano_batch] = self._run(bounds[nano_batch], backward=backward)
                     runs[nano_batch].start()
+                    bounds[nano_batch].groups.issues.flush()
                 case "attend":
                     runs[nano_batch].attend()
                 case "end":

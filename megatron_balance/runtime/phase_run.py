@@ -103,6 +103,7 @@ class PhaseRun:
         """Take every step up to the last launch, and issue what brings results to their owners."""
         with self.guarded():
             self.take_steps(self.phase.cuts.end)
+            self.transport.attended()
 
     def end(self) -> None:
         """Wait for results of owned rows, and for all that the rank relays for others."""
@@ -168,6 +169,10 @@ class PhaseRun:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory of the rank's pool, not filled."""
         return self.bound.groups.buffers.empty(shape, dtype or self.dtype, self.device)
+
+    def slot(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """As `empty`; the transport is the first to write it."""
+        return self.bound.groups.buffers.empty(shape, dtype, self.device, received=True)
 
     def gather(
         self, packed: Packed, of: Callable[[int], Tensor], dtype: torch.dtype, into: Tensor | None = None
@@ -326,7 +331,7 @@ class PhaseRun:
         """
         if not exchange.routed_receives:
             return {}, [
-                [self.empty(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)]
+                [self.slot(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)]
                 for m in self.brought(exchange)
             ]
         arriving: dict[int, Tensor] = {}
@@ -334,10 +339,10 @@ class PhaseRun:
         for peer, messages in groupby(exchange.receives, attrgetter("peer")):
             carried = [m.carried for m in messages]
             if peer in exchange.routed_receives:
-                arriving[peer] = self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8)
+                arriving[peer] = self.slot(parcel_bytes(carried, self.form), dtype=torch.uint8)
                 slots += unpack(arriving[peer], carried, self.form)
             else:
-                slots += [[self.empty(*shape, dtype=dtype) for shape, dtype in shapes(c, self.form)] for c in carried]
+                slots += [[self.slot(*shape, dtype=dtype) for shape, dtype in shapes(c, self.form)] for c in carried]
         return arriving, slots
 
     def arrive(self, message: Message, tensors: list[Tensor]) -> None:

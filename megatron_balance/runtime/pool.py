@@ -7,8 +7,10 @@ nothing is allocated, and shapes that vary from microbatch to microbatch leave t
 allocator alone.
 
 A buffer is taken back when the last tensor on it is gone, whoever held it: autograd's saved
-tensors, views and transports included. Where another stream read or wrote it, it is used again as
-late as can be, and the compute stream waits for that other use first, on the device.
+tensors, views and transports included. Where another stream read or wrote it and the compute stream
+has not waited for that, it is used again as late as can be, behind a fence: whoever touches it first
+waits for that other use, on the device. That is the compute stream, or the stream that receives into
+it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,21 +35,53 @@ SLAB = 1 << 20
 
 Extent = tuple[int, int]
 """Bytes [start, stop) of a slab."""
-Fence = Callable[[], None]
-"""Makes the compute stream wait, on the device, for another stream to be done with some memory."""
+
+
+class Fence(NamedTuple):
+    """The end of another stream's use of some memory.
+
+    Attributes:
+        stream: its name.
+        number: of the event among those of the stream, rising.
+        event: at which the use is over.
+        wait: makes the compute stream wait for an event, on the device.
+    """
+
+    stream: str
+    number: int
+    event: Any
+    wait: Callable[[Any], None]
+
+
+class Passed:
+    """How far the compute stream has waited for each other stream."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def has(self, fence: Fence) -> bool:
+        """Whether the compute stream has waited for a fence, or for a later one of its stream."""
+        return self._numbers.get(fence.stream, 0) >= fence.number
+
+    def wait(self, fence: Fence) -> None:
+        """Make the compute stream wait for a fence, unless it has."""
+        if not self.has(fence):
+            fence.wait(fence.event)
+            self._numbers[fence.stream] = fence.number
 
 
 @dataclass(slots=True)
 class _Slab:
     """One allocation.
 
-    `free`: ascending, never touching one another. `fenced`: free once the fences are passed, the
-    oldest first.
+    `free`: ascending, never touching one another. `fenced`: free, but behind fences, the oldest
+    first. `guards`: those of them that lie in `free` again, since there was no other memory.
     """
 
     memory: Tensor
     free: list[Extent]
     fenced: deque[tuple[Extent, list[Fence]]] = field(default_factory=deque)
+    guards: list[tuple[Extent, list[Fence]]] = field(default_factory=list)
 
     def put(self, extent: Extent) -> None:
         start, stop = extent
@@ -63,6 +98,19 @@ class _Slab:
             insort(self.free, (at[0] + num_bytes, at[1]))
         return at[0], at[0] + num_bytes
 
+    def fences(self, extent: Extent) -> list[Fence]:
+        """The fences in front of an extent that was taken; of what is left they stay."""
+        found: list[Fence] = []
+        left: list[tuple[Extent, list[Fence]]] = []
+        for (start, stop), fences in self.guards:
+            if extent[1] <= start or stop <= extent[0]:
+                left.append(((start, stop), fences))
+                continue
+            found += fences
+            left += [(part, fences) for part in ((start, extent[0]), (extent[1], stop)) if part[0] < part[1]]
+        self.guards = left
+        return found
+
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
     """Says when a storage is gone, and which."""
@@ -76,6 +124,7 @@ class _Lease:
     slab: _Slab
     extent: Extent
     watch: _Watch
+    before: list[Fence]
     fences: list[Fence] = field(default_factory=list)
 
 
@@ -92,6 +141,8 @@ class BufferPool:
         self._leases: dict[int, _Lease] = {}  # by address
         self._returned: deque[int] = deque()
         self._lock = Lock()
+        self._num_fences = 0
+        self.passed = Passed()
         self.slab_bytes = SLAB
         self.held_bytes = 0
         self.used_bytes = 0
@@ -109,10 +160,13 @@ class BufferPool:
         """
         self.slab_bytes = max(self.slab_bytes, _aligned(num_bytes))
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, received: bool = False
+    ) -> Tensor:
         """A tensor that is not filled.
 
-        Its memory is its own until the last tensor on it is gone.
+        Its memory is its own until the last tensor on it is gone. `received`: another stream is the
+        first to touch it, which waits for `fences` of it; else the compute stream has waited.
         """
         if not self.lends(device):
             return torch.empty(shape, dtype=dtype, device=device)
@@ -122,7 +176,8 @@ class BufferPool:
             return torch.empty(shape, dtype=dtype, device=device)
         with self._lock:
             self._take_back()
-            slab, extent, fences = self._find(num_bytes, device)
+            slab, extent = self._find(num_bytes, device)
+            fences = slab.fences(extent)
             self.used_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             raw = slab.memory[extent[0] : extent[0] + num_elements * dtype.itemsize].view(dtype)
@@ -131,9 +186,10 @@ class BufferPool:
             lent = dlpack.from_dlpack(dlpack.to_dlpack(raw))  # pyright: ignore[reportPrivateImportUsage]
             watch = _Watch(lent.untyped_storage(), self._note)
             watch.address = lent.data_ptr()
-            self._leases[watch.address] = _Lease(slab, extent, watch)
-        for fence in fences:
-            fence()
+            self._leases[watch.address] = _Lease(slab, extent, watch, fences if received else [])
+        if not received:
+            for fence in sorted(fences, key=lambda f: f.number, reverse=True):
+                self.passed.wait(fence)
         return lent.view(shape)
 
     def _note(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
@@ -141,8 +197,27 @@ class BufferPool:
         assert isinstance(watch, _Watch)
         self._returned.append(watch.address)
 
+    def fence(self, stream: str, event: Any, wait: Callable[[Any], None]) -> Fence:
+        """The next fence of a stream. `wait`: makes the compute stream wait for `event`."""
+        self._num_fences += 1
+        return Fence(stream, self._num_fences, event, wait)
+
+    def fences(self, tensors: Iterable[Tensor]) -> list[Fence]:
+        """Fences that a stream passes before it writes to memory that was lent for receiving.
+
+        The last of each stream is enough, and none that the compute stream has waited for.
+        """
+        last: dict[str, Fence] = {}
+        with self._lock:
+            for x in tensors:
+                lease = self._leases.get(x.untyped_storage().data_ptr())
+                for fence in lease.before if lease is not None else ():
+                    if fence.stream not in last or last[fence.stream].number < fence.number:
+                        last[fence.stream] = fence
+        return [fence for fence in last.values() if not self.passed.has(fence)]
+
     def used(self, tensors: Iterable[Tensor], fence: Fence) -> None:
-        """Note that another stream uses the tensors, until `fence` lets the compute stream go on.
+        """Note that another stream uses the tensors, until `fence`.
 
         Those that are not of the pool are ignored.
         """
@@ -152,15 +227,14 @@ class BufferPool:
                 if lease is not None:
                     lease.fences.append(fence)
 
-    def _find(self, num_bytes: int, device: torch.device) -> tuple[_Slab, Extent, list[Fence]]:
-        """The place of a buffer, and the fences that the compute stream has to wait for first.
+    def _find(self, num_bytes: int, device: torch.device) -> tuple[_Slab, Extent]:
+        """The place of a buffer.
 
-        The smallest free extent that holds it, else one that other streams were given, the oldest
-        first, else one of a new slab.
+        The smallest free extent that holds it, else one behind fences, the oldest first, else one of
+        a new slab.
         """
         key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         slabs = self._slabs.setdefault(key, [])
-        passed: list[Fence] = []
         while True:
             best, extent = None, (0, 0)
             for slab in slabs:
@@ -168,27 +242,31 @@ class BufferPool:
                     if stop - start >= num_bytes and (best is None or stop - start < extent[1] - extent[0]):
                         best, extent = slab, (start, stop)
             if best is not None:
-                return best, best.take(extent, num_bytes), passed
+                return best, best.take(extent, num_bytes)
             oldest = next((slab for slab in slabs if slab.fenced), None)
             if oldest is None:
                 break
             extent, fences = oldest.fenced.popleft()
             oldest.put(extent)
-            passed += fences
+            fences = [fence for fence in fences if not self.passed.has(fence)]
+            if fences:
+                oldest.guards.append((extent, fences))
         size = max(num_bytes, self.slab_bytes)
         slab = _Slab(torch.empty(size, dtype=torch.uint8, device=device), [(0, size)])
         slabs.append(slab)
         self.held_bytes += size
         self.num_slabs += 1
-        return slab, slab.take((0, size), num_bytes), passed
+        return slab, slab.take((0, size), num_bytes)
 
     def _take_back(self) -> None:
         """Take back what was let go since the last call. Called with the lock."""
         while self._returned:
             lease = self._leases.pop(self._returned.popleft())
             self.used_bytes -= lease.extent[1] - lease.extent[0]
-            if lease.fences:
-                lease.slab.fenced.append((lease.extent, lease.fences))
+            # Streams that used it have waited for what was before it.
+            fences = [fence for fence in lease.fences or lease.before if not self.passed.has(fence)]
+            if fences:
+                lease.slab.fenced.append((lease.extent, fences))
             else:
                 lease.slab.put(lease.extent)
 

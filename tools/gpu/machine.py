@@ -20,7 +20,7 @@ class Machine:
     """A machine and its packages.
 
     `name`: of the GPU, or of the processor where there is none. `versions`: by package, None for
-    those that are not installed.
+    those that are not installed. `gpus`: how many.
     """
 
     device: Device
@@ -30,6 +30,7 @@ class Machine:
     cores: int
     python: str
     versions: dict[str, str | None]
+    gpus: int = 0
 
     @property
     def slug(self) -> str:
@@ -49,6 +50,7 @@ def describe() -> Machine:
         cores=os.cpu_count() or 1,
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
+        gpus=torch.cuda.device_count() if gpu else 0,
     )
 
 

@@ -1,5 +1,7 @@
 """The parts of the suite in the order they run, the most important first.
 
+`PARTS` run on one GPU, `MANY` over several.
+
 Modules that the runner imports in processes of their own.
 """
 
@@ -14,3 +16,5 @@ PARTS: dict[str, str] = {
     "profile": "tools.gpu.cost_table",
     "step": "tools.gpu.whole_step",
 }
+
+MANY: dict[str, str] = {"many": "tools.gpu.many"}

@@ -96,12 +96,13 @@ class Context:
 
     `device`: what it runs on; "cpu" is for trying it out. `deadline`: until when, by
     `time.monotonic`. `prefix`: how the files begin that it may leave beside its rows, folder and
-    all, such as docs/measurements/h200; None: it leaves none.
+    all, such as docs/measurements/h200; None: it leaves none. `ranks`: of a part over several GPUs.
     """
 
     device: Device
     deadline: float
     prefix: Path | None = None
+    ranks: int = 1
 
     @property
     def on_gpu(self) -> bool:

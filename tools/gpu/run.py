@@ -1,6 +1,7 @@
 """Run the GPU suite: `python -m tools.gpu.run [--json] [--parts kernels,step] [--limit-s 470]`.
 
 On a GPU it takes less than eight minutes and writes docs/measurements/<gpu>-suite.json and .md.
+`--gpus 8` runs what takes several GPUs instead, over real NCCL, and writes <gpu>-x8-suite.
 Without one the same parts run small, Triton's kernels in its interpreter, in less than a minute;
 what only a GPU can say is then a row that reads "not measured", and no file is written. Needs
 torch, triton and the wheel of megatron-core.
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, cast
 from tqdm import tqdm
 
 from tools.gpu import report
-from tools.gpu.parts import PARTS
+from tools.gpu.parts import MANY, PARTS
 from tools.gpu.rows import NEEDS_GPU, OUT_OF_TIME, Context, Device, Figure, Part, Row
 
 if TYPE_CHECKING:
@@ -56,11 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     began = time.monotonic()
     machine = describe()
+    if machine.device == "cuda" and machine.gpus < options.gpus:
+        sys.exit(f"error: --gpus {options.gpus}: there are {machine.gpus} here; ask for fewer")
     prefix = _prefix(machine, options.out)
+    if prefix is not None and options.gpus > 1:
+        prefix = prefix.with_name(f"{prefix.name}-x{options.gpus}")
     deadline = began + (options.limit_s or LIMIT_S[machine.device])
     rows: list[Row] = []
     for name in tqdm(options.parts, unit="part", file=sys.stderr, disable=None):
-        rows += rows_of(name, machine.device, deadline, prefix)
+        rows += rows_of(name, machine.device, deadline, prefix, options.gpus)
     document = report.document(machine, rows, time.monotonic() - began)
     if prefix is not None:
         report.write(document, prefix)
@@ -77,6 +82,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--parts", type=lambda text: text.split(","), default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}"
     )
     parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="run over 2, 4, 6 or 8 GPUs, a rank on each, and only that"
+    )
+    parser.add_argument(
         "--limit-s", type=float, metavar="S", help="seconds the suite may take (default: 470 on a GPU, 150 without)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write on a GPU (default: docs/measurements)")
@@ -84,6 +92,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("part", "device", "until", "rows", "prefix"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.gpus not in (1, 2, 4, 6, 8):
+        parser.error(f"--gpus {options.gpus}: expected 1, or 2, 4, 6 or 8 (half of them play one node, half another)")
+    if options.gpus > 1:
+        options.parts = list(MANY)
+        return options
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"--parts {unknown[0]}: no such part; choose of {', '.join(PARTS)}")
@@ -103,7 +116,7 @@ def _prefix(machine: Machine, out: Path | None) -> Path | None:
     return folder / machine.slug
 
 
-def rows_of(name: str, device: Device, deadline: float, prefix: Path | None) -> list[Row]:
+def rows_of(name: str, device: Device, deadline: float, prefix: Path | None, ranks: int = 1) -> list[Row]:
     """All rows of a part: those it measured, and for the others why not."""
     part = _load(name)
     asked = [figure for figure in part.FIGURES if device == "cuda" or not figure.speed]
@@ -112,7 +125,7 @@ def rows_of(name: str, device: Device, deadline: float, prefix: Path | None) -> 
     measured: dict[str, Row] = {}
     if asked and left > (part.BUDGET_S if device == "cuda" else 0.0):
         budget = part.BUDGET_S if device == "cuda" else left
-        measured, trouble = _run_apart(name, device, min(left, budget), prefix)
+        measured, trouble = _run_apart(name, device, min(left, budget), prefix, ranks)
         why, lost = (trouble or "the part said nothing of it"), trouble != OUT_OF_TIME
     return [measured.get(figure.name) or _missing(figure, figure in asked, why, lost) for figure in part.FIGURES]
 
@@ -124,15 +137,17 @@ def _missing(figure: Figure, asked: bool, why: str, lost: bool) -> Row:
 
 
 def _load(name: str) -> Part:
-    return cast("Part", importlib.import_module(PARTS[name]))
+    return cast("Part", importlib.import_module((PARTS | MANY)[name]))
 
 
-def _run_apart(name: str, device: Device, seconds: float, prefix: Path | None) -> tuple[dict[str, Row], str]:
+def _run_apart(
+    name: str, device: Device, seconds: float, prefix: Path | None, ranks: int
+) -> tuple[dict[str, Row], str]:
     """Rows by figure of a part, run in a process of its own, and the reason if it ended early."""
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder, "rows"), Path(folder, "log")
         words = ["--part", name, "--device", device, "--until", str(time.monotonic() + seconds), "--rows", str(rows)]
-        words += ["--prefix", str(prefix)] if prefix is not None else []
+        words += ["--gpus", str(ranks), *(["--prefix", str(prefix)] if prefix is not None else [])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         if device == "cpu":
             environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -176,7 +191,8 @@ def run_part(options: argparse.Namespace) -> int:
     """In a process of its own: measure one part, and write each row as soon as it is there."""
     part = _load(options.part)
     known = {figure.name for figure in part.FIGURES}
-    context = Context(options.device, float(options.until), Path(options.prefix) if options.prefix else None)
+    prefix = Path(options.prefix) if options.prefix else None
+    context = Context(options.device, float(options.until), prefix, options.gpus)
     with Path(options.rows).open("a", encoding="utf-8") as file:
         for row in part.measure(context):
             assert row.name in known, f"{row.name} is not among the part's FIGURES"

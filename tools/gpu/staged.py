@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_balance.runtime.cuda import CudaStream, CudaStreams, Transfer
+from megatron_balance.runtime.cuda import CudaStream, CudaStreams, Transfer, has_high_priority
 from megatron_balance.runtime.groups import Groups, stream_groups
 
 PATIENCE_S = 30.0
@@ -108,7 +108,7 @@ class StagedStreams(CudaStreams):
 
     def of(self, name: str) -> StagedStream:
         if name not in self._staged:
-            high = name.startswith("inter_node")
+            high = has_high_priority(name)
             self._staged[name] = StagedStream(self._groups.get(name), self._ranks, self._errors, high=high)
         return self._staged[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -37,3 +38,13 @@ def choose_mover(name: str, device: torch.device) -> Mover:
             return TritonMover(device)
         case _:
             raise ConfigError(f"unknown mover {name!r}; known: {', '.join(MOVERS)}")
+
+
+@lru_cache(maxsize=8)
+def build_variants(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
+    """Compile all that the mover of `device` will launch; the number of variants."""
+    if choose_mover("auto", device).name != "triton":
+        return 0
+    from megatron_balance.runtime.movers.triton.variants import build
+
+    return build(device, dtype, head_dim)

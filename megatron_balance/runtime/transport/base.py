@@ -36,6 +36,14 @@ class Transport(Protocol):
         """Begin an exchange that was expected."""
         ...
 
+    def launched(self) -> None:
+        """Note that the host issued a launch: what an exchange has to issue behind it may follow."""
+        ...
+
+    def attended(self) -> None:
+        """Note that the host issued the last launch of the call."""
+        ...
+
     def arrived(self, exchange: ExchangeStep) -> None:
         """Wait for the tensors of an exchange: whatever is issued next finds them."""
         ...

@@ -152,7 +152,7 @@ def _all_to_all(
     device = _device(sends, receives)
     out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
     packed = groups.buffers.empty((sum(in_sizes),), torch.uint8, device)
-    raw = groups.buffers.empty((sum(out_sizes),), torch.uint8, device)
+    raw = groups.buffers.empty((sum(out_sizes),), torch.uint8, device, received=True)
     received: list[tuple[Tensor, Tensor]] = []
     send_at = receive_at = 0
     for peer, num_in, num_out in zip(group, in_sizes, out_sizes, strict=True):
@@ -179,7 +179,7 @@ def _all_gather(
     mine = [p for p in sends if p[0] == others[0]]
     width = max([_size(sends, others[0]), *(_size(receives, peer) for peer in others)])
     packed = groups.buffers.empty((width,), torch.uint8, device)
-    raw = groups.buffers.empty((width * len(group),), torch.uint8, device)
+    raw = groups.buffers.empty((width * len(group),), torch.uint8, device, received=True)
     _pack_into(mine, packed, 0)
 
     def issue() -> list[dist.Work]:
@@ -208,7 +208,7 @@ def _reduce_scatter(
     dtype = next(x.dtype for _, x in (*sends, *receives))  # gradients: all of the wide type
     width = max([sum(padded(x.nbytes) for _, x in receives), *(_size(sends, peer) for peer in group)])
     packed = groups.buffers.empty((width * len(group),), torch.uint8, device).zero_()
-    raw = groups.buffers.empty((width,), torch.uint8, device)
+    raw = groups.buffers.empty((width,), torch.uint8, device, received=True)
     for index, peer in enumerate(group):
         _pack_into([p for p in sends if p[0] == peer], packed, index * width)
 

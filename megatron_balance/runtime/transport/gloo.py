@@ -114,6 +114,12 @@ class Gloo:
                 under_way.keep.append(x)
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
 
+    def launched(self) -> None:
+        """Do nothing: a launch on a CPU is over when it returns."""
+
+    def attended(self) -> None:
+        """Do nothing: everything is under way."""
+
     def arrived(self, exchange: ExchangeStep) -> None:
         self.under_way.pop(exchange.id).arrived()
         self.let_go([at for at in self.leaving if at < exchange.id])

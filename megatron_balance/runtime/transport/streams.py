@@ -7,15 +7,19 @@ between nodes (high priority) beside those inside the node, and moved beside cop
 matches messages by their order between two ranks; ranks issue exchanges in one order
 (`compile.issue_order`), their legs and streams as `compile.batches` has them, and messages within a
 batch by source, target and piece. The legs of a routed exchange are one batch each, on streams of
-their own, since a leg waits for the one before. Collectives have streams too, but go by the
-communicators of their ranks.
+their own: a rank that passes pieces on waits, in the stream of the later leg, for the leg that
+brings them. Collectives have streams too, but go by the communicators of their ranks.
+
+Where a batch is issued among the launches is decided here, and done by `runtime.issue`: later legs
+come behind the launch that they travel beside; values that only come back to this rank are received
+behind the last launch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,11 +27,14 @@ from torch import Tensor
 
 from megatron_balance.analysis.wire import piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
+from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.counters import Traffic
 from megatron_balance.runtime.cuda import Streams, Transfer
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.issue import Behind
 from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
 from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, RelayTask
+from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport.base import Parcel
 from megatron_balance.runtime.transport.comm import (
@@ -38,17 +45,49 @@ from megatron_balance.runtime.transport.comm import (
     pieces,
 )
 
+LATER_LEGS: tuple[Leg, ...] = ("across", "combine")
+"""Legs that wait for an earlier one, here or on another rank."""
+
 
 @dataclass(slots=True)
 class _UnderWay:
-    """An exchange that was issued.
+    """An exchange that was started.
 
-    `events`: after which all that comes to this rank is there; `packed`: it is in a collective's
-    own order.
+    Attributes:
+        fences: by stream, that behind which all that comes to this rank is there.
+        joined: streams that have waited for what the compute stream did before it.
+        packed: it is in a collective's own order.
     """
 
-    events: list[Any]
+    fences: dict[str, Fence] = field(default_factory=dict)
+    joined: set[str] = field(default_factory=set)
     packed: CollectiveCall | None = None
+
+
+_Place = tuple[Leg, str]
+"""(leg, stream) of a batch."""
+
+
+class _Batches:
+    """The batches of one exchange.
+
+    Attributes:
+        transfers: by place.
+        after: of places where the rank sends on what came: the places that bring it.
+        ended: by place, the fence behind a batch that is issued.
+    """
+
+    def __init__(self) -> None:
+        self.transfers: dict[_Place, list[Transfer]] = {}
+        self.after: dict[_Place, set[_Place]] = {}
+        self.ended: dict[_Place, Fence] = {}
+
+    def add(self, place: _Place, transfer: Transfer) -> None:
+        self.transfers.setdefault(place, []).append(transfer)
+
+    def places(self) -> list[_Place]:
+        """In the order in which every rank issues them."""
+        return sorted(self.transfers, key=lambda place: (("direct", *LEGS).index(place[0]), place[1]))
 
 
 class Streamed:
@@ -82,47 +121,80 @@ class Streamed:
             )
             self.traffic.inter_node_bytes_received += sum(x.nbytes for peer, x in receives if peer in exchange.far)
         if is_collective(exchange, self.groups):
-            self.under_way[exchange.id] = self.start_collective(
-                exchange, pack_collective(sends, receives, exchange, self.groups)
-            )
+            self.start_collective(exchange, pack_collective(sends, receives, exchange, self.groups))
             return
-        batches: dict[tuple[Leg, str], list[Transfer]] = {}
+        batches = _Batches()
         self.add_own(exchange, sends, receives, arriving, batches)
-        self.add_relay_tasks(self.relay_tasks.get(exchange.op, ()), batches)
-        ready = self.streams.now()
-        events: list[Any] = []
-        before: dict[str, Any] = {}  # last leg by traffic class: the next one sends what it brought
-        for leg, name in sorted(batches, key=lambda place: (("direct", *LEGS).index(place[0]), place[1])):
-            stream, traffic_class = self.streams.of(name), name.partition(" ")[2]
-            transfers = sorted(batches[leg, name], key=lambda t: t[:3])
-            if any(self.groups.rank in (t.src, t.dst) for t in transfers):
-                stream.wait(ready)  # what is only relayed does not wait for this rank's own work
-            if leg != "direct" and traffic_class in before:
-                stream.wait(before[traffic_class])
-            for transfer in transfers:
-                stream.uses(transfer.tensor)
-            stream.batch(transfers)
-            event = stream.record()
-            self.groups.buffers.used([t.tensor for t in transfers], partial(self.streams.wait, event))
-            if leg != "direct":
-                before[traffic_class] = event
-            if any(not t.sends and t.dst == self.groups.rank for t in transfers):
-                events.append(event)
-        self.under_way[exchange.id] = _UnderWay(events)
+        relay_tasks = self.relay_tasks.get(exchange.op, ())
+        self.add_relay_tasks(relay_tasks, batches)
+        brings_back = all(m.kind in MOVED for m in exchange.receives)
+        late = not sends and not relay_tasks and brings_back
+        under_way = self.under_way[exchange.id] = _UnderWay()
+        ready = None if late else self.streams.now()
+        for place in batches.places():
+            transfers = sorted(batches.transfers[place], key=lambda t: t[:3])
+            before = self.groups.buffers.fences([t.tensor for t in transfers if not t.sends])
+            issue = partial(self.issue, batches, place, transfers, (under_way, ready, before))
+            behind = Behind.LAUNCHES if late else Behind.LAUNCH if place[0] in LATER_LEGS else Behind.NOTHING
+            if self.groups.safe:
+                behind = Behind.NOTHING
+            self.groups.issues.put(under_way, issue, behind)
 
-    def start_collective(self, exchange: ExchangeStep, packed: CollectiveCall) -> _UnderWay:
-        """Issue one call on the communicator of its ranks.
+    def issue(
+        self,
+        batches: _Batches,
+        place: _Place,
+        transfers: Sequence[Transfer],
+        started: tuple[_UnderWay, Any, Sequence[Fence]],
+    ) -> None:
+        """Issue one batch.
+
+        `started`: its exchange; the event behind which the compute stream has written what it sends,
+        and let go of the memory that it fills (None: that is now); and other streams' uses of that
+        memory.
+        """
+        under_way, ready, before = started
+        name, own = place[1], any(self.groups.rank in (t.src, t.dst) for t in transfers)
+        stream = self.streams.of(name)
+        if own and name not in under_way.joined:  # what is only relayed does not wait for this rank's own work
+            stream.wait(self.streams.now() if ready is None else ready)
+            under_way.joined.add(name)
+        for fence in (*before, *(batches.ended[bringing] for bringing in sorted(batches.after.get(place, ())))):
+            if fence.stream != name:
+                stream.wait(fence.event)
+        for transfer in transfers:
+            stream.uses(transfer.tensor)
+        stream.batch(transfers)
+        fence = batches.ended[place] = self.fence(name)
+        self.groups.buffers.used([t.tensor for t in transfers], fence)
+        if any(not t.sends and t.dst == self.groups.rank for t in transfers):
+            under_way.fences[name] = fence
+
+    def fence(self, name: str) -> Fence:
+        """The end of all that a stream was given so far."""
+        return self.groups.buffers.fence(name, self.streams.of(name).record(), self.streams.wait)
+
+    def start_collective(self, exchange: ExchangeStep, packed: CollectiveCall) -> None:
+        """Put one call on the communicator of its ranks.
 
         The compute stream has packed the bytes and will unpack them.
         """
-        stream = self.streams.of(exchange.stream)
-        stream.wait(self.streams.now())
-        for x in packed.memory:
-            stream.uses(x)
-        stream.call(packed.issue)
-        event = stream.record()
-        self.groups.buffers.used(packed.memory, partial(self.streams.wait, event))
-        return _UnderWay([event], packed)
+        under_way = self.under_way[exchange.id] = _UnderWay(packed=packed)
+        ready, before = self.streams.now(), self.groups.buffers.fences(packed.memory)
+
+        def issue() -> None:
+            stream = self.streams.of(exchange.stream)
+            stream.wait(ready)
+            for fence in before:
+                if fence.stream != exchange.stream:
+                    stream.wait(fence.event)
+            for x in packed.memory:
+                stream.uses(x)
+            stream.call(packed.issue)
+            fence = under_way.fences[exchange.stream] = self.fence(exchange.stream)
+            self.groups.buffers.used(packed.memory, fence)
+
+        self.groups.issues.put(under_way, issue)
 
     def add_own(
         self,
@@ -130,29 +202,25 @@ class Streamed:
         sends: Sequence[Parcel],
         receives: Sequence[Parcel],
         arriving: Mapping[int, Tensor],
-        batches: dict[tuple[Leg, str], list[Transfer]],
+        batches: _Batches,
     ) -> None:
         """Add this rank's own messages and pieces, by leg and stream."""
         rank, streams = self.groups.rank, {m.peer: m.stream for m in (*exchange.sends, *exchange.receives)}
         direct, routed = direct_and_routed(sends, exchange)
         for index, (peer, x) in enumerate(direct):
-            batches.setdefault(("direct", streams[peer]), []).append(Transfer(rank, peer, index, True, peer, x))
+            batches.add(("direct", streams[peer]), Transfer(rank, peer, index, True, peer, x))
         for index, (peer, x) in enumerate((p, x) for p, x in receives if x.numel()):
-            batches.setdefault(("direct", streams[peer]), []).append(Transfer(peer, rank, index, False, peer, x))
+            batches.add(("direct", streams[peer]), Transfer(peer, rank, index, False, peer, x))
         for peer, raw in routed.items():
             for piece, hop, x in pieces(raw, exchange.routed_sends[peer]):
-                batches.setdefault((hop.leg, hop.stream), []).append(
-                    Transfer(rank, peer, piece.index, True, hop.peer, x)
-                )
+                batches.add((hop.leg, hop.stream), Transfer(rank, peer, piece.index, True, hop.peer, x))
                 self.traffic.inter_node_bytes_sent += x.nbytes * hop.crosses
         for peer, raw in arriving.items():
             for piece, hop, x in pieces(raw, exchange.routed_receives[peer]):
-                batches.setdefault((hop.leg, hop.stream), []).append(
-                    Transfer(peer, rank, piece.index, False, hop.peer, x)
-                )
+                batches.add((hop.leg, hop.stream), Transfer(peer, rank, piece.index, False, hop.peer, x))
                 self.traffic.inter_node_bytes_received += x.nbytes * hop.crosses
 
-    def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: dict[tuple[Leg, str], list[Transfer]]) -> None:
+    def add_relay_tasks(self, relay_tasks: Sequence[RelayTask], batches: _Batches) -> None:
         """Add relayed pieces: received in one leg, sent in a later one."""
         for relay_task in relay_tasks:
             route = relay_task.route
@@ -161,10 +229,10 @@ class Streamed:
                 continue
             x = self.streams.of(route.arrives.stream).empty(end - begin)
             for hop, sends in ((route.arrives, False), (route.leaves, True)):
-                batches.setdefault((hop.leg, hop.stream), []).append(
-                    Transfer(route.src, route.dst, route.index, sends, hop.peer, x)
-                )
+                batches.add((hop.leg, hop.stream), Transfer(route.src, route.dst, route.index, sends, hop.peer, x))
                 self.record(relay_task, hop)
+            leaving = (route.leaves.leg, route.leaves.stream)
+            batches.after.setdefault(leaving, set()).add((route.arrives.leg, route.arrives.stream))
             self.traffic.relayed_bytes += x.nbytes
             self.traffic.inter_node_bytes_received += x.nbytes * route.arrives.crosses
             self.traffic.inter_node_bytes_sent += x.nbytes * route.leaves.crosses
@@ -174,10 +242,17 @@ class Streamed:
             now = time.perf_counter()
             self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.route.role, now, now))
 
+    def launched(self) -> None:
+        self.groups.issues.launched()
+
+    def attended(self) -> None:
+        self.groups.issues.attended()
+
     def arrived(self, exchange: ExchangeStep) -> None:
         under_way = self.under_way.pop(exchange.id)
-        for event in under_way.events:
-            self.streams.wait(event)
+        self.groups.issues.through(under_way)
+        for fence in under_way.fences.values():
+            self.groups.buffers.passed.wait(fence)
         if under_way.packed is not None:
             under_way.packed.unpack()
 
@@ -185,5 +260,8 @@ class Streamed:
         """Do nothing: what was sent is kept by the streams until they have read it."""
 
     def fail(self) -> None:
-        """Abort: peers that wait for this rank end with an error, and this process can end."""
+        """Issue nothing more and abort: peers that wait for this rank end with an error, and this
+        process can end.
+        """
+        self.groups.issues.forget()
         self.groups.abort()

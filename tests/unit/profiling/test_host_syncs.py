@@ -56,12 +56,16 @@ def test_a_call_that_waits_is_found_with_its_operators(call):
     assert str(sync) == f"{call} (350 us) in ProfilerStep#3 > aten::item > aten::_local_scalar_dense"
 
 
-def test_a_copy_to_pageable_memory_waits_whatever_it_is_called():
+@pytest.mark.parametrize(
+    ("way", "waits"),
+    [("DtoH (Device -> Pageable)", 1), ("HtoD (Pageable -> Device)", 1), ("HtoD (Pinned -> Device)", 0)],
+)
+def test_a_copy_to_or_from_pageable_memory_waits_whatever_it_is_called(way, waits):
     copied = [
         event("cudaMemcpyAsync", "cuda_runtime", 320, 350, correlation=9),
-        event("Memcpy DtoH (Device -> Pageable)", "gpu_memcpy", 600, 60, tid=7, correlation=9),
+        event(f"Memcpy {way}", "gpu_memcpy", 600, 60, tid=7, correlation=9),
     ]
-    assert [sync.what for sync in find_host_syncs(gpu_trace(*copied))] == ["cudaMemcpyAsync"]
+    assert [sync.what for sync in find_host_syncs(gpu_trace(*copied))] == ["cudaMemcpyAsync"] * waits
 
 
 def test_on_a_gpu_an_operator_on_cpu_tensors_does_not_wait():

@@ -102,8 +102,8 @@ def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
     whole = buffer(pool, SLAB // 2)
     sent = buffer(pool, SLAB // 4)
     later = buffer(pool, SLAB // 8)
-    pool.used([sent[5:9], torch.empty(3)], lambda: waited.append("sent"))
-    pool.used([later], lambda: waited.append("later"))
+    pool.used([sent[5:9], torch.empty(3)], pool.fence("stream", "sent", waited.append))
+    pool.used([later], pool.fence("stream", "later", waited.append))
     at = address(sent)
     del sent, later
     # There is memory that no one has used.
@@ -114,6 +114,44 @@ def test_what_another_stream_uses_is_used_again_last_and_waited_for() -> None:
     last = [buffer(pool, SLAB // 8) for _ in range(2)]
     assert waited == ["sent", "later"]
     assert (pool.num_slabs, len(last)) == (1, 2)
+
+
+def test_a_fence_that_was_passed_is_not_waited_for_again() -> None:
+    """Received, waited for and read: the memory is as free as any other."""
+    pool, waited = BufferPool(cpu=True), []
+    received = pool.empty((SLAB // 2,), torch.uint8, CPU, received=True)
+    early, late = (pool.fence("stream", name, waited.append) for name in ("early", "late"))
+    pool.used([received], early)
+    pool.passed.wait(late)
+    pool.passed.wait(early)
+    at = address(received)
+    del received
+    assert address(buffer(pool, SLAB // 2)) == at
+    assert waited == ["late"]
+
+
+def test_a_fence_is_for_who_needs_it_and_for_its_own_bytes_only() -> None:
+    """Three buffers that other streams use are all the memory there is. What is received into one of
+    them is no matter of the compute stream, and the other two stay behind their fences.
+    """
+    pool, waited = BufferPool(cpu=True), []
+    held = [buffer(pool, SLAB // 4) for _ in range(3)] + [buffer(pool, SLAB // 4 - ALIGN), buffer(pool, ALIGN)]
+    ends = [pool.fence(f"stream {at}", at, waited.append) for at in range(3)]
+    for x, fence in zip(held, ends, strict=False):
+        pool.used([x], fence)
+    places = [address(x) for x in held]
+    del x
+    for _ in range(3):
+        del held[0]
+    received = pool.empty((SLAB // 4,), torch.uint8, CPU, received=True)
+    assert (address(received), waited) == (places[0], [])
+    assert pool.fences([received[3:5]]) == ends[:1]
+    half = buffer(pool, SLAB // 8)
+    assert (address(half), waited) == (places[1], [1])
+    whole = buffer(pool, SLAB // 4)
+    assert (address(whole), waited) == (places[1] + SLAB // 8, [1, 2])  # of both that were left
+    del received  # no stream touched it: its fence stays
+    assert (address(buffer(pool, SLAB // 4)), waited) == (places[0], [1, 2, 0])
 
 
 def test_what_lies_in_one_piece_is_sent_without_a_copy() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tools.gpu import machine, parts, report, run
+from tools.gpu import machine, many, parts, report, run
 from tools.gpu.rows import Context, Figure, Row, Target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,7 +147,12 @@ def test_files_are_written_on_a_gpu_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--parts", "kernel"], "kernel: no such part"), (["--limit-s", "0"], "expected seconds")]
+    ("words", "said"),
+    [
+        (["--parts", "kernel"], "kernel: no such part"),
+        (["--limit-s", "0"], "expected seconds"),
+        (["--gpus", "3"], "expected 1, or 2, 4, 6 or 8"),
+    ],
 )
 def test_a_users_mistake_is_a_sentence(words, said, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -160,6 +165,31 @@ def test_context_counts_down():
     context = Context("cpu", time.monotonic() + 5)
     assert 0 < context.left_s() <= 5
     assert not context.on_gpu
+
+
+def test_more_gpus_than_there_are_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(machine, "describe", lambda: SimpleNamespace(device="cuda", gpus=1))
+    with pytest.raises(SystemExit, match="--gpus 4: there are 1 here"):
+        run.main(["--gpus", "4"])
+
+
+@pytest.mark.dist
+def test_the_part_over_several_gpus_runs_over_gloo():
+    """On two ranks, with the same plans and calls: planners are exact, nobody hangs."""
+    done = subprocess.run(
+        [str(ROOT / "tools" / "gpu" / "run"), "--json", "--gpus", "2"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=_environment(),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    measured = {name for name, row in rows.items() if row["kind"] == "measured"}
+    assert measured == {figure.name for figure in (*many.EXACT.values(), many.HANGS)}
+    assert all(rows[name]["ok"] for name in measured)
+    assert {row["note"] for name, row in rows.items() if name not in measured} == {"needs a GPU"}
 
 
 @pytest.mark.megatron

@@ -4,8 +4,15 @@
 without gaps, rows at any stride. A table of blocks, made once for a bound plan
 (`movers.triton.tables`), says which rows go where, so that a launch takes no work on the host but
 its arguments. Offsets are of 64 bits: rows x stride exceed 2**31 elements at 64k tokens of 256
-heads of 128. `VECS`: elements of 16 bytes, where `dim` is a multiple, else 1; the hints let the
-compiler use accesses of 16 bytes. No atomics: each destination row is written by one program.
+heads of 128. No atomics: each destination row is written by one program.
+
+Triton compiles a kernel anew for every number of tensors, type, alignment, constant, and integer
+that is 1 or a multiple of 16. Here those are few and known (`movers.triton.variants`): a launch has
+tensors of one kind, in a fixed number of places; integers are never specialised. `VEC`: elements of
+16 bytes, where `dim` is a multiple, else 1. Strides come in units of it, and data begins at a
+multiple of 16 bytes, so the compiler can use accesses of 16 bytes. Integers in tuples come as
+`disguised` ones, which are odd and more than 1: Triton 3.7 specialises on those that are 1 or
+multiples of 16, also where it is told not to.
 """
 
 from __future__ import annotations
@@ -38,13 +45,24 @@ class AddBlock:
     PAIR, TARGET_LIST, FIRST_LIST, NUMBER_LIST, COUNT, MOST_SOURCES, SOURCE_HEAD, TARGET_HEAD, HEADS = range(9)
 
 
+def disguised(value: int) -> int:
+    """An integer in a tuple of a launch, which is not negative."""
+    return 2 * value + 3
+
+
+@triton.jit
+def plain(value):
+    """The integer behind a disguised one."""
+    return (value - 3) >> 1
+
+
 @triton.jit
 def elements(heads, DIM: tl.constexpr, VEC: tl.constexpr):
     """Elements of `heads` heads; the compiler may rely on a multiple of VEC."""
     return tl.multiple_of(heads * DIM, VEC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_strides", "target_strides", "blocks", "index"])
 def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touches
     sources,
     targets,
@@ -52,8 +70,8 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
     target_strides,
     blocks,
     index,
-    DIMS: tl.constexpr,
-    VECS: tl.constexpr,
+    DIM: tl.constexpr,
+    VEC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -75,17 +93,18 @@ def copy_rows(  # noqa: PLR0913, PLR0917  a kernel's arguments are what it touch
         to_row = tl.load(index + target_at + row, mask=live, other=0)
     for i in tl.static_range(len(sources)):  # pyright: ignore[reportGeneralTypeIssues]
         if pair == i:
-            mask = live[:, None] & (col < elements(heads, DIMS[i], VECS[i]))[None, :]
-            from_col = elements(source_head, DIMS[i], VECS[i]) + col
-            to_col = elements(target_head, DIMS[i], VECS[i]) + col
+            mask = live[:, None] & (col < elements(heads, DIM, VEC))[None, :]
+            from_col = elements(source_head, DIM, VEC) + col
+            to_col = elements(target_head, DIM, VEC) + col
             moved = tl.load(
-                sources[i] + from_row.to(tl.int64)[:, None] * source_strides[i] + from_col[None, :], mask=mask
+                sources[i] + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
+                mask=mask,
             )
-            place = targets[i] + to_row.to(tl.int64)[:, None] * target_strides[i] + to_col[None, :]
+            place = targets[i] + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
             tl.store(place, moved.to(targets[i].dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_strides", "target_strides", "blocks", "index"])
 def add_rows(  # noqa: PLR0913, PLR0917
     sources,
     targets,
@@ -93,8 +112,8 @@ def add_rows(  # noqa: PLR0913, PLR0917
     target_strides,
     blocks,
     index,
-    DIMS: tl.constexpr,
-    VECS: tl.constexpr,
+    DIM: tl.constexpr,
+    VEC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -116,16 +135,16 @@ def add_rows(  # noqa: PLR0913, PLR0917
     number = tl.load(index + number_at + row, mask=live, other=0)
     for i in tl.static_range(len(sources)):  # pyright: ignore[reportGeneralTypeIssues]
         if pair == i:
-            within = (col < elements(heads, DIMS[i], VECS[i]))[None, :]
-            from_col = elements(source_head, DIMS[i], VECS[i]) + col
-            to_col = elements(target_head, DIMS[i], VECS[i]) + col
-            place = targets[i] + to_row.to(tl.int64)[:, None] * target_strides[i] + to_col[None, :]
+            within = (col < elements(heads, DIM, VEC))[None, :]
+            from_col = elements(source_head, DIM, VEC) + col
+            to_col = elements(target_head, DIM, VEC) + col
+            place = targets[i] + to_row.to(tl.int64)[:, None] * plain(target_strides[i]) * VEC + to_col[None, :]
             total = tl.load(place, mask=live[:, None] & within)
             for j in range(most):
                 some = j < number
                 from_row = tl.load(index + first + j, mask=some, other=0)
                 added = tl.load(
-                    sources[i] + from_row.to(tl.int64)[:, None] * source_strides[i] + from_col[None, :],
+                    sources[i] + from_row.to(tl.int64)[:, None] * plain(source_strides[i]) * VEC + from_col[None, :],
                     mask=some[:, None] & within,
                     other=0.0,
                 )
@@ -133,12 +152,18 @@ def add_rows(  # noqa: PLR0913, PLR0917
             tl.store(place, total, mask=live[:, None] & within)
 
 
-# Compiled once for all rows and heads: a 1, or a multiple of 16, is no reason to compile anew.
-@triton.jit(do_not_specialize=["count", "first_row", "first_head", "first_heads", "num_heads", "own_heads"])
+# Compiled once for all rows and heads.
+@triton.jit(
+    do_not_specialize=[
+        *("lses", "maps", "mapped", "out_rows", "out_heads", "lse_rows", "lse_heads", "first_heads", "num_heads"),
+        *("own_heads", "rows", "listed", "lse", "out_stride", "lse_stride", "count", "first_row", "first_head"),
+    ]
+)
 def merge_rows(  # noqa: PLR0913, PLR0917
     outs,
     lses,
     maps,
+    mapped,
     out_rows,
     out_heads,
     lse_rows,
@@ -147,6 +172,7 @@ def merge_rows(  # noqa: PLR0913, PLR0917
     num_heads,
     own_heads,
     rows,
+    listed,
     out,
     lse,
     out_stride,
@@ -154,60 +180,63 @@ def merge_rows(  # noqa: PLR0913, PLR0917
     count,
     first_row,
     first_head,
-    MAPPED: tl.constexpr,
-    LISTED: tl.constexpr,
     DIM: tl.constexpr,
+    VEC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     """Partials of the same queries merged by LSE, written once in the type of `out`.
 
     Program (i, h): head h of rows [i x ROWS, ...) of the result. Row t of it is row `rows[t]` of
-    the buffer (LISTED), or `first_row` + t, and head h the buffer's `first_head` + h. A partial r
-    has buffer row b at row `maps[r][b]` (-1: nowhere; not MAPPED: at b) and heads [first_heads[r],
-    + num_heads[r]) of the buffer at `own_heads[r]`. Where there is none, the output is zero and LSE
-    -inf.
+    the buffer where `listed` is 1, else `first_row` + t, and head h the buffer's `first_head` + h. A
+    partial r has buffer row b at row `maps[r][b]` (-1: nowhere; `mapped[r]` 0: at b) and heads
+    [first_heads[r], + num_heads[r]) of the buffer at `own_heads[r]`; none: the place is empty. Where
+    there is no partial, the output is zero and LSE -inf.
     """
     wide = lse.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     col = tl.arange(0, COLS)
     live = row < count
-    at = first_row + row
-    if LISTED:
-        at = tl.load(rows + row, mask=live, other=0)
+    at = tl.where(listed != 0, tl.load(rows + row, mask=live & (listed != 0), other=0), first_row + row)
     held = first_head + head
     peak = tl.full([ROWS], float("-inf"), wide)
     total = tl.zeros([ROWS], wide)
     merged = tl.zeros([ROWS, COLS], wide)
     for r in tl.static_range(len(outs)):  # pyright: ignore[reportGeneralTypeIssues]
-        own = held - first_heads[r]
-        here = live & (own >= 0) & (own < num_heads[r])
-        source = at
-        if MAPPED[r]:
-            source = tl.load(maps[r] + at, mask=here, other=-1)
-            here = here & (source >= 0)
-        own = (own + own_heads[r]).to(tl.int64)
-        source = source.to(tl.int64)
-        its = tl.load(lses[r] + source * lse_rows[r] + own * lse_heads[r], mask=here, other=float("-inf")).to(wide)
-        part = tl.load(
-            outs[r] + source[:, None] * out_rows[r] + own * out_heads[r] + col[None, :],
-            mask=here[:, None] & (col < DIM)[None, :],
-            other=0.0,
-        )
-        top = tl.maximum(peak, its)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        kept, weight = tl.exp(peak - base), tl.exp(its - base)
-        merged = merged * kept[:, None] + part.to(wide) * weight[:, None]
-        total = total * kept + weight
-        peak = top
+        own = held - plain(first_heads[r])
+        if (own >= 0) & (own < plain(num_heads[r])):
+            found = tl.load(maps[r] + at, mask=live & (mapped[r] != 0), other=-1)
+            source = tl.where(mapped[r] != 0, found.to(tl.int64), at.to(tl.int64))
+            here = live & (source >= 0)
+            place = (own + plain(own_heads[r])).to(tl.int64)
+            its = tl.load(
+                lses[r] + source * plain(lse_rows[r]) + place * plain(lse_heads[r]), mask=here, other=float("-inf")
+            )
+            its = its.to(wide)
+            part = tl.load(
+                outs[r] + source[:, None] * plain(out_rows[r]) * VEC + place * plain(out_heads[r]) * VEC + col[None, :],
+                mask=here[:, None] & (col < DIM)[None, :],
+                other=0.0,
+            )
+            top = tl.maximum(peak, its)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            kept, weight = tl.exp(peak - base), tl.exp(its - base)
+            merged = merged * kept[:, None] + part.to(wide) * weight[:, None]
+            total = total * kept + weight
+            peak = top
     some = total > 0
     merged = merged / tl.where(some, total, 1.0)[:, None]
     place = row.to(tl.int64)
     tl.store(
-        lse + place * lse_stride[0] + head * lse_stride[1],
+        lse + place * plain(lse_stride[0]) + head * plain(lse_stride[1]),
         tl.where(some, peak + tl.log(tl.where(some, total, 1.0)), float("-inf")),
         mask=live,
     )
-    target = out + place[:, None] * out_stride[0] + head.to(tl.int64) * out_stride[1] + col[None, :]
+    target = (
+        out
+        + place[:, None] * plain(out_stride[0]) * VEC
+        + head.to(tl.int64) * plain(out_stride[1]) * VEC
+        + col[None, :]
+    )
     tl.store(target, merged.to(out.dtype.element_ty), mask=live[:, None] & (col < DIM)[None, :])

@@ -1,8 +1,13 @@
-"""Rows moved by Triton. Tables of launches are made once, and kept with the bound plan."""
+"""Rows moved by Triton. Tables of launches are made once, and kept with the bound plan.
+
+A launch moves tensors of one kind: type of the sources, type of the targets, elements of a head. It
+has `PLACES` for them and fills what it does not need, so that its compiled variants are those of
+`movers.triton.variants`, built when training starts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,14 +17,26 @@ from torch import Tensor
 
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space
-from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, merge_rows
-from megatron_balance.runtime.movers.triton.tables import BlockTable, RowMap, add_tables, copy_tables, row_maps
+from megatron_balance.runtime.movers.plain import PlainMover
+from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, disguised, merge_rows
+from megatron_balance.runtime.movers.triton.tables import (
+    MAX_PAIRS,
+    BlockTable,
+    RowMap,
+    add_tables,
+    copy_tables,
+    row_maps,
+)
 
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
 """Of one row in a program: eight such rows are 128 bytes for each of its 128 threads."""
-MAX_PARTS = 9
-"""Partials of one merge, an accumulator among them. The kernel is unrolled over them."""
+PLACES = (2, MAX_PAIRS)
+"""Tensor pairs of one launch: as many places as a launch may have."""
+PARTS = (2, 5, 9)
+"""Partials of one merge, beside an accumulator. The kernel is unrolled over them."""
+LSE_COLS = 128
+"""Heads of one row in a program, where a head has one element."""
 MERGE_TILE = 2048
 """Elements of one program of the merge: one head of some rows."""
 
@@ -37,21 +54,43 @@ class TritonMover:
         self._tables: dict[tuple[object, ...], list[BlockTable]] = {}
         self._row_maps: dict[int, tuple[RowMap, ...]] = {}
         self._kept: list[Packed] = []
+        self._plain = PlainMover()
+        self._blank: dict[torch.dtype, Tensor] = {}
+
+    def blank(self, dtype: torch.dtype) -> Tensor:
+        """A tensor for places of a launch that it does not need."""
+        if dtype not in self._blank:
+            self._blank[dtype] = torch.zeros(16, dtype=dtype, device=self.device)
+        return self._blank[dtype]
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        for table in self._of("fill", fills, lambda packed: copy_tables(packed, self.device, take=True)):
-            sources = [fills[place].sources[run] for place, run in table.pairs]
-            _launch(copy_rows, table, sources, [fills[place].target for place, _ in table.pairs])
+        if not _aligned(x for fill in fills for x in (*fill.sources, fill.target)):
+            self._plain.fill(fills)
+            return
+        for some in _by_kind([(*fill.sources[:1], fill.target, fill) for fill in fills if fill.sources]):
+            for table in self._of("fill", some, lambda packed: copy_tables(packed, self.device, take=True)):
+                sources = [some[place].sources[run] for place, run in table.pairs]
+                launch(copy_rows, table, sources, [some[place].target for place, _ in table.pairs])
 
     def place(self, places: Sequence[Place]) -> None:
-        for table in self._of("place", places, lambda packed: copy_tables(packed, self.device, take=False)):
-            targets = [places[place].targets[run] for place, run in table.pairs]
-            _launch(copy_rows, table, [places[place].source for place, _ in table.pairs], targets)
+        if not _aligned(x for place in places for x in (place.source, *place.targets)):
+            self._plain.place(places)
+            return
+        self._to_rows("place", places, copy_rows, lambda packed: copy_tables(packed, self.device, take=False))
 
     def add(self, places: Sequence[Place]) -> None:
-        for table in self._of("add", places, lambda packed: add_tables(packed, self.device)):
-            targets = [places[place].targets[run] for place, run in table.pairs]
-            _launch(add_rows, table, [places[place].source for place, _ in table.pairs], targets)
+        if not _aligned(x for place in places for x in (place.source, *place.targets)):
+            self._plain.add(places)
+            return
+        self._to_rows("add", places, add_rows, lambda packed: add_tables(packed, self.device))
+
+    def _to_rows(
+        self, what: str, places: Sequence[Place], kernel: Any, make: Callable[[list[Packed]], list[BlockTable]]
+    ) -> None:
+        for some in _by_kind([(place.source, *place.targets[:1], place) for place in places if place.targets]):
+            for table in self._of(what, some, make):
+                targets = [some[place].targets[run] for place, run in table.pairs]
+                launch(kernel, table, [some[place].source for place, _ in table.pairs], targets)
 
     def partials(self, space: Space) -> Partials:
         return TritonPartials(space, self)
@@ -76,30 +115,55 @@ class TritonMover:
         return self._tables[key]
 
 
-def _launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Launch over the blocks of a table.
 
-    `sources`, `targets`: of each of its pairs, [T, H, ...].
+    `sources`, `targets`: of each of its pairs, [T, H, ...], each of one type.
     """
     if not len(table.blocks):
         return
     sources = [x if _in_rows(x) else x.contiguous() for x in sources]
     assert all(_in_rows(x) for x in targets), "a target with gaps inside its rows"
-    dims = tuple(prod(x.shape[2:]) for x in targets)
-    element_bytes = min(x.element_size() for x in (*sources, *targets))
-    cols = min(triton.next_power_of_2(table.heads * max(dims)), TILE_BYTES // element_bytes)
-    kernel[(len(table.blocks), triton.cdiv(table.heads * max(dims), cols))](
-        tuple(sources),
-        tuple(targets),
-        tuple(x.stride(0) for x in sources),
-        tuple(x.stride(0) for x in targets),
+    dim = prod(targets[0].shape[2:])
+    element_bytes = min(sources[0].element_size(), targets[0].element_size())
+    vec = _vector(dim, element_bytes)
+    cols = LSE_COLS if dim == 1 else TILE_BYTES // element_bytes
+    places = next(places for places in PLACES if places >= len(sources))
+    sources, targets = _padded(sources, places), _padded(targets, places)
+    kernel[(len(table.blocks), triton.cdiv(table.heads * dim, cols))](
+        sources,
+        targets,
+        _disguised(x.stride(0) // vec for x in sources),
+        _disguised(x.stride(0) // vec for x in targets),
         table.blocks,
         table.index,
-        DIMS=dims,
-        VECS=tuple(_vector(x, y, dim) for x, y, dim in zip(sources, targets, dims, strict=True)),
+        DIM=dim,
+        VEC=vec,
         ROWS=BLOCK_ROWS,
         COLS=cols,
     )
+
+
+def _disguised(values: Iterable[int]) -> tuple[int, ...]:
+    """As the kernels take integers in tuples."""
+    return tuple(disguised(value) for value in values)
+
+
+def _padded(tensors: Sequence[Tensor], places: int) -> tuple[Tensor, ...]:
+    return (*tensors, *([tensors[0]] * (places - len(tensors))))
+
+
+def _by_kind(moves: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Moves (source, target, move) whose tensors have one type and one size of a head."""
+    kinds: dict[tuple[object, ...], list[Any]] = {}
+    for source, target, move in moves:
+        kinds.setdefault((source.dtype, target.dtype, prod(target.shape[2:])), []).append(move)
+    return list(kinds.values())
+
+
+def _aligned(tensors: Iterable[Tensor]) -> bool:
+    """Whether all begin where accesses of 16 bytes may; all that the pool lends do."""
+    return all(x.data_ptr() % ACCESS_BYTES == 0 for x in tensors)
 
 
 def _in_rows(x: Tensor) -> bool:
@@ -107,9 +171,9 @@ def _in_rows(x: Tensor) -> bool:
     return x.numel() == 0 or x[0].is_contiguous()
 
 
-def _vector(source: Tensor, target: Tensor, dim: int) -> int:
+def _vector(dim: int, element_bytes: int) -> int:
     """Elements of one access: 16 bytes of the narrower type where `dim` allows, else 1."""
-    wanted = ACCESS_BYTES // min(source.element_size(), target.element_size())
+    wanted = ACCESS_BYTES // element_bytes
     return wanted if dim % wanted == 0 else 1
 
 
@@ -120,6 +184,11 @@ class _Partial(NamedTuple):
     lse: Tensor
     row_map: RowMap
     owned: bool = False
+
+
+def partial_of(out: Tensor, lse: Tensor) -> _Partial:
+    """A partial of all rows and heads of a buffer."""
+    return _Partial(out, lse, RowMap(0, None, 0, out.shape[1], 0))
 
 
 class TritonPartials:
@@ -152,7 +221,7 @@ class TritonPartials:
             target = _Partial(
                 out, self.space.empty((rows, heads), self.space.wide), RowMap(buffer, None, 0, heads, 0), owned=True
             )
-        merge_parts(held, target.out, target.lse)
+        merge_parts(self.mover, held, target.out, target.lse)
         return target
 
     def send(self, packed: Packed, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -164,6 +233,7 @@ class TritonPartials:
         for run, index in zip(packed.runs, packed.indices, strict=True):
             own = (slice(run.row, run.row + run.count), slice(run.head, run.head + run.num_heads))
             merge_parts(
+                self.mover,
                 self.held.get(run.buffer, []),
                 out[own],
                 lse[own],
@@ -181,11 +251,12 @@ class TritonPartials:
         device = self.mover.device
         out = torch.empty((rows, heads, self.space.dim), dtype=self.space.dtype, device=device)
         lse = torch.empty((rows, heads), dtype=self.space.wide, device=device)
-        merge_parts(held, out, lse)
+        merge_parts(self.mover, held, out, lse)
         return out, lse
 
 
-def merge_parts(
+def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and head of it
+    mover: TritonMover,
     held: Sequence[_Partial],
     out: Tensor,
     lse: Tensor,
@@ -205,38 +276,49 @@ def merge_parts(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    assert len(held) <= MAX_PARTS, f"{len(held)} partials in one merge"
     assert out.stride(2) == 1 or out.shape[2] == 1, "heads with gaps inside"
     count, num_heads, dim = out.shape
     if not count or not num_heads:
         return
-    outs = tuple(part.out if part.out.stride(2) == 1 else part.out.contiguous() for part in held)
-    lses = tuple(part.lse for part in held)
+    # An accumulator of another type than the partials has a place of its own, the first.
+    gathered = held[:1] if held[0].owned else ()
+    parts = held[len(gathered) :]
+    dtype = parts[0].out.dtype if parts else out.dtype
+    places = next((places for places in PARTS if places >= len(parts)), 0)
+    assert places, f"{len(parts)} partials in one merge, at most {PARTS[-1]}"
+    none = _Partial(mover.blank(dtype).view(1, 1, -1), mover.blank(lse.dtype).view(1, -1), RowMap(-1, None, 0, 0, 0))
+    first = none._replace(out=mover.blank(lse.dtype).view(1, 1, -1))
+    slots = [*(gathered or (first,)), *parts, *([none] * (places - len(parts)))]
+    outs = tuple(part.out if part.out.stride(2) == 1 else part.out.contiguous() for part in slots)
+    lses = tuple(part.lse for part in slots)
+    vec = _vector(dim, min(x.element_size() for x in (*outs, out)))
     cols = triton.next_power_of_2(dim)
-    block = max(1, min(MERGE_TILE // cols, triton.next_power_of_2(count)))
-    launch: Any = merge_rows[(triton.cdiv(count, block), num_heads)]
-    launch(
+    block = max(1, MERGE_TILE // cols)
+    merge: Any = merge_rows[(triton.cdiv(count, block), num_heads)]
+    no_map = mover.blank(torch.int32)
+    merge(
         outs,
         lses,
-        tuple(part.lse if part.row_map.rows is None else part.row_map.rows for part in held),
-        tuple(x.stride(0) for x in outs),
-        tuple(x.stride(1) for x in outs),
-        tuple(x.stride(0) for x in lses),
-        tuple(x.stride(1) for x in lses),
-        tuple(part.row_map.buffer_head for part in held),
-        tuple(part.row_map.num_heads for part in held),
-        tuple(part.row_map.head for part in held),
-        lse if rows is None else rows,
+        tuple(no_map if part.row_map.rows is None else part.row_map.rows for part in slots),
+        _disguised(int(part.row_map.rows is not None) for part in slots),
+        _disguised(x.stride(0) // vec for x in outs),
+        _disguised(x.stride(1) // vec for x in outs),
+        _disguised(x.stride(0) for x in lses),
+        _disguised(x.stride(1) for x in lses),
+        _disguised(part.row_map.buffer_head for part in slots),
+        _disguised(part.row_map.num_heads for part in slots),
+        _disguised(part.row_map.head for part in slots),
+        mover.blank(torch.int64) if rows is None else rows,
+        int(rows is not None),
         out,
         lse,
-        (out.stride(0), out.stride(1)),
-        (lse.stride(0), lse.stride(1)),
+        _disguised((out.stride(0) // vec, out.stride(1) // vec)),
+        _disguised((lse.stride(0), lse.stride(1))),
         count,
         first_row,
         first_head,
-        MAPPED=tuple(part.row_map.rows is not None for part in held),
-        LISTED=rows is not None,
         DIM=dim,
+        VEC=vec,
         ROWS=block,
         COLS=cols,
     )

@@ -1,0 +1,185 @@
+"""Happens-before of all that the runtime gives to a GPU's streams, on stand-ins: nothing touches
+memory that another stream may still use, and every wait that matters is found when it is left out.
+
+`python -m tools.gpu_model races` does the same to a thousand random plans.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from megatron_balance.ir.batch import Batch  # noqa: E402
+from megatron_balance.ir.cluster import Cluster  # noqa: E402
+from megatron_balance.ir.model import Model  # noqa: E402
+from megatron_balance.ir.plan import MicrobatchPlan  # noqa: E402
+from megatron_balance.ir.rows import Rows  # noqa: E402
+from megatron_balance.planning.tick_order import ticks  # noqa: E402
+from megatron_balance.planning.ticks import plan_ticks  # noqa: E402
+from megatron_balance.runtime.issue import Behind, IssueQueue  # noqa: E402
+from megatron_balance.runtime.pool import BufferPool  # noqa: E402
+from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
+from tests.support import by_hand  # noqa: E402
+from tests.support.strategies import ALL_PLANNERS, Case, plan, replace  # noqa: E402
+from tools.gpu_model.races import Recorded, WaitCount, count_waits, found_unchained  # noqa: E402
+from tools.gpu_model.record import Way, record  # noqa: E402
+from tools.gpu_model.trace import Trace, Work  # noqa: E402
+
+CASE = Case(Batch((90, 40, 33, 7)), Cluster(4, 2), Model(4, 2, 4, 32, 64), 50, seed=5, remapped=True, routing=(1, 1))
+LAYERS = {
+    "bare": replace(CASE, remapped=False, routing=None),
+    "routed": replace(CASE, remapped=False),
+    "remapped and routed": CASE,
+}
+WORK = Work("rows")
+
+
+def _dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
+    """Shards of 16 queries dealt to all four ranks of both stages."""
+    shards = [(seq, a, min(a + 16, stop)) for _, seq, start, stop in owned for a in range(start, stop, 16)]
+    tasks = sorted((at % 4, seq, a, b, 0, b) for at, (seq, a, b) in enumerate(shards))
+    return by_hand.plan(lengths, 4, by_hand.task_table(owned, tasks), ranks_per_node=2, heads=(4, 2))
+
+
+def recorded(planner: str, case: Case, way: Way, rank: int = 1) -> Recorded:
+    return Recorded(record([plan(planner, case)], rank, way))
+
+
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+def test_happens_before_orders_every_access_of_every_planner_layer_and_policy(planner: str) -> None:
+    ways = [Way("keep"), Way("replay"), Way("replay", mover="plain")]
+    for (layers, case), way in zip(LAYERS.items(), ways, strict=True):
+        run = recorded(planner, case, way)
+        assert run.races() == [], (layers, way)
+        assert len(run.pairs) > 30
+
+
+@pytest.mark.parametrize("planner", ["zeppelin", "distca", "ulysses", "random_zones"])
+@pytest.mark.parametrize("policy", ["keep", "replay"])
+def test_happens_before_orders_interleaved_nano_batches(planner: str, policy) -> None:
+    plans = [plan(planner, CASE), plan(planner, replace(CASE, batch=Batch((64, 21))))]
+    for rank in (0, 3):
+        assert Recorded(record(plans, rank, Way(policy))).races() == []
+
+
+def test_happens_before_orders_what_a_stage_without_tokens_does_in_a_tick() -> None:
+    """Two stages of two ranks in the last tick of the first microbatch: one has no tokens, and
+    attends for the other (`runtime.joint`).
+    """
+    stage = by_hand.plan(
+        (60, 20), 2, by_hand.task_table([(0, 0, 0, 60), (1, 1, 0, 20)]), ranks_per_node=2, heads=(4, 2)
+    )
+    one = plan_ticks(ticks(2, 1, 1), [stage], _dealt)[0]
+    assert one.tick.microbatches == (0, None)
+    for rank in range(4):
+        run = Recorded(record([one.plan, one.plan], rank, Way("replay")))
+        assert run.races() == []
+        assert any(op.work is not None and op.work.kind == "backward" for op in run.trace.ops)
+
+
+@pytest.mark.parametrize("planner", ["te_ring", "zeppelin", "distca", "ulysses", "random_task_table"])
+def test_happens_before_finds_every_wait_that_is_left_out(planner: str) -> None:
+    """Every wait of one stream for another is found missing, or nothing needs it; how many of those
+    there may be is what a wait costs: 2 of 5, since a receive into memory that no one has used waits
+    for the compute stream as any other does.
+    """
+    count = count_waits(recorded(planner, CASE, Way("replay", num_layers=1)))
+    assert count.implied <= 2
+    assert count.found > 10
+    assert count.needless < count.found
+
+
+def test_happens_before_finds_orders_within_a_stream_that_are_lost() -> None:
+    run = recorded("zeppelin", CASE, Way("replay", num_layers=1))
+    ops = run.trace.ops
+    batches = [i for i, op in enumerate(ops) if op.work is not None and op.work.kind == "batch"]
+    merges = [i for i, op in enumerate(ops) if op.label in ("merge_rows", "add_rows")]
+    assert len(list(found_unchained(run, batches))) > len(batches) // 2, "a batch that runs before its stream waited"
+    assert len(list(found_unchained(run, merges))) > len(merges) // 2, "partials merged before they are there"
+
+
+class _NoFences(BufferPool):
+    def used(self, tensors, fence) -> None:
+        del tensors, fence
+
+
+def test_happens_before_finds_a_pool_without_fences(monkeypatch) -> None:
+    """Kept keys go through two layers, so that memory is used again."""
+    monkeypatch.setattr("tools.gpu_model.record.BufferPool", _NoFences)
+    races = [recorded(planner, CASE, Way("replay")).races() for planner in ("te_ring", "zeppelin")]
+    assert all(races)
+    assert "touch the same memory, and nothing orders them" in str(races[0][0])
+
+
+def test_happens_before_finds_memory_that_a_stream_still_uses_when_it_is_let_go(monkeypatch) -> None:
+    monkeypatch.setattr("tools.gpu_model.stand_ins.RecordedStream.uses", lambda *_: None)
+    races = [race for planner in ("te_ring", "zeppelin") for race in recorded(planner, CASE, Way("replay")).races()]
+    assert {race.later.what for race in races} == {"free"}
+
+
+def test_happens_before_finds_a_leg_that_does_not_wait_for_the_one_that_brings_its_pieces(monkeypatch) -> None:
+    relay = Streamed.add_relay_tasks
+
+    def forgetful(self, relay_tasks, batches) -> None:
+        relay(self, relay_tasks, batches)
+        batches.after.clear()
+
+    monkeypatch.setattr(Streamed, "add_relay_tasks", forgetful)
+    races = recorded("te_ring", CASE, Way("keep", num_layers=1)).races()
+    assert races
+    assert {race.earlier.stream.split()[0] for race in races} <= {"dispatch", "inter_node", "combine"}
+
+
+def test_happens_before_by_hand() -> None:
+    """Stream b reads what stream a wrote: a race, unless an event joins them."""
+    trace = Trace(0)
+    trace.launch("a", "write", (), ((0, 10),), WORK)
+    event = trace.record("a")
+    trace.wait("b", event)
+    trace.wait("b", event)
+    trace.launch("b", "read", ((8, 12),), (), WORK)
+    trace.free("a", (0, 16), frozenset())
+    run = Recorded(trace)
+    assert [str(race) for race in run.races()] == [
+        "rank 0: read on 'b' and memory let go on 'a' touch the same memory, and nothing orders them"
+    ]
+    trace.ops[-1] = trace.ops[-1].__class__("a", "free", "memory let go", writes=((0, 16),), spared=frozenset({"b"}))
+    run = Recorded(trace)
+    assert run.races() == []
+    assert count_waits(run) == WaitCount(0, 1, 1)  # each of the two alone would do
+    del trace.ops[3]
+    assert count_waits(Recorded(trace)) == WaitCount(1, 0, 0)
+
+
+def test_batches_are_issued_in_their_order_wherever_launches_lie() -> None:
+    said: list[str] = []
+    queue, keys = IssueQueue(), [object(), object(), object()]
+
+    def put(name: str, key: int, behind: Behind = Behind.NOTHING) -> None:
+        queue.put(keys[key], lambda: said.append(name), behind)
+
+    put("dispatch 0", 0)
+    put("across 0", 0, Behind.LAUNCH)
+    put("dispatch 1", 1)  # may not pass
+    assert said == ["dispatch 0"]
+    queue.through(keys[0])
+    assert said == ["dispatch 0", "across 0"]
+    queue.launched()
+    assert said[2:] == ["dispatch 1"]
+    put("outputs", 2, Behind.LAUNCHES)
+    queue.launched()
+    assert len(said) == 3
+    queue.attended()
+    assert said[3:] == ["outputs"]
+    put("outputs", 2, Behind.LAUNCHES)
+    put("keys", 0)  # would have to wait
+    assert said[4:] == ["outputs", "keys"]
+    put("across 2", 2, Behind.LAUNCH)
+    queue.forget()
+    queue.flush()
+    assert said[6:] == []
+    at_once = IssueQueue(eager=True)
+    at_once.put(keys[0], lambda: said.append("now"), Behind.LAUNCHES)
+    assert said[-1] == "now"

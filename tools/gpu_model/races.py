@@ -1,0 +1,234 @@
+"""Happens-before over a recorded rank: which accesses of the same bytes nothing orders.
+
+Two launches are ordered if one stream has them one after the other, or if a stream waits for an
+event recorded behind the first before it comes to the second. Accesses of which one is a write must
+be ordered, and so must every use of memory that the host let go, since the allocator hands it out
+again at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tools.gpu_model.trace import Op, Trace
+
+Clocks = npt.NDArray[np.int64]
+"""[ops, streams]: how far each stream must have come when the op has run: 1 + index of its last op."""
+Pairs = npt.NDArray[np.int64]
+"""[n, 2]: (earlier op, later op) that touch the same bytes, one of them writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two ops that touch the same bytes and that nothing orders."""
+
+    earlier: Op
+    later: Op
+    rank: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: {self.earlier.label} on {self.earlier.stream!r} and {self.later.label} on "
+            f"{self.later.stream!r} touch the same memory, and nothing orders them"
+        )
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A trace with what its checks need, worked out once."""
+
+    trace: Trace
+    streams: list[str] = field(init=False)
+    stream_of: npt.NDArray[np.int64] = field(init=False)
+    pairs: Pairs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.streams = list(dict.fromkeys(op.stream for op in self.trace.ops))
+        numbers = {name: number for number, name in enumerate(self.streams)}
+        self.stream_of = np.array([numbers[op.stream] for op in self.trace.ops], dtype=np.int64)
+        self.pairs = _conflicts(self.trace.ops)
+
+    @property
+    def waits(self) -> list[int]:
+        """Indices of the waits."""
+        return [index for index, op in enumerate(self.trace.ops) if op.what == "wait"]
+
+    def clocks(self, *, without: int = -1, unchained: int = -1) -> Clocks:
+        """Clocks of all ops. `without`: a wait to leave out; `unchained`: an op to run beside what
+        its stream had before it.
+        """
+        ops = self.trace.ops
+        clocks = np.zeros((len(ops), len(self.streams)), dtype=np.int64)
+        now = [np.zeros(len(self.streams), dtype=np.int64) for _ in self.streams]
+        events: dict[int, npt.NDArray[np.int64]] = {}
+        stream_of = self.stream_of.tolist()
+        for index, op in enumerate(ops):
+            stream = stream_of[index]
+            clock = clocks[index]
+            if index != unchained:
+                clock[:] = now[stream]
+            if op.what == "wait" and index != without and op.event in events:
+                np.maximum(clock, events[op.event], out=clock)
+            clock[stream] = index + 1
+            if op.what == "record":
+                events[op.event] = clock
+            now[stream] = clock if index != unchained else np.maximum(now[stream], clock)
+        return clocks
+
+    def races(self, clocks: Clocks | None = None) -> list[Race]:
+        """Pairs that nothing orders; `clocks`: others than those of the trace as it is."""
+        found = self._unordered(self.clocks() if clocks is None else clocks)
+        ops, rank = self.trace.ops, self.trace.rank
+        return [Race(ops[a], ops[b], rank) for a, b in self.pairs[found].tolist()]
+
+    def is_safe(self, clocks: Clocks) -> bool:
+        """Whether every pair is ordered."""
+        return not self._unordered(clocks).any()
+
+    def _unordered(self, clocks: Clocks) -> npt.NDArray[np.bool_]:
+        earlier, later = self.pairs.T
+        return clocks[later, self.stream_of[earlier]] <= earlier
+
+
+@dataclass(frozen=True, slots=True)
+class WaitCount:
+    """The waits of a trace, by what leaving one out does.
+
+    Attributes:
+        found: a race comes up, which the check names.
+        implied: nothing: other waits order the same.
+        needless: less is ordered, but no two accesses need it.
+    """
+
+    found: int
+    implied: int
+    needless: int
+
+    def __add__(self, other: WaitCount) -> WaitCount:
+        return WaitCount(self.found + other.found, self.implied + other.implied, self.needless + other.needless)
+
+
+def count_waits(recorded: Recorded) -> WaitCount:
+    """Leave out each wait of a trace in turn."""
+    found, implied = set(found_without(recorded)), set(implied_waits(recorded))
+    return WaitCount(len(found), len(implied), len(set(recorded.waits) - found - implied))
+
+
+def implied_waits(recorded: Recorded) -> list[int]:
+    """Waits for what their stream has behind it anyway."""
+    clocks = recorded.clocks()
+    recorded_at = {op.event: index for index, op in enumerate(recorded.trace.ops) if op.what == "record"}
+    last: dict[str, int] = {}
+    implied: list[int] = []
+    for index, op in enumerate(recorded.trace.ops):
+        if op.what == "wait" and op.event in recorded_at:
+            before = clocks[last[op.stream]] if op.stream in last else np.zeros(len(recorded.streams), dtype=np.int64)
+            of = recorded_at[op.event]
+            if before[recorded.stream_of[of]] > of:
+                implied.append(index)
+        last[op.stream] = index
+    return implied
+
+
+def found_without(recorded: Recorded) -> Iterator[int]:
+    """Waits without which the check finds a race."""
+    for index in recorded.waits:
+        if not recorded.is_safe(recorded.clocks(without=index)):
+            yield index
+
+
+def found_unchained(recorded: Recorded, chosen: Collection[int]) -> Iterator[int]:
+    """Ops of `chosen` for which the check finds a race where they run beside what their stream had
+    before them.
+    """
+    for index in chosen:
+        if not recorded.is_safe(recorded.clocks(unchained=index)):
+            yield index
+
+
+class _Segment:
+    """Bytes [start, stop): the op that wrote them last, and those that read them since, by stream."""
+
+    __slots__ = ("reads", "start", "stop", "write")
+
+    def __init__(self, start: int, stop: int, write: int, reads: dict[str, int]) -> None:
+        self.start, self.stop, self.write, self.reads = start, stop, write, reads
+
+
+class _Memory:
+    """Last accesses of every byte, as segments that do not touch one another."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.segments: list[_Segment] = []
+
+    def over(self, start: int, stop: int) -> tuple[int, int]:
+        """Cut segments at both ends; the places of those between."""
+        for at in (start, stop):
+            place = bisect_right(self.starts, at) - 1
+            if place >= 0 and self.segments[place].start < at < self.segments[place].stop:
+                old = self.segments[place]
+                self.starts.insert(place + 1, at)
+                self.segments.insert(place + 1, _Segment(at, old.stop, old.write, dict(old.reads)))
+                old.stop = at
+        return bisect_left(self.starts, start), bisect_left(self.starts, stop)
+
+    def replace(self, begin: int, end: int, segments: list[_Segment]) -> None:
+        self.starts[begin:end] = [segment.start for segment in segments]
+        self.segments[begin:end] = segments
+
+    def write(self, start: int, stop: int, op: int) -> Iterator[int]:
+        begin, end = self.over(start, stop)
+        for segment in self.segments[begin:end]:
+            yield from segment.reads.values()
+            if segment.write >= 0:
+                yield segment.write
+        self.replace(begin, end, [_Segment(start, stop, op, {})])
+
+    def read(self, start: int, stop: int, op: int, stream: str) -> Iterator[int]:
+        begin, end = self.over(start, stop)
+        segments: list[_Segment] = []
+        at = start
+        for segment in self.segments[begin:end]:
+            if at < segment.start:
+                segments.append(_Segment(at, segment.start, -1, {stream: op}))
+            if segment.write >= 0:
+                yield segment.write
+            segment.reads[stream] = op
+            segments.append(segment)
+            at = segment.stop
+        if at < stop:
+            segments.append(_Segment(at, stop, -1, {stream: op}))
+        self.replace(begin, end, segments)
+
+    def forget(self, start: int, stop: int) -> list[_Segment]:
+        begin, end = self.over(start, stop)
+        gone = self.segments[begin:end]
+        self.replace(begin, end, [])
+        return gone
+
+
+def _conflicts(ops: Sequence[Op]) -> Pairs:
+    """Every access against the last ones of the same bytes that it must come behind.
+
+    Ordered pairs of these order all others.
+    """
+    memory, pairs = _Memory(), set[tuple[int, int]]()
+    for index, op in enumerate(ops):
+        if op.what == "free":
+            for extent in op.writes:
+                for segment in memory.forget(*extent):
+                    held = [*segment.reads.values(), *([segment.write] if segment.write >= 0 else [])]
+                    pairs.update((at, index) for at in held if ops[at].stream not in op.spared)
+            continue
+        for extent in op.reads:
+            pairs.update((at, index) for at in memory.read(*extent, index, op.stream))
+        for extent in op.writes:
+            pairs.update((at, index) for at in memory.write(*extent, index))
+    pairs = {(a, b) for a, b in pairs if a != b}
+    return np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
