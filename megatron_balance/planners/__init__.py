@@ -16,6 +16,7 @@ from megatron_balance.planners import (
     packing,
     te_ring,
     ulysses,
+    wlb_sharding,
     zeppelin,
 )
 from megatron_balance.planners.base import Planner, slack
@@ -23,6 +24,7 @@ from megatron_balance.planners.base import Planner, slack
 PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions),
     "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions),
+    "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions),
     "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions),
     "packing": Planner(packing.plan, packing.PackingOptions),
     "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch, room=slack),

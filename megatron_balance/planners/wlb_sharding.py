@@ -1,0 +1,149 @@
+"""wlb_sharding: every sequence over all ranks, cut on its own or packed with the others, whichever
+the attention kernel does sooner (WLB-LLM).
+
+Paper: WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training (Wang et al., OSDI
+2025, arXiv 2503.17924), section 5, and what its section 8 leaves as future work. What we implement:
+
+- `document`: each sequence (the paper's document) in 2G chunks, chunk i and 2G - 1 - i on rank i,
+  no padding, the tokens left over dealt round robin over the microbatch (section 5.1);
+- `sequence`: all of them packed to one and cut like that (section 3.1; Llama 3's context
+  parallelism);
+- `adaptive`: the one of the two whose slowest rank has the shorter kernels (section 5.3);
+- `mixed`: the choice for each document inside one packed sequence (section 8): those of some length
+  or longer on their own, the rest packed, the length that gives the shortest kernels. All
+  documents and none are among the lengths that are tried, so it is never predicted above
+  `adaptive`.
+
+Keys and values are gathered by all ranks before one launch a zone, their gradients reduce-scattered.
+Ranks differ by one token at most, whichever is chosen, with both kinds in one microbatch too.
+
+What we leave out: packing and delay, which is the planner that deals documents into microbatches;
+any planner may follow inside one.
+
+Where we differ and why: tokens left over lengthen a rank's chunks instead of being fragments of
+their own (`patterns.even_chunks`). Kernel time is that of the cost model, forward and backward
+together, where the paper predicts the forward: tiles and blocks of the kernel from data sheets, or
+what `profile` measured. A sequence that lies on one rank does not travel; the paper gathers all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
+from megatron_balance.solvers.capacity import check_pool
+
+SHARDINGS = ("document", "sequence", "adaptive", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class WlbShardingOptions:
+    """Options of wlb_sharding."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; unlimited if not given."""
+    sharding: Literal["document", "sequence", "adaptive", "mixed"] = "adaptive"
+    """What is cut: each sequence, all packed to one, the better of the two by predicted kernel
+    time, or a mixture by length.
+    """
+
+
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: WlbShardingOptions) -> MicrobatchPlan:
+    """One zone over all ranks, or two where some sequences are cut on their own and others are
+    packed.
+
+    Raises:
+        ConfigError: a sharding that there is not.
+        InfeasibleError: the batch has more tokens than the ranks hold.
+    """
+    if options.sharding not in SHARDINGS:
+        raise ConfigError(
+            f"wlb_sharding: sharding {options.sharding!r} is not known; choose one of {', '.join(SHARDINGS)}"
+        )
+    check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    tried = candidates(batch.lengths, cluster.num_ranks, options.sharding)
+    zones = tried[0]
+    if len(tried) > 1:
+        context = Context(
+            np.array(batch.lengths), model.num_heads, model.num_kv_heads, cluster.num_ranks, cluster.node_size
+        )
+        zones = min(tried, key=lambda zones: float(kernel_s(zones, context, cost).max()))
+    return MicrobatchPlan(
+        "wlb_sharding",
+        batch.lengths,
+        cluster.num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        zones,
+    )
+
+
+def candidates(lengths: Sequence[int], num_ranks: int, sharding: str) -> list[tuple[Zone, ...]]:
+    """The zones that a sharding chooses among; of equally good ones the first counts.
+
+    With `mixed` the longest documents are cut on their own: none, one, two, three, four, six and so
+    on, up to all. A document too short to give every chunk a token is not, unless all are.
+    """
+    num_seqs = len(lengths)
+    if not num_seqs:
+        return [()]
+    order = sorted(range(num_seqs), key=lambda seq: (-lengths[seq], seq))
+    match sharding:
+        case "document":
+            counts = [num_seqs]
+        case "sequence":
+            counts = [0]
+        case "adaptive":
+            counts = [0, num_seqs]
+        case _:
+            long_enough = sum(length >= 2 * num_ranks for length in lengths)
+            counts = [*_counts(long_enough), num_seqs]
+    return [_zones(lengths, num_ranks, order[:count]) for count in dict.fromkeys(counts)]
+
+
+def _counts(most: int) -> list[int]:
+    """0, 1, 2, 3, 4, 6, 8, 12, ...: two numbers a doubling, up to `most`."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return sorted({0, *(count for power in powers for count in (power, power + power // 2) if count <= most)})
+
+
+def _zones(lengths: Sequence[int], num_ranks: int, alone: Sequence[int]) -> tuple[Zone, ...]:
+    """The zone of the sequences `alone`, each cut on its own, and that of the others, packed.
+
+    Each zone has a token more on its first ranks, so the second begins where these end.
+    """
+    own = set(alone)
+    packed = tuple(seq for seq in range(len(lengths)) if seq not in own)
+    first = sum(lengths[seq] for seq in own) % num_ranks
+    ranks = tuple(range(num_ranks))
+    zones: list[Zone] = []
+    if own:
+        zones.append(Zone("document", "gather_documents", ranks, tuple(sorted(own))))
+    if packed:
+        zones.append(Zone("sequence", "gather_sequence", ranks[first:] + ranks[:first], packed))
+    return tuple(zones)
+
+
+def kernel_s(zones: Sequence[Zone], context: Context, cost: CostModel) -> Floats:
+    """Predicted seconds of each rank's attention kernels, forward and backward: float64
+    [num_ranks].
+    """
+    seconds = np.zeros(context.num_ranks)
+    for zone in zones:
+        launches = pattern_of(zone).rounds(zone, context).launches
+        for backward in (False, True):
+            each = cost.attend_s(launches.pairs, launches.launch, len(launches.merging), backward=backward)
+            seconds[np.array(zone.ranks)] += each[launches.of_round].sum(axis=1)
+    return seconds
