@@ -1,5 +1,5 @@
 """wlb_sharding: every sequence over all ranks, cut on its own or packed with the others, whichever
-the attention kernel does sooner (WLB-LLM).
+attention does sooner (WLB-LLM).
 
 Paper: WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training (Wang et al., OSDI
 2025, arXiv 2503.17924), section 5, and what its section 8 leaves as future work. What we implement:
@@ -8,9 +8,9 @@ Paper: WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Traini
   no padding, the tokens left over dealt round robin over the microbatch (section 5.1);
 - `sequence`: all of them packed to one and cut like that (section 3.1; Llama 3's context
   parallelism);
-- `adaptive`: the one of the two whose slowest rank has the shorter kernels (section 5.3);
+- `adaptive`: the one of the two whose slowest rank is predicted to be done sooner (section 5.3);
 - `mixed`: the choice for each document inside one packed sequence (section 8): those of some length
-  or longer on their own, the rest packed, the length that gives the shortest kernels. All
+  or longer on their own, the rest packed, the length that is predicted to take the shortest. All
   documents and none are among the lengths that are tried, so it is never predicted above
   `adaptive`.
 
@@ -23,7 +23,9 @@ any planner may follow inside one.
 Where we differ and why: tokens left over lengthen a rank's chunks instead of being fragments of
 their own (`patterns.even_chunks`). Kernel time is that of the cost model, forward and backward
 together, where the paper predicts the forward: tiles and blocks of the kernel from data sheets, or
-what `profile` measured. A sequence that lies on one rank does not travel; the paper gathers all.
+what `profile` measured. A sequence that lies on one rank does not travel, where the paper gathers
+all. So a packed sequence moves less than one cut document by document, and the choice weighs what
+is gathered, too.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Message
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context
 from megatron_balance.solvers.capacity import check_pool
+
+GRADIENT_BYTES = 4
+"""Gradients of keys and values travel in fp32."""
 
 SHARDINGS = ("document", "sequence", "adaptive", "mixed")
 
@@ -54,8 +60,8 @@ class WlbShardingOptions:
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
     sharding: Literal["document", "sequence", "adaptive", "mixed"] = "adaptive"
-    """What is cut: each sequence, all packed to one, the better of the two by predicted kernel
-    time, or a mixture by length.
+    """What is cut: each sequence, all packed to one, the better of the two by predicted time, or a
+    mixture by length.
     """
 
 
@@ -78,7 +84,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
         context = Context(
             np.array(batch.lengths), model.num_heads, model.num_kv_heads, cluster.num_ranks, cluster.node_size
         )
-        zones = min(tried, key=lambda zones: float(kernel_s(zones, context, cost).max()))
+        zones = min(tried, key=lambda zones: predicted_s(zones, context, cluster, model, cost))
     return MicrobatchPlan(
         "wlb_sharding",
         batch.lengths,
@@ -134,6 +140,36 @@ def _zones(lengths: Sequence[int], num_ranks: int, alone: Sequence[int]) -> tupl
     if packed:
         zones.append(Zone("sequence", "gather_sequence", ranks[first:] + ranks[:first], packed))
     return tuple(zones)
+
+
+def predicted_s(zones: Sequence[Zone], context: Context, cluster: Cluster, model: Model, cost: CostModel) -> float:
+    """Predicted seconds of attention, forward and backward: the kernels of the slowest rank, and
+    the gathers and reduce-scatters of all zones, which nothing hides.
+    """
+    both = 1 + GRADIENT_BYTES / model.bytes_per_element
+    moved_s = sum(
+        _ring_s(both * cost.kv_bytes(_widest(zone, context)), len(zone.ranks), cluster, cost) for zone in zones
+    )
+    return float(kernel_s(zones, context, cost).max()) + moved_s
+
+
+def _widest(zone: Zone, context: Context) -> int:
+    """Tokens of the largest block that a zone gathers."""
+    return max(
+        (int(each.rows[:, Message.TOKENS].max()) for each in pattern_of(zone).messages(zone, context)), default=0
+    )
+
+
+def _ring_s(num_bytes: float, num_ranks: int, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds in which a block of every rank goes round a ring over all NICs."""
+    if not num_bytes:
+        return 0.0
+    steps = num_ranks - 1
+    within_s = cost.intra_node_s(steps * num_bytes, steps)
+    if cluster.num_nodes == 1:
+        return within_s
+    nics = cluster.node_size / cluster.ranks_per_nic
+    return max(within_s, cost.inter_node_s(steps * num_bytes, steps, nics))
 
 
 def kernel_s(zones: Sequence[Zone], context: Context, cost: CostModel) -> Floats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import Zone
 from megatron_balance.patterns.base import Context
-from megatron_balance.planners.wlb_sharding import WlbShardingOptions, candidates, kernel_s, plan
+from megatron_balance.planners.wlb_sharding import WlbShardingOptions, candidates, kernel_s, plan, predicted_s
 from tests.support.flat_cost import FlatCost
 
 LLAMA, H100 = load_model("llama-7b"), load_cluster("h200").build(num_ranks=4)
@@ -28,7 +30,7 @@ def made(sharding: str, lengths: tuple[int, ...], num_ranks: int = 4) -> Microba
 
 def slowest_s(planned: MicrobatchPlan) -> float:
     zones = [zone for zone in planned.zones if isinstance(zone, Zone)]
-    return float(kernel_s(zones, Context.of(planned), COST).max())
+    return predicted_s(zones, Context.of(planned), H100, LLAMA, COST)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_long_documents_cut_on_their_own_are_even_and_packed_ones_are_not() -> N
     assert even["tokens"] == packed["tokens"] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_the_better_kernel_time_is_chosen_for_each_microbatch() -> None:
+def test_the_sooner_one_is_chosen_for_each_microbatch() -> None:
     """Many short documents are better packed, a long one on its own."""
     for lengths, better, worse in ((SHORT, "sequence", "document"), ((40_000, 4000, 4000), "document", "sequence")):
         assert slowest_s(made(better, lengths)) < slowest_s(made(worse, lengths))
@@ -108,6 +110,18 @@ def test_predicted_seconds_are_of_all_launches_forward_and_backward() -> None:
         Zone("sequence", "gather_sequence", (1, 0), (1,)),
     ]
     assert kernel_s(zones, context, FlatCost(model)).tolist() == [6.0, 6.0, 3.0, 3.0]
+
+
+def test_what_is_gathered_and_its_gradients_count_at_the_rate_of_the_slowest_link() -> None:
+    """A rank of each of two nodes, 10 tokens each: a step of 1,280 bytes out and 2,560 back."""
+    cluster, model = Cluster(2, 1, ranks_per_nic=1), Model(2, 2, 16, bytes_per_element=2)
+    context = Context(np.array([20]), 2, 2, 2, 1)
+    (zones,) = candidates([20], 2, "document")
+    flat = FlatCost(model)
+    expected = 3.0 + flat.inter_node_s(10 * 2 * 2 * 16 * 2 * 3)
+    assert predicted_s(zones, context, cluster, model, flat) == pytest.approx(expected)
+    (whole,) = candidates([1], 2, "document")
+    assert predicted_s(whole, replace(context, lengths=np.array([1])), cluster, model, flat) == 3.0, "nothing travels"
 
 
 def test_bad_input_is_one_sentence() -> None:
