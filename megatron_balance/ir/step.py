@@ -5,7 +5,8 @@ is never stored but projected per rank from the zones (`compile.pipeline`).
 
 Sequences of a step are numbered as the data loader deals them, microbatch by microbatch, from 0.
 A sequence that a planner held back in an earlier step has a negative number: -1 is the last one
-that was dealt before this step, -2 the one before that.
+that was dealt before this step, -2 the one before that. So a number says which sequence is meant on
+any number of ranks, and a carry lists what waits by number (docs/adr/0021).
 """
 
 from __future__ import annotations
@@ -33,35 +34,53 @@ Members: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
 """
 
 
+Waiting: TypeAlias = tuple[tuple[int, int], ...]
+"""Sequences that are held back: number and length in tokens, in the order in which they were dealt.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Carry:
     """A planner's memory from one step to the next: plain JSON data, saved with a checkpoint.
 
-    `planner`: whose it is; empty: nothing is carried. `state`: canonical JSON text. Nothing in it
-    may depend on the number of ranks, since a run may go on with another number.
+    `planner`: whose `state` it is; empty: nobody's. `state`: canonical JSON text. `waiting`: every
+    sequence that is held back, numbered as the next step sees it, so below 0; another planner goes
+    on from it alone. Nothing may depend on the number of ranks, since a run may go on with another
+    number.
     """
 
     planner: str = ""
     state: str = "null"
+    waiting: Waiting = ()
 
     @classmethod
-    def of(cls, planner: str, state: Any) -> Carry:
+    def of(cls, planner: str, state: Any, waiting: Waiting = ()) -> Carry:
         """The carry of a planner, of plain JSON data (lists, dicts with string keys, numbers,
         text).
         """
-        return cls(planner, json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False))
+        return cls(planner, json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False), waiting)
 
     @property
     def is_empty(self) -> bool:
-        return not self.planner
+        return not self.planner and not self.waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the sequences that are held back."""
+        return sum(length for _, length in self.waiting)
 
     def value(self) -> Any:
         """The data that `of` was given; tuples come back as lists."""
         return json.loads(self.state)
 
+    def unowned(self) -> Carry:
+        """The carry without the planner's state: the sequences that wait, for any planner."""
+        return Carry(waiting=self.waiting)
+
     def to_json(self) -> str:
         """One line of JSON."""
-        return f'{{"planner":{json.dumps(self.planner)},"state":{self.state}}}'
+        waiting = json.dumps(self.waiting, separators=(",", ":"))
+        return f'{{"planner":{json.dumps(self.planner)},"state":{self.state},"waiting":{waiting}}}'
 
     @classmethod
     def from_json(cls, text: str) -> Carry:
@@ -71,10 +90,24 @@ class Carry:
             ConfigError: the text is not a carry.
         """
         try:
-            body: Any = json.loads(text)
-            return cls.of(str(body["planner"]), body["state"]) if body["planner"] else EMPTY
-        except (ValueError, KeyError, TypeError) as error:
+            return cls.from_body(json.loads(text))
+        except ValueError as error:
             raise ConfigError(f"not a planner's carry: {type(error).__name__}: {error}; got {text!r:.80}") from None
+
+    @classmethod
+    def from_body(cls, body: Any) -> Carry:
+        """The carry of parsed JSON; as `from_json`."""
+        try:
+            waiting = tuple((int(number), int(length)) for number, length in body["waiting"])
+            made = cls.of(str(body["planner"]), body["state"], waiting)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"not a planner's carry: {type(error).__name__}: {error}; got {body!r:.80}") from None
+        numbers = [number for number, _ in waiting]
+        if any(number >= 0 for number in numbers) or numbers != sorted(set(numbers)):
+            raise ConfigError(
+                f"not a planner's carry: expected waiting sequences by number, ascending and below 0; got {numbers}"
+            )
+        return made if made.planner else made.unowned()
 
 
 EMPTY = Carry()
@@ -145,6 +178,34 @@ class StepPlan:
         parts += [fingerprint_of_ticks(each) for each in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]
         return parts[0] if len(parts) == 1 else _digest(parts)
+
+
+def held_back(step: StepPlan, lengths: Lengths, waiting: Waiting) -> Waiting:
+    """The sequences that wait behind a step: those dealt, or waiting before, that it does not train.
+
+    Args:
+        step: its members are numbers of `lengths` and of `waiting`.
+        lengths: as dealt, by microbatch.
+        waiting: before the step.
+
+    Returns:
+        Them, numbered as the next step sees them.
+
+    Raises:
+        ValueError: the step trains a sequence twice, one that is not there, or one by another
+            length.
+    """
+    ready = dict(waiting) | dict(enumerate(chain.from_iterable(lengths)))
+    num_dealt = sum(map(len, lengths))
+    trained = chain.from_iterable(step.members)
+    for seqs, plan in zip(trained, step.plans, strict=True):
+        for seq, length in zip(seqs, plan.lengths, strict=True):
+            if ready.pop(seq, None) != length:
+                raise ValueError(
+                    f"expected each sequence at most once and whole; got s{seq} of {length} tokens, which was trained "
+                    "already in this step, or neither dealt in it nor waiting, or has another length"
+                )
+    return tuple(sorted((seq - num_dealt, length) for seq, length in ready.items()))
 
 
 def dealt(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

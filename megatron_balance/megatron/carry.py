@@ -1,7 +1,8 @@
-"""The planner's carry in Megatron's checkpoints: one text among the checkpoint's own arguments.
+"""The account of documents, the planner's carry included, in Megatron's checkpoints: one text among
+the checkpoint's own arguments.
 
 Megatron saves its arguments in every format of checkpoint, and reads them back on any number of
-ranks. A step that is saved before it is over (a rerun that ends the job) is saved with the carry
+ranks. A step that is saved before it is over (a rerun that ends the job) is saved with the account
 that it began with, since it is dealt again on resuming.
 """
 
@@ -9,21 +10,22 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_balance.ir.step import EMPTY, Carry
+from megatron_balance.training.ledger import Ledger
 
 ARGUMENT = "balance_carry"
 
 
-def save(carry: Carry, args: argparse.Namespace) -> None:
-    """Put the carry where the next checkpoint takes it from."""
-    setattr(args, ARGUMENT, carry.to_json())
+def save(text: str, args: argparse.Namespace) -> None:
+    """Put a ledger's text where the next checkpoint takes it from."""
+    setattr(args, ARGUMENT, text)
 
 
-def saved(args: argparse.Namespace) -> Carry:
-    """The carry that a checkpoint with these arguments was saved with; empty if it knows of none.
+def saved(args: argparse.Namespace) -> tuple[Ledger, str]:
+    """The ledger that a checkpoint with these arguments was saved with, and its corpus; empty if it
+    knows of none.
 
     Raises:
-        ConfigError: the checkpoint's text is not a carry.
+        ConfigError: the checkpoint's text is not a ledger.
     """
     text: str | None = getattr(args, ARGUMENT, None)
-    return EMPTY if text is None else Carry.from_json(text)
+    return (Ledger(), "") if text is None else Ledger.from_json(text)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol, cast
 
 import numpy as np
@@ -101,6 +101,14 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
     def sample_lengths(self, index: int) -> tuple[int, ...]:
         """Lengths of the sequences of sample `index`, from the index file alone."""
         return self.stream.lengths_of(index)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self.stream.fingerprint()
+
+    def fingerprint(self) -> str:
+        """16 hex digits of all that decides which documents sample i holds, read once."""
+        return self._fingerprint
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample `index`: tokens, labels, loss_mask, position_ids, each [S].

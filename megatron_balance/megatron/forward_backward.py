@@ -16,7 +16,7 @@ from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
-from megatron_balance.megatron.tokens import job_device, read
+from megatron_balance.megatron.tokens import job_device, numbered, read, recall
 from megatron_balance.runtime.bind import Counters
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
 from megatron_balance.training.lengths import PoolLengths, share_lengths
@@ -58,12 +58,18 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         # neither embed nor compute the loss.
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         iterator = next((each for each in iterators if each is not None), iter(()))
-        mine, failure = read(iterator, num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
+        planner = job.planner(forward_only)
+        draw = planner.draw(num_microbatches)
+        if draw.first is not None:
+            assert job.train_data is not None, "samples are read by number only where they are ours"
+            iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
+        mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
         if not pool.reads:
             mine = []  # another rank of this replica read the same samples
-        shared = share_lengths(mine, failure, num_microbatches, pool, parallel, device)
-        planned = job.planner(forward_only).plan(shared.lengths)
-        mine, apart = by_nano_batch(mine, shared, planned.parts, pool.rank)
+        shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device)
+        planned = planner.plan(shared.lengths)
+        recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
+        mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
         exchange = TokenExchange(apart, planned.plans, pool)
         rows = exchange.to_ranks(mine, NUM_COLUMNS, parallel, device)
 
@@ -73,7 +79,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             return interleave(own, job.row_multiple)
 
         if not forward_only:
-            _count_flops(shared, pool.readers[pool.replica])
+            _count_flops(apart, pool.readers[pool.replica])
         if planned.ticks:
             return _run_ticks(job, planned, shared, local, model, forward_only=forward_only, **kwargs)
         microbatches = Microbatches(job, planned, local, forward_only=forward_only)

@@ -66,6 +66,9 @@ def samples(job: PlannedJob) -> Samples:
         per_microbatch=job.args.micro_batch_size * job.pool.num_replicas,
         lengths=None if data is None else data.sample_lengths,
         total=0 if data is None else len(data),
+        # Iterations count from 0 while one runs.
+        remaining=lambda: job.args.train_iters - job.args.curr_iteration,
+        corpus=None if data is None else data.fingerprint,
     )
 
 

@@ -20,7 +20,6 @@ from megatron.core.utils import get_model_config
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.step import EMPTY
 from megatron_balance.megatron import carry, core_attention, ping_pong, rope
 from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
@@ -35,6 +34,7 @@ from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
+from megatron_balance.training.ledger import Ledger
 from megatron_balance.training.log import StepLog
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
@@ -59,8 +59,8 @@ class Session:
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
         self._planners: dict[bool, StepPlans] = {}
-        self._carry = EMPTY
-        carry.save(EMPTY, args)
+        self._ledger, self._corpus = Ledger(), ""
+        carry.save(self._ledger.to_json(), args)
         self._prepared: set[int] = set()
 
     @property
@@ -161,27 +161,27 @@ class Session:
             ahead = self.config.plan_ahead and not forward_only
             self._planners[forward_only] = step_plans(self, ahead=ahead, evaluation=forward_only)
             if not forward_only:
-                self._planners[forward_only].restore(self._carry)
+                self._planners[forward_only].restore(self._ledger, self._corpus)
         return self._planners[forward_only]
 
     def resume(self, checkpoint_args: argparse.Namespace) -> None:
-        """Go on from a checkpoint with these arguments, with what the planner carried when it was
+        """Go on from a checkpoint with these arguments, with the documents that waited when it was
         saved.
 
         Raises:
-            ConfigError: another planner's carry.
+            ConfigError: this run's planner cannot train them.
         """
-        self._carry = carry.saved(checkpoint_args)
+        self._ledger, self._corpus = carry.saved(checkpoint_args)
         assert self.config.planner is not None
-        self.config.planner.check_carry(self._carry)
+        self.config.planner.check_carry(self._ledger.carry)
         if False in self._planners:
-            self._planners[False].restore(self._carry)
-        carry.save(self._carry, self.args)
+            self._planners[False].restore(self._ledger, self._corpus)
+        carry.save(self._ledger.to_json(self._corpus), self.args)
 
     def end_step(self) -> None:
         """A training step is over: the next checkpoint is saved with what it carries on."""
         if False in self._planners:
-            carry.save(self._planners[False].keep_carry(), self.args)
+            carry.save(self._planners[False].saved(), self.args)
 
     def prepare(self, model: Any) -> None:
         """Check and adapt a model at its first step: planned attention, positions, varying shapes.

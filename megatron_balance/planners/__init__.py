@@ -16,6 +16,7 @@ from megatron_balance.planners import (
     packing,
     te_ring,
     ulysses,
+    wlb_llm,
     wlb_sharding,
     zeppelin,
 )
@@ -38,6 +39,9 @@ PLANNERS: dict[str, Planner] = {
     ),
     "distca": Planner(
         distca.plan, distca.DistcaOptions, plan_owned=distca.plan_owned, num_holders=distca.num_holders, ping_pong=True
+    ),
+    "wlb_llm": Planner(
+        None, wlb_llm.WlbLlmOptions, plan_step=wlb_llm.plan_step, takes_waiting=True, room=wlb_llm.room
     ),
     "zeppelin": Planner(
         zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays"), room=slack

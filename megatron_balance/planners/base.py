@@ -38,11 +38,12 @@ class PlanStep(Protocol):
         Args:
             lengths: of the step's sequences in tokens, microbatch by microbatch as dealt.
             context: what is planned for, equal at every step.
-            carry: what the step before returned; `EMPTY` at the first one.
+            carry: what the step before returned; `EMPTY` at the first one. Every sequence that is
+                held back stands in `Carry.waiting`, whatever else the planner remembers.
 
         Raises:
             InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
-            ConfigError: options out of range; a carry of another planner.
+            ConfigError: options out of range.
         """
         ...
 
@@ -82,11 +83,14 @@ class StepContext:
     ping_pong: bool = False
     """Whether microbatches of two sequences or more run as two nano-batches."""
     own_microbatches: bool = True
-    """Whether a planner may deal the sequences into microbatches of its own; else they stay where
-    they were dealt."""
+    """Whether a planner may choose the number of microbatches; else it is as dealt, and only a
+    planner of whole steps moves sequences between them."""
     may_carry: bool = True
     """Whether another step follows that can take what this one holds back; not in evaluation, nor
     for a microbatch alone."""
+    may_delay: bool = True
+    """Whether a planner may hold back what would fit; in the last steps of training it may not, and
+    what waits goes first."""
     forward_only: bool = False
     """Whether the step has no backward pass: evaluation."""
     options: Any = None
@@ -119,6 +123,9 @@ class Planner:
     """Plan attention for tokens wherever they are owned, so also for those of several pipeline
     stages at once: from lengths, and rows (rank, seq, start, stop) of owners, to a plan with these
     owners, whatever ranks have none."""
+    takes_waiting: bool = False
+    """Whether `plan_step` also trains sequences that another planner held back (`Carry.waiting` of a
+    carry without a state); planners of microbatches need not care (`planning.waiting`)."""
     num_holders: Callable[[Cluster, Any], int] | None = None
     """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
     some."""

@@ -99,7 +99,7 @@ class PlanAhead:
                 return None
         waited = time.perf_counter() - start
         body: dict[str, Any] = json.loads(slot.answer)
-        before, after = (Carry.of(each["planner"], each["state"]) for each in (body["before"], body["after"]))
+        before, after = (Carry.from_body(body[name]) for name in ("before", "after"))
         step = None if body["step"] is None else from_body(body["step"])
         return Ready(step, before, after, body["plan_s"], waited)
 
@@ -142,7 +142,7 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     for line in requests:
         start = time.perf_counter()
         body = json.loads(line)
-        before = carry if body["carry"] is None else Carry.of(body["carry"]["planner"], body["carry"]["state"])
+        before = carry if body["carry"] is None else Carry.from_body(body["carry"])
         text, carry = "null", None
         if before is not None:
             # An error is met again by the training process itself, with its traceback.

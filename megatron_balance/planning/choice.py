@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, lcm
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -23,10 +24,11 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers, When
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import NO_LAYERS, Planner, PlanStep, StepContext
 from megatron_balance.planning.place import place, place_microbatches
+from megatron_balance.planning.waiting import with_waiting
 from megatron_balance.strict_yaml import checked, unknown_name
 
 PingPong: TypeAlias = bool | Literal["auto"]
@@ -67,8 +69,8 @@ class PlannerChoice(PlannerSection):
         Raises:
             InfeasibleError: a sequence or a microbatch that the ranks cannot hold.
             ConfigError: as `num_holders`; stages that the planner cannot plan together; interleaved
-                stages, and microbatches that do not come in whole groups; a carry of another
-                planner.
+                stages, and microbatches that do not come in whole groups; waiting sequences of
+                another planner that this one cannot train.
         """
         self.num_holders(context.cluster)
         if context.joint is not None and not self.planner.joint:
@@ -76,23 +78,29 @@ class PlannerChoice(PlannerSection):
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {joint_planners()}"
             )
         self.check_carry(carry)
-        plan_step = self.planner.plan_step or place_microbatches(self.planner)
+        if carry.planner != self.name:
+            carry = carry.unowned()
+        if self.planner.plan_step is None:
+            plan_step = with_waiting(place_microbatches(self.planner), self._most_tokens(context))
+        else:
+            plan_step = self.planner.plan_step
         step, after = plan_step(lengths, self._asked(context), carry)
-        assert after.is_empty or (context.may_carry and after.planner == self.name), after
+        assert after.is_empty or (context.may_carry and after.planner in ("", self.name)), after
+        assert held_back(step, lengths, carry.waiting) == after.waiting, (self.name, carry, after)
         return step, after
 
     def check_carry(self, carry: Carry) -> None:
-        """Reject what another planner carried.
+        """Reject sequences that another planner held back, if this one cannot train them.
 
         Raises:
-            ConfigError: the carry is not empty, and this planner cannot read it.
+            ConfigError: there are some.
         """
-        if not carry.is_empty and (carry.planner != self.name or self.planner.plan_step is None):
+        of_another = carry.waiting and carry.planner != self.name
+        if of_another and self.planner.plan_step is not None and not self.planner.takes_waiting:
             raise ConfigError(
-                f"planner {self.name} cannot take over what planner {carry.planner} carried from the step before "
-                "(sequences that it "
-                f"held back would be lost); go on with planner {carry.planner}, or start anew from the weights alone "
-                "(--finetune)"
+                f"planner {self.name} cannot train the {len(carry.waiting)} sequences that planner "
+                f"{carry.planner or 'before it'} held back; go on with a planner that can, or start anew from the "
+                "weights alone (--finetune)"
             )
 
     def num_holders(self, cluster: Cluster) -> int:
@@ -114,8 +122,16 @@ class PlannerChoice(PlannerSection):
             )
         return num_holders
 
+    def _most_tokens(self, context: StepContext) -> float:
+        """Tokens that a microbatch may have."""
+        each = self.options.tokens_per_rank
+        return inf if each is None else each * self.num_holders(context.cluster)
+
     def _asked(self, context: StepContext) -> StepContext:
-        return dataclasses.replace(context, options=self.options, layers=self.layers, planner=_look_up)
+        """`context` for this planner; rows come in multiples of what the one that asks needs."""
+        align = lcm(self.layers.align, context.layers.align)
+        layers = dataclasses.replace(self.layers, align=align)
+        return dataclasses.replace(context, options=self.options, layers=layers, planner=_look_up)
 
 
 def _look_up(name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep:

@@ -32,7 +32,7 @@ def place_microbatches(planner: Planner) -> PlanStep:
     """`plan_step` of a planner that places one microbatch at a time and carries nothing."""
 
     def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-        assert carry.is_empty, carry  # the registry's door lets no other planner's carry in
+        assert carry.is_empty, carry  # `planning.waiting` takes what waits
         return _place(planner, lengths, context), EMPTY
 
     return plan_step

@@ -28,7 +28,7 @@ class Pipeline:
 class PlanSpec:
     """All that another process needs to plan the same steps: a planner, and what it plans for.
 
-    Microbatches stay as dealt. `pipeline`: stages that attend together, None: each for itself.
+    The number of microbatches is as dealt. `pipeline`: stages that attend together, None: each for itself.
     """
 
     name: str
@@ -89,11 +89,14 @@ class StepPlanner:
         )
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 
-    def plan(self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY) -> tuple[StepPlan, Carry]:
+    def plan(
+        self, lengths: Sequence[Sequence[int]], carry: Carry = EMPTY, *, may_delay: bool = True
+    ) -> tuple[StepPlan, Carry]:
         """The plan of a training step, and what the next one is planned with; as
-        `PlannerChoice.plan_step`.
+        `PlannerChoice.plan_step`. `may_delay`: as in its context.
         """
-        return self.choice.plan_step(_frozen(lengths), self._context, carry)
+        context = self._context if may_delay else dataclasses.replace(self._context, may_delay=False)
+        return self.choice.plan_step(_frozen(lengths), context, carry)
 
     def plan_evaluation(self, lengths: Sequence[Sequence[int]]) -> StepPlan:
         """The plan of a step without a backward pass, which carries nothing."""

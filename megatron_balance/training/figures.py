@@ -61,7 +61,8 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
         "planner": planned.plans[0].planner,
         "num_sequences": sum(f["num_sequences"] for f in each),
         "num_tokens": sum(f["num_tokens"] for f in each),
-        "num_microbatches": len(planned.parts),
+        "num_microbatches": len(planned.step.members),
+        **_account(planned, shared),
         "imbalance_before": imbalance_before(shared, job.pool),
         "imbalance_after": {"tokens": imbalance_after(tokens), "attention": imbalance_after(pairs)},
         "kv_tokens_received": float(sum(np.mean(f["kv_tokens_received_per_rank"]) for f in each)),
@@ -153,6 +154,18 @@ def imbalance_after(loads: Floats) -> float:
 def _max_over_mean(loads: Floats) -> float:
     mean = loads.mean()
     return float(loads.max() / mean) if mean else 1.0
+
+
+def _account(planned: PlannedStep, shared: PoolLengths) -> Json:
+    """Tokens drawn and trained in the step, and waiting behind it; and the run's, which add up."""
+    ledger = planned.ledger
+    return {
+        "drawn_tokens": sum(map(sum, shared.lengths)),
+        "trained_tokens": sum(plan.num_tokens for plan in planned.plans),
+        "waiting_tokens": ledger.carry.waiting_tokens,
+        "waiting_sequences": len(ledger.held),
+        "run_tokens": {"drawn": ledger.drawn, "trained": ledger.trained},
+    }
 
 
 def _zones(plans: Sequence[MicrobatchPlan]) -> Json:

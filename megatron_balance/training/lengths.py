@@ -58,7 +58,8 @@ def share_lengths(
     if tensor_parallel.is_source:
         counts = [len(m.lengths) for m in mine]
         row = [_FAILED] if failure is not None else [*counts, *(length for m in mine for length in m.lengths)]
-        width = torch.tensor([len(row)], dtype=torch.int64, device=device)
+        # At least the place of the mark, also where a step reads no microbatch.
+        width = torch.tensor([max(1, len(row))], dtype=torch.int64, device=device)
         joint = pool.joint
         if joint.size > 1:  # a pool of one has no process group
             dist.all_reduce(width, op=dist.ReduceOp.MAX, group=joint.pool)

@@ -195,6 +195,7 @@ def _scalars(record: Json) -> list[tuple[str, float]]:
     ]
     names = (
         *("kv_tokens_received", "remapped_tokens", "routed_transfers", "kernel_calls", "num_sequences", "num_tokens"),
+        *("drawn_tokens", "trained_tokens", "waiting_tokens"),
         *("plan_ms", "plan_wait_ms", "step_ms", "predicted_ms"),
     )
     return [(f"balance/{name}", float(value)) for name, value in [*flat, *((n, record[n]) for n in names)]]
@@ -221,3 +222,15 @@ def _log_line(record: Json) -> None:
         record["step_ms"],
         record["predicted_ms"],
     )
+    if record["waiting_tokens"] or record["drawn_tokens"] != record["trained_tokens"]:
+        log.info(
+            "step %d: %d tokens drawn, %d trained, %d waiting in %d documents; since the run began %d = %d + %d",
+            record["step"],
+            record["drawn_tokens"],
+            record["trained_tokens"],
+            record["waiting_tokens"],
+            record["waiting_sequences"],
+            record["run_tokens"]["drawn"],
+            record["run_tokens"]["trained"],
+            record["waiting_tokens"],
+        )

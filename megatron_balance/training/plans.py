@@ -7,6 +7,7 @@ sample, and how ranks compare a fingerprint.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import time
@@ -14,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, dealt
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.planning.ahead import PlanAhead
-from megatron_balance.planning.place import NanoBatches
 from megatron_balance.planning.step_planner import StepPlanner
+from megatron_balance.training.ledger import Held, Ledger
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,10 @@ class PlannedStep:
     wait_s: float
     carry: Carry = EMPTY
     """For the next step."""
+    recalled: tuple[Held, ...] = ()
+    """Documents of earlier steps that this one trains, by their number in it."""
+    ledger: Ledger = Ledger()
+    """The account behind the step."""
 
     @property
     def plans(self) -> tuple[MicrobatchPlan, ...]:
@@ -58,16 +63,6 @@ class PlannedStep:
         return self.step.plans_of
 
     @property
-    def parts(self) -> tuple[NanoBatches, ...]:
-        """By microbatch and nano-batch, its sequences by their place in the microbatch."""
-        parts: list[NanoBatches] = []
-        first = 0
-        for microbatch in self.step.members:
-            parts.append(tuple(tuple(seq - first for seq in seqs) for seqs in microbatch))
-            first += sum(map(len, microbatch))
-        return tuple(parts)
-
-    @property
     def fingerprint(self) -> str:
         """Sixteen hex digits of every decision, what is carried included."""
         step = self.step.fingerprint()
@@ -79,7 +74,8 @@ class Samples:
     """The training samples of a pool, dealt in order: `per_microbatch` to each microbatch.
 
     `lengths`: of the sequences of one sample, known without reading it; None: they are not ours,
-    and nothing is planned ahead.
+    and nothing is planned ahead or held back. `remaining`: steps of the run, this one included; None:
+    nobody knows. `corpus`: the fingerprint of all samples.
     """
 
     consumed: Callable[[], int]
@@ -87,6 +83,8 @@ class Samples:
     per_microbatch: int
     lengths: Callable[[int], tuple[int, ...]] | None = None
     total: int = 0
+    remaining: Callable[[], int] | None = None
+    corpus: Callable[[], str] | None = None
 
     def step(self, first: int, num_microbatches: int) -> Lengths | None:
         """Lengths of the step that begins at sample `first`; None: the samples end before it does."""
@@ -96,11 +94,30 @@ class Samples:
         starts = range(first, first + num_microbatches * size, size)
         return tuple(tuple(n for index in range(start, start + size) for n in self.lengths(index)) for start in starts)
 
+    def of_sequences(self, first: int, num_microbatches: int) -> tuple[int, ...]:
+        """Of each sequence of a step that begins at sample `first`, its sample; empty: not known."""
+        if self.lengths is None:
+            return ()
+        samples = range(first, first + num_microbatches * self.per_microbatch)
+        return tuple(sample for sample in samples for _ in self.lengths(sample))
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The samples that a step draws: `num_microbatches` whole microbatches.
+
+    `first`: the first sample, read by its number; None: the data iterator has it next.
+    """
+
+    num_microbatches: int
+    first: int | None = None
+
 
 class StepPlans:
     """Plans of training steps, or of evaluation, on one rank.
 
-    Remembers the last step: on a rerun the same microbatches come again, and get the same plan.
+    A step is `draw`, then `plan`. Remembers the last step: on a rerun the same microbatches come
+    again, and get the same plan.
     """
 
     def __init__(
@@ -123,46 +140,120 @@ class StepPlans:
         self._ahead = ahead
         self._evaluation = evaluation
         self._expected: dict[tuple[int, int], Lengths] = {}
+        self._drawn: tuple[int, int, Draw, Lengths, PlannedStep] | None = None
         self._last: tuple[int, Lengths, PlannedStep] | None = None
-        self._carry = EMPTY
+        self._ledger = Ledger()
         self._steps = 0
         self._warned = False
+
+    def draw(self, num_microbatches: int) -> Draw:
+        """The samples of the coming step, which runs `num_microbatches` microbatches.
+
+        All of them, as a rule. Where documents wait that the steps left could not train otherwise,
+        or that this run's planner did not hold back itself, as many whole microbatches as leave room
+        for them.
+
+        Raises:
+            ConfigError: documents wait that the steps left cannot train.
+        """
+        consumed = self._samples.consumed()
+        if self._drawn is not None and self._drawn[:2] == (consumed, num_microbatches):
+            return self._drawn[2]
+        self.end_step()
+        self._drawn = None
+        if self._evaluation or not self._may_wait():
+            return Draw(num_microbatches)
+        first = consumed - self._ledger.behind
+        for number, may_delay in [(num_microbatches, True), *((n, False) for n in range(num_microbatches, -1, -1))]:
+            lengths = self._samples.step(first, number)
+            if lengths is None:
+                return Draw(num_microbatches)
+            lengths += ((),) * (num_microbatches - number)
+            planned = self._planned(consumed, lengths, may_delay=may_delay)
+            if self._leaves_enough(planned.carry, lengths):
+                behind = (num_microbatches - number) * self._samples.per_microbatch
+                planned = self._accounted(planned, lengths, first, number, behind)
+                draw = Draw(number, first if self._ledger.behind else None)
+                self._drawn = (consumed, num_microbatches, draw, lengths, planned)
+                return draw
+        raise ConfigError(
+            f"{len(self._ledger.held)} documents wait, more than the steps that are left can train with "
+            f"{num_microbatches} microbatches each; train more steps (--train-iters)"
+        )
 
     def plan(self, lengths: Lengths) -> PlannedStep:
         """The plan of a step of microbatches of these lengths, equal on all ranks.
 
+        `lengths`: by microbatch, as `draw` said they be read.
+
         Raises:
             InfeasibleError: a microbatch that the pool cannot hold.
+            DataError: documents may wait, and others were read than the corpus has there.
             PlanMismatchError: ranks that planned differently.
         """
         consumed = self._samples.consumed()
+        if self._drawn is not None and self._drawn[0] == consumed:
+            lengths += ((),) * (self._drawn[1] - len(lengths))
         if self._last is not None and self._last[:2] == (consumed, lengths):
             return self._last[2]
-        self.keep_carry()
-        planned = self._now(lengths) if self._ahead is None else self._from_ahead(self._ahead, consumed, lengths)
-        _check_dealt(planned.step, lengths, self._planner.choice.name)
+        if self._drawn is not None and self._drawn[0] == consumed and self._drawn[3] == lengths:
+            planned = self._drawn[4]
+        else:
+            self.end_step()
+            planned = self._planned(consumed, lengths)
+            if self._drawn is not None and self._drawn[0] == consumed:
+                self._check_read(consumed, planned)
+            planned = self._accounted(planned, lengths, consumed, len(lengths), 0)
         self._steps += 1
         if self._steps <= ALWAYS_AGREE or self._steps % self._agreement_every == 0:
             self._agree(planned.fingerprint)
         self._last = (consumed, lengths, planned)
         return planned
 
-    def keep_carry(self) -> Carry:
-        """End the last step: what it carries is what the next one is planned with, and what a
-        checkpoint saves.
-        """
-        if self._last is not None:
-            self._carry = self._last[2].carry
-        return self._carry
-
-    def restore(self, carry: Carry) -> None:
-        """Go on with the carry of a checkpoint.
+    def _check_read(self, consumed: int, planned: PlannedStep) -> None:
+        """Reject other documents than the corpus has where documents wait, since these are known by
+        where they stand in it.
 
         Raises:
-            ConfigError: this run's planner cannot take it over.
+            DataError: they are others.
         """
-        self._planner.choice.check_carry(carry)
-        self._carry, self._last = carry, None
+        self._warn_of_other_lengths(consumed)
+        if self._ledger.needs_corpus or planned.carry.waiting:
+            raise DataError(
+                f"the data iterator brought other documents at sample {consumed} than the corpus has there; planner "
+                f"{self._planner.choice.name} holds documents back, and goes on only in the order of samples"
+            )
+
+    def end_step(self) -> Ledger:
+        """End the last step: its ledger is what the next one is planned with."""
+        if self._last is not None:
+            self._ledger = self._last[2].ledger
+        return self._ledger
+
+    def saved(self) -> str:
+        """The text for a checkpoint behind the last step."""
+        ledger = self.end_step()
+        corpus = self._samples.corpus
+        return ledger.to_json(corpus() if ledger.needs_corpus and corpus is not None else "")
+
+    def restore(self, ledger: Ledger, corpus: str = "") -> None:
+        """Go on with the ledger of a checkpoint. `corpus`: the fingerprint saved with it.
+
+        Raises:
+            ConfigError: this run's planner cannot take over what waits, or this run reads other
+                samples.
+        """
+        self._planner.choice.check_carry(ledger.carry)
+        if ledger.needs_corpus:
+            here = "" if self._samples.corpus is None else self._samples.corpus()
+            if here != corpus:
+                raise ConfigError(
+                    f"the checkpoint's {len(ledger.held)} waiting documents are of corpus {corpus or 'unknown'}, and "
+                    f"this run reads {here or 'the samples of a script'}: expected the same --data-path, --split, "
+                    "--seq-length, --seed and documents policy; give those, or start anew from the weights alone "
+                    "(--finetune)"
+                )
+        self._ledger, self._last, self._drawn = ledger, None, None
 
     def close(self) -> None:
         """End the background process."""
@@ -170,12 +261,50 @@ class StepPlans:
             self._ahead.close()
             self._ahead = None
 
-    def _now(self, lengths: Lengths) -> PlannedStep:
+    def _may_wait(self) -> bool:
+        """Whether documents wait, or may after the coming step."""
+        holds = self._planner.choice.planner.plan_step is not None
+        return self._samples.lengths is not None and (holds or self._ledger.needs_corpus)
+
+    def _leaves_enough(self, carry: Carry, lengths: Lengths) -> bool:
+        """Whether the steps left can train what waits behind this one, and what another planner held
+        back is getting less.
+
+        A step without new documents trains at least one that waits in each microbatch.
+        """
+        before = self._ledger.carry
+        if before.waiting and before.planner != self._planner.choice.name:
+            oldest = -sum(map(len, lengths))
+            if sum(number < oldest for number, _ in carry.waiting) == len(before.waiting):
+                return False
+        remaining = self._samples.remaining
+        return remaining is None or len(carry.waiting) <= (remaining() - 1) * len(lengths)
+
+    def _accounted(
+        self, planned: PlannedStep, lengths: Lengths, first: int, num_microbatches: int, behind: int
+    ) -> PlannedStep:
+        """The plan with the account behind it."""
+        if self._evaluation:
+            return planned
+        samples = self._samples.of_sequences(first, num_microbatches) if planned.carry.waiting else ()
+        ledger = self._ledger.after(planned.step, lengths, planned.carry, samples, behind)
+        known = {each.number: each for each in self._ledger.held}
+        trained = chain.from_iterable(chain.from_iterable(planned.step.members))
+        recalled = tuple(known[number] for number in sorted(number for number in trained if number < 0))
+        return dataclasses.replace(planned, recalled=recalled, ledger=ledger)
+
+    def _planned(self, consumed: int, lengths: Lengths, *, may_delay: bool = True) -> PlannedStep:
+        # Steps that draw less are the last ones, and not asked for ahead.
+        if self._ahead is None or not may_delay or self._ledger.behind:
+            return self._now(lengths, may_delay=may_delay)
+        return self._from_ahead(self._ahead, consumed, lengths)
+
+    def _now(self, lengths: Lengths, *, may_delay: bool = True) -> PlannedStep:
         start = time.perf_counter()
         if self._evaluation:
             step, carry = self._planner.plan_evaluation(lengths), EMPTY
         else:
-            step, carry = self._planner.plan(lengths, self._carry)
+            step, carry = self._planner.plan(lengths, self._ledger.carry, may_delay=may_delay)
         seconds = time.perf_counter() - start
         return PlannedStep(step, seconds, seconds, carry)
 
@@ -185,7 +314,7 @@ class StepPlans:
         """
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
-        if ready is not None and ready.step is not None and expected == lengths and ready.before == self._carry:
+        if ready is not None and ready.step is not None and expected == lengths and ready.before == self._ledger.carry:
             planned, intact = PlannedStep(ready.step, ready.plan_s, ready.waited_s, ready.after), True
         else:
             if ready is not None and ready.step is not None and expected != lengths:
@@ -217,16 +346,3 @@ class StepPlans:
             )
             self._warned = True
 
-
-def _check_dealt(step: StepPlan, lengths: Lengths, planner: str) -> None:
-    """Reject steps whose sequences are not in the microbatches they were dealt to.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    if tuple(tuple(sorted(chain.from_iterable(microbatch))) for microbatch in step.members) != dealt(lengths):
-        raise ConfigError(
-            f"planner {planner} moves sequences to other microbatches or steps than the data loader dealt them to, "
-            "and training does "
-            "not move their tokens there yet; choose a planner that keeps microbatches as dealt, or simulate this one"
-        )

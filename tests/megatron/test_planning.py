@@ -112,9 +112,10 @@ def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_tic
             planned = ahead.plan(lengths)
             assert (planned.wait_s == planned.plan_s) == (first == 0), "all but the first step are planned ahead"
             assert (planned.plans, planned.ticks) == (here.plan(lengths).plans, here.plan(lengths).ticks)
-            parts = [tuple(lengths[m][i] for i in part) for m, own in enumerate(planned.parts) for part in own]
+            pooled = [n for microbatch in lengths for n in microbatch]
+            parts = [tuple(pooled[i] for i in part) for own in planned.step.members for part in own]
             assert [plan.lengths for plan in planned.plans] == parts
-            assert [len(own) for own in planned.parts] == [2, 2], (
+            assert [len(own) for own in planned.step.members] == [2, 2], (
                 "of a microbatch of one document the second half is empty"
             )
             order, other = ([one.tick for one in ticks] for ticks in planned.ticks)

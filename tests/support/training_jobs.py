@@ -57,7 +57,11 @@ def step(world: World, lengths: Lengths, planner: str, ping_pong: bool) -> Recei
     mine = [documents(world.rank, m, own) for m, own in enumerate(lengths[world.rank])]
     shared = share_lengths(mine, None, len(mine), pool, ALONE, CPU)
     chosen = [nano_batches_of(each, ping_pong=ping_pong) for each in shared.lengths]
-    mine, apart = by_nano_batch(mine, shared, chosen, world.rank)
+    first = [sum(map(len, shared.lengths[:m])) for m in range(len(shared.lengths))]
+    members = tuple(
+        tuple(tuple(begin + seq for seq in part) for part in parts) for begin, parts in zip(first, chosen, strict=True)
+    )
+    mine, apart = by_nano_batch(mine, shared, members, world.rank)
     layers = Layers(remap=planner == "zeppelin")  # where tokens are owned by others than those that attend to them
     plan = make_planner(planner, Cluster(world.size, world.size), Model(4, 2, 8), layers, tokens_per_rank=600)
     exchange = TokenExchange(apart, [plan(each) for each in apart.lengths], pool)

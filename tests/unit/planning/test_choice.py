@@ -4,14 +4,14 @@ are fields of its entry."""
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 import megatron_balance
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
@@ -74,16 +74,40 @@ def test_layers_and_traits_of_a_planner_of_steps_are_those_of_its_entry() -> Non
 
 
 @pytest.mark.usefixtures("composite")
-@pytest.mark.parametrize("name", ["short_or_long", "te_ring"])
-def test_the_carry_of_another_planner_is_refused(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"planner {name} cannot take over what planner delays carried .* go on with planner delays"
-    ):
-        choose_planner(name, {}).plan_step(STEP, CONTEXT, Carry.of("delays", {"held": [3]}))
+def test_what_another_planner_held_back_is_trained_by_whoever_can() -> None:
+    held = Carry.of("delays", {"since": 3}, ((-5, 700), (-2, 40)))
+    for name in PLANNERS:
+        chosen = choose_planner(name, {})
+        if chosen.planner.plan_step is not None and not chosen.planner.takes_waiting:
+            with pytest.raises(
+                ConfigError, match=f"planner {name} cannot train the 2 sequences that planner delays held back; go on"
+            ):
+                chosen.plan_step(STEP, CONTEXT, held)
+            continue
+        step, after = chosen.plan_step(STEP, CONTEXT, held)
+        assert after == EMPTY, name
+        trained = sorted(seq for microbatch in step.members for seqs in microbatch for seq in seqs)
+        assert trained == [-5, -2, 0, 1, 2, 3, 4], name
+    step, _ = choose_planner("short_or_long", {}).plan_step(STEP, CONTEXT, Carry.of("delays", {"since": 3}))
+    assert step.is_dealt(), "a memory in which nothing waits is let go"
+
+
+def test_what_finds_no_room_waits_on() -> None:
+    held = Carry.of("delays", None, ((-5, 700), (-2, 40)))
+    chosen = choose_planner("te_ring", {"tokens_per_rank": 1100})  # 4,400 tokens a microbatch, of which one has 4,320
+    step, after = chosen.plan_step(((4000, 320), (3700, 20)), CONTEXT, held)
+    assert [seqs for (seqs,) in step.members] == [(0, 1, -2), (2, 3)] or step.members[1] == ((2, 3, -2),)
+    assert after == Carry(waiting=((-9, 700),))
+    step, after = chosen.plan_step(((), ()), CONTEXT, after)
+    assert (step.members[0], after) == (((-9,),), EMPTY)
+    with pytest.raises(InfeasibleError, match="1 sequences that were held back do not fit 1 microbatches"):
+        chosen.plan_step(((4000,),), replace(CONTEXT, may_carry=False), Carry(waiting=((-9, 700),)))
+    with pytest.raises(InfeasibleError, match="a sequence of 4401 tokens was held back, and a microbatch has at most"):
+        chosen.plan_step(((4000,),), CONTEXT, Carry(waiting=((-9, 4401),)))
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_planners_of_today_carry_nothing(name: str) -> None:
+def test_planners_carry_nothing_unless_they_are_asked_to(name: str) -> None:
     step, carry = choose_planner(name, {}).plan_step(STEP, CONTEXT)
     assert carry == EMPTY
     assert sum(plan.num_tokens for plan in step.plans) == sum(map(sum, STEP))
@@ -93,12 +117,11 @@ def test_planners_of_today_carry_nothing(name: str) -> None:
             assert plan.lengths == tuple(pooled[seq] for seq in seqs)
 
 
-def test_microbatches_stay_as_dealt_where_their_number_is_not_the_planners() -> None:
-    from dataclasses import replace
-
-    for name in PLANNERS:
+def test_the_number_of_microbatches_stays_where_it_is_not_the_planners() -> None:
+    for name, planner in PLANNERS.items():
         step, _ = choose_planner(name, {}).plan_step(STEP, replace(CONTEXT, own_microbatches=False))
-        assert step.members == (((0, 1, 2),), ((3, 4),))
+        assert len(step.members) == len(STEP)
+        assert planner.plan_step is not None or step.members == (((0, 1, 2),), ((3, 4),))
 
 
 def test_no_file_outside_planners_and_papers_decides_by_a_planners_name() -> None:

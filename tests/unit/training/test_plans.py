@@ -17,6 +17,7 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.ahead import Ready
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.training.ledger import Held, Ledger
 from megatron_balance.training.plans import Samples, StepPlans
 
 SAMPLES = tuple((10 + n, 5) for n in range(12))
@@ -85,9 +86,10 @@ class Job:
 
     def step(self, sample: int | None = None) -> Carry:
         """Plan and end a step; `sample`: read in place of the one that comes."""
+        self.plans.draw(1)
         self.plans.plan((SAMPLES[self.consumed if sample is None else sample],))
         self.consumed += 1
-        return self.plans.keep_carry()
+        return self.plans.end_step().carry
 
 
 def carried(*samples: int) -> Carry:
@@ -113,7 +115,7 @@ def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what
     assert saved == carried(0), "nobody ended the step yet"
     resumed = Job(planner)
     resumed.consumed = 1
-    resumed.plans.restore(saved)
+    resumed.plans.restore(Ledger(saved))
     assert resumed.plans.plan((SAMPLES[1],)).step == first.step
     assert resumed.step() == job.step() == carried(0, 1)
 
@@ -133,28 +135,7 @@ def test_evaluation_carries_nothing(planner: StepPlanner) -> None:
     assert [job.step(), job.step()] == [EMPTY, EMPTY]
 
 
-def test_the_carry_of_another_planner_is_not_restored(planner: StepPlanner) -> None:
-    with pytest.raises(ConfigError, match="planner counting cannot take over what planner delays carried"):
-        Job(planner).plans.restore(Carry.of("delays", []))
-
-
-def test_sequences_in_other_microbatches_than_they_were_dealt_to_are_refused(
-    planner: StepPlanner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def swapped(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-        step, _ = counting(lengths, context, carry)
-        return StepPlan((((1, 0),),), step.plans), EMPTY
-
-    def moved(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
-        step, _ = counting(lengths, context, carry)
-        return StepPlan((((0, -1),),), step.plans), EMPTY
-
-    for plan_step, refused in ((swapped, False), (moved, True)):
-        entry = Planner(None, CountingOptions, plan_step=plan_step)
-        monkeypatch.setitem(PLANNERS, "counting", entry)
-        job = Job(StepPlanner(PlanSpec("counting", Cluster(2, 2), Model(4, 2, 16), Layers(), {})))
-        if refused:
-            with pytest.raises(ConfigError, match="planner counting moves sequences to other microbatches or steps"):
-                job.step()
-        else:
-            job.step()
+def test_what_another_planner_held_back_is_not_restored_where_nobody_can_train_it(planner: StepPlanner) -> None:
+    carry = Carry.of("delays", [], ((-1, 5),))
+    with pytest.raises(ConfigError, match="planner counting cannot train the 1 sequences that planner delays held"):
+        Job(planner).plans.restore(Ledger(carry, (Held(-1, 0, 1, 5),), drawn=5))

@@ -72,6 +72,15 @@ def test_lognormals_have_the_mean_that_their_cards_give(name: str, mean: float) 
     assert documents_of(name).mean() == pytest.approx(mean, rel=0.05)
 
 
+def test_wlb_skew_is_as_skewed_as_the_paper_says_of_its_data() -> None:
+    # WLB-LLM, section 2.2: most are short, the longest fill the window, and those below half of it
+    # hold over 75 % of the tokens.
+    lengths = documents_of("wlb-skew", 1 << 25)
+    assert np.median(lengths) == pytest.approx(300 * 2 ** (1 / 1.05), rel=0.03)
+    assert lengths.max() == 128 * 1024
+    assert 0.75 < lengths[lengths < 64 * 1024].sum() / lengths.sum() < 0.85
+
+
 def test_commoncrawls_longest_page_in_1_6_million_tokens_is_hydraulis() -> None:
     # Appendix A.1: 15K to 32K over 30 iterations, pages cut at 32K.
     longest = [max(batch) for batch in draw("commoncrawl", 1_600_000, 30, seed=1)]

@@ -1,0 +1,103 @@
+"""The systems that WLB-LLM compares (section 7.1) and its parts (Figure 13), on the simulator's
+clocks.
+
+Plain-4D trains samples as the data loader deals them, each cut as one sequence. Fixed-4D packs the
+documents of a global batch greedily into microbatches of the context window, with the sharding that
+is faster over the whole run. WLB-LLM packs by workload, with two queues for outliers, and chooses
+the sharding of each microbatch. All are planners: `wlb_llm` for packing and delay, `wlb_sharding`
+inside a microbatch. Throughput counts the tokens that were trained: documents that still wait at
+the end are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import EMPTY, Carry
+from megatron_balance.papers.wlb_llm.cases import Case
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.wlb_sharding import WlbShardingOptions
+from megatron_balance.planners.wlb_sharding import plan as shard
+from megatron_balance.planning.choice import choose_planner
+from megatron_balance.simulator.step import simulate_step
+from megatron_balance.workloads.lengths import Lengths
+
+QUEUES = (0.25, 0.5)
+"""Thresholds of WLB-LLM's two queues, as shares of the context window."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """How documents come to microbatches, and how a microbatch is cut."""
+
+    name: str
+    sharding: str
+    packing: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    delays: bool = False
+
+    def steps(self, case: Case, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
+        """The documents of each microbatch of each step."""
+        if not self.packing:
+            return list(batches)
+        options: dict[str, Any] = {**self.packing, "context_tokens": case.window}
+        if self.delays:
+            options |= {
+                "thresholds": [round(share * case.window) for share in QUEUES],
+                "tokens_per_rank": case.most_tokens() // case.context,
+            }
+        plan_step = choose_planner("wlb_llm", options).plan_step
+        context, carry = StepContext(case.cluster, case.model, case.cost), EMPTY
+        packed: list[tuple[Lengths, ...]] = []
+        for batch in batches:
+            planned, carry = _planned(plan_step, batch, context, carry)
+            packed.append(tuple(plan.lengths for plan in planned if plan.lengths))
+        return packed
+
+    def plan(self, case: Case, lengths: Lengths) -> MicrobatchPlan:
+        """The plan of a microbatch on the context-parallel ranks of a stage."""
+        options = WlbShardingOptions(sharding=self.sharding)  # pyright: ignore[reportArgumentType]  one of SHARDINGS
+        return shard(Batch(lengths), case.cluster, case.model, case.cost, options)
+
+    def tokens_per_s(self, case: Case, batches: Sequence[tuple[Lengths, ...]]) -> float:
+        """Tokens trained per second over all batches."""
+        tokens, seconds = 0, 0.0
+        for step in self.steps(case, batches):
+            tokens += sum(map(sum, step))
+            seconds += self.step_s(case, step)
+        return tokens / seconds
+
+    def step_s(self, case: Case, step: Sequence[Lengths]) -> float:
+        """Simulated seconds of a step: of its slowest replica."""
+        replicas = [step[first :: case.replicas] for first in range(case.replicas)]
+        return max(
+            simulate_step([self.plan(case, lengths) for lengths in own], case.machine, case.setup).step_s
+            for own in replicas
+        )
+
+
+def _planned(
+    plan_step: Any, batch: tuple[Lengths, ...], context: StepContext, carry: Carry
+) -> tuple[Sequence[MicrobatchPlan], Carry]:
+    planned, after = plan_step(batch, context, carry)
+    return planned.plans, after
+
+
+FIXED: dict[str, Any] = {"packing": "fixed"}
+WORKLOAD: dict[str, Any] = {"packing": "workload"}
+PLAIN = System("Plain-4D", "sequence")
+PER_DOCUMENT = System("per-document sharding", "document")
+ADAPTIVE = System("adaptive sharding", "adaptive")
+FIXED_SEQUENCE = System("Fixed-4D, per sequence", "sequence", FIXED)
+FIXED_DOCUMENT = System("Fixed-4D, per document", "document", FIXED)
+PACKED = System("packing and delay", "sequence", WORKLOAD, delays=True)
+WLB = System("WLB-LLM", "adaptive", WORKLOAD, delays=True)
+MIXED = System("WLB-LLM, a choice for each document", "mixed", WORKLOAD, delays=True)
+
+
+def fixed_tokens_per_s(case: Case, batches: Sequence[tuple[Lengths, ...]]) -> float:
+    """Fixed-4D's tokens per second: the better of its two shardings over the run."""
+    return max(system.tokens_per_s(case, batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))
