@@ -8,6 +8,8 @@ Not printed and assumed:
 - The data loader deals documents whole, in their order, into samples of the context window; a
   sample ends where the next document does not fit.
 - Model chunks of a stage in the interleaved schedule: two, or the fewest that divide the layers.
+- S_max is what the memory holds; where that is less than 1.25 windows (30B), all systems recompute
+  activations.
 - Figure 14 runs every context window on the GPUs of 7B-128K, Figure 15 with the tensor parallelism
   of Table 1 for its window.
 - Tensor parallelism 16 spans two nodes. They act as one node of 16 GPUs here: a ring over all eight
@@ -24,7 +26,7 @@ from itertools import islice
 
 import numpy as np
 
-from megatron_balance.analysis.memory import Holding, Sharding, rank_memory
+from megatron_balance.analysis.memory import Holding, Recompute, Sharding, rank_memory
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
@@ -37,6 +39,9 @@ from megatron_balance.workloads.lengths import Lengths
 
 SKEW, COUNTED = "wlb-skew", "wlb"
 SEED = 0
+
+ROOM = 1.25
+"""Windows that S_max shall hold at least, or packing by workload could lengthen nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +85,30 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        """The interleaved schedule, as few model chunks of a stage as divide its layers."""
+        """The interleaved schedule, and recomputation where memory is short, alike for all systems."""
         layers = self.model.num_layers // self.stages
         chunks = next(count for count in range(2, layers + 1) if layers % count == 0)
-        return Setup(policy="keep", pipeline=self.stages, interleave=chunks)
+        return Setup("keep", self.recompute, self.stages, chunks)
+
+    @property
+    def recompute(self) -> Recompute:
+        """Full where memory would hold less than `ROOM` windows otherwise."""
+        return "full" if self.held_tokens("none") < ROOM * self.window else "none"
 
     def most_tokens(self) -> int:
         """S_max: tokens of a microbatch for which the memory of the first stage's GPUs has room."""
-        ranks = self.context
+        return self.held_tokens(self.recompute)
+
+    def held_tokens(self, recompute: Recompute) -> int:
+        """Tokens of each microbatch that a GPU of the first stage holds its share of."""
+        ranks, sharding = self.context, Sharding(self.tensor, self.stages, optimizer=self.context)
+        holding = Holding("keep", recompute, self.stages)
 
         def used(tokens: float) -> float:
-            sharding = Sharding(self.tensor, self.stages, optimizer=ranks)
-            received = tokens * (1 - 1 / ranks)
-            holding = Holding("keep", num_microbatches=self.stages)
-            return rank_memory(self.model, tokens / ranks, received, sharding, holding).total
+            return rank_memory(self.model, tokens / ranks, tokens * (1 - 1 / ranks), sharding, holding).total
 
         free = self.cluster.memory_bytes / self.tensor - used(0.0)
-        return int(self.window * free / (used(float(self.window)) - used(0.0)))
+        return int(self.window * free / (used(float(self.window)) - used(0.0)))  # used bytes are linear in tokens
 
     def batches(self, dataset: str, count: int) -> list[tuple[Lengths, ...]]:
         """Global batches as dealt: by microbatch, the documents of a sample."""

@@ -5,19 +5,20 @@ Plain-4D trains samples as the data loader deals them, each cut as one sequence.
 documents of a global batch greedily into microbatches of the context window, with the sharding that
 is faster over the whole run. WLB-LLM packs by workload, with two queues for outliers, and chooses
 the sharding of each microbatch. All are planners: `wlb_llm` for packing and delay, `wlb_sharding`
-inside a microbatch. Throughput counts the tokens that were trained: documents that still wait at
-the end are left out.
+inside a microbatch. Every system trains all documents of a run: steps without new ones come behind
+it until nothing waits, and count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.ir.step import EMPTY, Carry
+from megatron_balance.ir.step import EMPTY
 from megatron_balance.papers.wlb_llm.cases import Case
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_sharding import WlbShardingOptions
@@ -40,7 +41,7 @@ class System:
     delays: bool = False
 
     def steps(self, case: Case, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
-        """The documents of each microbatch of each step."""
+        """The documents of each microbatch of each step; further steps train what waits at the end."""
         if not self.packing:
             return list(batches)
         options: dict[str, Any] = {**self.packing, "context_tokens": case.window}
@@ -53,8 +54,12 @@ class System:
         context, carry = StepContext(case.cluster, case.model, case.cost), EMPTY
         packed: list[tuple[Lengths, ...]] = []
         for batch in batches:
-            planned, carry = _planned(plan_step, batch, context, carry)
-            packed.append(tuple(plan.lengths for plan in planned if plan.lengths))
+            planned, carry = plan_step(batch, context, carry)
+            packed.append(tuple(plan.lengths for plan in planned.plans))
+        while carry.waiting:
+            nothing_new: tuple[Lengths, ...] = ((),) * case.num_microbatches
+            planned, carry = plan_step(nothing_new, replace(context, may_delay=False), carry)
+            packed.append(tuple(plan.lengths for plan in planned.plans))
         return packed
 
     def plan(self, case: Case, lengths: Lengths) -> MicrobatchPlan:
@@ -73,17 +78,7 @@ class System:
     def step_s(self, case: Case, step: Sequence[Lengths]) -> float:
         """Simulated seconds of a step: of its slowest replica."""
         replicas = [step[first :: case.replicas] for first in range(case.replicas)]
-        return max(
-            simulate_step([self.plan(case, lengths) for lengths in own], case.machine, case.setup).step_s
-            for own in replicas
-        )
-
-
-def _planned(
-    plan_step: Any, batch: tuple[Lengths, ...], context: StepContext, carry: Carry
-) -> tuple[Sequence[MicrobatchPlan], Carry]:
-    planned, after = plan_step(batch, context, carry)
-    return planned.plans, after
+        return max(_step_s(case, tuple(self.plan(case, lengths) for lengths in own)) for own in replicas)
 
 
 FIXED: dict[str, Any] = {"packing": "fixed"}
@@ -96,6 +91,12 @@ FIXED_DOCUMENT = System("Fixed-4D, per document", "document", FIXED)
 PACKED = System("packing and delay", "sequence", WORKLOAD, delays=True)
 WLB = System("WLB-LLM", "adaptive", WORKLOAD, delays=True)
 MIXED = System("WLB-LLM, a choice for each document", "mixed", WORKLOAD, delays=True)
+
+
+@lru_cache(maxsize=4096)
+def _step_s(case: Case, plans: tuple[MicrobatchPlan, ...]) -> float:
+    """Several tables and systems share steps."""
+    return simulate_step(plans, case.machine, case.setup).step_s
 
 
 def fixed_tokens_per_s(case: Case, batches: Sequence[tuple[Lengths, ...]]) -> float:
