@@ -19,4 +19,10 @@ step "layers";   "$bin/lint-imports"
 step "tests"
 # One thread per rank: many ranks share the cores. Megatron asserts on one device connection; the jit fuser needs a compiler.
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1
-exec "$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not multigpu" --durations 15 "$@"
+checks=("$PYTHON" -m pytest --hypothesis-profile=ci -m "not gpu and not multigpu" --durations 15)
+if [ $# -gt 0 ]; then
+  exec "${checks[@]}" "$@"
+fi
+# Tests of one file stay together and in order. The emulated cluster measures seconds, so nothing runs beside it.
+"${checks[@]}" --numprocesses 2 --dist loadfile --ignore tests/emulated
+exec "${checks[@]}" tests/emulated

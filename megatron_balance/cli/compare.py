@@ -107,6 +107,7 @@ def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, A
         "step_s": found["step_s"]["median"],
         "tokens_per_s": found["tokens_per_s"],
         "speedup": 1.0,
+        "over_bound": found["mean_step_s"] / bench.bound_s(),
         "imbalance": bench.imbalance(planned),
         "plan_ms": planned.plan_ms,
         "peak_bytes": peak,
@@ -126,6 +127,7 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
         "step s",
         "tokens/s",
         "speedup",
+        "over bound",
         "imbalance: tokens",
         "attention",
         "plan ms",
@@ -136,6 +138,7 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
     for row in sorted(rows, key=lambda row: row["step_s"]):
         balance = row["imbalance"]
         cells = (f"{row['step_s']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x")
+        cells = (*cells, f"{row['over_bound']:.2f}")
         more = (
             f"{balance['tokens']:.3f}",
             f"{balance['attention']:.3f}",

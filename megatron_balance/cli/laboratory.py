@@ -143,10 +143,19 @@ class Bench:
             for key, found in plans.items()
         }
 
+    def bound_s(self) -> float:
+        """Seconds of even computation of a step (`simulator.bound`): the mean over the steps."""
+        from megatron_balance.simulator.bound import bound_s
+
+        batches = self.given.batches
+        groups = [batches[at : at + self.group] for at in range(0, len(batches), self.group)]
+        return fmean(bound_s(tuple(b.lengths for b in group), self.machine, self.setup) for group in groups)
+
     def described(self) -> dict[str, Any]:
         """Description of the bench, for JSON."""
         given = self.given
         return {
+            "bound_s": self.bound_s(),
             "cluster": given.cluster.name,
             "model": given.model.name,
             "num_ranks": given.cluster.num_ranks,
@@ -167,7 +176,8 @@ class Bench:
             f"{cluster.num_ranks} {ranks} ({cluster.num_nodes} x {cluster.node_size}), {given.model.name} on "
             f"{cluster.name}{assumed}"
         )
-        return f"{what}; {count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
+        steps = f"{count} step{'s' * (count > 1)} of {self.group} x {tokens:,.0f} tokens"
+        return f"{what}; {steps}; bound {self.bound_s():.3f} s: even computation, nothing moves"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

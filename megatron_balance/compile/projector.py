@@ -92,7 +92,8 @@ class Projector:
 
     def opens(self, index: int, op: Op) -> bool:
         """Whether `op` is the first exchange of zone `index`, of which a remap makes a part."""
-        return isinstance(op, Exchange) and op.id == self.ends[index] - self.counts[index] and op.collective == "p2p"
+        first = self.ends[index] - self.counts[index]
+        return isinstance(op, Exchange) and op.id == first and pattern_of(self.plan.zones[index]).merges_remap
 
     def without_hops(self, program: RankProgram, remap_merge: RemapMerge) -> RankProgram:
         """`program` without the first hops that the owner of what is remote makes instead."""

@@ -31,12 +31,16 @@ class Zone:
     `pattern` names a comm pattern (`patterns`): "ring" and "all_gather" place zigzag,
     "gather_documents" and "gather_sequence" in even chunks, "head_exchange" contiguously. A zone on one rank is local whatever its comm pattern. `name` is
     for people and reports (inter-node, intra-node, local, pool).
+
+    `group_size`: for a pattern that nests another one ("head_ring"), how many ranks in a row form a
+    group; 0: there are no groups. JSON names it where it is not 0.
     """
 
     name: str
     pattern: str
     ranks: tuple[int, ...]
     seqs: tuple[int, ...]
+    group_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ def to_json(plan: MicrobatchPlan) -> str:
 
 def _zone_to_json(zone: Zone | TaskTable) -> dict[str, object]:
     if isinstance(zone, Zone):
-        return asdict(zone)
+        body = asdict(zone)
+        return body if zone.group_size else {key: body[key] for key in body if key != "group_size"}
     return {"name": zone.name, "pattern": zone.pattern, "fragments": list(zone.fragments), "tasks": list(zone.tasks)}
 
 
@@ -168,7 +173,8 @@ def _zone_from_json(zone: dict[str, Any]) -> Zone | TaskTable:
             fragments=Rows.of(Placed.WIDTH, zone["fragments"]),
             tasks=Rows.of(Task.WIDTH, zone["tasks"]),
         )
-    return Zone(str(zone["name"]), str(zone["pattern"]), _ints(zone["ranks"]), _ints(zone["seqs"]))
+    ranks, seqs = _ints(zone["ranks"]), _ints(zone["seqs"])
+    return Zone(str(zone["name"]), str(zone["pattern"]), ranks, seqs, int(zone.get("group_size", 0)))
 
 
 def _routing_from_json(routing: dict[str, Any] | None) -> Routing | None:

@@ -175,11 +175,12 @@ class HopByHop:
     """Blocks that walk round the zone's ranks, a hop a round, beside the launches.
 
     `forward`, `backward` [G, G]: tokens of the block that began at a group index in its n-th hop
-    (hop 0 is none), in the forward, and in a replayed backward, which turns the other way.
+    (hop 0 is none), in the forward, and in a replayed backward, which turns the other way. A block
+    of some of the heads counts as that part of its tokens.
     """
 
-    forward: Ints
-    backward: Ints
+    forward: Ints | Floats
+    backward: Ints | Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +204,28 @@ class PointToPoint:
     outputs: Ints
 
 
-ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint
+@dataclass(frozen=True, slots=True)
+class HeadsThenHops:
+    """Collectives inside groups of the zone's ranks, in a row, and hops from group to group between
+    the first and the last of them.
+
+    `groups`: the traffic inside each; `hops`: as in `HopByHop`, with a row for each rank of the zone
+    and a hop for each group: from a rank to the one of the same place in the next group. None: there
+    is one group.
+    """
+
+    groups: tuple[GroupTraffic, ...]
+    hops: HopByHop | None
+
+
+ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint | HeadsThenHops
 
 
 @dataclass(frozen=True, slots=True)
 class ZoneRounds:
     """Launches and traffic of a zone, to be simulated round by round.
 
-    `traffic` is None where nothing moves. Of several rounds only where it is `HopByHop`.
+    `traffic` is None where nothing moves. Of several rounds only where it has hops.
     """
 
     ranks: Ints

@@ -8,13 +8,14 @@ gradients are summed at the owner. With fewer query heads than ranks some ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints
-from megatron_balance.ir.columns import Held, Message, Pair, Transfer
+from megatron_balance.ir.columns import Fragment, Held, Message, Pair, Transfer
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.patterns.base import (
@@ -69,6 +70,75 @@ def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadS
     return slices
 
 
+def run_of(rows: Ints, size: int, index: int) -> Ints:
+    """Run `index` of `size` near-equal runs of the tokens of `rows` (seq, start, stop), one row
+    after the other; rows (seq, start, stop).
+    """
+    ends = np.cumsum(rows[:, Fragment.STOP] - rows[:, Fragment.START])
+    total = int(ends[-1]) if len(ends) else 0
+    first, last = total * index // size, total * (index + 1) // size
+    run = rows.copy()
+    # A token's number in its row, and its position in the sequence, differ by the same throughout.
+    shift = rows[:, Fragment.STOP] - ends
+    run[:, Fragment.START] = np.maximum(rows[:, Fragment.START], first + shift)
+    run[:, Fragment.STOP] = np.minimum(rows[:, Fragment.STOP], last + shift)
+    return run[run[:, Fragment.START] < run[:, Fragment.STOP]]
+
+
+def runs_of(rows: Ints, size: int) -> list[Ints]:
+    """All runs (`run_of`)."""
+    return [run_of(rows, size, index) for index in range(size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """The two all-to-alls of a group of `ranks`: tokens for heads, and back.
+
+    `runs`: by group index, rows (seq, start, stop) that it holds; `slices`: the heads that it
+    attends.
+    """
+
+    ranks: tuple[int, ...]
+    runs: Sequence[Ints]
+    slices: Sequence[Sequence[HeadSlice]]
+
+    @property
+    def moves(self) -> bool:
+        """Whether there are collectives: every rank takes part, or none does. Nothing moves if the
+        one holder has all the heads.
+        """
+        size = range(len(self.ranks))
+        return any(len(self.runs[i]) and self.slices[j] for i in size for j in size if i != j)
+
+    def there(self, index: int) -> Ints:
+        """Transfers of queries, keys and values that group index `index` sends or receives."""
+        rows: list[Ints] = [_NO_TRANSFERS]
+        for src, dst, ends in self._pairs(index):
+            if self.slices[dst]:
+                rows.append(transfers_of(Kind.Q, self.runs[src], query_heads(self.slices[dst]), *ends))
+                rows.append(transfers_of(Kind.KV, self.runs[src], kv_heads_of(self.slices[dst]), *ends))
+        return np.concatenate(rows)
+
+    def back(self, index: int) -> Ints:
+        """Transfers of outputs that group index `index` sends or receives."""
+        rows: list[Ints] = [_NO_TRANSFERS]
+        for src, dst, ends in self._pairs(index):
+            if self.slices[src]:
+                rows.append(transfers_of(Kind.OUT, self.runs[dst], query_heads(self.slices[src]), *ends))
+        return np.concatenate(rows)
+
+    def _pairs(self, index: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """(source, target, their ranks) of every other group index and `index`, both ways."""
+        rank = self.ranks[index]
+        for i, other in enumerate(self.ranks):
+            if i != index:
+                yield index, i, (rank, other)
+                yield i, index, (other, rank)
+
+
+_NO_TRANSFERS = np.empty((0, Transfer.WIDTH), dtype=np.int64)
+
+
 class Shares(NamedTuple):
     """Tokens that each of G ranks holds and numbers of query and key-value heads that it attends,
     int64 [G] each.
@@ -103,40 +173,26 @@ class HeadExchange(CommPattern[Zone]):
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
         """Rows (seq, start, stop) of `rank`: its run of the concatenated tokens."""
-        return _run(np.array(zone.seqs, dtype=np.int64), lengths, len(zone.ranks), zone.ranks.index(rank))
+        whole = _sequences(np.array(zone.seqs, dtype=np.int64), lengths)
+        return run_of(whole, len(zone.ranks), zone.ranks.index(rank))
 
     def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
         """Exchange q and kv, Attend whole sequences with the rank's heads, Exchange the outputs
         back.
         """
-        size, index = len(zone.ranks), zone.ranks.index(rank)
-        seqs = np.array(zone.seqs, dtype=np.int64)
+        index, seqs = zone.ranks.index(rank), np.array(zone.seqs, dtype=np.int64)
         slices = _slices(zone, context)
-        runs = [_run(seqs, context.lengths, size, i) for i in range(size)]
-        nothing = np.empty((0, Transfer.WIDTH), dtype=np.int64)
-        there, back = [nothing], [nothing]
-        for i, other in enumerate(zone.ranks):
-            if i == index:
-                continue
-            for src, dst, ends in ((index, i, (rank, other)), (i, index, (other, rank))):
-                if slices[dst]:
-                    there.append(transfers_of(Kind.Q, runs[src], _query_heads(slices[dst]), *ends))
-                    there.append(transfers_of(Kind.KV, runs[src], _kv_heads(slices[dst]), *ends))
-                if slices[src]:
-                    back.append(transfers_of(Kind.OUT, runs[dst], _query_heads(slices[src]), *ends))
+        trade = Trade(zone.ranks, runs_of(_sequences(seqs, context.lengths), len(zone.ranks)), slices)
         ops: list[Op] = []
-        # Every rank takes part in the collectives, or none does: nothing moves if the one holder
-        # has all the heads.
-        moves = any(len(runs[i]) and slices[j] for i in range(size) for j in range(size) if i != j)
-        if moves:
-            ops.append(exchange(context, 0, np.concatenate(there), "all_to_all", zone.ranks))
+        if trade.moves:
+            ops.append(exchange(context, 0, trade.there(index), "all_to_all", zone.ranks))
         if slices[index] and len(seqs):
             ops.append(attend(rank, _whole_pairs(seqs, context.lengths, slices[index])))
-        if moves:
-            ops.append(exchange(context, 1, np.concatenate(back), "all_to_all", zone.ranks))
+        if trade.moves:
+            ops.append(exchange(context, 1, trade.back(index), "all_to_all", zone.ranks))
         # The way back carries no inputs, so a replay has nothing to bring again; a rank without
         # tokens could not tell.
-        silent = [(context.base + 1, exchange(context, 1, nothing))] if moves else []
+        silent = [(context.base + 1, exchange(context, 1, _NO_TRANSFERS))] if trade.moves else []
         return ZoneProgram(ops, silent)
 
     # Placement
@@ -197,16 +253,8 @@ class HeadExchange(CommPattern[Zone]):
         """Messages of both all-to-alls: to and from every rank that has heads."""
         if len(zone.ranks) == 1:
             return []
-        ranks, runs = np.array(zone.ranks), _run_tokens(zone, context.lengths)
-        there, back = ([np.empty((0, Message.WIDTH), dtype=np.int64)] for _ in range(2))
-        for rank, own in zip(zone.ranks, _slices(zone, context), strict=True):
-            if own:
-                others = context.crosses(ranks, rank) if across else ranks != rank
-                others, tokens = ranks[others], runs[others]
-                there.append(messages_from(0, others, rank, Kind.Q, _query_heads(own), tokens))
-                there.append(messages_from(0, others, rank, Kind.KV, _kv_heads(own), tokens))
-                back.append(messages_from(1, rank, others, Kind.OUT, _query_heads(own), tokens))
-        return [ZoneMessages(np.concatenate(rows), "all_to_all", zone.ranks) for rows in (there, back)]
+        runs, slices = _run_tokens(zone, context.lengths), _slices(zone, context)
+        return trade_messages(zone.ranks, runs, slices, context, (0, 1), across=across)
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         """All keys and values with the heads of a rank."""
@@ -237,15 +285,42 @@ class HeadExchange(CommPattern[Zone]):
         return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic(inputs, outputs, gathers=False))
 
 
+def trade_messages(
+    ranks: tuple[int, ...],
+    runs: Ints,
+    slices: Sequence[Sequence[HeadSlice]],
+    context: Context,
+    steps: tuple[int, int],
+    *,
+    across: bool = False,
+) -> list[ZoneMessages]:
+    """Messages of both all-to-alls of a group, which are the exchanges `steps` of their zone.
+
+    `runs`: tokens that each rank holds, int64 [G]; `across`: between nodes only.
+    """
+    members = np.array(ranks)
+    there, back = ([np.empty((0, Message.WIDTH), dtype=np.int64)] for _ in range(2))
+    for rank, own in zip(ranks, slices, strict=True):
+        if own:
+            others = context.crosses(members, rank) if across else members != rank
+            others, tokens = members[others], runs[others]
+            there.append(messages_from(steps[0], others, rank, Kind.Q, query_heads(own), tokens))
+            there.append(messages_from(steps[0], others, rank, Kind.KV, kv_heads_of(own), tokens))
+            back.append(messages_from(steps[1], rank, others, Kind.OUT, query_heads(own), tokens))
+    return [ZoneMessages(np.concatenate(rows), "all_to_all", ranks) for rows in (there, back)]
+
+
 def _slices(zone: Zone, context: Context) -> list[list[HeadSlice]]:
     return head_slices(context.num_heads, context.num_kv_heads, len(zone.ranks))
 
 
-def _query_heads(slices: Sequence[HeadSlice]) -> tuple[int, int]:
+def query_heads(slices: Sequence[HeadSlice]) -> tuple[int, int]:
+    """Query heads [start, stop) of a rank's slices, of which there is one or more."""
     return slices[0].head_start, slices[-1].head_stop
 
 
-def _kv_heads(slices: Sequence[HeadSlice]) -> tuple[int, int]:
+def kv_heads_of(slices: Sequence[HeadSlice]) -> tuple[int, int]:
+    """Key-value heads [start, stop) of a rank's slices, of which there is one or more."""
     return slices[0].kv_start, slices[-1].kv_stop
 
 
@@ -261,15 +336,9 @@ def _run_tokens(zone: Zone, lengths: Ints) -> Ints:
     return np.diff(_run_bounds(zone, lengths))
 
 
-def _run(seqs: Ints, lengths: Ints, size: int, index: int) -> Ints:
-    """Rows (seq, start, stop): tokens [T i / G, T (i + 1) / G) of the concatenated sequences."""
-    ends = np.cumsum(lengths[seqs])
-    total = int(ends[-1]) if len(ends) else 0
-    first, last = total * index // size, total * (index + 1) // size
-    begins = ends - lengths[seqs]
-    start = np.maximum(first - begins, 0)
-    stop = np.minimum(last - begins, lengths[seqs])
-    return np.stack([seqs, start, stop], 1)[start < stop]
+def _sequences(seqs: Ints, lengths: Ints) -> Ints:
+    """Whole sequences as rows (seq, start, stop)."""
+    return np.stack([seqs, np.zeros_like(seqs), lengths[seqs]], 1)
 
 
 def _whole_pairs(seqs: Ints, lengths: Ints, slices: Sequence[HeadSlice]) -> Ints:

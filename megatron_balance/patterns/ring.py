@@ -66,8 +66,8 @@ class Ring(ZigzagPattern):
         size, index = len(zone.ranks), zone.ranks.index(rank)
         placed = of_zone(zone, context.lengths)
         rounds = np.arange(size)
-        blocks = Blocks(placed, (index - rounds) % size, context.num_kv_heads)
-        pairs, merges = _attention(placed, index, blocks, context) if context.attends else ([b""] * size,) * 2
+        blocks = Blocks(placed, (index - rounds) % size, (0, context.num_kv_heads))
+        pairs, merges = attention(placed, index, blocks, context) if context.attends else ([b""] * size,) * 2
         ops: list[Op] = []
         replays: list[tuple[int, Exchange]] = []
         if pairs[0]:
@@ -172,13 +172,13 @@ class Ring(ZigzagPattern):
 
 
 class Blocks:
-    """The blocks of keys that pass one rank: in round t the one that started at `source[t]`. Arrays
-    are [rounds, S, 2].
+    """The blocks of keys that pass one rank, key-value heads [start, stop) of them: in round t the
+    one that started at `source[t]`. Arrays are [rounds, S, 2].
     """
 
-    def __init__(self, placed: Zigzag, source: Ints, num_kv_heads: int) -> None:
+    def __init__(self, placed: Zigzag, source: Ints, kv_heads: tuple[int, int]) -> None:
         self.placed = placed
-        self.num_kv_heads = num_kv_heads
+        self.kv_heads = kv_heads
         self.position = placed.position(source[:, None])
         lo, hi = placed.lo(self.position), placed.hi(self.position)
         self.start = np.stack([lo[0], hi[0]], 2)
@@ -216,7 +216,7 @@ class Blocks:
         # making them column by column.
         fragments = np.empty((*self.start.shape, Transfer.WIDTH), dtype=np.int64)
         fragments[..., Transfer.KIND] = Kind.KV
-        fragments[..., Transfer.HEAD_START], fragments[..., Transfer.HEAD_STOP] = 0, self.num_kv_heads
+        fragments[..., Transfer.HEAD_START], fragments[..., Transfer.HEAD_STOP] = self.kv_heads
         fragments[..., Transfer.SEQ] = self.placed.seqs[:, None]
         fragments[..., Transfer.START], fragments[..., Transfer.STOP] = self.start, self.stop
         fragments = fragments.reshape(-1, Transfer.WIDTH)
@@ -268,7 +268,7 @@ _COMBINATIONS = np.array([(0, 0), (1, 0), (1, 1)])
 """(query chunk, key chunk) that may be visible; chunk 0 is the low one."""
 
 
-def _attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
+def attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> tuple[list[bytes], list[bytes]]:
     """Per round: the pairs that group index `index` attends, and the query regions to merge."""
     mine = placed.position(np.array(index))
     own = mine < placed.parts

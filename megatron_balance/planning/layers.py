@@ -5,14 +5,18 @@ A planner says where attention runs. `with_layers` adds to its plan where tokens
 attention (`MicrobatchPlan.moves`) and which transfers between nodes go over all NICs
 (`MicrobatchPlan.routing`); `compile.pipeline` carries both out.
 
-When routing pays (`routing: pays`): Eq. (1) holds n b_inter, the direct transfer, against n b_intra
-    (x1
-- 1) / x1 + n b_inter max(1 / x1, 1 / x2) + n b_intra (x2 - 1) / x2. Divided by n that does not
-    depend
-on n, but each of the three steps has its own latency, so short transfers go directly
-(`Routing.min_tokens`). Eq. (1) takes the other NICs to be idle, which depends on the comm pattern
-(`CommPattern.routing`): it holds for a ring, which leaves a node at one rank; where every rank uses
-its own NIC already, only `always` routes. Elsewhere, and for a remap, the load of each NIC decides.
+When routing pays (`routing: pays`): Eq. (1) holds the direct transfer of n bytes against its three
+legs,
+
+    n b_inter    against    n b_intra (x1 - 1) / x1
+                            + n b_inter max(1 / x1, 1 / x2)
+                            + n b_intra (x2 - 1) / x2.
+
+Divided by n that does not depend on n, but each leg has its own latency, so short transfers go
+directly (`Routing.min_tokens`). Eq. (1) takes the other NICs to be idle, which depends on the comm
+pattern (`CommPattern.routing`): it holds for a ring, which leaves a node at one rank; where every
+rank uses its own NIC already, only `always` routes. Elsewhere, and for a remap, the load of each
+NIC decides.
 """
 
 from __future__ import annotations

@@ -82,6 +82,7 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
     median, low, high = (float(np.percentile(seconds, at)) for at in (50, 5, 95))
     return {
         "step_s": {"median": median, "p5": low, "p95": high},
+        "mean_step_s": float(seconds.mean()),
         "tokens_per_s": sum(step.num_tokens for step in steps) / float(seconds.sum()),
         "phases_s": {name: float(np.mean([step.phases_s[name] for step in steps])) for name in steps[0].phases_s},
         "peak_bytes_per_rank": np.max([step.peak_bytes for step in steps], axis=0).tolist(),

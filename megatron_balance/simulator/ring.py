@@ -46,11 +46,15 @@ class Turn:
 class Ring:
     """One ring on the clocks (`patterns.ring`): per round a transfer to the next rank, which waits
     for the one before, and a launch.
+
+    `lanes`: rings side by side, one through each place of groups of so many ranks
+    (`patterns.head_ring`).
     """
 
-    def __init__(self, clocks: Clocks, table: ZoneTable, hops: Hops) -> None:
+    def __init__(self, clocks: Clocks, table: ZoneTable, hops: Hops, lanes: int = 1) -> None:
         self.clocks, self.table, self.hops, self.machine = clocks, table, hops, clocks.machine
-        self.ranks, self.size = table.ranks, len(table.ranks)
+        self.ranks, self.size, self.lanes = table.ranks, len(table.ranks), lanes
+        self.rounds = self.size // lanes
         self.done, self.ready = clocks.done[self.ranks], clocks.ready[self.ranks]
         self.free = clocks.free[:, :, self.ranks]
         self.slow = clocks.slow[self.ranks]
@@ -74,7 +78,7 @@ class Ring:
     def _turn(self, tokens: Floats, kind: Kind, step: int) -> tuple[Turn, Floats]:
         """Transfers of all rounds, and their bytes [rounds, G].
 
-        `tokens` [rounds, G]: what each group index sends to the one `step` further.
+        `tokens` [rounds, G]: what each place sends to the one `step` further.
         """
         clocks = self.clocks
         target = np.roll(self.ranks, -step)
@@ -198,22 +202,22 @@ class Ring:
         """Tokens [rounds, G] that each group index sends: its neighbours' blocks, later and later
         ones.
         """
-        place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
+        place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
         return tokens[(place - step * (rounds - 1)) % self.size, rounds]
 
     def _forward(self) -> None:
-        turn, num_bytes = self._turn(self._blocks(self.hops.forward, 1), Kind.KV, 1)
+        turn, num_bytes = self._turn(self._blocks(self.hops.forward, self.lanes), Kind.KV, self.lanes)
         run_s, opened = self.table.forward_s, self.clocks.opened[self.ranks]
         self._pack(num_bytes[0])
         posted = self.ready
         arrived = self._carry(turn, 0, posted, COPIED)
         self.done = np.maximum(self.done, np.where(self.table.waits, opened, 0.0))
         self._launch(run_s[:, 0], (turn, 0))
-        for at in range(1, self.size):
+        for at in range(1, self.rounds):
             self.done = np.maximum(self.done, arrived)
             if at == 1:
                 self.done = np.maximum(self.done, np.where(self.table.waits_next, opened, 0.0))
-            if at < self.size - 1:
+            if at < self.rounds - 1:
                 posted = self.done
                 arrived = self._carry(turn, at, posted, COPIED)
             self._launch(run_s[:, at], (turn, at))
@@ -223,27 +227,28 @@ class Ring:
         """Rounds the other way: the gradients of a block walk its way back; `replay` brings the
         blocks again, furthest first.
         """
-        size, run_s, replay = self.size, self.table.backward_s, self.clocks.policy == "replay"
-        back, num_bytes = self._turn(self._returning(), Kind.KV_GRAD, -1)
-        added_s = np.array([ADD * self.clocks.pack_s(row) for row in np.roll(num_bytes, -1, axis=1)]) * self.slow
+        rounds, run_s, replay = self.rounds, self.table.backward_s, self.clocks.policy == "replay"
+        back, num_bytes = self._turn(self._returning(), Kind.KV_GRAD, -self.lanes)
+        added_s = np.array([ADD * self.clocks.pack_s(row) for row in np.roll(num_bytes, -self.lanes, axis=1)])
+        added_s *= self.slow
         self.done = np.maximum(self.done, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
-        arrived, returned = np.full(size, -np.inf), np.full(size, -np.inf)
+        arrived, returned = np.full((2, self.size), -np.inf)
         again: Turn | None = None
         posted = self.ready
         if replay:
-            again, copied = self._turn(self._blocks(self.hops.backward, -1), Kind.KV, -1)
+            again, copied = self._turn(self._blocks(self.hops.backward, -self.lanes), Kind.KV, -self.lanes)
             self._share_traffic_classes(again, copied, back, num_bytes)
             self.ready = np.maximum(self.ready, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
             self._pack(copied[0])
             posted = self.ready
             arrived = self._carry(again, 0, posted, COPIED)
-        owed = np.zeros(size)
-        for at in range(size - 1, 0, -1):
+        owed = np.zeros(self.size)
+        for at in range(rounds - 1, 0, -1):
             self.done = np.maximum(self.done, arrived)
             if again is not None and at > 1:
                 posted = self.done
-                arrived = self._carry(again, size - at, posted, COPIED)
-            self._launch(run_s[:, at], (back, at), *([] if again is None else [(again, size - at)]))
+                arrived = self._carry(again, rounds - at, posted, COPIED)
+            self._launch(run_s[:, at], (back, at), *([] if again is None else [(again, rounds - at)]))
             came = returned > -np.inf
             self.done = np.maximum(self.done, returned) + np.where(came, owed, 0.0)
             self.busy += np.where(came, owed, 0.0)
@@ -257,8 +262,8 @@ class Ring:
         """Tokens [rounds, G] whose gradients each group index sends back: of the block that had
         come to it in that round.
         """
-        place, rounds = np.arange(self.size), np.arange(1, self.size)[:, None]
-        return self.hops.forward[(place - rounds) % self.size, rounds]
+        place, rounds = np.arange(self.size), np.arange(1, self.rounds)[:, None]
+        return self.hops.forward[(place - self.lanes * rounds) % self.size, rounds]
 
     def _share_traffic_classes(self, again: Turn, copied: Floats, back: Turn, moved: Floats) -> None:
         """Keys and gradients leave by the same link at the same time: each has half of it while the

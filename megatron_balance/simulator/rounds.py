@@ -25,7 +25,7 @@ from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ring import Ring
-from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Tables, ZoneTable
+from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Nested, Tables, ZoneTable
 from megatron_balance.simulator.work import ADD
 
 
@@ -132,6 +132,8 @@ class _Run:
                 self._collective(table, table.traffic)
             case PointToPoint():
                 self._point_to_point(table, table.traffic)
+            case Nested():
+                self._nested(table, table.traffic)
             case _:
                 assert_never(table.traffic)
         self.uses.append(_Use(begin, float(self.clocks.done[ranks].max()), self.clocks.nic_bytes))
@@ -182,6 +184,23 @@ class _Run:
             self._together(table, traffic.inputs, COPIED, ring=gathers)
         self._compute(table)
         self._together(table, traffic.input_grads, MOVED, ring=gathers, added=True)
+
+    def _nested(self, table: ZoneTable, traffic: Nested) -> None:
+        """Collectives inside groups, rings between them, collectives inside groups."""
+        backward, size = self.clocks.backward, len(table.ranks) // len(traffic.groups)
+        inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
+        for part, group in inside:
+            self._together(part, group.output_grads if backward else group.inputs, COPIED, stored=backward)
+            if backward and self.clocks.policy == "replay":
+                self._together(part, group.inputs, COPIED)
+        if traffic.hops is None:
+            self._compute(table)
+        else:
+            # The rings pass on what the collectives brought.
+            self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
+            Ring(self.clocks, table, traffic.hops, size).run()
+        for part, group in inside:
+            self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
 
     def _together(
         self,

@@ -23,6 +23,7 @@ from megatron_balance.patterns.base import (
     Context,
     FirstHops,
     GroupTraffic,
+    HeadsThenHops,
     HopByHop,
     Launches,
     PointToPoint,
@@ -44,6 +45,10 @@ class Hops:
 
     forward: Floats
     backward: Floats
+
+    @classmethod
+    def of(cls, traffic: HopByHop) -> Hops:
+        return cls(traffic.forward.astype(np.float64), traffic.backward.astype(np.float64))
 
 
 @dataclass(slots=True)
@@ -71,6 +76,14 @@ class Collectives:
         )
 
 
+@dataclass(slots=True)
+class Nested:
+    """Collectives inside each group of a zone, and the hops between them (`HeadsThenHops`)."""
+
+    groups: tuple[Collectives, ...]
+    hops: Hops | None
+
+
 def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
     row_bytes = payload.with_lse()
     terms = [sizes * float(row_bytes[kind]) for kind, sizes in token_heads.items()]
@@ -89,11 +102,18 @@ class ZoneTable:
     index: int
     ranks: Ints
     launch: Ints
-    traffic: Hops | Collectives | PointToPoint | None
+    traffic: Hops | Collectives | PointToPoint | Nested | None
     waits: Bools
     waits_next: Bools
     forward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     backward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def part(self, start: int, size: int) -> ZoneTable:
+        """`size` ranks in a row of the zone, without traffic."""
+        own = slice(start, start + size)
+        waits, waits_next = self.waits[own], self.waits_next[own]
+        seconds = self.forward_s[own], self.backward_s[own]
+        return ZoneTable(self.index, self.ranks[own], self.launch[own], None, waits, waits_next, *seconds)
 
 
 class Tables:
@@ -123,12 +143,15 @@ class Tables:
             self._remap_first_hops(pattern.first_hops(zones, context, remote))
         self._price()
 
-    def _traffic(self, traffic: ZoneTraffic | None) -> Hops | Collectives | PointToPoint | None:
+    def _traffic(self, traffic: ZoneTraffic | None) -> Hops | Collectives | PointToPoint | Nested | None:
         match traffic:
-            case HopByHop(forward, backward):
-                return Hops(forward.astype(np.float64), backward.astype(np.float64))
+            case HopByHop():
+                return Hops.of(traffic)
             case GroupTraffic():
                 return Collectives.of(traffic, self.machine.payload)
+            case HeadsThenHops(groups, hops):
+                inside = tuple(Collectives.of(group, self.machine.payload) for group in groups)
+                return Nested(inside, None if hops is None else Hops.of(hops))
             case _:
                 return traffic
 

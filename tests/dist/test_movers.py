@@ -37,12 +37,12 @@ COLLECTIVE = by_hand.plan(
 # one block, and of parts of one.
 SMALL = replace(SOME, batch=Batch((40, 9, 1, 17)), tokens_per_rank=24)
 INTERPRETED = {"routed": replace(ROUTED, lengths=(72, 20)), "collective": replace(COLLECTIVE, lengths=(72, 20, 17))}
-MOVEMENTS = ("te_ring", "ulysses", "zeppelin", "random_task_table")
+PLANNERS_TRIED = ("te_ring", "ulysses", "zeppelin", "random_task_table")
 """Planners that between them have every kind of comm pattern."""
 TILED = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)
 
 
-@pytest.mark.parametrize("planner", [name for name in ALL_PLANNERS if name in MOVEMENTS])
+@pytest.mark.parametrize("planner", [name for name in ALL_PLANNERS if name in PLANNERS_TRIED])
 def test_tritons_mover_equals_the_reference(pool: Pool, planner: str) -> None:
     planned = plan(planner, SMALL)
     runs = [Run("keep", "float32", mover="triton"), Run("replay", "float32", mover="triton", strided=True)]

@@ -18,7 +18,7 @@ from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
 from tests.support import by_hand
 
-ZONES = ("ring", "all_gather", "head_exchange")
+ZONES = ("ring", "all_gather", "head_exchange", "head_ring")
 
 
 def cuts(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:
@@ -54,9 +54,9 @@ def random_plan(pattern: str, seed: int) -> MicrobatchPlan:
     if first and pattern == "tiles":
         zones.append(random_tiles(rng, first, lengths, num_ranks))
     elif first:
-        zones.append(Zone("first", pattern, tuple(ranks[: rng.randint(1, num_ranks)]), tuple(first)))
+        zones.append(by_hand.zone("first", pattern, ranks[: rng.randint(1, num_ranks)], first))
     if rest:
-        zones.append(Zone("rest", rng.choice(ZONES), tuple(ranks), tuple(rest)))
+        zones.append(by_hand.zone("rest", rng.choice(ZONES), ranks, rest))
     return by_hand.plan(lengths, num_ranks, *zones, heads=(heads, kv_heads))
 
 

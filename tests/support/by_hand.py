@@ -52,8 +52,8 @@ def pool(
     routing: Routing | None = None,
 ) -> MicrobatchPlan:
     """A plan in which all ranks share all sequences in one zone, "pool"."""
-    zone = Zone("pool", pattern, tuple(range(ranks)), tuple(range(len(lengths))))
-    return plan(lengths, ranks, zone, ranks_per_node=ranks_per_node, heads=heads, routing=routing)
+    pool_zone = zone("pool", pattern, range(ranks), range(len(lengths)))
+    return plan(lengths, ranks, pool_zone, ranks_per_node=ranks_per_node, heads=heads, routing=routing)
 
 
 def ring(ranks: Sequence[int], *seqs: int, name: str = "ring") -> Zone:
@@ -69,6 +69,15 @@ def all_gather(ranks: Sequence[int], *seqs: int, name: str = "all_gather") -> Zo
 def head_exchange(ranks: Sequence[int], *seqs: int, name: str = "head_exchange") -> Zone:
     """A zone of `ranks` that splits these sequences by heads."""
     return Zone(name, "head_exchange", tuple(ranks), seqs)
+
+
+def zone(name: str, pattern: str, ranks: Sequence[int], seqs: Sequence[int], group_size: int = 0) -> Zone:
+    """A zone with any comm pattern; a head ring is in the smallest groups of several ranks unless
+    `group_size` says otherwise.
+    """
+    if pattern == "head_ring" and not group_size:
+        group_size = next((size for size in range(2, len(ranks) + 1) if len(ranks) % size == 0), 1)
+    return Zone(name, pattern, tuple(ranks), tuple(seqs), group_size)
 
 
 def local(rank: int, *seqs: int) -> Zone:

@@ -26,6 +26,7 @@ from tests.support.task_tables import random_task_table, random_zones
 TEST_PLANNERS = {"random_task_table": random_task_table, "random_zones": random_zones}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
+    "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),
     "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),
     "distca, a pool": ("distca", {"block": 4, "servers": "pool"}),
 }

@@ -11,11 +11,11 @@ import numpy as np
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import dispatch
 from tests.support import by_hand
 
-PATTERNS = ("ring", "all_gather", "gather_documents", "gather_sequence", "head_exchange")
+PATTERNS = ("ring", "all_gather", "gather_documents", "gather_sequence", "head_exchange", "head_ring")
 
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
@@ -48,9 +48,10 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
     for i in range(num_zones):
         ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
         seqs = rng.permutation(np.flatnonzero(zone_of == i))
-        zones.append(
-            Zone(f"zone{i}", PATTERNS[int(rng.integers(len(PATTERNS)))], tuple(ranks.tolist()), tuple(seqs.tolist()))
-        )
+        pattern = PATTERNS[int(rng.integers(len(PATTERNS)))]
+        sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
+        group_size = int(rng.choice(sizes)) if pattern == "head_ring" else 0
+        zones.append(by_hand.zone(f"zone{i}", pattern, ranks.tolist(), seqs.tolist(), group_size))
     return _plan("random_zones", batch, cluster, model, tuple(zones))
 
 

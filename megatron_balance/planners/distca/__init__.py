@@ -22,8 +22,8 @@ Where we differ and why:
   counts with its output, which travels back.
 * Only the upper side of the tolerance counts. The slowest server sets the time; filling up the
   lightest ones moves keys for nothing.
-* Before anything heavy moves, light servers give all they have to others (`consolidate`): keys of a
-  long sequence then go to fewer servers.
+* Before anything heavy moves, light servers give all they have to others (`empty_light_servers`):
+  keys of a long sequence then go to fewer servers.
 * The limit is in seconds with padded tiles, and a little below the tolerance, so that neither
   seconds nor pairs pass it where blocks do not fit at once. Servers of short sequences spend more
   time a pair; where padding is much, seconds alone are evened out (`schedule`).
@@ -78,7 +78,7 @@ class DistcaOptions:
     pool_ranks: int | None = None
     """Servers `pool`: how many ranks hold no tokens, spread over the nodes; not given: one a node.
     """
-    consolidate: bool = True
+    empty_light_servers: bool = True
     """Whether light servers are emptied into others first, where that saves bytes."""
     least_score: float = 0.0
     """Seconds of attention that a migration must take off a server for each second that its bytes
@@ -147,7 +147,7 @@ def scheduling(options: DistcaOptions) -> Scheduling:
         tolerance=options.tolerance,
         block=options.block,
         shards=options.shards,
-        consolidate=options.consolidate,
+        empty_light_servers=options.empty_light_servers,
         least_score=options.least_score,
         max_kv_tokens=options.max_kv_tokens,
         max_received_tokens=options.max_received_tokens,

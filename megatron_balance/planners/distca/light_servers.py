@@ -1,5 +1,5 @@
 """Empty light servers before anything heavy moves, so that fewer servers need the keys of long
-sequences (option `consolidate`).
+sequences (option `empty_light_servers`).
 
 Whatever a server takes of a long sequence's end, it needs nearly all of its keys. A server that is
 half full of short work takes half as much for the same keys as an empty one. Where moving a light

@@ -39,7 +39,7 @@ class Scheduling:
     tolerance: float = 0.02
     block: int = 128
     shards: Literal["plain", "head_tail"] = "plain"
-    consolidate: bool = True
+    empty_light_servers: bool = True
     least_score: float = 0.0
     max_kv_tokens: int | None = None
     max_received_tokens: int | None = None
@@ -96,7 +96,7 @@ def schedule(owned: Ints, lengths: Sequence[int], num_ranks: int, cost: CostMode
     least_score = scheduling.least_score * cost.inter_node_s(1, 0)
     limit, limit_of_pairs = _limits(servers, owned, seconds, scheduling.tolerance)
     rule = Rule(limit, scheduling.tolerance, sizes, least_score)
-    if scheduling.consolidate:
+    if scheduling.empty_light_servers:
         empty_light_servers(servers, rule)
     if limit_of_pairs < limit:
         servers.load += np.maximum(limit - limit_of_pairs - _padding(servers, seconds, limit_of_pairs), 0.0)

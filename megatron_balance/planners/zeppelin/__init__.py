@@ -53,12 +53,14 @@ from math import ceil
 from typing import Literal
 
 from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.cost.wide import WideCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
-from megatron_balance.planners.zeppelin import costed, printed
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.planners.zeppelin import costed, printed, wide
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.placed import Placement, zones
@@ -74,8 +76,12 @@ class ZeppelinOptions:
 
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, the paper's L; `slack` decides if not given."""
-    rule: Literal["cost", "paper"] = "cost"
-    """`cost` balances predicted time; `paper` is Algorithms 1 and 2 as printed."""
+    rule: Literal["cost", "groups", "paper"] = "cost"
+    """`cost` balances predicted time; `groups` does so over groups of ranks that exchange heads;
+    `paper` is Algorithms 1 and 2 as printed.
+    """
+    group_size: int | None = None
+    """Rule `groups`: ranks of a group; not given: as many of a node as divide the heads."""
     slack: float = 1.5
     """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
     1.
@@ -108,20 +114,22 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     _check(options)
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
-    placement: Placement = ()
-    if batch.lengths and options.rule == "paper":
-        placement = printed.place(batch.lengths, cluster, capacity)
-    elif batch.lengths:
-        placement = _cheapest(batch.lengths, cluster, cost, capacity, options)
-    return MicrobatchPlan(
-        "zeppelin",
-        batch.lengths,
-        cluster.num_ranks,
-        cluster.node_size,
-        model.num_heads,
-        model.num_kv_heads,
-        zones(placement, cluster),
-    )
+    heads = model.num_heads, model.num_kv_heads
+    placed = _zones(batch.lengths, cluster, model, cost, capacity, options) if batch.lengths else ()
+    return MicrobatchPlan("zeppelin", batch.lengths, cluster.num_ranks, cluster.node_size, *heads, placed)
+
+
+def _zones(
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, capacity: int, options: ZeppelinOptions
+) -> tuple[Zone, ...]:
+    if options.rule == "paper":
+        return zones(printed.place(lengths, cluster, capacity), cluster)
+    if options.rule == "cost":
+        return zones(_cheapest(lengths, cluster, cost, capacity, options), cluster)
+    size = wide.group_size(cluster, model, options.group_size)
+    groups = wide_ranks(cluster, size)
+    placement = _cheapest(lengths, groups, WideCost(cost, cluster, model, size), capacity * size, options)
+    return wide.group_zones(placement, groups, size)
 
 
 def _cheapest(

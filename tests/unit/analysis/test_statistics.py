@@ -24,7 +24,7 @@ from tests.support import by_hand
 from tests.support.strategies import ALL_PLANNERS, Case, cases
 from tests.support.strategies import plan as plan_of
 
-MOVEMENTS = ("ring", "all_gather", "head_exchange", "tiles")
+PATTERNS = ("ring", "all_gather", "head_exchange", "head_ring", "tiles")
 
 
 def model_of(plan: MicrobatchPlan) -> Model:
@@ -123,13 +123,13 @@ def random_plan(seed: int) -> MicrobatchPlan:
     zones: list[Zone | TaskTable] = []
     for number, group in enumerate(groups):
         seqs = [s for s in range(len(lengths)) if s % len(groups) == number]
-        pattern = rng.choice(MOVEMENTS)
+        pattern = rng.choice(PATTERNS)
         if seqs:
             tiles = pattern == "tiles"
             zones.append(
                 random_task_table(rng, seqs, lengths, num_ranks)
                 if tiles
-                else Zone(str(number), pattern, tuple(group), tuple(seqs))
+                else by_hand.zone(str(number), pattern, group, seqs)
             )
     return by_hand.plan(lengths, num_ranks, *zones, ranks_per_node=per_node, heads=(heads, kv_heads))
 
@@ -167,7 +167,7 @@ def test_only_the_first_rank_of_a_node_receives_across_nodes_in_a_ring_in_node_o
     assert [n > 0 for n in inter] == [True, False, True, False]
 
 
-def test_an_unknown_movement_is_an_error() -> None:
+def test_an_unknown_comm_pattern_is_an_error() -> None:
     plan = by_hand.plan((4,), 1, Zone("z", "telepathy", (0,), (0,)))
     with pytest.raises(InvalidProgramError, match="zone z: unknown comm pattern 'telepathy'"):
         plan_statistics(plan, model_of(plan))

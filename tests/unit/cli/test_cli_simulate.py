@@ -84,6 +84,8 @@ def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run)
         assert {"planner", "step_s", "tokens_per_s", "speedup", "imbalance", "plan_ms", "peak_bytes"} <= set(row)
         assert row["speedup"] == pytest.approx(rows["te_ring"]["step_s"] / row["step_s"])
         assert set(row["imbalance"]) == {"tokens", "attention"}
+        assert row["over_bound"] == pytest.approx(row["step_s"] / found["bound_s"])
+        assert row["over_bound"] > 1
     assert rows["te_ring"]["speedup"] == 1
 
 

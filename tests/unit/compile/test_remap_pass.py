@@ -12,7 +12,7 @@ from megatron_balance.compile.transpose import POLICIES, Policy, with_backward
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.columns import Move
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
@@ -28,7 +28,7 @@ def moves(*rows: tuple[int, int, int]) -> Rows:
 def two_zones(*moved: tuple[int, int, int], pattern: str = "ring") -> MicrobatchPlan:
     """Sequence 0 over ranks 0 and 1, sequence 1 on rank 1, sequence 2 on rank 2; rank 3 has
     nothing."""
-    zones = (Zone("intra_node", pattern, (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
+    zones = (by_hand.zone("intra_node", pattern, (0, 1), (0,)), by_hand.local(1, 1), by_hand.local(2, 2))
     return by_hand.plan((16, 10, 6), 4, *zones, ranks_per_node=2, moves=moved)
 
 
@@ -95,8 +95,8 @@ def test_any_small_program_can_be_remapped(name: str, policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("pattern", ["ring", "all_gather", "head_exchange"])
-def test_every_movement_is_proved_with_tokens_of_all_zones_away(pattern: str, policy: Policy) -> None:
+@pytest.mark.parametrize("pattern", ["ring", "all_gather", "head_exchange", "head_ring"])
+def test_every_comm_pattern_is_proved_with_tokens_of_all_zones_remapped(pattern: str, policy: Policy) -> None:
     plan = two_zones((0, 3, 5), (1, 0, 1), (1, 3, 12), (2, 1, 6), pattern=pattern)
     verify(expand(plan, policy))
     assert [int((layout(plan, r)[:, 2] - layout(plan, r)[:, 1]).sum()) for r in range(4)] == [4, 11, 0, 17]

@@ -21,9 +21,10 @@ from megatron_balance.patterns import dispatch
 from megatron_balance.patterns import zigzag as zigzag_module
 from megatron_balance.patterns.head_exchange import head_slices
 from megatron_balance.patterns.zigzag import fragments, tokens, zigzag
+from tests.support import by_hand
 from tests.support.by_hand import plan, pool
 
-MOVEMENTS = ("ring", "all_gather", "head_exchange")
+PATTERNS = ("ring", "all_gather", "head_exchange", "head_ring")
 
 
 def cut(length: int, size: int) -> list[list[tuple[int, int]]]:
@@ -111,14 +112,14 @@ def test_with_fewer_heads_than_ranks_some_ranks_attend_nothing() -> None:
 # Programs
 
 
-@pytest.mark.parametrize("pattern", MOVEMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_zone_on_one_rank_moves_nothing(pattern: str) -> None:
     program = expand(pool(pattern, (5, 1, 8), 1))
     verify(program)
     assert [type(op) for op in program.forward] == [Attend]
 
 
-@pytest.mark.parametrize("pattern", MOVEMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("policy", ["keep", "replay"])
 def test_one_token_on_eight_ranks(pattern: str, policy: str) -> None:
     program = expand(pool(pattern, (1,), 8, heads=(8, 2)), policy)  # pyright: ignore[reportArgumentType]
@@ -126,7 +127,7 @@ def test_one_token_on_eight_ranks(pattern: str, policy: str) -> None:
     assert sum(len(owned) for owned in program.owned) == 1
 
 
-@pytest.mark.parametrize("pattern", MOVEMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_no_sequence_at_all(pattern: str) -> None:
     program = expand(pool(pattern, (), 3), "replay")
     verify(program)
@@ -179,9 +180,9 @@ def test_a_replayed_ring_turns_the_other_way() -> None:
     assert directions(program.backward, Kind.KV_GRAD) == {2}
 
 
-@pytest.mark.parametrize("pattern", MOVEMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_program_without_replays_is_the_same_but_for_them(pattern: str) -> None:
-    zone = Zone("pool", pattern, (0, 1, 2, 3), (0, 1))
+    zone = by_hand.zone("pool", pattern, (0, 1, 2, 3), (0, 1))
     routing, moves = Routing(1, (REMAP, 0)), [(0, 1, 3), (3, 1, 2)]
     remapped = plan((9, 30), 4, zone, ranks_per_node=2, heads=(4, 2), moves=moves, routing=routing)
     for rank in range(4):
@@ -247,7 +248,7 @@ def test_zones_run_in_the_order_of_the_plan_and_homes_follow_it() -> None:
     assert {row[0] for row in last.pairs} == {1}
 
 
-def test_an_unknown_movement_is_refused() -> None:
+def test_an_unknown_comm_pattern_is_refused() -> None:
     with pytest.raises(
         InvalidProgramError,
         match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, gather_documents, gather_sequence, ",
@@ -272,7 +273,7 @@ def test_projections_that_do_not_fit_are_refused() -> None:
         join([ours, gather], ring.lengths, 2, 1)
 
 
-@pytest.mark.parametrize("pattern", MOVEMENTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_splitting_and_joining_gives_the_whole_again(pattern: str) -> None:
     one = pool(pattern, (17, 3, 1, 40), 4, heads=(4, 2))
     whole = expand(one)

@@ -140,10 +140,10 @@ layouts = st.tuples(
 
 
 @pytest.mark.parametrize("shards", ["plain", "head_tail"])
-@pytest.mark.parametrize("consolidate", [False, True])
+@pytest.mark.parametrize("empty_light_servers", [False, True])
 @given(given_layout=layouts, tolerance=st.sampled_from([0.0, 0.02, 0.5]))
 def test_any_layout_is_attended_once_at_multiples_of_the_block(
-    given_layout: tuple[list[int], int, int, int], tolerance: float, shards: str, consolidate: bool
+    given_layout: tuple[list[int], int, int, int], tolerance: float, shards: str, empty_light_servers: bool
 ) -> None:
     lengths, num_ranks, seed, block = given_layout
     rng = np.random.default_rng(seed)
@@ -152,7 +152,7 @@ def test_any_layout_is_attended_once_at_multiples_of_the_block(
         cuts = sorted({0, length, *rng.integers(0, length + 1, 3).tolist()})
         rows += [(int(rng.integers(num_ranks)), seq, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
     owned = np.array(sorted(rows), dtype=np.int64)
-    how = Scheduling(tolerance=tolerance, block=block, shards=shards, consolidate=consolidate)  # pyright: ignore[reportArgumentType]
+    how = Scheduling(tolerance=tolerance, block=block, shards=shards, empty_light_servers=empty_light_servers)  # pyright: ignore[reportArgumentType]
     tasks = schedule(owned, lengths, num_ranks, COST, how)
     for seq, spans in enumerate(attended(tasks, lengths)):
         assert [0, *(b for _, b in spans)] == [*(a for a, _ in spans), lengths[seq]]
@@ -262,7 +262,7 @@ def test_a_server_takes_of_the_sequence_whose_keys_it_has() -> None:
     # Ranks 1 and 2 have equally much too much; rank 0 has the first keys of rank 2's sequence and
     # rank 3 those of rank 1's.
     owned = np.array([(0, 1, 0, 1024), (1, 0, 1024, 4096), (2, 1, 1024, 4096), (3, 0, 0, 1024)], dtype=np.int64)
-    tasks = schedule(owned, [4096, 4096], 4, COST, Scheduling(tolerance=0.1, consolidate=False)).tolist()
+    tasks = schedule(owned, [4096, 4096], 4, COST, Scheduling(tolerance=0.1, empty_light_servers=False)).tolist()
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 0 and q0 >= 1024} == {1, 3}
     assert {rank for rank, seq, q0, _, _, _ in tasks if seq == 1 and q0 >= 1024} == {2, 0}
 
@@ -350,7 +350,8 @@ def test_caps_that_nobody_can_keep_are_told_at_once() -> None:
 
 def test_migrations_that_are_not_worth_their_bytes_are_left() -> None:
     everything, nothing = (
-        make_planner("distca", CLUSTER, MODEL, consolidate=False, least_score=score)(BATCHES[1]) for score in (0.0, 1e9)
+        make_planner("distca", CLUSTER, MODEL, empty_light_servers=False, least_score=score)(BATCHES[1])
+        for score in (0.0, 1e9)
     )
     assert plan_statistics(nothing, MODEL)["query_tokens_received_per_rank"] == [0] * 16
     assert sum(plan_statistics(everything, MODEL)["query_tokens_received_per_rank"]) > 0

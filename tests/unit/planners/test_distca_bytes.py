@@ -218,7 +218,9 @@ def test_a_server_is_not_emptied_into_one_that_lacks_the_keys_which_it_holds() -
     1 would need all of them.
     """
     owned: list[Owner] = [(0, 0, 0, LONG), (0, 1, 0, 512), (1, 2, 0, 1024), (2, 1, 512, 1024)]
-    joined, apart = (planned(owned, 16, consolidate=consolidate) for consolidate in (True, False))
+    joined, apart = (
+        planned(owned, 16, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
+    )
     assert attended(joined, 2, 1)[-1][1] == 1024
     assert attended(joined, 1, 1) == []
     assert sum(plan_statistics(joined, MODEL)["bytes_received_per_rank"]["total"]) <= sum(
@@ -245,7 +247,7 @@ def test_a_query_costs_the_bytes_of_its_output_too() -> None:
     assert cut_bytes(cut, query_bytes) <= 1.01 * cut_bytes(best, query_bytes)
 
 
-def _one_long_and_28(short: int, *, consolidate: bool = True) -> tuple[MicrobatchPlan, int]:
+def _one_long_and_28(short: int, *, empty_light_servers: bool = True) -> tuple[MicrobatchPlan, int]:
     """A sequence on 4 servers and a short one on each of 28.
 
     The plan, and how many short ones the busiest of these servers attends.
@@ -253,7 +255,7 @@ def _one_long_and_28(short: int, *, consolidate: bool = True) -> tuple[Microbatc
     num_long, num_ranks = 4, 32
     owned: list[Owner] = [(rank, 0, rank * LONG // num_long, (rank + 1) * LONG // num_long) for rank in range(num_long)]
     owned += [(num_long + seq, 1 + seq, 0, short) for seq in range(num_ranks - num_long)]
-    plan = planned(owned, num_ranks, consolidate=consolidate)
+    plan = planned(owned, num_ranks, empty_light_servers=empty_light_servers)
     both = [sum(len(attended(plan, rank, seq)) for _, seq, _, _ in owned if seq) for rank in range(num_long, num_ranks)]
     return plan, max(both)
 
@@ -270,7 +272,7 @@ def test_light_servers_are_joined_where_that_saves_keys() -> None:
     one fills.
     """
     (joined, most), (apart, _) = (
-        _one_long_and_28(22 * BLOCK, consolidate=consolidate) for consolidate in (True, False)
+        _one_long_and_28(22 * BLOCK, empty_light_servers=empty_light_servers) for empty_light_servers in (True, False)
     )
     assert most == 2
     reports = [plan_statistics(plan, MODEL) for plan in (joined, apart)]

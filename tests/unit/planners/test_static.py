@@ -12,21 +12,21 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from tests.support import by_hand
 
 MODEL = Model(8, 2, 16)
-MOVEMENT = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "head_exchange"}
+PATTERN_OF = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "head_exchange"}
 
 
-@pytest.mark.parametrize(("planner", "pattern"), MOVEMENT.items())
+@pytest.mark.parametrize(("planner", "pattern"), PATTERN_OF.items())
 def test_all_sequences_share_one_zone_over_all_ranks(planner: str, pattern: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL)([5, 1, 30])
     assert plan == replace(by_hand.pool(pattern, (5, 1, 30), 4, ranks_per_node=2, heads=(8, 2)), planner=planner)
 
 
-@pytest.mark.parametrize("planner", MOVEMENT)
+@pytest.mark.parametrize("planner", PATTERN_OF)
 def test_an_empty_batch_has_no_zones(planner: str) -> None:
     assert make_planner(planner, Cluster(4, 2), MODEL)([]).zones == ()
 
 
-@pytest.mark.parametrize("planner", MOVEMENT)
+@pytest.mark.parametrize("planner", PATTERN_OF)
 def test_a_batch_as_large_as_the_pool_is_legal_and_one_token_more_is_not(planner: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL, tokens_per_rank=10)
     assert plan([20, 20]).num_tokens == 40
@@ -37,7 +37,7 @@ def test_a_batch_as_large_as_the_pool_is_legal_and_one_token_more_is_not(planner
         plan([20, 21])
 
 
-@pytest.mark.parametrize("planner", MOVEMENT)
+@pytest.mark.parametrize("planner", PATTERN_OF)
 def test_a_sequence_longer_than_the_pool_is_named_with_what_it_needs(planner: str) -> None:
     with pytest.raises(
         InfeasibleError, match=r"sequence 1 has 95 tokens and needs 10 ranks of 10 tokens; 4 are available"

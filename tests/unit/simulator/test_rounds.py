@@ -87,6 +87,28 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("zone", "ranks_per_nic"), [((8, 1), 1), ((8, 2), 2), ((8, 4), 1), ((8, 8), 2), ((6, 3), 1)], ids=str
+)
+def test_a_head_ring_takes_about_as_long_in_both_engines(zone: tuple[int, int], ranks_per_nic: int, policy: Policy):
+    ranks, group_size = zone
+    cluster = Cluster(ranks, ranks // 2, ranks_per_nic=ranks_per_nic, nic_bytes_per_s=25e9, num_sms=108)
+    planned = by_hand.plan(
+        (9000, 12_000, 300),
+        ranks,
+        by_hand.zone("pool", "head_ring", range(ranks), range(3), group_size),
+        ranks_per_node=cluster.ranks_per_node,
+        heads=(32, 32),
+    )
+    machine = Machine(cluster, LLAMA, AnalyticCost(cluster, LLAMA))
+    exact, rounds = (attention_call(planned, machine, policy, name=engine) for engine in ("events", "rounds"))
+    for a, b in zip(exact, rounds, strict=True):
+        assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.1)
+        first = 2 * machine.num_ranks
+        assert b.bytes_moved[first:] == pytest.approx(a.bytes_moved[first:], rel=1e-3)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
     "name", ["te_ring", "llama_all_gather", "wlb_sharding", "ulysses", "packing", "hybrid_dp", "zeppelin"]
@@ -109,7 +131,7 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
 def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size):
     cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size)
     forward, back = ring.walks(cut)
-    blocks = ring.Blocks(cut, np.arange(size), 1)
+    blocks = ring.Blocks(cut, np.arange(size), (0, 1))
     tokens = np.where(blocks.there, blocks.stop - blocks.start, 0)
     for hop in range(1, size):
         assert forward[:, hop].tolist() == (tokens * (blocks.reach_forward() >= hop)).sum(axis=(1, 2)).tolist()
