@@ -21,6 +21,7 @@ from megatron_balance.planners import (
     zeppelin,
 )
 from megatron_balance.planners.base import Planner, slack
+from megatron_balance.planners.wlb_llm import tuning
 
 PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions),
@@ -41,7 +42,12 @@ PLANNERS: dict[str, Planner] = {
         distca.plan, distca.DistcaOptions, plan_owned=distca.plan_owned, num_holders=distca.num_holders, ping_pong=True
     ),
     "wlb_llm": Planner(
-        None, wlb_llm.WlbLlmOptions, plan_step=wlb_llm.plan_step, takes_waiting=True, room=wlb_llm.room
+        None,
+        wlb_llm.WlbLlmOptions,
+        plan_step=wlb_llm.plan_step,
+        takes_waiting=True,
+        tune=tuning.tune,
+        room=slack,
     ),
     "zeppelin": Planner(
         zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays"), room=slack

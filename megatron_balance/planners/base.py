@@ -102,6 +102,29 @@ class StepContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuning:
+    """Limits of a search for options: mean steps that a token may wait, and queues."""
+
+    most_delay: float = 0.5
+    most_queues: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Thresholds that were tried on a sample of steps.
+
+    `imbalance`: largest work of a microbatch over the mean; `delay`: mean steps that a token waits;
+    `delayed`: share of the tokens that wait at all.
+    """
+
+    thresholds: tuple[int, ...]
+    imbalance: float
+    delay: float
+    delayed: float
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Planner:
     """An entry of the registry: how a system plans, and its traits.
 
@@ -126,6 +149,8 @@ class Planner:
     takes_waiting: bool = False
     """Whether `plan_step` also trains sequences that another planner held back (`Carry.waiting` of a
     carry without a state); planners of microbatches need not care (`planning.waiting`)."""
+    tune: Callable[[Sequence[Lengths], StepContext, Tuning], tuple[Trial, ...]] | None = None
+    """Choose options from a sample of steps, and show what was weighed."""
     num_holders: Callable[[Cluster, Any], int] | None = None
     """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
     some."""

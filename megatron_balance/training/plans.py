@@ -278,7 +278,7 @@ class StepPlans:
             if sum(number < oldest for number, _ in carry.waiting) == len(before.waiting):
                 return False
         remaining = self._samples.remaining
-        return remaining is None or len(carry.waiting) <= (remaining() - 1) * len(lengths)
+        return remaining is None or len(carry.waiting) <= max(0, remaining() - 1) * len(lengths)
 
     def _accounted(
         self, planned: PlannedStep, lengths: Lengths, first: int, num_microbatches: int, behind: int

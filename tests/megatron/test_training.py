@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 
 from megatron_balance.ir.step import EMPTY, Carry
 from megatron_balance.megatron import carry
+from megatron_balance.training.ledger import Held, Ledger
 from tests.megatron.conftest import EXPERTS, SEQ_LENGTH, Train, assert_same_training, started, write_corpus
 from tests.support.megatron_run import Result
 
@@ -63,26 +64,30 @@ def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tm
     for name in ("loss", "grad_norm", "num_tokens", "fingerprint"):
         assert resumed.column(name) == whole.column(name)[saved:], f"{name} after the resume"
     assert elsewhere.column("loss") == pytest.approx(resumed.column("loss"), rel=1e-5)
-    assert_a_carry_was_saved_and_another_planners_is_refused(tmp_path / f"iter_{steps:07}", train, saving)
+    assert_an_account_was_saved_and_another_corpus_is_refused(tmp_path / f"iter_{steps:07}", train, saving)
 
 
-def assert_a_carry_was_saved_and_another_planners_is_refused(
+def assert_an_account_was_saved_and_another_corpus_is_refused(
     checkpoint: Path, train: Train, saving: dict[str, Any]
 ) -> None:
-    """All planners carry nothing, and that went through the resumes on 4 and on 2 ranks; here
-    something is put in its place.
+    """No document waits, and that went through the resumes on 4 and on 2 ranks; here one of another
+    corpus is put in.
 
     Megatron prefers a `common.pt` to what the checkpoint says of the same.
     """
     common = load_common_state_dict(checkpoint)
-    assert carry.saved(common["args"]) == EMPTY
-    carry.save(Carry.of("delays", {"held": [3]}), common["args"])
+    ledger, _ = carry.saved(common["args"])
+    assert ledger.carry == EMPTY
+    assert ledger.drawn == ledger.trained > 0
+    waiting = Ledger(Carry.of("wlb_llm", {"remained": []}, ((-1, 7),)), (Held(-1, 0, 0, 7),), drawn=7)
+    carry.save(waiting.to_json("0123456789abcdef"), common["args"])
     torch.save(common, checkpoint / "common.pt")
 
     def refused(result: Result) -> None:
         assert result.codes == (2, 2), result.tail(result.failed or 0)
-        assert "planner te_ring cannot take over what planner delays carried" in one_line(result)
+        assert "waiting documents are of corpus 0123456789abcdef" in one_line(result)
 
+    saving = {**saving, "train-iters": saving["train-iters"] + 1}
     train(2, "te_ring", {**saving, "save": None}, expect=refused, deadline_s=60)
 
 

@@ -117,11 +117,6 @@ def pack(
     return tuple(tuple(sorted(each)) for each in packed.microbatches), held
 
 
-def room(options: WlbLlmOptions) -> float:
-    """Tokens that a rank must have room for, over the mean tokens of full samples."""
-    return float(options.slack)
-
-
 def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
     """Reject options out of range.
 

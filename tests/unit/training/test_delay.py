@@ -132,7 +132,7 @@ def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_t
     run = Run()
     drawn: list[tuple[int, int, int]] = []
     trained: list[torch.Tensor] = []
-    waited = recalled = 0
+    waited = recalled = changed = 0
     while run.done < STEPS:
         if run.done in (40, 90):  # killed inside a step, and resumed
             assert run.plans.end_step().held, "documents wait over the kill"
@@ -141,10 +141,10 @@ def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_t
         if run.done == 120 and run.replicas == 2:
             run = run.killed(replicas=4, num_microbatches=2)
             assert run.plans.end_step().held
-        if run.done == 150 and run.planner == "wlb_llm":
-            assert run.plans.end_step().held
+        if run.done >= 140 and run.planner == "wlb_llm" and run.plans.end_step().held and not changed:
+            changed = run.done
             run = run.killed(planner="te_ring", options={"tokens_per_rank": CONTEXT})
-        if run.done == 170 and run.planner == "te_ring":
+        if run.planner == "te_ring" and run.done == changed + 10:
             assert not run.plans.end_step().held, "another planner trains what waited"
             run = run.killed(planner="wlb_llm", options={"thresholds": THRESHOLDS})
         planned, now, new = run.step()
@@ -161,5 +161,49 @@ def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_t
     assert multiset(trained) == multiset([tokens_of(piece) for piece in drawn])
     assert len(set(drawn)) == len(drawn) or len(drawn) > len(DOCUMENTS), "no sample is drawn twice within an epoch"
     assert not run.plans.end_step().held, "flushed at the end"
+    assert changed, "another planner took over while documents waited"
     assert waited >= 4
     assert recalled > 100
+
+
+def test_the_last_steps_draw_less_and_nothing_waits_behind_them() -> None:
+    run = Run(steps=12, options={"thresholds": THRESHOLDS, "tokens_per_rank": CONTEXT})
+    counts: list[int] = []
+    for _ in range(12):
+        counts.append(run.plans.draw(4).num_microbatches)
+        run.step()
+    assert counts[:6] == [4] * 6
+    assert min(counts[-3:]) < 4
+    ledger = run.plans.end_step()
+    assert (ledger.held, ledger.drawn) == ((), ledger.trained)
+    assert ledger.behind > 0, "some of what Megatron counts was not drawn"
+    longer = run.killed(steps=14)
+    draw = longer.plans.draw(4)
+    assert draw.first == run.consumed - ledger.behind, "a longer run goes on where drawing ended"
+
+
+def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
+    run = Run()
+    while not run.plans.end_step().held:
+        run.step()
+    with pytest.raises(ConfigError, match=r"waiting documents are of corpus [0-9a-f]{16}, and this run reads [0-9a-f]"):
+        run.killed(seed=6)
+    with pytest.raises(ConfigError, match="more than the steps that are left can train"):
+        late = run.killed(steps=run.done)
+        late.plans.draw(4)
+    damaged = run.saved.replace(f'"drawn": {run.plans.end_step().drawn}', '"drawn": 1')
+    with pytest.raises(ConfigError, match="the account of a run's documents does not add up: 1 tokens drawn"):
+        Ledger.from_json(damaged)
+
+
+def test_documents_wait_only_where_the_corpus_is_ours_and_is_read_in_its_order() -> None:
+    run = Run()
+    run.plans.draw(4)
+    other = tuple((CONTEXT,) * 2 for _ in range(4))
+    with pytest.raises(DataError, match="brought other documents at sample 0 than the corpus has there"):
+        run.plans.plan((*other[:3], (CONTEXT, 200)))
+    spec = PlanSpec("wlb_llm", Cluster(2, 2), Model(4, 2, 16), Layers(), {"thresholds": THRESHOLDS})
+    script = StepPlans(StepPlanner(spec), Samples(lambda: 0, lambda: 4, 2), lambda _: None, agreement_every=1)
+    assert script.draw(4).num_microbatches == 4
+    with pytest.raises(ConfigError, match="this run's samples are the script's own; give --data-path"):
+        script.plan(((400,), (20,), (30,), (10,)))

@@ -1,0 +1,130 @@
+"""`megatron-balance tune`: thresholds for documents that wait, from a sample of lengths: imbalance
+against delay.
+
+With --dataset, documents are dealt whole into samples of --tokens, as training deals them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from megatron_balance.cli import inputs, laboratory
+from megatron_balance.errors import ConfigError
+from megatron_balance.planners import PLANNERS
+
+if TYPE_CHECKING:
+    from megatron_balance.ir.step import Lengths
+    from megatron_balance.planners.base import Trial
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `tune`."""
+    parser = subparsers.add_parser("tune", help="thresholds for documents that wait", description=__doc__)
+    parser.add_argument("tuned", metavar="PLANNER", help=f"one of {', '.join(_tunable())}")
+    inputs.add_options(parser)
+    parser.add_argument("--microbatches", type=int, default=4, metavar="M", help="batches of a step (default 4)")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="T", help="GPUs of a rank; --ranks counts GPUs (default 1)"
+    )
+    parser.add_argument(
+        "--most-delay", type=float, default=0.5, metavar="D", help="mean steps that a token may wait (default 0.5)"
+    )
+    parser.add_argument("--queues", type=int, default=3, metavar="N", help="most queues (default 3)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search the thresholds and print the trade-off.
+
+    Raises:
+        BalanceError: a user's mistake, or a document that does not fit.
+    """
+    from megatron_balance.planners.base import StepContext, Tuning
+
+    if args.planner:
+        raise ConfigError(f"--planner {args.planner[0]}: name the one planner to tune right behind 'tune'")
+    if args.tuned not in _tunable():
+        raise ConfigError(f"tune: planner {args.tuned!r} has nothing to tune; these have: {', '.join(_tunable())}")
+    if args.microbatches < 1 or args.tensor_parallel < 1 or args.most_delay < 0:
+        raise ConfigError(
+            f"--microbatches {args.microbatches} --tensor-parallel {args.tensor_parallel} --most-delay "
+            f"{args.most_delay:g}: expected at least 1, 1 and 0"
+        )
+    args.planner = [args.tuned]
+    given = inputs.read(args, args.tensor_parallel)
+    (choice,) = given.planners
+    assert choice.planner.tune is not None
+    samples = [batch.lengths for batch in given.batches]
+    if args.dataset is not None and args.tokens is not None:
+        samples = _dealt_whole(args.dataset, args.tokens, len(samples), args.seed or 0)
+    steps: list[Lengths] = [
+        tuple(samples[at : at + args.microbatches])
+        for at in range(0, len(samples) - args.microbatches + 1, args.microbatches)
+    ]
+    context = StepContext(given.cluster, given.model, given.planning_cost(), options=choice.options)
+    trials = choice.planner.tune(steps, context, Tuning(args.most_delay, args.queues))
+    if args.json:
+        chosen = next(trial.thresholds for trial in trials if trial.chosen)
+        print(
+            json.dumps({
+                "planner": choice.name,
+                "steps": len(steps),
+                "thresholds": chosen,
+                "trials": [asdict(trial) for trial in trials],
+            })
+        )
+    else:
+        _show(trials, len(steps), args.most_delay)
+    return 0
+
+
+def _tunable() -> list[str]:
+    return [name for name, planner in PLANNERS.items() if planner.tune is not None]
+
+
+def _dealt_whole(dataset: str, tokens: int, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Documents dealt whole, one after another, into samples of at most `tokens`: as many tokens as
+    `count` full samples have.
+
+    Where each batch is drawn for itself, the document that fills it is cut, and that is often a
+    long one.
+    """
+    import numpy as np
+
+    from megatron_balance.workloads.documents import pack
+    from megatron_balance.workloads.lengths import draw
+
+    (drawn,) = draw(dataset, count * tokens, 1, seed)
+    documents = [min(length, tokens) for length in drawn]
+    bounds = pack(np.array(documents, dtype=np.int64), tokens).tolist()
+    return [tuple(documents[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _show(trials: Sequence[Trial], num_steps: int, most_delay: float) -> None:
+    from rich.table import Table
+
+    console = laboratory.console()
+    table = Table(title=f"{num_steps} steps; less imbalance for more delay", title_justify="left")
+    for column in ("queues", "thresholds", "imbalance", "delay, steps a token", "tokens delayed", ""):
+        table.add_column(column, justify="left" if column in ("thresholds", "") else "right")
+    for trial in trials:
+        table.add_row(
+            str(len(trial.thresholds)),
+            ", ".join(map(str, trial.thresholds)) or "-",
+            f"{trial.imbalance:.3f}",
+            f"{trial.delay:.3f}",
+            f"{trial.delayed:.1%}",
+            "chosen" if trial.chosen else "",
+        )
+    console.print(table)
+    chosen = next(trial for trial in trials if trial.chosen)
+    console.print(
+        f"planner: {{thresholds: [{', '.join(map(str, chosen.thresholds))}]}} has the fewest queues near the least "
+        f"imbalance with a delay of at most {most_delay:g}"
+    )
