@@ -4,7 +4,8 @@ clocks.
 Plain-4D trains samples as the data loader deals them, each cut as one sequence. Fixed-4D packs the
 documents of a global batch greedily into microbatches of the context window, with the sharding that
 is faster over the whole run. WLB-LLM packs by workload, with two queues for outliers, and chooses
-the sharding of each microbatch. All are planners: `wlb_llm` for packing and delay, `wlb_sharding`
+the sharding of each microbatch; the thresholds are those of Table 2, in proportion to the window. All
+are planners: `wlb_llm` for packing and delay, `wlb_sharding`
 inside a microbatch. Every system trains all documents of a run: steps without new ones come behind
 it until nothing waits, and count.
 """
@@ -20,6 +21,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY
 from megatron_balance.papers.wlb_llm.cases import Case
+from megatron_balance.papers.wlb_llm.table2 import THRESHOLDS, WINDOW
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_sharding import WlbShardingOptions
 from megatron_balance.planners.wlb_sharding import plan as shard
@@ -27,8 +29,8 @@ from megatron_balance.planning.choice import choose_planner
 from megatron_balance.simulator.step import simulate_step
 from megatron_balance.workloads.lengths import Lengths
 
-QUEUES = (0.25, 0.5)
-"""Thresholds of WLB-LLM's two queues, as shares of the context window."""
+QUEUES = 2
+"""Of WLB-LLM's own choice (section 7.4: with a third the imbalance stays the same)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,14 @@ class System:
     packing: Mapping[str, Any] = field(default_factory=dict[str, Any])
     delays: bool = False
 
-    def steps(self, case: Case, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
+    def steps(self, case: Case, dataset: str, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
         """The documents of each microbatch of each step; further steps train what waits at the end."""
         if not self.packing:
             return list(batches)
         options: dict[str, Any] = {**self.packing, "context_tokens": case.window}
         if self.delays:
             options |= {
-                "thresholds": [round(share * case.window) for share in QUEUES],
+                "thresholds": [each * case.window // WINDOW for each in THRESHOLDS[dataset][QUEUES]],
                 "tokens_per_rank": case.most_tokens() // case.context,
             }
         plan_step = choose_planner("wlb_llm", options).plan_step
@@ -67,10 +69,10 @@ class System:
         options = WlbShardingOptions(sharding=self.sharding)  # pyright: ignore[reportArgumentType]  one of SHARDINGS
         return shard(Batch(lengths), case.cluster, case.model, case.cost, options)
 
-    def tokens_per_s(self, case: Case, batches: Sequence[tuple[Lengths, ...]]) -> float:
+    def tokens_per_s(self, case: Case, dataset: str, num_batches: int) -> float:
         """Tokens trained per second over all batches."""
         tokens, seconds = 0, 0.0
-        for step in self.steps(case, batches):
+        for step in self.steps(case, dataset, case.batches(dataset, num_batches)):
             tokens += sum(map(sum, step))
             seconds += self.step_s(case, step)
         return tokens / seconds
@@ -99,6 +101,6 @@ def _step_s(case: Case, plans: tuple[MicrobatchPlan, ...]) -> float:
     return simulate_step(plans, case.machine, case.setup).step_s
 
 
-def fixed_tokens_per_s(case: Case, batches: Sequence[tuple[Lengths, ...]]) -> float:
+def fixed_tokens_per_s(case: Case, dataset: str, num_batches: int) -> float:
     """Fixed-4D's tokens per second: the better of its two shardings over the run."""
-    return max(system.tokens_per_s(case, batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))
+    return max(system.tokens_per_s(case, dataset, num_batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))

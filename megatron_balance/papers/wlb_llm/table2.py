@@ -167,9 +167,7 @@ def rows(effort: Effort) -> list[Row]:
     return table
 
 
-def _rows(
-    dataset: str, name: str, published: float, published_ms: float | None, found: Method, note: str
-) -> list[Row]:
+def _rows(dataset: str, name: str, published: float, published_ms: float | None, found: Method, note: str) -> list[Row]:
     imbalance = Row(f"{dataset}: {name}: imbalance", published, found.imbalance, "", "exact", note=note)
     if published_ms is None:
         return [imbalance]
