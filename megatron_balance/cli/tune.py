@@ -72,12 +72,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         chosen = next(trial.thresholds for trial in trials if trial.chosen)
         print(
-            json.dumps({
-                "planner": choice.name,
-                "steps": len(steps),
-                "thresholds": chosen,
-                "trials": [asdict(trial) for trial in trials],
-            })
+            json.dumps(
+                {
+                    "planner": choice.name,
+                    "steps": len(steps),
+                    "thresholds": chosen,
+                    "trials": [asdict(trial) for trial in trials],
+                }
+            )
         )
     else:
         _show(trials, len(steps), args.most_delay)

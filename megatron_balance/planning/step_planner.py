@@ -28,7 +28,9 @@ class Pipeline:
 class PlanSpec:
     """All that another process needs to plan the same steps: a planner, and what it plans for.
 
-    The number of microbatches is as dealt. `pipeline`: stages that attend together, None: each for itself.
+    The number of microbatches is as dealt.
+
+    `pipeline`: stages that attend together, None: each for itself.
     """
 
     name: str

@@ -113,3 +113,7 @@ class Ledger:
                 "waiting; the checkpoint is damaged"
             )
         return made, corpus
+
+
+BEGINNING = Ledger()
+"""Of a run that has drawn nothing."""

@@ -61,11 +61,13 @@ def by_nano_batch(
     again = dict(recalled.rows)
     reads = bool(mine) or bool(again)
     width = next((each.shape[1] for each in (*(each.rows for each in mine), *again.values())), 1)
-    rows = torch.cat([
-        torch.empty(0, width, dtype=torch.int64),
-        *(each.rows for each in mine),
-        *(again[number] for number, _ in recalled.waiting if number in again),
-    ])
+    rows = torch.cat(
+        [
+            torch.empty(0, width, dtype=torch.int64),
+            *(each.rows for each in mine),
+            *(again[number] for number, _ in recalled.waiting if number in again),
+        ]
+    )
     here = owners == rank if reads else np.zeros(len(owners), dtype=np.bool_)
     own = np.where(here, lengths, 0)
     first = np.cumsum(own) - own

@@ -21,7 +21,7 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.step_planner import StepPlanner
-from megatron_balance.training.ledger import Held, Ledger
+from megatron_balance.training.ledger import BEGINNING, Held, Ledger
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class PlannedStep:
     """For the next step."""
     recalled: tuple[Held, ...] = ()
     """Documents of earlier steps that this one trains, by their number in it."""
-    ledger: Ledger = Ledger()
+    ledger: Ledger = BEGINNING
     """The account behind the step."""
 
     @property
@@ -345,4 +345,3 @@ class StepPlans:
                 consumed,
             )
             self._warned = True
-

@@ -127,10 +127,12 @@ def steps(order: str, documents: list[Tensor], seed: int, count: int) -> Iterato
         lambda: at * MICROBATCHES, lambda: MICROBATCHES, 1, stream.lengths_of, 1 << 30, lambda: count - at
     )
     plans = StepPlans(planner(order), samples, lambda _: None, agreement_every=1)
-    for at in range(count):  # noqa: B007  `samples` reads it
+    for at in range(count):
         draw = plans.draw(MICROBATCHES)
         first = at * MICROBATCHES if draw.first is None else draw.first
-        drawn = [documents[piece.document] for n in range(first, first + draw.num_microbatches) for piece in stream.sample(n)]
+        drawn = [
+            documents[piece.document] for n in range(first, first + draw.num_microbatches) for piece in stream.sample(n)
+        ]
         planned = plans.plan(tuple(stream.lengths_of(n) for n in range(first, first + draw.num_microbatches)))
         again = {h.number: documents[stream.sample(h.sample)[h.place].document] for h in planned.recalled}
         yield [[drawn[n] if n >= 0 else again[n] for (seqs,) in [m] for n in seqs] for m in planned.step.members]

@@ -165,8 +165,7 @@ def _queued_and_new(lengths: Lengths, carry: Carry) -> tuple[list[Document], lis
 
 
 def _as_dealt(lengths: Lengths, documents: Sequence[Document], most: float) -> Packed:
-    """Microbatches as dealt; those that waited into the one with the fewest tokens that holds them.
-    """
+    """Microbatches as dealt; those that waited into the one with the fewest tokens that holds them."""
     microbatches: list[list[Document]] = []
     first = 0
     for microbatch in lengths:
@@ -241,9 +240,7 @@ def _all_of(documents: Sequence[Document], lengths: Lengths, most: float) -> Pac
     return packed
 
 
-def _within(
-    microbatches: Sequence[Sequence[Document]], context: StepContext, options: WlbLlmOptions
-) -> StepPlan:
+def _within(microbatches: Sequence[Sequence[Document]], context: StepContext, options: WlbLlmOptions) -> StepPlan:
     """The step in which planner `within` places the microbatches."""
     given = {} if options.tokens_per_rank is None else {"tokens_per_rank": options.tokens_per_rank}
     asked = Layers(align=context.layers.align)

@@ -26,7 +26,9 @@ CLUSTER, MODEL = Cluster(2, 2), Model(4, 2, 16)
 CONTEXT = StepContext(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL), own_microbatches=False)
 
 
-def plan(lengths: Lengths, carry: Carry = EMPTY, context: StepContext = CONTEXT, **options: Any) -> tuple[StepPlan, Carry]:
+def plan(
+    lengths: Lengths, carry: Carry = EMPTY, context: StepContext = CONTEXT, **options: Any
+) -> tuple[StepPlan, Carry]:
     return choose_planner("wlb_llm", options).plan_step(lengths, context, carry)
 
 
@@ -39,11 +41,13 @@ def documents(*lengths: int) -> list[Document]:
 
 
 def test_algorithm_1_by_hand() -> None:
-    """Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5) follow into the other
-    microbatch until it has more; a 4 fits neither's tokens."""
+    """Work of n tokens: n + n^2 / 10. The 10 (20) goes first; three of 5 (7.5 each) follow into the
+    other microbatch. That has more then, so a 4 joins the 10; a 6 would be more than 15 tokens with
+    either.
+    """
     packed = by_workload(documents(10, 5, 5, 5, 4), 2, 15, lambda n: n + n * n / 10)
-    assert [[each.length for each in microbatch] for microbatch in packed.microbatches] == [[10], [5, 5, 5]]
-    assert packed.left == ()  # the 4 goes to the 10: 20 < 22.5
+    assert [[each.length for each in microbatch] for microbatch in packed.microbatches] == [[10, 4], [5, 5, 5]]
+    assert packed.left == ()
     tight = by_workload(documents(10, 5, 5, 5, 6), 2, 15, lambda n: n + n * n / 10)
     assert tight.left == (Document(4, 6),)
 
@@ -72,21 +76,20 @@ def test_several_queues_are_not_one() -> None:
 def test_outliers_wait_and_come_back_by_their_numbers() -> None:
     first, carry = plan(((300, 20), (30, 40)), thresholds=[200])
     assert (sorted(chain(*members(first))), carry.waiting) == ([1, 2, 3], ((-4, 300),))
-    second, carry = plan(((50,), (60, 70)), carry, thresholds=[200])
+    _, carry = plan(((50,), (60, 70)), carry, thresholds=[200])
     assert carry.waiting == ((-7, 300),)
     third, after = plan(((250, 10), (11,)), carry, thresholds=[200])
     assert after == EMPTY
     assert {tuple(seq for seq in seqs if seq in (-7, 0)) for seqs in members(third)} == {(-7,), (0,)}
-    assert {plan_.lengths for plan_ in third.plans} >= {(300, 10)} or {(300, 11)} & {p.lengths for p in third.plans}
+    assert sorted(each.lengths for each in third.plans) == [(250, 10, 11), (300,)]
 
 
 def test_what_fits_no_microbatch_goes_first_in_the_next_step() -> None:
     step, carry = plan(((90, 60), (80, 50)), tokens_per_rank=60)
     assert all(each.num_tokens <= 120 for each in step.plans)
-    assert carry.waiting == ((-1, 50),)
-    step, carry = plan(((100,), (20,)), carry, tokens_per_rank=60)
-    assert carry == EMPTY
-    assert (-1, 1) in members(step)
+    assert carry.waiting == ((-3, 60), (-1, 50))
+    step, carry = plan(((40,), (20,)), carry, tokens_per_rank=60)
+    assert (sorted(members(step)), carry) == ([(-3, 1), (-1, 0)], EMPTY)
 
 
 def test_in_the_last_steps_nothing_is_delayed_and_what_waits_goes_first() -> None:
@@ -103,8 +106,8 @@ def test_delay_off_trains_what_was_dealt_and_repacking_moves_it() -> None:
     lengths = ((400, 300), (20, 20, 20))
     step, carry = plan(lengths)
     assert (sorted(chain(*members(step))), carry) == ([0, 1, 2, 3, 4], EMPTY)
-    assert not step.is_dealt()
-    assert plan(lengths, packing="original")[0].is_dealt()
+    assert members(step) == [(0,), (1, 2, 3, 4)]
+    assert members(plan(lengths, packing="original")[0]) == [(0, 1), (2, 3, 4)]
 
 
 def test_any_planner_may_follow_inside_a_microbatch() -> None:
@@ -138,11 +141,11 @@ def test_options_out_of_range_are_told_in_one_sentence(options: dict[str, Any], 
 
 
 def test_eq_1_is_solved_better_than_greedy_where_greedy_errs() -> None:
-    problem = Problem((7, 6, 5, 4, 4, 3), 2, 15)
+    problem = Problem((9, 9, 8, 8, 5, 2), 2, 22)
     bins = greedy(problem)
     better = improve(problem, bins, 20)
-    assert problem.largest(better) < problem.largest(bins)
-    assert problem.largest(better) == 76  # by hand: 7 5 | 6 4 4 3 -> 74 and 77; 7 4 3 ... 76 and 75
+    assert problem.largest(bins) == 170
+    assert problem.largest(better) == 166, "the least of all 64 answers"
     assert improve(problem, better, 20) == better
     assert greedy(Problem((9, 8), 1, 10)) == [0, None]
 
@@ -158,7 +161,9 @@ def test_a_window_of_several_batches_brings_like_microbatches_together() -> None
 
 def test_tune_weighs_imbalance_against_delay() -> None:
     generator = np.random.default_rng(0)
-    draw = [tuple(np.minimum(4096, (20 * (1 - generator.random(40)) ** -0.95).astype(int)).tolist()) for _ in range(120)]
+    draw = [
+        tuple(np.minimum(4096, (20 * (1 - generator.random(40)) ** -0.95).astype(int)).tolist()) for _ in range(120)
+    ]
     steps = [tuple(draw[at : at + 4]) for at in range(0, 120, 4)]
     context = replace(CONTEXT, options=WlbLlmOptions())
     trials = tuning.tune(steps, context, Tuning(most_delay=0.5, most_queues=2))
@@ -175,7 +180,7 @@ def test_tune_weighs_imbalance_against_delay() -> None:
 
 def test_table_2_counts_and_ours_reaches_it() -> None:
     """Fewer batches than the figures in docs have; the bounds that hold there hold here, too."""
-    batches = table2.global_batches("wlb-skew", 64)
+    batches = table2.global_batches("wlb-skew", 96)
     assert all(sum(sample) <= table2.WINDOW for batch in batches for sample in batch)
     original = table2.measure(batches, table2.context(packing="original"))
     assert original.imbalance == pytest.approx(1.44, abs=0.1)

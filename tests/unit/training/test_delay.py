@@ -103,9 +103,7 @@ class Run:
             recalled = Recalled(
                 tuple((held.number, held.length) for held, _ in again), tuple(owner for _, owner in again), rows
             )
-            mine, apart = by_nano_batch(
-                [each[rank] for each in by_rank], shared, planned.step.members, rank, recalled
-            )
+            mine, apart = by_nano_batch([each[rank] for each in by_rank], shared, planned.step.members, rank, recalled)
             assert apart.lengths == tuple(plan.lengths for plan in planned.plans)
             for each in mine:
                 trained += each.rows[:, 0].split(list(each.lengths))
@@ -184,13 +182,14 @@ def test_the_last_steps_draw_less_and_nothing_waits_behind_them() -> None:
 
 def test_a_carry_of_another_corpus_or_seed_is_refused() -> None:
     run = Run()
-    while not run.plans.end_step().held:
+    while sum(each.length for each in run.plans.end_step().held) <= CONTEXT:
         run.step()
     with pytest.raises(ConfigError, match=r"waiting documents are of corpus [0-9a-f]{16}, and this run reads [0-9a-f]"):
         run.killed(seed=6)
+    small = {"thresholds": THRESHOLDS, "tokens_per_rank": CONTEXT // 2}
+    late = run.killed(steps=run.done + 1, num_microbatches=1, options=small)
     with pytest.raises(ConfigError, match="more than the steps that are left can train"):
-        late = run.killed(steps=run.done)
-        late.plans.draw(4)
+        late.plans.draw(1)
     damaged = run.saved.replace(f'"drawn": {run.plans.end_step().drawn}', '"drawn": 1')
     with pytest.raises(ConfigError, match="the account of a run's documents does not add up: 1 tokens drawn"):
         Ledger.from_json(damaged)
