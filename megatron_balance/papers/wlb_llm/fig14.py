@@ -27,4 +27,4 @@ def rows(effort: Effort) -> list[Row]:
     return table_rows
 
 
-TABLE = PaperTable("speedup over Plain-4D by context window, 7B", rows, batches=20)
+TABLE = PaperTable("speedup over Plain-4D by context window, 7B", rows, batches=12)
