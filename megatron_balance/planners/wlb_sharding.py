@@ -60,8 +60,8 @@ class WlbShardingOptions:
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
     sharding: Literal["document", "sequence", "adaptive", "mixed"] = "adaptive"
-    """What is cut: each sequence, all packed to one, the better of the two by predicted time, or a
-    mixture by length.
+    """The unit that is cut: each sequence, all packed to one, the better of the two by predicted
+    time, or a mixture by length.
     """
 
 

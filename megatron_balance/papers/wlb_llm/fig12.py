@@ -28,7 +28,7 @@ def speedups(case: Case, dataset: str, num_batches: int) -> dict[str, float]:
 
 
 def rows(effort: Effort) -> list[Row]:
-    """What the text prints, then each configuration."""
+    """Rows of the numbers that the text prints, then of each configuration."""
     found = {case: speedups(case, SKEW, effort.batches) for case in effort.progress(TABLE_1, "fig12")}
     counted = {case: speedups(case, COUNTED, effort.batches) for case in effort.progress(TABLE_1, f"fig12, {COUNTED}")}
     cells = [
