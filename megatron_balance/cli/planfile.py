@@ -116,16 +116,20 @@ def _entry(entry: Any, where: str) -> Entry:
 
 
 def prove(plan: MicrobatchPlan, policy: Policy) -> int:
-    """Number of ops of the plan's program, after proving it, forward and backward.
+    """Number of ops of the plan's program, after proving it, forward and backward, and the order in
+    which its ranks issue their exchanges.
 
     Raises:
-        InvalidProgramError: names the op or the region that is wrong.
+        InvalidProgramError: names the op or the region that is wrong, or ranks that would wait for
+            one another.
     """
+    from megatron_balance.compile.batches import verify_order_of
     from megatron_balance.compile.pipeline import expand
     from megatron_balance.compile.verify import verify
 
     program = expand(plan, policy)
     verify(program)
+    verify_order_of(plan, policy)
     return len(program.forward) + len(program.backward)
 
 

@@ -6,15 +6,15 @@ is first read (Zeppelin, section 3.2). In a ring the next round's keys are under
 current ones are attended, and a later zone's first transfer starts while an earlier zone computes,
 but never before the earlier zone's transfers.
 
-There are two traffic classes: copied values (queries, keys, output gradients) and moved ones
-(partial outputs, gradients). Within a class the exchanges start in the order of their ids on every
-rank, so that transports that match messages by order (NCCL) can carry them. One class may pass the
-other, as the keys of a replayed ring's next round pass the gradients of the current one.
-Collectives keep the order of their ids whatever they carry.
+Exchanges start in one order on all ranks, whatever they carry and on which stream
+(`compile.issue_order`). There are two traffic classes: copied values (queries, keys, output
+gradients) and moved ones (partial outputs, gradients). In that order a copied exchange passes the
+moved ones of the step before, as the keys of a replayed ring's next round pass the gradients of the
+current one.
 
-This cannot deadlock: executed one after the other in the order of their ids, exchanges meet
-(`ir.program`); here a start only moves to the front of what it does not need, and an end only to
-the back.
+This cannot deadlock: executed one after the other in that order, exchanges meet; here a start only
+moves to the front of what it does not need, but never of another start, and an end only to the
+back.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from megatron_balance.compile.issue_order import PASSING, IssueOrder, Key
 from megatron_balance.ir.arrays import Bools, Ints, as_array, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.intervals import overlaps
 from megatron_balance.ir.mask import CAUSAL, Mask
-from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Merge, Op
+from megatron_balance.ir.program import MOVED, Attend, AttendGrad, Exchange, Kind, Op
 from megatron_balance.ir.visible import trim_pairs
 
 _MOVED = np.array([kind in MOVED for kind in Kind])
-_COPIES, _MOVES, _COLLECTIVE = 1, 2, 4  # bits: which orders an exchange keeps to
 
 TrafficClass: TypeAlias = Literal["copied", "moved"]
 Leg: TypeAlias = Literal["direct", "dispatch", "across", "combine"]
@@ -80,62 +80,69 @@ class Issue:
     roles: tuple[Role, ...] = ()
 
 
-def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL) -> tuple[Step, ...]:
+def order(ops: Sequence[Op], rank: int, mask: Mask = CAUSAL, issue: IssueOrder = PASSING) -> tuple[Step, ...]:
     """Steps of one phase of a rank's program, in the order in which they are issued.
 
-    Merges are no steps: they are part of whatever brings the second partial.
+    `issue`: the order of the exchanges of all ranks. Merges are no steps: they are part of whatever
+    brings the second partial.
     """
     tables = _Needs(ops, rank, mask)
-    steps = _Steps()
-    for index, op in enumerate(ops):
-        match op:
-            case Exchange():
-                steps.exchange(index, tables.needs[index], tables.orders[index], produced=tables.produced[index])
-            case Attend() | AttendGrad():
-                steps.run(index, tables.needs[index])
-            case Merge():
-                pass
+    steps = _Steps(tables)
+    launches = [index for index, op in enumerate(ops) if isinstance(op, Attend | AttendGrad)][::-1]
+
+    def key(index: int) -> Key:
+        op = ops[index]
+        assert isinstance(op, Exchange)
+        return issue.key(op.id, moved=tables.moved[index])
+
+    for exchange in sorted((index for index, op in enumerate(ops) if isinstance(op, Exchange)), key=key):
+        op = ops[exchange]
+        assert isinstance(op, Exchange)
+        # What the rank only passes on, and what needs no launch on any rank, pushes none to the front.
+        while launches and launches[-1] < exchange and tables.takes_part[exchange] and op.id not in issue.first:
+            steps.run(launches.pop())
+        steps.exchange(exchange)
+    while launches:
+        steps.run(launches.pop())
     return steps.end()
 
 
 class _Steps:
-    """Steps so far, built op by op in program order."""
+    """Steps so far: exchanges in their order, and between them the launches before them in the
+    program.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, tables: _Needs) -> None:
+        self.tables = tables
         self.steps: list[Step] = []
-        self.orders: dict[int, int] = {}
         self.under_way: dict[int, None] = {}  # started, not finished; in order
 
-    def run(self, op: int, needs: Sequence[int]) -> None:
-        self._finish(needs)
+    def run(self, op: int) -> None:
+        self._finish(self.tables.needs[op])
         self.steps.append(Run(op))
 
-    def exchange(self, op: int, needs: Sequence[int], orders: int, *, produced: bool) -> None:
-        """`needs`: exchanges that bring what it sends; `produced`: it sends what launches before it
-        compute.
-        """
+    def exchange(self, op: int) -> None:
         at = len(self.steps)
-        if not self._finish(needs):
-            while at and not self._holds(self.steps[at - 1], needs, orders, produced):
+        if not self._finish(self.tables.needs[op]):
+            while at and not self._holds(self.steps[at - 1], op):
                 at -= 1
         else:
             at = len(self.steps)
         self.steps.insert(at, Start(op))
-        self.orders[op] = orders
         self.under_way[op] = None
 
     def end(self) -> tuple[Step, ...]:
         return (*self.steps, *(Finish(op) for op in self.under_way))
 
-    def _holds(self, step: Step, needs: Sequence[int], orders: int, produced: bool) -> bool:
+    def _holds(self, step: Step, exchange: int) -> bool:
         """Whether an exchange cannot start before `step`."""
         match step:
-            case Run():
-                return produced
-            case Start(op):
-                return bool(self.orders[op] & orders)
+            case Run(op):
+                return self.tables.produced[exchange] and op < exchange
+            case Start():
+                return True
             case Finish(op):
-                return op in needs
+                return op in self.tables.needs[exchange]
 
     def _finish(self, needs: Sequence[int]) -> bool:
         due = [op for op in needs if op in self.under_way]
@@ -149,8 +156,8 @@ class _Needs:
     """Dependencies of each op of a phase, looked up for all ops at once.
 
     `needs[i]`: indices of the exchanges before op i that brought part of what it reads or sends;
-    `orders[i]`: bits of the orders that exchange i keeps to; `produced[i]`: whether this rank sends
-    partial results in it.
+    `moved[i]`: whether exchange i is of the traffic class "moved"; `produced[i]`: whether this rank
+    sends partial results in it; `takes_part[i]`: whether it sends or receives of its own in it.
     """
 
     def __init__(self, ops: Sequence[Op], rank: int, mask: Mask) -> None:
@@ -162,13 +169,8 @@ class _Needs:
         moved = is_moved(kinds)
         sent, brought = rows[:, Transfer.SRC] == rank, rows[:, Transfer.DST] == rank
         self.produced = _marked(op_of[moved & sent], len(ops))
-        copies, moves = _marked(op_of[~moved], len(ops)), _marked(op_of[moved], len(ops))
-        self.orders = [_COPIES * c + _MOVES * m for c, m in zip(copies, moves, strict=True)]
-        for i in exchanges:
-            op = ops[i]
-            assert isinstance(op, Exchange)
-            if op.collective != "p2p":
-                self.orders[i] |= _COLLECTIVE
+        self.moved = _marked(op_of[moved], len(ops))
+        self.takes_part = _marked(op_of[sent | brought], len(ops))
         self.needs: list[tuple[int, ...]] = [()] * len(ops)
         launches = _Launches(ops, mask)
         pairs: list[Ints] = []
@@ -273,7 +275,9 @@ def relay_role(leg: Leg) -> Role:
     return "send_proxy" if leg == "dispatch" else "receive_proxy"
 
 
-def streams(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[str, tuple[Issue, ...]]:
+def streams(
+    ops: Sequence[Op], rank: int, ranks_per_node: int, issue: IssueOrder = PASSING
+) -> dict[str, tuple[Issue, ...]]:
     """Issues of each stream of a rank, in order: of "compute", and of those that its exchanges use.
 
     A transfer belongs to "inter_node" or "intra_node" by whether it crosses nodes. Of a routed
@@ -283,7 +287,7 @@ def streams(ops: Sequence[Op], rank: int, ranks_per_node: int) -> dict[str, tupl
     ranks are on several nodes).
     """
     issues: dict[str, list[Issue]] = {"compute": []}
-    for step in order(ops, rank):
+    for step in order(ops, rank, issue=issue):
         match step:
             case Run(op):
                 issues["compute"].append(Issue(op, "run"))

@@ -14,9 +14,9 @@ outputs of A beside the attention of B, and those of B beside the linear step of
 does this in reverse: the reversal of *end* starts the call, that of *start* ends it. Executor and
 simulator follow this order of segments; nothing else decides it.
 
-Two ranks must issue what they exchange in one order (`compile.order`). The start of one nano-batch
-is issued before the attend of the other on every rank, so only exchanges that every rank can start
-at once may be part of it: those of `compile.prefetchable`.
+Ranks must issue what they exchange in one order (`compile.issue_order`). The start of one
+nano-batch is issued before the attend of the other on every rank, so only exchanges that every rank
+can start at once may be part of it: those of `compile.prefetchable`.
 """
 
 from __future__ import annotations
@@ -55,25 +55,19 @@ class Cuts(NamedTuple):
     end: int
 
 
-def cut_segments(
-    ops: Sequence[Op], steps: Sequence[Step], prefetchable: frozenset[int]
-) -> tuple[tuple[Step, ...], Cuts]:
-    """Move the starts of prefetchable exchanges to the front of a rank's steps, and cut the steps
-    into segments.
+def cut_segments(ops: Sequence[Op], steps: Sequence[Step], first: frozenset[int]) -> Cuts:
+    """Where the segments of a rank's steps end.
 
-    `prefetchable`: ids of the exchanges that may be part of the start. Other exchanges that start
-    at once change places with them; that is allowed, since they are of another traffic class, or
-    later in the order of ids.
+    `first`: ids of the exchanges that come before all others on every rank
+    (`compile.issue_order`), so that they may be part of the start.
     """
-    leading = 0
-    while leading < len(steps) and isinstance(steps[leading], Start):
-        leading += 1
-    ahead = [step for step in steps[:leading] if _id(ops[step.op]) in prefetchable]
-    others = [step for step in steps[:leading] if _id(ops[step.op]) not in prefetchable]
+    ahead = 0
+    while ahead < len(steps) and isinstance(steps[ahead], Start) and _id(ops[steps[ahead].op]) in first:
+        ahead += 1
     end = len(steps)
-    while end > leading and isinstance(steps[end - 1], Finish):
+    while end > ahead and isinstance(steps[end - 1], Finish):
         end -= 1
-    return (*ahead, *others, *steps[leading:]), Cuts(len(ahead), end)
+    return Cuts(ahead, end)
 
 
 def _id(op: Op) -> int:

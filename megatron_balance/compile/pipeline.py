@@ -11,7 +11,8 @@ order.
 | route | proxies for transfers between nodes (Zeppelin, section 3.3) |
 | transpose | the backward ops |
 | merge_gradients | Merge ops of the backward |
-| order | the order of steps (`compile.order`), and the bounds of segments (`compile.ping_pong`) |
+| order | the order of steps (`compile.order`), in which all ranks issue exchanges in one order
+(`compile.issue_order`), and the bounds of segments (`compile.ping_pong`) |
 
 Each pass does nothing where a plan or a target does not ask for it. A target is what the program is
 for:
@@ -34,10 +35,10 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from megatron_balance.compile import remap, route
+from megatron_balance.compile.issue_order import PASSING, IssueOrder, IssueOrders, issue_orders
 from megatron_balance.compile.join import join
 from megatron_balance.compile.order import Step, order
 from megatron_balance.compile.ping_pong import Cuts, cut_segments
-from megatron_balance.compile.prefetchable import NOT_PREFETCHABLE, Prefetchable, prefetchable
 from megatron_balance.compile.projector import Projector
 from megatron_balance.compile.remap_merge import RemapMerge
 from megatron_balance.compile.route import Nics
@@ -72,18 +73,18 @@ BOTH_PHASES: tuple[PhaseName, PhaseName] = ("forward", "backward")
 
 
 class PhaseOrder(NamedTuple):
-    """Steps of one phase of a rank.
+    """Steps of one phase of a rank, as `compile.order` has them.
 
-    `steps`: as `compile.order` has them. `prefetched`: with those that may start early in front,
-    for an executor and for ping-pong; `cuts`: the boundaries of its segments.
+    `cuts`: the boundaries of its segments; `issue`: the order of the exchanges of all ranks.
     """
 
     steps: tuple[Step, ...]
-    prefetched: tuple[Step, ...]
     cuts: Cuts
+    issue: IssueOrder
 
 
-_NO_ORDER = PhaseOrder((), (), Cuts(0, 0))
+_NO_ORDER = PhaseOrder((), Cuts(0, 0), PASSING)
+_OF_NO_PLAN = IssueOrders(PASSING, PASSING)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Job:
     """A plan and what it is compiled for: the facts that the passes of all ranks share.
 
     `policy`: of the backward; None: forward only. `phases`: those that will run. `replays`: whether
-    the forward programs say what a replayed backward brings again.
+    the forward programs say what a replayed backward brings again. `passing`: as in
+    `compile.issue_order`.
     """
 
     plan: MicrobatchPlan
@@ -99,6 +101,7 @@ class Job:
     target: Target
     phases: Collection[PhaseName]
     replays: bool
+    passing: bool = True
 
     @property
     def backward_policy(self) -> Policy | None:
@@ -110,8 +113,8 @@ class Job:
         return Projector(self.plan, replays=self.replays)
 
     @cached_property
-    def prefetchable(self) -> Prefetchable:
-        return prefetchable(self.plan, self.policy or "keep")
+    def issue(self) -> IssueOrders:
+        return issue_orders(self.plan, self.policy or "keep", passing=self.passing)
 
 
 @dataclass(frozen=True)
@@ -178,24 +181,26 @@ def _merge_gradients(job: Job, compiled: CompiledRank) -> CompiledRank:
 
 
 def _order(job: Job, compiled: CompiledRank) -> CompiledRank:
-    return compiled if job.target != "execution" else in_order(compiled.program, job.prefetchable, job.phases)
+    return compiled if job.target != "execution" else in_order(compiled.program, job.issue, job.phases)
 
 
 def in_order(
-    program: RankProgram, ahead: Prefetchable = NOT_PREFETCHABLE, phases: Collection[PhaseName] = BOTH_PHASES
+    program: RankProgram,
+    issue: IssueOrders = _OF_NO_PLAN,
+    phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> CompiledRank:
     """`program` with its steps in order: the pass `order`, also for programs that are no plan's
     (from text, say).
     """
 
-    def ordered(phase: PhaseName, ops: tuple[Op, ...], ids: frozenset[int]) -> PhaseOrder:
-        steps = order(ops, program.rank, program.mask) if phase in phases else ()
-        return PhaseOrder(steps, *cut_segments(ops, steps, ids))
+    def ordered(phase: PhaseName, ops: tuple[Op, ...], issue: IssueOrder) -> PhaseOrder:
+        steps = order(ops, program.rank, program.mask, issue) if phase in phases else ()
+        return PhaseOrder(steps, cut_segments(ops, steps, issue.first), issue)
 
     return CompiledRank(
         program,
-        ordered("forward", program.forward, ahead.forward),
-        ordered("backward", program.backward, ahead.backward),
+        ordered("forward", program.forward, issue.forward),
+        ordered("backward", program.backward, issue.backward),
     )
 
 
@@ -209,28 +214,32 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
-def compile_rank(
+def compile_rank(  # noqa: PLR0913  what it is compiled for is four keyword-only facts, each with a default
     plan: MicrobatchPlan,
     rank: int,
     policy: Policy | None,
     *,
     target: Target = "execution",
     phases: Collection[PhaseName] = BOTH_PHASES,
+    passing: bool = True,
     after: Callable[[str, RankProgram], None] | None = None,
 ) -> CompiledRank:
     """Compile one rank's program, without building those of the others.
 
-    `policy`: of the backward; None: forward only. `phases`: those that will run. `after`: called
-    with the name of each pass and the program after it.
+    `policy`: of the backward; None: forward only. `phases`: those that will run. `passing`: whether
+    copied exchanges may pass moved ones (`compile.issue_order`). `after`: called with the name of
+    each pass and the program after it.
 
     Raises InvalidProgramError: an unknown comm pattern.
     """
-    return _compile(_job(plan, policy, target, phases), rank, after)
+    return _compile(_job(plan, policy, target, phases, passing=passing), rank, after)
 
 
-def compile_ranks(plan: MicrobatchPlan, policy: Policy | None, *, target: Target = "execution") -> list[CompiledRank]:
+def compile_ranks(
+    plan: MicrobatchPlan, policy: Policy | None, *, target: Target = "execution", passing: bool = True
+) -> list[CompiledRank]:
     """`compile_rank` of every rank, in order."""
-    job = _job(plan, policy, target, BOTH_PHASES)
+    job = _job(plan, policy, target, BOTH_PHASES, passing=passing)
     return [_compile(job, rank) for rank in range(plan.num_ranks)]
 
 
@@ -277,8 +286,10 @@ def layout(plan: MicrobatchPlan, rank: int) -> Ints:
     return Projector(plan).layout(rank)
 
 
-def _job(plan: MicrobatchPlan, policy: Policy | None, target: Target, phases: Collection[PhaseName]) -> Job:
-    return Job(plan, policy, target, phases, replays=policy == "replay" and "backward" in phases)
+def _job(
+    plan: MicrobatchPlan, policy: Policy | None, target: Target, phases: Collection[PhaseName], *, passing: bool = True
+) -> Job:
+    return Job(plan, policy, target, phases, replays=policy == "replay" and "backward" in phases, passing=passing)
 
 
 def _start(job: Job, rank: int) -> CompiledRank:

@@ -1,9 +1,15 @@
-"""Times of messages between two ranks: of a launched world, or of this machine's loopback."""
+"""Times of messages between two ranks: of a launched world, or of this machine's loopback.
+
+On NCCL they go as training's go: over the communicators of its streams (`runtime.groups`), which
+NCCL gives other channels than a communicator of the whole world or of two ranks, and in both
+directions in one group call.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +21,8 @@ from megatron_balance.cost.table import LinkTable
 from megatron_balance.errors import ConfigError
 from megatron_balance.profiling.options import ProfileOptions
 from megatron_balance.profiling.timing import clock_s, events_s
+from megatron_balance.runtime.cuda import Transfer
+from megatron_balance.runtime.groups import Groups, make_groups
 
 
 def measure_links(
@@ -103,14 +111,51 @@ def world_links(
             "--links: the launched world has 1 rank; launch 2 or more with torchrun, or leave torchrun out for the "
             "loopback"
         )
+    groups = make_groups([range(size)], ranks_per_node)
     links: list[LinkTable] = []
     for name, peer in (("intra_node", 1), ("inter_node", ranks_per_node)):
         if peer < size and (name == "inter_node" or ranks_per_node > 1):
-            seconds = _ping((0, peer), message_bytes, repeats, device)
+            if groups.streams is not None:
+                seconds = exchanged((0, peer), name, message_bytes, repeats, groups)
+            else:
+                seconds = _ping((0, peer), message_bytes, repeats, device)
             dist.barrier()
             if dist.get_rank() == 0:
                 links.append(LinkTable(name, dist.get_backend(), tuple(message_bytes), tuple(seconds)))
     return tuple(links)
+
+
+def exchanged(
+    pair: tuple[int, int],
+    stream: str,
+    message_bytes: Sequence[int],
+    repeats: int,
+    groups: Groups,
+    sample: Callable[[Callable[[], object]], float] = events_s,
+) -> list[float]:
+    """Seconds of one message of each size, while as much goes the other way: the median of samples.
+
+    Ranks outside `pair` take no part. `stream`: as in `compile.order.streams`; `sample`: seconds of
+    a call.
+    """
+    assert groups.streams is not None, "gloo has no streams"
+    if groups.rank not in pair:
+        return []
+    peer = pair[1] if groups.rank == pair[0] else pair[0]
+    streams, of = groups.streams, groups.streams.of(stream)
+    seconds: list[float] = []
+    for size in message_bytes:
+        ends = [(groups.rank, peer, True, of.empty(size)), (peer, groups.rank, False, of.empty(size))]
+        transfers = [Transfer(src, dst, 0, sends, peer, x) for src, dst, sends, x in sorted(ends, key=itemgetter(0))]
+
+        def exchange(transfers: Sequence[Transfer] = transfers) -> None:
+            of.wait(streams.now())
+            of.batch(transfers)
+            streams.wait(of.record())
+
+        exchange()
+        seconds.append(median(sample(exchange) for _ in range(repeats)))
+    return seconds
 
 
 def _ping(pair: tuple[int, int], message_bytes: Sequence[int], repeats: int, device: torch.device) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,14 @@ from megatron_balance.runtime.pool import BufferPool
 from megatron_balance.runtime.workers import Workers
 
 _MOVED = ("", " moved")
+
+
+class Link(NamedTuple):
+    """A stream, and pool ranks of which one sends to the other on it."""
+
+    stream: str
+    src: int
+    dst: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +40,9 @@ class Groups:
         workers: the threads that relay for others (gloo).
         streams: those that carry the rank's exchanges (NCCL).
         buffers: memory that all calls share.
+        safe: exchanges are issued one after the other in the order of their ids
+            (`communication: safe`).
+        connected: what was connected before (`runtime.transport.connect`).
     """
 
     rank: int
@@ -42,10 +53,32 @@ class Groups:
     workers: Workers = field(default_factory=Workers)
     streams: Streams | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
+    safe: bool = False
+    connected: set[Link] = field(default_factory=set)
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these pool ranks, or None."""
         return self.by_ranks.get(ranks)
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """All groups that this rank is in, those of its streams included."""
+        own = [*([] if self.pool is None else [self.pool]), *self.by_ranks.values()]
+        of_streams = self.streams.groups if isinstance(self.streams, CudaStreams) else ()
+        return list(dict.fromkeys([*own, *of_streams]))
+
+    def abort(self) -> None:
+        """Abort the communicators (NCCL): what was issued ends, here and, with an error, at the peers.
+
+        All in one NCCL group: one by one they could wait for one another (pytorch/pytorch#119797).
+        """
+        groups = self.process_groups()
+        if not groups:
+            return
+        nccl: Any = groups[0]._get_backend(torch.device("cuda"))
+        nccl._group_start()
+        for group in groups:
+            group.abort()
+        nccl._group_end()
 
 
 def single() -> Groups:
@@ -60,6 +93,7 @@ def make_groups(
     timeout: timedelta | None = None,
     backend: str | None = None,
     sms: Mapping[str, int] | None = None,
+    safe: bool = False,
 ) -> Groups:
     """Make the groups of the pool that this process belongs to.
 
@@ -67,8 +101,8 @@ def make_groups(
 
     Beside the pool, each of its nodes of `ranks_per_node` gets a group where there are several, so
     that zones on whole nodes can use collectives. All groups are created by all processes in one
-    order, as NCCL and gloo require. On NCCL each communication stream has a communicator of all
-    ranks of the pool; all communicators are made here and now.
+    order, as NCCL and gloo require. On NCCL each communication stream has a communicator
+    (`stream_groups`); all communicators are made here and now.
 
     Args:
         pools: global ranks of every pool.
@@ -77,6 +111,7 @@ def make_groups(
         backend: default the world's.
         sms: the most multiprocessors of a GPU that a communicator of the links "inter_node" or
             "intra_node" may take; NCCL chooses where none is given.
+        safe: as in `Groups`.
 
     Raises:
         ConfigError: this process is in no pool or in two.
@@ -105,7 +140,7 @@ def make_groups(
         for members in sorted(by_ranks, key=len, reverse=True):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=by_ranks[members])
         streams = _make_streams(pools, pool, ranks_per_node, timeout, sms or {})
-    return Groups(pool.index(me), len(pool), pool, whole, by_ranks, streams=streams)
+    return Groups(pool.index(me), len(pool), pool, whole, by_ranks, streams=streams, safe=safe)
 
 
 def nccl_options(stream: str, sms: Mapping[str, int]) -> Any:
@@ -139,13 +174,31 @@ def _make_streams(
     """
     groups: dict[str, dist.ProcessGroup] = {}
     for pool in pools:
-        for name in stream_names(len(pool), ranks_per_node):
-            group = dist.new_group(list(pool), timeout=timeout, backend="nccl", pg_options=nccl_options(name, sms))
-            if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine:
+        for name, members in stream_groups(len(pool), ranks_per_node):
+            ranks, options = [pool[i] for i in members], nccl_options(name, sms)
+            group = dist.new_group(ranks, timeout=timeout, backend="nccl", pg_options=options)
+            if isinstance(group, dist.ProcessGroup) and tuple(pool) == mine and dist.get_rank() in ranks:
                 groups[name] = group
     for group in groups.values():
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return CudaStreams(groups, mine) if groups else None
+
+
+def stream_groups(size: int, ranks_per_node: int) -> list[tuple[str, tuple[int, ...]]]:
+    """(stream, pool ranks) of every communicator of a pool's streams, in the order of their making.
+
+    A stream whose transfers stay inside a node has one for each node: NCCL gives two ranks of a
+    communicator as many channels as the two of all its ranks that get the fewest, and fewer the
+    more ranks there are on several nodes, so that NVLink would go with the channels of a NIC.
+    `ranks_per_node` 0: not known; the communicators are the pool's.
+    """
+    nodes = [tuple(range(a, min(a + ranks_per_node, size))) for a in range(0, size, ranks_per_node or size)]
+    return [
+        (name, members)
+        for name in stream_names(size, ranks_per_node)
+        for members in (nodes if not name.startswith("inter_node") and ranks_per_node else [tuple(range(size))])
+        if len(members) > 1
+    ]
 
 
 def stream_names(size: int, ranks_per_node: int) -> list[str]:

@@ -96,13 +96,10 @@ class Phase:
     collectives: list[GroupExchange] = field(default_factory=list[GroupExchange])
 
 
-def phase_of(
-    ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True, prefetched: bool = False
-) -> Phase:
+def phase_of(ranks: Sequence[CompiledRank], machine: Machine, *, backward: bool, sums: bool = True) -> Phase:
     """The tasks of a phase of all ranks.
 
     `sums`: the transport sums what a reduce-scatter brings on its way (NCCL does, gloo does not).
-    `prefetched`: with the steps that may start early in front.
     """
     programs, orders = [each.program for each in ranks], [each.backward if backward else each.forward for each in ranks]
     ops = [program.backward if backward else program.forward for program in programs]
@@ -111,7 +108,7 @@ def phase_of(
     groups: dict[int, Exchange] = {}
     sent: dict[int, list[Ints]] = {}
     for program, ordered, own, launch_s, block_s in zip(programs, orders, ops, run_s, blocks_s, strict=True):
-        steps = ordered.prefetched if prefetched else ordered.steps
+        steps = ordered.steps
         pack, unpack = _handling(own, program.rank, machine, sums=sums)
         seconds = {Run: launch_s, Start: pack, Finish: unpack}
         phase.steps.append(steps)

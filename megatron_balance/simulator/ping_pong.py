@@ -217,7 +217,7 @@ class _NanoBatch:
         phases: list[Phase] = []
         cuts: list[list[Cuts]] = []
         for backward in (False, True):
-            phase = phase_of(ranks, machine, backward=backward, sums=mode.transport == "streams", prefetched=True)
+            phase = phase_of(ranks, machine, backward=backward, sums=mode.transport == "streams")
             if mode.signal:
                 phase.flows = [replace(flow, num_bytes=1) for flow in phase.flows]
                 for steps, seconds in zip(phase.steps, phase.seconds, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -68,7 +69,9 @@ def test_routing_changes_the_links_and_not_a_bit(pool: Pool, planner: str, remap
         assert sum(sent) == sum(received) == sum(before)
         assert max(sent) <= max(before)
         assert sum(c[f"relayed_bytes_{phase}"] for c in counters) >= sum(before) > 0 or not any(before)
-    assert (sum(c["routed_transfers"] for c in counters) > 0) == (sum(c["inter_node_bytes_sent_forward"] for c in plain) > 0)
+    assert (sum(c["routed_transfers"] for c in counters) > 0) == (
+        sum(c["inter_node_bytes_sent_forward"] for c in plain) > 0
+    )
     assert (sum(c["remap_tokens_received"] for c in counters) > 0) == remapped
 
 
@@ -89,7 +92,11 @@ def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
                 summed = one.counters["exchanges_reduce_scatter"] > 0  # on its way, in another order
                 for value in ("out", "q_grad", "k_grad", "v_grad"):
                     ours_, theirs_ = getattr(one, value), getattr(other, value)
-                    same = np.allclose(ours_, theirs_, rtol=0, atol=1e-5) if summed and value[0] in "kv" else np.array_equal(ours_, theirs_)
+                    same = (
+                        np.allclose(ours_, theirs_, rtol=0, atol=1e-5)
+                        if summed and value[0] in "kv"
+                        else np.array_equal(ours_, theirs_)
+                    )
                     assert same, (planned.planner, rank, value)
                 differing = {name for name in one.counters if one.counters[name] != other.counters[name]}
                 received = {"bytes_received_backward", "inter_node_bytes_received_backward"} if summed else set()
@@ -98,10 +105,39 @@ def test_streams_joined_by_events_alone_give_the_same_bits(pool: Pool) -> None:
     assert any(run.counters["exchanges_reduce_scatter"] for runs in ours[0] for run in runs)
 
 
+def test_the_safe_order_gives_the_same_bits(pool: Pool) -> None:
+    plans = [everything_routed(plan(name, replace(CASE, remapped=True))) for name in ("zeppelin", "te_ring")]
+    ways = [Run(policy, "float32") for policy in POLICIES]
+    safe, passing = (pool.run(routed.streamed, 8, plans, 8, ways, is_safe) for is_safe in (True, False))
+    for rank, (ours, theirs) in enumerate(zip(safe, passing, strict=True)):
+        for one, other in zip(chain(*ours), chain(*theirs), strict=True):
+            assert one.counters == other.counters, rank
+            for value in ("out", "q_grad", "k_grad", "v_grad"):
+                assert np.array_equal(getattr(one, value), getattr(other, value)), (rank, value)
+
+
+def test_a_rendezvous_that_hangs_is_seen_on_every_rank(pool: Pool) -> None:
+    """Odd ranks bind two plans the other way round: both ends of a pair stand in calls on
+    different communicators."""
+    zones = [((0, 1), (4, 5)), (range(4), range(4, 8))]
+    plans = [
+        by_hand.plan((64, 64), 8, *(by_hand.ring(ring, seq) for seq, ring in enumerate(rings)), ranks_per_node=2)
+        for rings in zones
+    ]
+    assert not any(pool.run(routed.first_uses, 8, plans, False))
+    for rank, said in enumerate(pool.run(routed.first_uses, 8, plans, True)):
+        assert said[0].startswith(f"rank {rank} stands in a group call on ")
+        assert said[0].endswith("ranks [0, 1, 2, 3, 4, 5, 6, 7] stand in group calls and no other comes")
+
+
 def test_a_ring_between_nodes_uses_every_nic_in_both_directions(pool: Pool) -> None:
     planned = by_hand.pool("ring", (512,), 8, ranks_per_node=4, heads=(4, 2), routing=Routing(1, (0,)))
     counters = [runs[0].counters for runs in pool.run(jobs.attend, 8, planned, 8, (Run("keep", "float32"),))]
-    for name in ("inter_node_bytes_sent_forward", "inter_node_bytes_received_forward", "inter_node_bytes_sent_backward"):
+    for name in (
+        "inter_node_bytes_sent_forward",
+        "inter_node_bytes_received_forward",
+        "inter_node_bytes_sent_backward",
+    ):
         for node in (counters[:4], counters[4:]):
             assert len({c[name] for c in node}) == 1, name
             assert node[0][name] > 0, name
@@ -134,7 +170,11 @@ def assert_as_foreseen(rank: int, phase: PhaseTrace) -> None:
         assert _distinct([(e.op, e.leg) for e in own if e.stream == stream]) == foreseen, (rank, stream)
         for role in ("send_proxy", "receive_proxy"):
             passed_on = [e for e in phase.recorded if (e.stream, e.role) == (stream, role)]
-            assert {(e.op, e.leg) for e in passed_on} == {(i.op, i.leg) for i in issues if role in i.roles}, (rank, stream, role)
+            assert {(e.op, e.leg) for e in passed_on} == {(i.op, i.leg) for i in issues if role in i.roles}, (
+                rank,
+                stream,
+                role,
+            )
             for group in phase.groups:
                 foreseen = [(i.op, i.leg) for i in issues if role in i.roles and i.op in group]
                 assert _distinct([(e.op, e.leg) for e in passed_on if e.op in group]) == foreseen, (rank, stream, role)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_balance import reference
-from megatron_balance.compile.pipeline import expand, layout
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.batches import verify_issue_order
+from megatron_balance.compile.pipeline import compile_ranks, expand, layout
 from megatron_balance.compile.tidy import tidy
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.compile.verify import verify
 from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
-from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
+from tests.support.rendezvous import batches_of, group_calls, hanging
+from tests.support.strategies import ALL_PLANNERS, Case, cases, lengths, plan
 
 each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
 each_policy = pytest.mark.parametrize("policy", POLICIES)
@@ -75,6 +82,29 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
     assert len(text(tidied)) <= len(text(program))
     verify(tidied)
     assert_equals_dense(tidied)
+
+
+@each_planner
+@each_policy
+@settings(max_examples=8)
+@given(
+    case=cases(max_length=80, max_sequences=4),
+    other=lengths(max_length=80, max_sequences=4, min_sequences=0),
+    passing=st.booleans(),
+)
+def test_issue_order_is_one_and_no_rendezvous_hangs(
+    planner: str, policy: Policy, case: Case, other: tuple[int, ...], passing: bool
+) -> None:
+    """Of two nano-batches interleaved over two layers and, in that, of each of them, with nothing
+    connected before; under `communication: safe` too.
+    """
+    case = replace(case, tokens_per_rank=None)
+    plans = [plan(planner, each) for each in (case, replace(case, batch=Batch(other)))]
+    compiled = [compile_ranks(each, policy, passing=passing) for each in plans]
+    phases = batches_of(plans, compiled, ping_pong.forward(2))
+    for batches in phases:
+        verify_issue_order(batches)
+    assert not hanging([group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)])
 
 
 def assert_equals_dense(program: Program) -> None:

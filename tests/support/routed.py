@@ -22,7 +22,7 @@ from megatron_balance.runtime.trace import Trace, Traced, hidden_share
 from tests.support import jobs
 from tests.support.jobs import Ran, Run
 from tests.support.pool import World
-from tests.support.stream_threads import with_streams
+from tests.support.stream_threads import HangError, with_streams
 
 HEAD_DIM = 8
 
@@ -39,10 +39,27 @@ class PhaseTrace:
     hidden: float
 
 
-def streamed(world: World, plans: Sequence[MicrobatchPlan], head_dim: int, runs: Sequence[Run]) -> list[list[Ran]]:
-    """`jobs.attend` of each plan, over streams."""
-    groups = with_streams(world.groups, plans[0].ranks_per_node)
+def streamed(
+    world: World, plans: Sequence[MicrobatchPlan], head_dim: int, runs: Sequence[Run], safe: bool = False
+) -> list[list[Ran]]:
+    """`jobs.attend` of each plan, over streams; `safe`: as in `Groups`."""
+    groups = with_streams(world.groups, plans[0].ranks_per_node, safe=safe)
     return [jobs.attend(replace(world, groups=groups), plan, head_dim, runs) for plan in plans]
+
+
+def first_uses(world: World, plans: Sequence[MicrobatchPlan], turned: bool) -> list[str]:
+    """The error of each rank's host where all ranks begin with the pairs of the first plan, or, if
+    `turned`, odd ranks with those of the second.
+    """
+    groups = with_streams(world.groups, plans[0].ranks_per_node)
+    said: list[str] = []
+    for plan in plans[::-1] if turned and world.rank % 2 else plans:
+        try:
+            bind(plan, world.rank, _shape(plan), groups=groups)
+        except HangError as error:
+            said.append(str(error))
+            break
+    return said
 
 
 def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrace]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.runtime.cuda import CudaStream, CudaStreams, Transfer
-from megatron_balance.runtime.groups import Groups, stream_names
+from megatron_balance.runtime.groups import Groups, stream_groups
 
 PATIENCE_S = 30.0
 
@@ -133,8 +133,9 @@ def issued(event: Any, errors: Sequence[Exception]) -> Any:
 def with_staged_streams(groups: Groups, ranks_per_node: int) -> Groups:
     """The pool with staged streams; collective over all ranks of the world."""
     made: dict[str, dist.ProcessGroup] = {}
-    for name in stream_names(groups.size, ranks_per_node):
-        group = dist.new_group(list(groups.ranks), backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        made[name] = group
-    return replace(groups, streams=StagedStreams(made, groups.ranks))
+    for name, members in stream_groups(groups.size, ranks_per_node):
+        group = dist.new_group([groups.ranks[member] for member in members], backend="gloo")
+        if groups.rank in members:
+            assert isinstance(group, dist.ProcessGroup)
+            made[name] = group
+    return replace(groups, streams=StagedStreams(made, groups.ranks), connected=set())

@@ -1,12 +1,14 @@
 """Exchanges on CUDA: communication streams beside the compute stream, joined by events.
 
-The host waits for nothing. Each stream of `compile.order.streams` has a communicator of its own, so
-that what it carries is only in order with itself: transfers between nodes (high priority) beside
-those inside the node, and moved beside copied traffic. NCCL matches messages by their order between
-two ranks; ranks issue the exchanges of a stream in the order of their ids, and within one by
-source, target and piece. The legs of a routed exchange are one batch each, on streams of their own,
-since a leg waits for the one before. Collectives have streams too, but go by the communicators of
-their ranks.
+The host waits for nothing: what ranks must connect they connect when they bind a plan
+(`runtime.transport.connect`). Each stream of `compile.order.streams` has a communicator of its own
+(`runtime.groups.stream_groups`), so that what it carries is only in order with itself: transfers
+between nodes (high priority) beside those inside the node, and moved beside copied traffic. NCCL
+matches messages by their order between two ranks; ranks issue exchanges in one order
+(`compile.issue_order`), their legs and streams as `compile.batches` has them, and messages within a
+batch by source, target and piece. The legs of a routed exchange are one batch each, on streams of
+their own, since a leg waits for the one before. Collectives have streams too, but go by the
+communicators of their ranks.
 """
 
 from __future__ import annotations
@@ -183,4 +185,5 @@ class Streamed:
         """Do nothing: what was sent is kept by the streams until they have read it."""
 
     def fail(self) -> None:
-        """Do nothing: the host waits for no transfer."""
+        """Abort: peers that wait for this rank end with an error, and this process can end."""
+        self.groups.abort()

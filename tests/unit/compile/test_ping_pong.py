@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_balance.compile import ping_pong
+from megatron_balance.compile.issue_order import IssueOrder, issue_orders
 from megatron_balance.compile.order import Finish, Run, Start, Step, order, streams
 from megatron_balance.compile.ping_pong import Cuts, Segment, cut_segments
 from megatron_balance.compile.pipeline import compile_ranks
@@ -92,7 +93,8 @@ def test_every_exchange_has_work_of_the_other_half_beside_it(num_layers: int) ->
 
 
 def cut_text(ops: Sequence[Op], rank: int, may_start: frozenset[int]) -> str:
-    steps, where = cut_segments(ops, order(ops, rank), may_start)
+    steps = order(ops, rank, issue=IssueOrder(first=may_start))
+    where = cut_segments(ops, steps, may_start)
     words = [f"{type(step).__name__.lower()}{_id(ops[step.op])}" for step in steps]
     return " | ".join(
         " ".join(part) for part in (words[: where.attend], words[where.attend : where.end], words[where.end :])
@@ -116,9 +118,9 @@ def test_a_dispatch_is_cut_behind_what_goes_out_and_before_what_comes_home() -> 
 
 
 def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
-    assert cut_segments((), (), frozenset({0})) == ((), Cuts(0, 0))
+    assert cut_segments((), (), frozenset({0})) == Cuts(0, 0)
     ops: list[Op] = [Attend(0, Rows.of(9, [(0, 0, 4, 0, 2, 0, 4, 0, 1)]))]
-    assert cut_segments(ops, (Run(0),), frozenset({0})) == ((Run(0),), Cuts(0, 1))
+    assert cut_segments(ops, (Run(0),), frozenset({0})) == Cuts(0, 1)
 
 
 # Two programs under way
@@ -136,32 +138,30 @@ def test_two_interleaved_programs_meet_in_one_order(planner: str, policy: Policy
     nano_batches = [plan(planner, case), plan(planner, other)]
     for backward in (False, True):
         ops = [programs_of(nano_batch, policy, backward=backward) for nano_batch in nano_batches]
-        ahead = [prefetchable(nano_batch, policy)[backward] for nano_batch in nano_batches]
+        issue = [issue_orders(nano_batch, policy)[backward] for nano_batch in nano_batches]
         segments = ping_pong.forward(2)
         segments = ping_pong.backward(segments) if backward else segments
         joint = [
-            _joint([ops[nano_batch][rank] for nano_batch in (0, 1)], rank, ahead, segments)
+            _joint([ops[nano_batch][rank] for nano_batch in (0, 1)], rank, issue, segments)
             for rank in range(case.cluster.num_ranks)
         ]
         for rank, steps in enumerate(joint):
-            for nano_batch in (0, 1):  # nothing is left out, and what is not a start keeps its place
+            for nano_batch in (0, 1):  # nothing is left out
                 for layer in (0, 1):
                     own = [step for at, of, step in steps if (at, of) == (nano_batch, layer)]
-                    wanted = order(ops[nano_batch][rank], rank)
-                    assert set(own) == set(wanted)
-                    assert len(own) == len(wanted)
-                    assert [s for s in own if not isinstance(s, Start)] == [
-                        s for s in wanted if not isinstance(s, Start)
-                    ]
+                    assert tuple(own) == order(ops[nano_batch][rank], rank, issue=issue[nano_batch])
         assert_all_end(ops, joint)
         assert_one_order(nano_batches, ops, joint)
 
 
 def _joint(
-    programs: Sequence[Sequence[Op]], rank: int, ahead: Sequence[frozenset[int]], segments: Sequence[Segment]
+    programs: Sequence[Sequence[Op]], rank: int, issue: Sequence[IssueOrder], segments: Sequence[Segment]
 ) -> list[tuple[int, int, Step]]:
     """All steps of a rank as (half, layer, step), interleaved."""
-    of_nano_batch = [cut_segments(ops, order(ops, rank), ids) for ops, ids in zip(programs, ahead, strict=True)]
+    steps_of = [order(ops, rank, issue=of) for ops, of in zip(programs, issue, strict=True)]
+    of_nano_batch = [
+        (steps, cut_segments(ops, steps, of.first)) for ops, steps, of in zip(programs, steps_of, issue, strict=True)
+    ]
     found: list[tuple[int, int, Step]] = []
     for nano_batch, layer, part in segments:
         steps, (attend, end) = of_nano_batch[nano_batch]

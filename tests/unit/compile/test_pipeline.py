@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_balance.compile.issue_order import issue_orders
 from megatron_balance.compile.order import order
 from megatron_balance.compile.pipeline import PASSES, compile_rank, compile_ranks, expand, in_order, project
 from megatron_balance.compile.pipeline import Pass as CompilerPass
@@ -78,13 +79,16 @@ def test_one_ranks_program_is_the_one_of_the_whole(policy: Policy) -> None:
         assert names == [each.name for each in PASSES]
         assert compiled.program == of_all.program == last[0]
         assert compiled.program == transpose(project(PLAN, rank, replays=policy == "replay"), policy, merges=False)
-        for phase, ops in (
-            (compiled.forward, compiled.program.forward),
-            (compiled.backward, compiled.program.backward),
+        orders = issue_orders(PLAN, policy)
+        for phase, ops, issue in zip(
+            (compiled.forward, compiled.backward),
+            (compiled.program.forward, compiled.program.backward),
+            orders,
+            strict=True,
         ):
-            assert phase.steps == order(ops, rank)
-            assert sorted(map(repr, phase.prefetched)) == sorted(map(repr, phase.steps))
-        assert in_order(compiled.program).forward.steps == compiled.forward.steps
+            assert phase.steps == order(ops, rank, issue=issue)
+            assert phase.issue == issue
+        assert in_order(compiled.program, orders) == replace(compiled, remap_merge=None)
 
 
 def test_a_phase_that_will_not_run_has_no_steps() -> None:

@@ -67,11 +67,12 @@ class WrittenStream:
 
 
 def issued(plan: MicrobatchPlan, rank: int) -> list[tuple[Any, ...]]:
-    """All that rank `rank` issues in a forward, but for the memory its streams use. Nothing
-    arrives, so the values are void."""
+    """All that rank `rank` issues in a forward, but for the memory its streams use; binding has
+    connected its ranks before. Nothing arrives, so the values are void."""
     streams = Written()
     groups = Groups(rank, plan.num_ranks, tuple(range(plan.num_ranks)), None, streams=streams)
     bound = bind(plan, rank, AttentionShape(2, 1, 4), groups=groups, kernel="plain")
+    streams.log.clear()
     inputs = [torch.zeros(bound.num_tokens, heads, 4) for heads in (2, 1, 1)]
     balanced_attention(inputs[0], inputs[1], inputs[2], bound)
     batches = {(name, size) for name, what, rows in streams.log if what == "batch" for _, _, size in rows}

@@ -17,6 +17,7 @@ from megatron_balance.config import CommunicationChoice  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.planning.run import load_config  # noqa: E402
 from megatron_balance.runtime import groups  # noqa: E402
+from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
 
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 
@@ -27,6 +28,13 @@ class Communicator(dist.ProcessGroup):
     def __init__(self, ranks: list[int], options: Any) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportCallIssue]  the stub knows the form with a store only
         self.ranks, self.options = ranks, options
+        self.log: list[str] = []
+
+    def abort(self) -> None:
+        self.log.append("abort")
+
+    def _get_backend(self, _device: Any) -> Any:
+        return SimpleNamespace(_group_start=lambda: self.log.append("start"), _group_end=lambda: self.log.append("end"))
 
 
 class Nccl:
@@ -65,7 +73,7 @@ def make(monkeypatch):
             ),
         )
         monkeypatch.setattr(groups, "dist", stand_in)
-        monkeypatch.setattr(groups, "torch", SimpleNamespace(zeros=lambda *_, device: device))
+        monkeypatch.setattr(groups, "torch", SimpleNamespace(zeros=lambda *_, device: device, device=torch.device))
         return groups.make_groups(pools, ranks_per_node, **options), nccl
 
     return made
@@ -102,6 +110,20 @@ def test_two_pools_make_each_others_groups_in_the_same_order(make):
     assert all(order == created[0] for order in created)
 
 
+def test_a_rank_that_fails_aborts_all_its_communicators_in_one_nccl_group(make):
+    made, nccl = make(0, [[0, 1, 2, 3], [4, 5, 6, 7]], 2)
+    mine = [group for what, group in nccl.log if what == "new" and 0 in group.ranks]
+    log: list[str] = []
+    for group in mine:
+        group.log = log
+    transport = object.__new__(Streamed)
+    transport.groups = made
+    transport.fail()
+    assert log == ["start", *["abort"] * len(mine), "end"]
+    assert not any(group.log for what, group in nccl.log if what == "new" and 0 not in group.ranks)
+    groups.single().abort()  # there is nothing to abort
+
+
 def test_limits_reach_the_communicators_of_their_link(make):
     limits = CommunicationChoice(inter_node_sms=4, intra_node_sms=12).sms
     _, nccl = make(0, [list(range(8))], 4, sms=limits)
@@ -109,10 +131,37 @@ def test_limits_reach_the_communicators_of_their_link(make):
     whole, *nodes = new[:3]
     assert whole.options.config.max_ctas == 4  # collectives of the pool cross nodes
     assert [node.options.config.max_ctas for node in nodes] == [12, 12]
-    names = groups.stream_names(8, 4)
+    names = [name for name, _ in groups.stream_groups(8, 4)]
     for name, group in zip(names, new[3:], strict=True):
         assert group.options.config.max_ctas == (4 if name.startswith("inter_node") else 12), name
         assert group.options.high == name.startswith("inter_node")
+
+
+def test_what_stays_inside_a_node_has_a_communicator_of_the_node(make):
+    """NCCL gives all pairs of a communicator the channels of the one that gets the fewest."""
+    for rank, node in ((0, [0, 1, 2, 3]), (6, [4, 5, 6, 7])):
+        made, nccl = make(rank, [list(range(8))], 4)
+        own = {id(group): group for what, group in nccl.log if what == "new"}
+        for name in groups.stream_names(8, 4):
+            group = made.streams._groups[name]
+            assert id(group) in own
+            assert group.ranks == (list(range(8)) if name.startswith("inter_node") else node), name
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "inside"),
+    [
+        (8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (6, 4, [(0, 1, 2, 3), (4, 5)]),
+        (5, 4, [(0, 1, 2, 3)]),
+        (8, 0, [tuple(range(8))]),
+    ],
+    ids=["even", "a smaller last node", "a lone last rank", "nodes not known"],
+)
+def test_communicators_inside_nodes_cover_every_node_of_several_ranks(size, per_node, inside):
+    made = groups.stream_groups(size, per_node)
+    assert [members for name, members in made if name == "dispatch moved"] == inside
+    assert [members for name, members in made if name == "inter_node"] == [tuple(range(size))]
 
 
 def test_without_limits_nccl_chooses(make):
@@ -131,7 +180,8 @@ def test_one_nodes_pool_is_limited_as_links_inside_a_node(make):
         ("{inter_node_sms: 0}", "communication.inter_node_sms: expected at least 1, got 0"),
         ("{inter_node_sm: 4}", "did you mean 'inter_node_sms'"),
         ("{intra_node_sms: many}", "communication.intra_node_sms: expected a whole number"),
-        ("16", "communication: expected keys such as inter_node_sms, got 16"),
+        ("16", "communication: expected safe or keys such as inter_node_sms, got 16"),
+        ("unsafe", "communication: expected safe or keys such as inter_node_sms, got 'unsafe'"),
     ],
 )
 def test_the_section_is_checked(tmp_path, text, said):
@@ -146,3 +196,10 @@ def test_the_section_is_read_and_written_back(tmp_path):
     path.write_text("planner: zeppelin\ncommunication: {inter_node_sms: 8}\n")
     assert load_config(path).communication.sms == {"inter_node": 8}
     assert load_config(path).communication == CommunicationChoice(inter_node_sms=8)
+    path.write_text("planner: zeppelin\ncommunication: safe\n")
+    assert load_config(path).communication == CommunicationChoice(safe=True)
+
+
+def test_the_safe_order_is_a_fact_of_the_pool(make):
+    assert not make(0, [list(range(8))], 4)[0].safe
+    assert make(0, [list(range(8))], 4, safe=True)[0].safe

@@ -1,0 +1,244 @@
+"""The group calls of a rank in the order in which it issues them, and a proof that all ranks issue
+them in one order.
+
+A batch is what a transport issues as one call: one leg of an exchange on one stream, or a
+collective. `runtime.transport.streams` issues these, in this order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from megatron_balance.compile.order import (
+    LEGS,
+    Leg,
+    Start,
+    Step,
+    TrafficClass,
+    collective_stream,
+    is_moved,
+    stream_name,
+)
+from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder, compile_ranks
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.columns import Route, Transfer
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Exchange, Op
+
+_LEGS: tuple[Leg, ...] = ("direct", *LEGS)
+"""In the order of their issue."""
+_CLASSES: tuple[TrafficClass, TrafficClass] = ("copied", "moved")
+_STATIONS = [Route.SRC, Route.SEND_PROXY, Route.RECEIVE_PROXY, Route.DST]
+_BITS = 20  # more than a rank takes
+_MASK = (1 << _BITS) - 1
+
+
+class Call(NamedTuple):
+    """Identity of a group call, the same on all of its ranks.
+
+    `call`: of a phase, where several run one after the other or interleaved: (layer, nano-batch).
+    """
+
+    call: tuple[int, int]
+    exchange: int
+    leg: Leg
+    stream: str
+
+    def __str__(self) -> str:
+        layer, nano_batch = self.call
+        return (
+            f"exchange {self.exchange} ({self.leg}, on {self.stream!r}; layer {layer}, nano-batch {nano_batch})"
+            if any(self.call)
+            else f"exchange {self.exchange} ({self.leg}, on {self.stream!r})"
+        )
+
+
+class Batch(NamedTuple):
+    """A group call as one of its ranks issues it.
+
+    `op`: index of the exchange in the rank's ops. `group`: ranks of a collective. `pairs`: (from,
+    to) of the transfers that the rank sends or receives.
+    """
+
+    call: Call
+    op: int
+    group: tuple[int, ...]
+    pairs: frozenset[tuple[int, int]]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(self.group) if self.group else frozenset(rank for pair in self.pairs for rank in pair)
+
+
+OwnGroup: TypeAlias = Callable[[tuple[int, ...]], bool]
+"""Whether a collective's ranks have a process group; its transfers go point to point if not."""
+
+
+Part: TypeAlias = tuple[Leg, str, frozenset[tuple[int, int]]]
+"""(leg, stream, (from, to) pairs) of a rank's transfers in an exchange that are issued as one call."""
+
+
+def batches(
+    ops: Sequence[Op],
+    steps: Iterable[Step],
+    rank: int,
+    ranks_per_node: int,
+    own_group: OwnGroup = lambda _: True,
+) -> Iterator[Batch]:
+    """Group calls of `rank` that the starts among `steps` issue, in order."""
+    for step in steps:
+        op = ops[step.op]
+        if not isinstance(step, Start) or not isinstance(op, Exchange):
+            continue
+        if op.collective != "p2p" and own_group(op.group):
+            stream = collective_stream(op.group, ranks_per_node)
+            yield Batch(Call((0, 0), op.id, "direct", stream), step.op, op.group, frozenset())
+            continue
+        for leg, stream, pairs in parts(op, rank, ranks_per_node):
+            yield Batch(Call((0, 0), op.id, leg, stream), step.op, (), pairs)
+
+
+def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
+    """The group calls of a rank in a point-to-point exchange, in the order of their issue."""
+    rows = as_array(op.transfers)
+    src, dst = rows[:, Transfer.ENDS].T
+    code, pair_of = np.unique(src << _BITS | dst, return_inverse=True)
+    moved = np.zeros(len(code), dtype=bool)
+    moved[pair_of.reshape(-1)[is_moved(rows[:, Transfer.KIND])]] = True
+    routes = as_array(op.routes)
+    stations = [routes[:, column] for column in _STATIONS]
+    routed: Ints = np.searchsorted(code, routes[:, Route.SRC] << _BITS | routes[:, Route.DST]).astype(np.int64)
+    direct = np.ones(len(code), dtype=bool)
+    direct[routed] = False
+    ends = [(0, code[direct] >> _BITS, code[direct] & _MASK, moved[direct])]
+    ends += [(1 + leg, stations[leg], stations[leg + 1], moved[routed]) for leg in range(len(LEGS))]
+    found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
+    for leg, begin, end, of in ends:
+        own = ((begin == rank) | (end == rank)) & (begin != end)
+        hops = np.unique((begin[own] << _BITS | end[own]) << 1 | of[own])
+        for hop in hops.tolist():
+            a, b = hop >> _BITS + 1, hop >> 1 & _MASK
+            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[int(hop) & 1])
+            found[leg, stream].add((a, b))
+    return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
+
+
+def issued(ranks: Sequence[CompiledRank], ranks_per_node: int, *, backward: bool) -> list[list[Batch]]:
+    """Group calls of every rank in one phase of a plan."""
+    return [
+        list(batches(ops, phase.steps, rank, ranks_per_node))
+        for rank, (ops, phase) in enumerate(_phases(ranks, backward=backward))
+    ]
+
+
+def interleaved(
+    nano_batches: Sequence[Sequence[CompiledRank]],
+    segments: Sequence[Segment],
+    ranks_per_node: int,
+    *,
+    backward: bool,
+    own_group: OwnGroup = lambda _: True,
+) -> list[list[Batch]]:
+    """Group calls of every rank in a pass of several plans through some layers, segment by segment
+    (`compile.ping_pong`).
+    """
+    made: list[list[Batch]] = []
+    for rank in range(len(nano_batches[0])):
+        segment_calls: dict[tuple[int, str], list[Batch]] = {}
+        for nano_batch, ranks in enumerate(nano_batches):
+            ops, (steps, (attend, end), _) = _phases(ranks[rank : rank + 1], backward=backward)[0]
+            of = {"start": steps[:attend], "attend": steps[attend:end], "end": steps[end:]}
+            for part, own in of.items():
+                segment_calls[nano_batch, part] = list(batches(ops, own, rank, ranks_per_node, own_group))
+        made.append(
+            [
+                batch._replace(call=batch.call._replace(call=(layer, nano_batch)))
+                for nano_batch, layer, part in segments
+                for batch in segment_calls.get((nano_batch, part), ())
+            ]
+        )
+    return made
+
+
+def _phases(ranks: Sequence[CompiledRank], *, backward: bool) -> list[tuple[Sequence[Op], PhaseOrder]]:
+    return [
+        (each.program.backward, each.backward) if backward else (each.program.forward, each.forward) for each in ranks
+    ]
+
+
+def verify_issue_order(calls: Sequence[Sequence[Batch]]) -> None:
+    """Prove that there is one order in which every rank issues its group calls; `calls`: by rank.
+
+    So any two ranks that share two calls issue them in one order, and if every call held its ranks'
+    hosts until all of them have come to it, all would go through.
+
+    Raises:
+        InvalidProgramError: naming the ranks that wait for one another, and the exchanges; or a
+            transfer that only one of its ranks issues.
+    """
+    members: defaultdict[Call, set[int]] = defaultdict(set)
+    needed: defaultdict[Call, set[int]] = defaultdict(set)
+    for rank, own in enumerate(calls):
+        for batch in own:
+            if rank in members[batch.call]:
+                raise InvalidProgramError(f"rank {rank} issues {batch.call} twice; a call is issued once")
+            members[batch.call].add(rank)
+            needed[batch.call] |= batch.ranks
+    for call, ranks in needed.items():
+        if ranks - members[call]:
+            absent, present = min(ranks - members[call]), min(members[call])
+            raise InvalidProgramError(
+                f"{call}: rank {absent} takes part in what rank {present} issues, but issues nothing of it; expected "
+                "the call on both"
+            )
+    at = [0] * len(calls)
+    arrived: defaultdict[Call, int] = defaultdict(int)
+    for own in calls:
+        if own:
+            arrived[own[0].call] += 1
+    ready = [call for call, count in arrived.items() if count == len(members[call])]
+    while ready:
+        call = ready.pop()
+        for rank in members[call]:
+            at[rank] += 1
+            if at[rank] < len(calls[rank]):
+                following = calls[rank][at[rank]].call
+                arrived[following] += 1
+                if arrived[following] == len(members[following]):
+                    ready.append(following)
+    if any(place < len(own) for place, own in zip(at, calls, strict=True)):
+        raise InvalidProgramError(_circle(calls, at, members))
+
+
+def _circle(calls: Sequence[Sequence[Batch]], at: Sequence[int], members: dict[Call, set[int]]) -> str:
+    """Ranks that wait for one another: each stands in a call that another has not come to."""
+    rank = next(rank for rank, own in enumerate(calls) if at[rank] < len(own))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        call = calls[rank][at[rank]].call
+        rank = min(other for other in members[call] if calls[other][at[other]].call != call)
+    circle = path[path.index(rank) :]
+    lines = [
+        f"rank {one} is at {calls[one][at[one]].call}, which rank {other} issues after {calls[other][at[other]].call}"
+        for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
+    ]
+    return "ranks issue their exchanges in different orders and would wait for one another:\n  " + "\n  ".join(lines)
+
+
+def verify_order_of(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> None:
+    """Compile all ranks of a plan and prove that they issue their exchanges in one order.
+
+    Raises:
+        InvalidProgramError: as `verify_issue_order`.
+    """
+    ranks = compile_ranks(plan, policy, passing=passing)
+    for backward in (False, True) if policy else (False,):
+        verify_issue_order(issued(ranks, plan.ranks_per_node, backward=backward))

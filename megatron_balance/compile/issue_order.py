@@ -1,0 +1,68 @@
+"""The one order in which all ranks issue the exchanges of a phase.
+
+A rank issues its exchanges in this order, on whatever stream or communicator each of their legs is.
+So any two ranks that share two exchanges issue them in one order, and no set of ranks can wait for
+one another in a circle: of all exchanges that have not met, the first in this order has every rank
+that it needs (`compile.batches.verify_issue_order` proves it of compiled programs). NCCL needs that
+twice. It connects two ranks of a communicator at their first send or receive, and their hosts stand
+in the call until both have made it (NVIDIA/nccl#783); and kernels of several communicators share a
+GPU's hardware queues.
+
+It is the order of ids, which follows the dependencies, but for two things. Exchanges that every
+rank can start when it enters the phase come first. And a copied exchange passes the moved one just
+before it: the keys of a replayed ring's next round go out ahead of the gradients of the current
+one, which wait for its attention. Every rank lets it pass, since id and traffic class of an
+exchange are the same everywhere; what a rank sends or receives in it, and when it could, has no
+part in this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from megatron_balance.compile.prefetchable import prefetchable
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.plan import MicrobatchPlan
+
+Key: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class IssueOrder:
+    """Keys that sort the exchanges of one phase.
+
+    `passing`: whether a copied exchange passes the moved one just before it. `first`: exchanges
+    that come before all others.
+    """
+
+    passing: bool = True
+    first: frozenset[int] = frozenset()
+
+    def key(self, exchange_id: int, *, moved: bool) -> Key:
+        """The key that an exchange is sorted by; `moved`: its traffic class."""
+        if exchange_id in self.first:
+            return 0, exchange_id
+        # A moved one comes between the next exchange, if that is copied, and the one after it.
+        return 1, 2 * exchange_id + 3 * (moved and self.passing)
+
+
+PASSING = IssueOrder()
+"""Of programs that are no plan's: no exchange is known to need nothing."""
+BY_ID = IssueOrder(passing=False)
+"""One after the other in the order of ids (`communication: safe`)."""
+
+
+class IssueOrders(NamedTuple):
+    """Of both phases."""
+
+    forward: IssueOrder
+    backward: IssueOrder
+
+
+def issue_orders(plan: MicrobatchPlan, policy: Policy, *, passing: bool = True) -> IssueOrders:
+    """The issue orders of a plan's phases. Ids as in `compile.transpose`."""
+    if not passing:
+        return IssueOrders(BY_ID, BY_ID)
+    ahead = prefetchable(plan, policy)
+    return IssueOrders(IssueOrder(first=ahead.forward), IssueOrder(first=ahead.backward))

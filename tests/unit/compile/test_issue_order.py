@@ -1,0 +1,118 @@
+"""The order in which all ranks issue their exchanges: what passes what, and the proof that ranks
+cannot wait for one another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_balance.compile.batches import Batch, Call, issued, verify_issue_order, verify_order_of
+from megatron_balance.compile.issue_order import BY_ID, IssueOrder, issue_orders
+from megatron_balance.compile.order import Start
+from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.rows import Rows
+from tests.support import by_hand
+from tests.support.rendezvous import calls_of, hanging
+
+# Two nodes of two; ranks 0 and 2 share a sequence, and 1 and 3 another. Rank 3 keeps its tokens
+# outside attention where rank 0 has them in it.
+PLAN = by_hand.plan(
+    (64, 32, 24),
+    4,
+    by_hand.ring(range(4), 0, name="inter_node"),
+    by_hand.ring((0, 1), 1, name="intra_node"),
+    by_hand.ring((2, 3), 2, name="intra_node"),
+    ranks_per_node=2,
+)
+REMAPPED = replace(PLAN, moves=Rows.of(3, [(0, 3, 5), (1, 2, 3)]))
+ROUTED = replace(REMAPPED, routing=Routing(1, (REMAP, 0, 1, 2)))
+PLANS = {"plain": PLAN, "remapped": REMAPPED, "routed": ROUTED}
+
+
+def sorted_ids(order: IssueOrder, moved: set[int], count: int) -> list[int]:
+    return sorted(range(count), key=lambda at: order.key(at, moved=at in moved))
+
+
+def test_the_next_steps_keys_pass_the_current_gradients_and_no_more() -> None:
+    replayed = issue_orders(by_hand.pool("ring", (64,), 4), "replay").backward
+    # Even: keys of a round again; odd: gradients of the round.
+    assert sorted_ids(replayed, {1, 3, 5}, 6) == [0, 2, 1, 4, 3, 5]
+    assert sorted_ids(BY_ID, {1, 3, 5}, 6) == list(range(6))
+
+
+def test_a_remap_is_around_all_zones() -> None:
+    forward, backward = issue_orders(REMAPPED, "replay")
+    assert sorted_ids(forward, {6}, 7) == list(range(7))
+    ids = sorted_ids(backward, set(range(4, 15, 2)), 15)
+    assert ids[:2] == [0, 2]  # both exchanges of the remap in, which every rank can start
+    assert ids[-1] == 14
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_issue_order_is_one_for_all_ranks(name: str, passing: bool, policy: Policy) -> None:
+    verify_order_of(PLANS[name], policy, passing=passing)
+    compiled = compile_ranks(PLANS[name], policy, passing=passing)
+    assert not hanging(calls_of([PLANS[name]], [compiled]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", PLANS)
+def test_in_the_safe_order_exchanges_start_by_their_ids(name: str, policy: Policy) -> None:
+    for each in compile_ranks(PLANS[name], policy, passing=False):
+        for ops, phase in ((each.program.forward, each.forward), (each.program.backward, each.backward)):
+            started = [ops[step.op].id for step in phase.steps if isinstance(step, Start)]  # pyright: ignore[reportAttributeAccessIssue]
+            assert started == sorted(started)
+            assert phase.cuts.attend == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_issue_order_that_differs_on_one_rank_is_refused_and_hangs(policy: Policy) -> None:
+    """Any two neighbouring calls changed round on one rank that it shares with a rank that keeps to
+    the order."""
+    compiled, refused, tried = compile_ranks(ROUTED, policy), 0, 0
+    for backward in (False, True):
+        calls = issued(compiled, ROUTED.ranks_per_node, backward=backward)
+        for rank, own in enumerate(calls):
+            for at in range(len(own) - 1):
+                first, second = own[at], own[at + 1]
+                if not first.ranks & second.ranks - {rank}:
+                    continue
+                changed = [list(each) for each in calls]
+                changed[rank][at : at + 2] = [second, first]
+                tried += 1
+                with pytest.raises(InvalidProgramError, match="different orders") as caught:
+                    verify_issue_order(changed)
+                assert f"rank {rank} is at {second.call}, which rank" in str(caught.value)
+                assert f"which rank {rank} issues after {second.call}" in str(caught.value)
+                refused += 1
+    assert refused == tried > 50
+
+
+def call(exchange: int, *ranks: int) -> Batch:
+    return Batch(Call((0, 0), exchange, "direct", "inter_node"), exchange, (), frozenset({(ranks[0], ranks[1])}))
+
+
+def test_a_circle_of_three_is_refused_though_no_two_ranks_share_two_calls() -> None:
+    a, b, c = call(0, 0, 1), call(1, 1, 2), call(2, 2, 0)
+    verify_issue_order([[a, c], [a, b], [b, c]])
+    with pytest.raises(InvalidProgramError, match=r"rank 0 is at exchange 2 .*, which rank 2 issues after exchange 1 "):
+        verify_issue_order([[c, a], [a, b], [b, c]])
+
+
+def test_a_call_that_one_end_does_not_issue_is_refused() -> None:
+    with pytest.raises(InvalidProgramError, match="rank 1 takes part in what rank 0 issues"):
+        verify_issue_order([[call(0, 0, 1)], []])
+    with pytest.raises(InvalidProgramError, match=r"rank 0 issues exchange 0 .* twice"):
+        verify_issue_order([[call(0, 0, 1), call(0, 0, 1)], [call(0, 0, 1)]])
+
+
+def test_plans_of_one_rank_and_of_no_sequences_have_nothing_to_order() -> None:
+    empty: MicrobatchPlan = replace(PLAN, lengths=(), zones=())
+    for plan in (empty, by_hand.plan((8,), 1, by_hand.local(0, 0))):
+        verify_order_of(plan, "replay")

@@ -1,0 +1,144 @@
+"""Random plans under the rendezvous of NCCL's hosts: whether any rank would stand in a group call
+for ever, with nothing connected before.
+
+python -m tools.rendezvous [--plans 10000] [--first 0] [--passing on | off | both] [--quiet]
+
+Of every two plans one is small (one to eight ranks) and one is of 16 to 64 ranks in nodes of four or
+eight, with a remap or a replayed backward, or both, and lengths as GitHub's. Planners, routing, the
+policy of the backward and what runs take turns at random: two layers of one plan, or two nano-batches
+interleaved. Of each the group calls of all ranks, forward and backward, are compiled; then they must
+have one order (`compile.batches.verify_issue_order`), and must all go through in a model of the hosts
+(`tests.support.rendezvous`). Plan n is the same in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.batches import verify_issue_order
+from megatron_balance.compile.pipeline import compile_ranks
+from megatron_balance.compile.transpose import POLICIES, Policy
+from megatron_balance.errors import BalanceError, InvalidProgramError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.workloads.lengths import draw
+from tests.support.rendezvous import batches_of, group_calls, hanging
+from tests.support.strategies import ALL_PLANNERS, Case, plan
+
+LARGE = ((16, 4), (16, 8), (24, 8), (32, 4), (32, 8), (64, 8))
+"""(ranks, of a node)."""
+SMALL = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (8, 8))
+TOKENS_PER_RANK = 256
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One program to try."""
+
+    planner: str
+    plans: tuple[MicrobatchPlan, ...]
+    policy: Policy
+    large: bool
+
+    @property
+    def segments(self) -> Sequence[ping_pong.Segment]:
+        return ping_pong.forward(2) if len(self.plans) > 1 else ping_pong.one_by_one(2, 1)
+
+    def __str__(self) -> str:
+        first = self.plans[0]
+        layers = " remapped" * bool(first.moves) + " routed" * (first.routing is not None)
+        form = ", two nano-batches" * (len(self.plans) > 1)
+        return f"{self.planner}{layers}, {self.policy}{form}, {first.num_ranks} ranks, {first.ranks_per_node} a node"
+
+
+def drawn(number: int) -> Drawn:
+    """Program `number`. A planner that finds no plan for a batch is asked for another."""
+    rng = random.Random(number)
+    large = number % 2 == 1
+    while True:
+        ranks, per_node = rng.choice(LARGE if large else SMALL)
+        planner = rng.choice(ALL_PLANNERS)
+        policy = rng.choice(POLICIES)
+        case = Case(
+            Batch(()),
+            Cluster(ranks, per_node),
+            rng.choice((Model(4, 2, 8), Model(2, 2, 8), Model(8, 8, 8), Model(8, 2, 8))),
+            None,
+            seed=rng.randrange(2**16),
+            remapped=rng.random() < 0.5 or (large and policy == "keep"),
+            routing=rng.choice((None, (1, 1), (2, 1), (1, 16))),
+        )
+        try:
+            plans = tuple(plan(planner, replace(case, batch=_batch(rng, ranks))) for _ in range(rng.choice((1, 1, 2))))
+        except BalanceError:
+            continue
+        return Drawn(planner, plans, policy, large)
+
+
+def _batch(rng: random.Random, num_ranks: int) -> Batch:
+    """Lengths as GitHub's, scaled down to `TOKENS_PER_RANK`; sometimes few or none."""
+    if rng.random() < 0.1:
+        return Batch(tuple(rng.randint(1, 40) for _ in range(rng.randint(0, 4))))
+    lengths = draw("github", 16 * TOKENS_PER_RANK * num_ranks, 1, rng.randrange(2**16))[0]
+    return Batch(tuple(max(1, length // 16) for length in lengths))
+
+
+def tried(program: Drawn, *, passing: bool) -> str:
+    """Say what is wrong with a program; empty: nothing is."""
+    compiled = [compile_ranks(each, program.policy, passing=passing) for each in program.plans]
+    phases, said = batches_of(program.plans, compiled, program.segments), ""
+    for batches in phases:
+        try:
+            verify_issue_order(batches)
+        except InvalidProgramError as error:
+            said = str(error)
+    hangs = hanging([group_calls([*ahead, *back]) for ahead, back in zip(*phases, strict=True)])
+    if hangs:
+        said = said or "though there is one order"
+        said = f"{len(hangs)} ranks hang, rank {min(hangs)} in {hangs[min(hangs)].name}; {said}"
+    return said
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try programs; 1 if any hangs or has no order."""
+    parser = argparse.ArgumentParser(prog="tools.rendezvous", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--plans", type=int, default=10_000, help="number of programs")
+    parser.add_argument("--first", type=int, default=0, help="number of the first")
+    parser.add_argument("--passing", choices=("on", "off", "both"), default="on", help="off: communication: safe")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    options = parser.parse_args(argv)
+    begin, wrong, counts = time.monotonic(), 0, Counter[str]()
+    for number in range(options.first, options.first + options.plans):
+        program = drawn(number)
+        for passing in {"on": (True,), "off": (False,), "both": (True, False)}[options.passing]:
+            said = tried(program, passing=passing)
+            if said:
+                wrong += 1
+                print(f"program {number} ({program}): {said}", flush=True)
+        counts["large" if program.large else "small"] += 1
+        counts[program.planner] += 1
+        counts["remapped"] += bool(program.plans[0].moves)
+        counts["routed"] += program.plans[0].routing is not None
+        counts["replay"] += program.policy == "replay"
+        counts["two nano-batches"] += len(program.plans) > 1
+        if not options.quiet and (number + 1) % 100 == 0:
+            print(
+                f"{number + 1 - options.first} programs, {time.monotonic() - begin:.0f} s, {wrong} wrong",
+                file=sys.stderr,
+            )
+    print(f"{options.plans} programs in {time.monotonic() - begin:.0f} s: {wrong} that hang or have no one order")
+    print(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
