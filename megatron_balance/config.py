@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Objective, RemapWhen, Sides, Solver, When
-from megatron_balance.ir.model import Model
+from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.program import Policy
 from megatron_balance.strict_yaml import STRICT, checked, joined, read_yaml, shown, unknown, unknown_name, validated
 
@@ -122,6 +122,8 @@ class ClusterChoice:
         sizes = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node}
         keys: dict[str, Any] = {**_preset("cluster", DEFAULT_CLUSTER), **self.given}
         keys.update((key, size) for key, size in sizes.items() if size is not None)
+        if "attention_efficiency" in self.given:  # a number of one's own, over the preset's kernel
+            keys["attention_kernel"] = None
         return Cluster(**keys)
 
 
@@ -187,6 +189,9 @@ class RunConfig(BaseModel):
     backward: Policy = "keep"
     """`keep` holds received KV until backward; `replay` communicates it again and needs less
     memory."""
+    gradient_wire: GradientWire = "fp32"
+    """Type that gradients of queries, keys and values travel in between ranks: `fp32`, or `bf16` as
+    in Transformer Engine's ring, half the bytes and one rounding on every rank that adds its own."""
     agreement_every: int = Field(default=100, ge=1)
     """Ranks compare the plan's fingerprint in the first steps and then every so many."""
     plan_ahead: bool = True
@@ -194,8 +199,11 @@ class RunConfig(BaseModel):
     documents: Literal["split", "truncate"] = "split"
     """The rest of a document that is longer than the context becomes a document of its own, or is
     dropped."""
-    kernel: Literal["auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "te_fused"] = "auto"
-    """Attention kernel; `auto` takes the fastest one that serves device, dtype and head dim."""
+    kernel: Literal[
+        "auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"
+    ] = "auto"
+    """Attention kernel; `auto` takes the fastest one that is installed and serves the GPU, dtype and
+    head dim; on CUDA never `plain`, the formula."""
 
 
 def read_config(path: str | Path, planners: Collection[str]) -> RunConfig:
@@ -305,6 +313,8 @@ def _of_keys(model: type[BaseModel], value: Any, file: Path, where: str, expecte
 
 
 def _model(keys: Mapping[str, Any]) -> Model:
+    if "gradient_wire" in keys:
+        raise ConfigError("model: gradient_wire: a key of the run; write 'gradient_wire:' beside 'model:'")
     missing = [f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING and f.name not in keys]
     if missing:
         raise ConfigError(

@@ -41,6 +41,11 @@ class Patch:
     why: str
 
 
+def read(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Change nothing: only the source must be the reviewed one; it is relied on elsewhere."""
+    return original
+
+
 def source_digest(source: str) -> str:
     """First 12 hex digits of the sha256 of a function's source, indentation and all."""
     return hashlib.sha256(source.encode()).hexdigest()[:12]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.megatron import session
-from megatron_balance.patches import Patch
+from megatron_balance.patches import Patch, read
 
 
 def with_pools(initialize_model_parallel: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,5 +32,11 @@ PATCHES = (
             "pool, and "
             "groups must be made by all ranks at once, right after Megatron's own"
         ),
+    ),
+    Patch(
+        target="megatron.core.parallel_state:update_pg_timeout",
+        wrap=read,
+        digest="bc6875505830",
+        why="it sets the timeout of all groups in Megatron's list, to which `megatron.groups` adds those of the pools",
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_balance.megatron.packed import BalancedSeqParams
 from megatron_balance.megatron.ping_pong import run_block
-from megatron_balance.patches import Patch
+from megatron_balance.patches import Patch, read
 
 
 def interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,11 +31,6 @@ def interleaved(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(module, hidden_states, attention_mask, *args, **given, **kwargs)
 
     return block
-
-
-def read(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Change nothing: only the source must be the reviewed one; it is taken apart elsewhere."""
-    return forward
 
 
 _TAKEN_APART = "a layer is run in two steps, before and behind core attention; no method of Megatron's ends there"

@@ -26,13 +26,14 @@ def for_training(script: bool) -> tuple[Patch, ...]:
         moe_splits,
         ping_pong,
         pretrain,
+        stage_transfers,
         te_attention,
         torch_norm,
         training_log,
     )
 
     modules = [context_parallel_groups, data_iterator, forward_backward, training_log, checkpoint_args]
-    modules += [dataset_helpers, moe_aux_loss, ping_pong]
+    modules += [dataset_helpers, moe_aux_loss, ping_pong, stage_transfers]
     if script:
         modules += [arguments, pretrain]
     if te_available():

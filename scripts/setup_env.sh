@@ -10,6 +10,10 @@
 TESTED_TORCH="torch==2.13.0"
 TESTED_MEGATRON="megatron-core==0.19.2"
 
+# Wheels whose Python files the tests read, to hold our calls against the real signatures. They are
+# unpacked into .venv/upstream, without what they need, and never imported: 1.5 MB to fetch.
+UPSTREAM=("transformer-engine==2.17.1" "flash-attn-4==4.0.0b11")
+
 repository() { cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd; }
 
 say() { printf '%s\n' "$*" >&2; }
@@ -48,6 +52,32 @@ install_extra() {
   esac
 }
 
+# Unpacks the Python files of the wheels in UPSTREAM into .venv/upstream. A wheel that cannot be had is
+# no error: the tests that read it skip, and say so.
+unpack_upstream() {
+  local folder=$1 one wheels status=0
+  wheels=$(mktemp -d) || return 1
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  for one in "${UPSTREAM[@]}"; do
+    if ! "$PYTHON" -m pip download -qq --no-deps --only-binary :all: --dest "$wheels" "$one" >&2; then
+      say "The wheel of $one could not be had; the tests that read its signatures will skip."
+      status=1
+    fi
+  done
+  "$PYTHON" - "$wheels" "$folder" <<'PROGRAM' || status=1
+import pathlib, sys, zipfile
+
+wheels, folder = map(pathlib.Path, sys.argv[1:])
+for wheel in sorted(wheels.glob("*.whl")):
+    target = folder / "-".join(wheel.name.split("-")[:2])
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target, [name for name in archive.namelist() if name.endswith(".py")])
+PROGRAM
+  rm -rf "$wheels"
+  return "$status"
+}
+
 # Prints what pyproject.toml says about the build and the package; the tools' settings install nothing.
 metadata() {
   "$PYTHON" - "$1" <<'PROGRAM'
@@ -79,4 +109,8 @@ setup_env() {
     echo "$wanted" >"$stamp"
     say "Installed '$extra' in $((SECONDS - started)) s"
   done
+  stamp="$top/.venv/.installed-upstream"
+  if [[ " $* " == *" dev "* ]] && [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    if unpack_upstream "$top/.venv/upstream"; then echo "$wanted" >"$stamp"; fi
+  fi
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,26 +30,40 @@ Carried: TypeAlias = tuple[Kind, int, int]
 """(kind, rows, heads) of one message."""
 
 
+Element: TypeAlias = Literal["narrow", "wide", "gradient"]
+
+
 # Tensors of a message
 
 
 class TensorShape(NamedTuple):
-    """One tensor of a message. `wide`: of the type that partials are accumulated in, else of the
-    model's.
+    """One tensor of a message.
+
+    `element`: "narrow" is the model's type, "wide" the one that partials are accumulated in,
+    "gradient" the one that gradients travel in (`ir.model.GradientWire`).
     """
 
     shape: tuple[int, ...]
-    wide: bool
+    element: Element
 
 
 class Sizes(NamedTuple):
-    """Head dim of an attention call, and bytes of an element of the model's type and of the wide
-    one.
-    """
+    """Head dim of an attention call, and bytes of an element of each type (`TensorShape`)."""
 
     dim: int
     narrow_bytes: int
     wide_bytes: int
+    gradient_bytes: int
+
+    def of(self, element: Element) -> int:
+        """Bytes of an element."""
+        match element:
+            case "narrow":
+                return self.narrow_bytes
+            case "wide":
+                return self.wide_bytes
+            case "gradient":
+                return self.gradient_bytes
 
 
 def tensor_shapes(message: Carried, dim: int) -> tuple[TensorShape, ...]:
@@ -59,24 +73,24 @@ def tensor_shapes(message: Carried, dim: int) -> tuple[TensorShape, ...]:
     kind, rows, heads = message
     match kind:
         case Kind.Q:
-            return (TensorShape((rows, heads, dim), False),)
+            return (TensorShape((rows, heads, dim), "narrow"),)
         case Kind.KV:
-            return (TensorShape((2, rows, heads, dim), False),)
+            return (TensorShape((2, rows, heads, dim), "narrow"),)
         case Kind.OUT:
-            return TensorShape((rows, heads, dim), False), TensorShape((rows, heads), True)
+            return TensorShape((rows, heads, dim), "narrow"), TensorShape((rows, heads), "wide")
         case Kind.OUT_GRAD:
-            return TensorShape((2, rows, heads, dim), False), TensorShape((rows, heads), True)
+            return TensorShape((2, rows, heads, dim), "narrow"), TensorShape((rows, heads), "wide")
         case Kind.Q_GRAD:
-            return (TensorShape((rows, heads, dim), True),)
+            return (TensorShape((rows, heads, dim), "gradient"),)
         case Kind.KV_GRAD:
-            return (TensorShape((2, rows, heads, dim), True),)
+            return (TensorShape((2, rows, heads, dim), "gradient"),)
 
 
 def tensor_bytes(messages: Iterable[Carried], sizes: Sizes) -> Iterator[int]:
     """Bytes of every tensor of the messages, in order."""
     for message in messages:
-        for shape, wide in tensor_shapes(message, sizes.dim):
-            yield prod(shape) * (sizes.wide_bytes if wide else sizes.narrow_bytes)
+        for shape, element in tensor_shapes(message, sizes.dim):
+            yield prod(shape) * sizes.of(element)
 
 
 # Parcels: all messages from one rank to another in one exchange, packed one after the other
@@ -141,10 +155,11 @@ class Payload:
 
     @classmethod
     def of(cls, model: Model) -> Payload:
-        """Inputs, outputs and output gradients travel in the model's type; LSE and gradients, which
-        are summed, in fp32 or wider.
+        """Inputs, outputs and output gradients travel in the model's type, LSE in fp32 or wider,
+        gradients, which are summed, in the same or in bf16.
         """
-        sizes = Sizes(model.head_dim, model.bytes_per_element, max(4, model.bytes_per_element))
+        wide = max(4, model.bytes_per_element)
+        sizes = Sizes(model.head_dim, model.bytes_per_element, wide, 2 if model.gradient_wire == "bf16" else wide)
         return cls(tuple(next(tensor_bytes([(kind, 1, 1)], sizes)) for kind in Kind), sizes.wide_bytes)
 
     def with_lse(self) -> Ints:

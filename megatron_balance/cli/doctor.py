@@ -28,15 +28,23 @@ Status = Literal["ok", "missing", "wrong"]
 TORCH_PROBE = """
 import json, torch
 import torch.distributed as d
-from megatron_balance.runtime.kernels import KERNELS
+from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.kernels import KERNELS, choose_kernel
 cuda = torch.cuda.is_available()
+faults = {name: offer.fault() for name, offer in KERNELS.items()}
+try:
+    auto = choose_kernel("auto", torch.device("cuda" if cuda else "cpu"), torch.bfloat16, 128).name
+except ConfigError as error:
+    auto = f"none: {error}"
 print(json.dumps({
     "torch": torch.__version__,
     "cuda": torch.version.cuda,
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
     "gloo": d.is_available() and d.is_gloo_available(),
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if d.is_available() and d.is_nccl_available() else None,
-    "kernels": {name: [*offer.devices, "ok" if offer.installed else offer.mend] for name, offer in KERNELS.items()},
+    "kernels": {name: [*offer.devices, offer.mend if faults[name] else "ok"] for name, offer in KERNELS.items()},
+    "kernel_faults": {name: fault for name, fault in faults.items() if fault and fault != "not installed"},
+    "kernel_auto": auto,
 }))
 """
 NAMESPACE_PROBE = """
@@ -196,19 +204,26 @@ def _training() -> list[Check]:
         ),
         _check("nccl", "gpu", torch.get("nccl"), "in torch", "install a CUDA build of torch"),
         _package("triton", "triton", "gpu", "pip install triton"),
-        *_kernels(torch.get("kernels", {})),
+        *_kernels(torch),
     ]
 
 
-def _kernels(offered: dict[str, list[str]]) -> list[Check]:
-    """The attention kernels that `kernel:` may name, each with the devices it serves."""
+def _kernels(torch: dict[str, Any]) -> list[Check]:
+    """The attention kernels that `kernel:` may name, each with the devices it serves or the fault
+    that it is skipped for, and the one that `auto` takes for bf16 and heads of 128.
+    """
     checks: list[Check] = []
+    offered, faults = torch.get("kernels", {}), torch.get("kernel_faults", {})
     for name, (*devices, said) in offered.items():
-        here = said == "ok"
-        found = f"serves {' and '.join(devices)}" if here else ""
-        checks.append(
-            Check(f"kernel {name}", "optional", "ok" if here else "missing", found, "installed", "" if here else said)
-        )
+        here, fault = said == "ok", faults.get(name, "")
+        found = f"serves {' and '.join(devices)}" if here else fault
+        status: Status = "ok" if here else "wrong" if fault else "missing"
+        checks.append(Check(f"kernel {name}", "optional", status, found, "installed", "" if here else said))
+    auto = str(torch.get("kernel_auto", ""))
+    if auto:
+        reason = auto.removeprefix("none: ") if auto.startswith("none: ") else ""
+        status = "wrong" if reason else "ok"
+        checks.append(Check("kernel: auto", "optional", status, auto, "one that serves bf16", reason))
     return checks
 
 

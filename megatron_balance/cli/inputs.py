@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -164,6 +164,7 @@ def read(args: argparse.Namespace, tensor_parallel: int = 1) -> Inputs:
     config = load_config(args.config) if args.config else Run(source="command line")
     cluster = wide_ranks(_cluster(args, config), tensor_parallel)
     model = load_model(args.model) if args.model else config.model or load_model(DEFAULT_MODEL)
+    model = replace(model, gradient_wire=config.gradient_wire)
     _positive("--tokens-per-rank", args.tokens_per_rank)
     batches = tuple(Batch(tuple(lengths)) for lengths in _lengths(args, config))
     chosen = _planners(args, config)

@@ -48,19 +48,21 @@ class AnalyticCost:
 
     With tensor parallelism a rank of `cluster` is a whole tensor-parallel group
     (`cost.parallel.wide_ranks`) of `tensor_parallel` GPUs, which split heads and channels evenly;
-    their own communication is part of `layer_s`.
+    their own communication is part of `layer_s`. `pads`: head dims that no library takes are padded
+    by copies, as the runtime does; how published runs served them is not known.
     """
 
     cluster: Cluster
     model: Model
     tensor_parallel: int = 1
+    pads: bool = True
     _pair_s: float = field(init=False, repr=False, compare=False)
     """Seconds of a pair, all heads: planners ask for thousands of sequences."""
 
     def __post_init__(self) -> None:
         cluster, model = self.cluster, self.model
         flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.head_dim)
-        object.__setattr__(self, "_pair_s", flops / (cluster.flops_per_s * cluster.attention_efficiency))
+        object.__setattr__(self, "_pair_s", flops / (cluster.flops_per_s * cluster.attention_share))
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
@@ -130,12 +132,17 @@ class AnalyticCost:
         widest = np.zeros(num_launches)
         np.maximum.at(widest, launch, (longest + BLOCK_TILES) * (heads > 0))
         seconds = np.maximum(work * self._tile_s, widest * self.block_s(1.0) if self.cluster.num_sms else 0.0)
-        return np.where(work > 0, LAUNCH_S + seconds * (kernel.backward_factor() if backward else 1.0), 0.0)
+        seconds *= kernel.backward_factor() if backward else 1.0
+        if self.pads:
+            head_dim, num_bytes = self.model.head_dim, self.model.bytes_per_element
+            elements = kernel.padding_elements(pairs, launch, num_launches, head_dim, backward=backward)
+            seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
+        return np.where(work > 0, LAUNCH_S + seconds, 0.0)
 
     @property
     def _tile_s(self) -> float:
         """Seconds of one tile of one head on the whole rank."""
-        return kernel.tile_flops(self.model.head_dim) / (self.cluster.flops_per_s * self.cluster.attention_efficiency)
+        return kernel.tile_flops(self.model.head_dim) / (self.cluster.flops_per_s * self.cluster.attention_share)
 
     def block_s(self, num_tiles: float) -> float:
         """Seconds that a thread block spends on `num_tiles` tiles of keys, forward, on its SM."""

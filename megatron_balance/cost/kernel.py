@@ -12,8 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.columns import Pair, Region
+from megatron_balance.ir.intervals import key
 from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.visible import sees
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -32,6 +34,10 @@ kernel of FlashAttention-2, heads of 128, no mask, on an H100: 309, 350, 362, 36
 for l = 512, 1k, 2k, 4k, 8k, 16k (FlashAttention-3, arXiv 2407.08608, Figure 5). No mask: the
 diagonal plays no part.
 """
+
+HEAD_DIM_MULTIPLE = 8
+"""Head dims that the kernels' libraries take are multiples of it; others are padded by copies, as in
+`runtime.kernels.padding`."""
 
 HEAD_DIM_STEP = 32
 """Head dims are padded to a multiple of this: FlashAttention-2 rounds up to the next kernel it was
@@ -84,6 +90,37 @@ def visible_pairs(pairs: Ints) -> Ints:
 def padded_head_dim(head_dim: int) -> int:
     """The head dim that the kernel computes with."""
     return -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
+
+
+def distinct_rows(regions: Ints, launch: Ints, num_launches: int) -> Floats:
+    """Tokens times heads of each launch's regions [n, 5], those that several of its pairs name
+    counted once.
+    """
+    of_seq = key(regions[:, Region.SEQ], regions[:, Region.START])
+    order = np.lexsort((regions[:, Region.HEAD_START], of_seq, launch))
+    regions, launch = regions[order], launch[order]
+    begins = regions[:, [Region.SEQ, Region.START, Region.HEAD_START]]
+    fresh = np.ones(len(regions), dtype=bool)
+    fresh[1:] = (begins[1:] != begins[:-1]).any(axis=1) | (launch[1:] != launch[:-1])
+    tokens = regions[:, Region.STOP] - regions[:, Region.START]
+    size = tokens * (regions[:, Region.HEAD_STOP] - regions[:, Region.HEAD_START])
+    return np.bincount(launch[fresh], weights=size[fresh], minlength=num_launches)
+
+
+def padding_elements(pairs: Ints, launch: Ints, num_launches: int, head_dim: int, *, backward: bool) -> Floats:
+    """Elements that each launch [num_launches] reads and writes to pad its operands' head dim and to
+    cut its results'; 0 where the libraries take `head_dim`.
+
+    Forward: q, k, v and the output. Backward: these, their gradients and the output's.
+    """
+    if head_dim % HEAD_DIM_MULTIPLE == 0 or not len(pairs):
+        return np.zeros(num_launches)
+    seen = sees(pairs, CAUSAL)
+    pairs, launch = pairs[seen], launch[seen]
+    rows = distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
+    rows = rows + distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)
+    tensors = 4 if backward else 2  # of queries' rows: q, out, dout, dq; of keys': k, v, dk, dv
+    return tensors * (head_dim + -(-head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE) * rows
 
 
 def tile_flops(head_dim: int) -> float:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
+
+AttentionKernel: TypeAlias = Literal["flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"]
+"""Kernels that have rates of their own: FlashAttention-2, 3 and 4, and cuDNN through Transformer
+Engine, by their names in `runtime.kernels`."""
+
+SAME_KERNEL = {"torch_varlen": "flash_attn"}
+"""Kernels of the runtime that are another one's code: torch's own is FlashAttention-2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +22,10 @@ class Cluster:
 
     `intra_bytes_per_s` is one rank's link inside the node, one direction; `nic_bytes_per_s` one
     NIC, one direction; `ranks_per_nic` ranks share a NIC. The alphas are the fixed seconds of a
-    message. `flops_per_s` is the peak of a rank in dense bf16 matrix products,
-    `attention_efficiency` the share of it that the forward attention kernel reaches over long
-    sequences without a mask, `linear_efficiency` the share that a large matrix product reaches.
+    message. `flops_per_s` is the peak of a rank in dense bf16 matrix products, `attention_rates`
+    the share of it that each forward attention kernel reaches over long sequences without a mask,
+    heads of 128, `attention_kernel` the one that runs; without one, `attention_efficiency` is the
+    share. `linear_efficiency` is the share that a large matrix product reaches.
     `memory_bytes_per_s` is the rank's memory, read or written. `num_sms`: processors of a rank that
     communication takes some of; 0: it takes none. `transfers_wait`: a transfer waits for processors
     that an attention kernel under way holds (`cost.contention`).
@@ -29,6 +39,8 @@ class Cluster:
     ranks_per_nic: int = 1
     flops_per_s: float = 989e12
     attention_efficiency: float = 0.5
+    attention_rates: Mapping[AttentionKernel, float] = field(default_factory=dict[AttentionKernel, float])
+    attention_kernel: AttentionKernel | None = None
     memory_bytes: float = 141e9
     linear_efficiency: float = 0.8
     memory_bytes_per_s: float = 4.8e12
@@ -48,6 +60,31 @@ class Cluster:
                 f"{self.num_ranks} ranks are not divisible by {self.ranks_per_node} ranks per node; "
                 f"use a multiple of {self.ranks_per_node} ranks or another --ranks-per-node"
             )
+        for kernel, rate in self.attention_rates.items():
+            if not 0 < rate <= 1:
+                raise ConfigError(
+                    f"cluster {self.name}: attention_rates.{kernel}: expected a share of the peak, above 0 and at most "
+                    f"1, got {rate}"
+                )
+        if self.attention_kernel is not None and self.attention_kernel not in self.attention_rates:
+            raise ConfigError(
+                f"cluster {self.name}: attention_kernel: {self.attention_kernel} has no rate; add one to "
+                f"attention_rates, or take one of {', '.join(self.attention_rates) or 'those that have one'}"
+            )
+
+    @property
+    def attention_share(self) -> float:
+        """Share of the peak that the attention kernel reaches."""
+        kernel = self.attention_kernel
+        return self.attention_efficiency if kernel is None else self.attention_rates[kernel]
+
+    def with_kernel(self, name: str) -> Cluster:
+        """This machine with the attention kernel `name` of the runtime; unchanged where that has no
+        rate here.
+        """
+        priced = SAME_KERNEL.get(name, name)
+        known = next((kernel for kernel in self.attention_rates if kernel == priced), None)
+        return self if known is None else replace(self, attention_kernel=known)
 
     @property
     def node_size(self) -> int:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
+
+GradientWire: TypeAlias = Literal["fp32", "bf16"]
+"""The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
+or bf16, as in Transformer Engine's ring, where each rank adds its own and rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class Model:
     num_experts: int = 0
     experts_per_token: int = 0
     vocab_size: int = 32000
+    gradient_wire: GradientWire = "fp32"
     tokens_per_rank: int | None = None
     """Tokens a rank is given per microbatch in the published evaluation, if one is known."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_balance.compile.transpose import Policy
@@ -16,6 +18,7 @@ from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
 from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
+from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
 from megatron_balance.megatron.tokens import job_device, numbered, read, recall
 from megatron_balance.runtime.bind import Counters
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
@@ -23,6 +26,7 @@ from megatron_balance.training.lengths import PoolLengths, share_lengths
 from megatron_balance.training.microbatch import LocalMicrobatch, assemble, interleave
 from megatron_balance.training.nano_batches import by_nano_batch
 from megatron_balance.training.plans import PlannedStep
+from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import TokenExchange
 
 MakeLocal: TypeAlias = Callable[[int], LocalMicrobatch]
@@ -68,6 +72,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             mine = []  # another rank of this replica read the same samples
         shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device)
         planned = planner.plan(shared.lengths)
+        check_number(len(planned.plans_of), num_microbatches)
         recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
         mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
         exchange = TokenExchange(apart, planned.plans, pool)
@@ -80,13 +85,20 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
 
         if not forward_only:
             _count_flops(apart, pool.readers[pool.replica])
+        chunks = model if isinstance(model, list) else [model]
+        shapes = StageShapes.of_step(
+            [[exchange.counts[at] for at in of] for of in planned.plans_of],
+            job.row_multiple,
+            get_model_config(chunks[0]),
+        )
         if planned.ticks:
-            return _run_ticks(job, planned, shared, local, model, forward_only=forward_only, **kwargs)
+            return _run_ticks(job, planned, shared, local, shapes, model, forward_only=forward_only, **kwargs)
+        kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
         microbatches = Microbatches(job, planned, local, forward_only=forward_only)
-        chunks = [microbatches.of_chunk() for _ in model] if isinstance(model, list) else [microbatches.of_chunk()]
+        of_chunks = [microbatches.of_chunk() for _ in chunks]
         result = inner(
             forward_step_func=forward_step,
-            data_iterator=chunks if len(chunks) > 1 else chunks[0],
+            data_iterator=of_chunks if len(of_chunks) > 1 else of_chunks[0],
             model=model,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
@@ -99,11 +111,43 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
     return schedule
 
 
+def check_number(planned: int, num_microbatches: int) -> None:
+    """Reject a plan of another number of microbatches than the schedule runs, on this and all ranks.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    if planned != num_microbatches:
+        raise ConfigError(
+            f"the planner made {planned} microbatches of a step in which every rank runs {num_microbatches} "
+            "(--global-batch-size over --micro-batch-size and replicas); it must keep their number"
+        )
+
+
+def _planned_transfers(pool: Pool, shapes: StageShapes, chunks: list[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords for Megatron's pipeline schedules: a communicator that knows the shapes, and the groups
+    that they would take, or were given with a communicator. None where there is one stage.
+    """
+    if pool.num_stages == 1:
+        return {}
+    config: Any = get_model_config(chunks[0])
+    crossings = Crossings.of_schedule(
+        len(shapes.rows), pool.stage, pool.num_stages, len(chunks), config.microbatch_group_size_per_vp_stage
+    )
+    group = given_group(given.get("p2p_communicator"))
+    if group is not None:
+        return {"p2p_communicator": PlannedTransfers(group, config, shapes, crossings)}
+    passes: Any = schedules
+    transfers = PlannedTransfers.of_pipeline(config, shapes, crossings)
+    return {"p2p_communicator": transfers, "pg_collection": passes._build_default_pg_collection()}
+
+
 def _run_ticks(
     job: session.Session,
     planned: PlannedStep,
     shared: PoolLengths,
     local: MakeLocal,
+    shapes: StageShapes,
     model: Any,
     *,
     forward_only: bool,
@@ -124,7 +168,8 @@ def _run_ticks(
     def microbatch(index: int) -> PlannedMicrobatch:
         return planned_microbatch(local(index), [None] * len(planned.plans_of[index]))
 
-    run = TickRun(job.pool, job.binder(job.pool.joint), planned.ticks, microbatch, model, forward_only=forward_only)
+    binder = job.binder(job.pool.joint)
+    run = TickRun(job.pool, binder, planned.ticks, microbatch, shapes, model, forward_only=forward_only)
     result = run.run(**kwargs)
     if not forward_only:
         job.steps.ran(planned, shared, run.counters)

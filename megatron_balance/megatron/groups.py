@@ -6,23 +6,30 @@ Every tensor-, expert- and pipeline-parallel coordinate has its own pool.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from datetime import timedelta
+from typing import Any, cast
 
 import torch.distributed as dist
-from megatron.core import mpu
+from megatron.core import mpu, parallel_state
 
 from megatron_balance.training import pool
 from megatron_balance.training.pool import Membership, Pool, TensorParallel
 
 
 def make_pool(
-    ranks_per_node: int | None, sms: Mapping[str, int] | None = None, *, joint: bool = False, safe: bool = False
+    ranks_per_node: int | None,
+    sms: Mapping[str, int] | None = None,
+    *,
+    joint: bool = False,
+    safe: bool = False,
+    timeout: timedelta,
 ) -> Pool:
     """Make the process groups of all pools, and return this rank's pool.
 
     Collective over the world, once, after Megatron's own groups.
 
-    Arguments and errors as for `training.pool.make_pool`.
+    Arguments and errors as for `training.pool.make_pool`. Megatron lists the groups with its own, so
+    that --distributed-timeout-seconds-after-init counts for them too.
     """
     replicated = cast("dist.ProcessGroup", mpu.get_data_parallel_group(with_context_parallel=True))
     stages = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
@@ -33,7 +40,12 @@ def make_pool(
         stage=mpu.get_pipeline_model_parallel_rank(),
         stages=tuple(dist.get_process_group_ranks(stages)),
     )
-    return pool.make_pool(mine, ranks_per_node, sms, joint=joint, safe=safe)
+    found = pool.make_pool(mine, ranks_per_node, sms, joint=joint, safe=safe, timeout=timeout)
+    state: Any = parallel_state
+    known: list[dist.ProcessGroup | None] = state._global_process_group_list
+    own = [*found.groups.process_groups(), *found.joint.process_groups()]
+    known += [group for group in dict.fromkeys(own) if group not in known]
+    return found
 
 
 def tensor_parallel() -> TensorParallel:

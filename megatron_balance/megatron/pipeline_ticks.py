@@ -10,22 +10,20 @@ of layers, which `arguments` sees to. Where microbatches run as ping-pong nano-b
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_balance.ir.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
 from megatron_balance.megatron.recompute import recompute_of
+from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.patterns import pattern_of
 from megatron_balance.planning.tick_order import neighbour, passes_on
 from megatron_balance.runtime.attention import BackwardSlot
@@ -48,6 +46,7 @@ class TickRun:
         binder: Binder,
         nano_batches: Sequence[Sequence[TickPlan]],
         microbatches: MakeMicrobatch,
+        shapes: StageShapes,
         model: Any,
         *,
         forward_only: bool,
@@ -59,6 +58,7 @@ class TickRun:
             binder: over the joint pool.
             nano_batches: by nano-batch, the ticks of the step with their plans.
             microbatches: makes this rank's rows of a microbatch, without plans.
+            shapes: of hidden states, by microbatch.
             model: Megatron's, a list of chunks or one.
             forward_only: evaluation.
         """
@@ -77,8 +77,13 @@ class TickRun:
             binder, nano_batches, {backward: self._phases(backward=backward) for backward in (False, True)}
         )
         self.passes: Any = schedules
-        group = cast("dist.ProcessGroup", mpu.get_pipeline_model_parallel_group())
-        self.communicator: Any = P2PCommunicator(group, _with_known_shapes(self.config))
+        passes = [
+            (cell.microbatch, cell.chunk)
+            for cell in (tick.cells[self.stage] for tick in self.ticks if not tick.backward)
+            if cell is not None
+        ]
+        crossings = Crossings.of_passes(passes, self.stage, self.num_stages, len(self.chunks))
+        self.communicator: Any = PlannedTransfers.of_pipeline(self.config, shapes, crossings)
         self.made: dict[int, PlannedMicrobatch] = {}
         self.inputs: dict[Cell, torch.Tensor | None] = {}
         self.outputs: dict[Cell, Any] = {}
@@ -209,23 +214,15 @@ class TickRun:
         num_chunks = len(self.chunks)
         sent = result if passes_on(tick, self.stage, num_chunks) is not None else None
         cell = passes_on(tick, neighbour(tick, self.stage), num_chunks)
-        shape = None if cell is None else self._shape(cell.microbatch)
         if sent is None and cell is None:
             return
+        # The communicator knows the shape; Megatron only insists that there is one.
         if tick.backward:
-            received = self.communicator.send_backward_recv_backward(
-                sent, recv_next=cell is not None, tensor_shape=shape
-            )
+            received = self.communicator.send_backward_recv_backward(sent, recv_next=cell is not None, tensor_shape=())
         else:
-            received = self.communicator.send_forward_recv_forward(sent, recv_prev=cell is not None, tensor_shape=shape)
+            received = self.communicator.send_forward_recv_forward(sent, recv_prev=cell is not None, tensor_shape=())
         if cell is not None:
             (self.gradients if tick.backward else self.inputs)[cell] = received
-
-    def _shape(self, microbatch: int) -> tuple[int, int, int]:
-        """Of the hidden states of a microbatch: those of a rank have the same rows on all stages."""
-        rows = self._microbatch(microbatch).tokens.shape[1]
-        divided = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        return rows // divided, 1, self.config.hidden_size
 
     # Gradients and parameters across replicas, as Megatron's schedules do it
 
@@ -278,13 +275,6 @@ def softmax_scale(config: Any) -> float:
 def num_tasks(bound: Bound) -> int:
     """The number of tasks of a rank in one attention call."""
     return sum(pattern_of(zone).num_tasks(zone, bound.rank) for zone in bound.plan.zones)
-
-
-def _with_known_shapes(config: Any) -> Any:
-    """The configuration for a communicator that is told every shape, so that none is asked for."""
-    known = copy.copy(config)
-    known.variable_seq_lengths = False
-    return known
 
 
 def _no_sync(function: Any) -> AbstractContextManager[Any]:

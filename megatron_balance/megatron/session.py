@@ -12,10 +12,10 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -32,6 +32,7 @@ from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.run import Run
 from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.training.binding import Binder
 from megatron_balance.training.figures import Job
 from megatron_balance.training.ledger import Ledger
@@ -58,6 +59,7 @@ class Session:
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
+        self._kernel: str | None = None
         self._planners: dict[bool, StepPlans] = {}
         self._ledger, self._corpus = Ledger(), ""
         carry.save(self._ledger.to_json(), args)
@@ -84,6 +86,7 @@ class Session:
             communication.sms,
             joint=self.joint,
             safe=communication.safe,
+            timeout=timedelta(minutes=self.args.distributed_timeout_minutes),
         )
         if planner is not None:
             planner.num_holders(self.cluster())  # options that cannot be are told before a model is built
@@ -110,7 +113,7 @@ class Session:
 
     def binder(self, groups: Groups) -> Binder:
         """The facts by which this job's plans are bound. `groups`: ranks that attend together."""
-        return Binder(groups, self.shape, self.dtype, job_device(), self.config.kernel)
+        return Binder(groups, self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire)
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
@@ -136,9 +139,19 @@ class Session:
         cluster = self.config.cluster
         if cluster is None:
             return Cluster(num_ranks=num_ranks, ranks_per_node=ranks_per_node, name="job")
-        return of_pool(
-            cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node), self.args.tensor_model_parallel_size
-        )
+        machine = cluster.build(num_ranks=num_ranks, ranks_per_node=ranks_per_node).with_kernel(self.kernel)
+        return of_pool(machine, self.args.tensor_model_parallel_size)
+
+    @property
+    def kernel(self) -> str:
+        """Name of the attention kernel that runs here; it is chosen, and tried, at the first call.
+
+        Raises:
+            ConfigError: none can.
+        """
+        if self._kernel is None:
+            self._kernel = choose_kernel(self.config.kernel, job_device(), self.dtype, self.shape.head_dim).name
+        return self._kernel
 
     def model(self) -> Model:
         """The model as planners see it: one tensor-parallel rank's share of heads and MLP."""
@@ -156,6 +169,7 @@ class Session:
             num_experts=args.num_experts or 0,
             experts_per_token=args.moe_router_topk if args.num_experts else 0,
             vocab_size=args.padded_vocab_size or args.vocab_size or 1,
+            gradient_wire=self.config.gradient_wire,
         )
 
     def planner(self, forward_only: bool) -> StepPlans:
@@ -187,7 +201,7 @@ class Session:
             carry.save(self._planners[False].saved(), self.args)
 
     def prepare(self, model: Any) -> None:
-        """Check and adapt a model at its first step: planned attention, positions, varying shapes.
+        """Check and adapt a model at its first step: planned attention, positions.
 
         Raises:
             ConfigError: a model that attends past our core attention, or whose positions cannot be
@@ -199,7 +213,6 @@ class Session:
             core_attention.check_model(chunk, self.te_patched)
             self.ping_pong = self.ping_pong and ping_pong.able(chunk, self.config)
             rope.install(chunk, self.args.max_position_embeddings)
-            get_model_config(chunk).variable_seq_lengths = True  # validate_args sets it to False and has no flag for it
             self._prepared.add(id(chunk))
 
     def close(self) -> None:

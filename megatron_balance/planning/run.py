@@ -64,7 +64,7 @@ def resolved(config: Run) -> dict[str, Any]:
     if cluster is not None:
         sections["cluster"] = dict(cluster.given)
     if model is not None:
-        sections["model"] = dataclasses.asdict(model)
+        sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k != "gradient_wire"}  # the run's
     return {**sections, **body}
 
 

@@ -17,6 +17,7 @@ from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Fragment
 from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.counters import Counters
@@ -24,7 +25,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
-from megatron_balance.runtime.lower.parcels import Form, wide_dtype
+from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, Phase, PhaseName
 from megatron_balance.runtime.movers import choose_mover
@@ -48,6 +49,7 @@ class Bound:
         peak_bytes: memory that a call needs, where it comes from the pool.
         query_rows: (rows, heads) of every query buffer, by number.
         key_rows: of every key buffer.
+        gradient_wire: the type that gradients travel in.
         counters: sums over the calls that ran so far.
         trace: filled by every call, if there is one.
     """
@@ -65,6 +67,7 @@ class Bound:
     peak_bytes: PeakBytes | None
     query_rows: dict[int, tuple[int, int]]
     key_rows: dict[int, tuple[int, int]]
+    gradient_wire: GradientWire = "fp32"
     counters: Counters = field(default_factory=Counters)
     trace: Trace | None = None
 
@@ -108,6 +111,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     mover: str = "auto",
     trace: Trace | None = None,
     nano_batch: int = 0,
+    gradient_wire: GradientWire = "fp32",
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
     """Look up everything that `rank` needs to run `plan`: steps, rows, messages, kernel.
@@ -125,6 +129,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         trace: a list to record in, by wall clock (CPU).
         nano_batch: of two plans whose calls run interleaved (`compile.ping_pong`), the number of
             this one; equal on all ranks.
+        gradient_wire: the type that gradients travel in; equal on all ranks.
         phases: those that will run; nothing is looked up for the others.
 
     Raises:
@@ -153,9 +158,7 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
     needs = None
     if groups.buffers.lends(torch.device(device)):
-        needs = peak_bytes(
-            lowering.phases, sizes, Form(shape.head_dim, dtype, wide_dtype(dtype)), keep=policy == "keep"
-        )
+        needs = peak_bytes(lowering.phases, sizes, Form.of(shape.head_dim, dtype, gradient_wire), keep=policy == "keep")
         groups.buffers.reserve(needs.call_bytes)
     connect(lowering.phases.values(), groups)
     owned = as_array(program.owned)
@@ -173,5 +176,6 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         peak_bytes=needs,
         query_rows=lowering.sizes[Kind.Q],
         key_rows=lowering.sizes[Kind.KV],
+        gradient_wire=gradient_wire,
         trace=trace,
     )

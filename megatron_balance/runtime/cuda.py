@@ -79,6 +79,11 @@ class CudaStreams:
         self._groups, self._ranks = groups, ranks
         self._streams: dict[str, CudaStream] = {}
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The communicators of all streams."""
+        return tuple(self._groups.values())
+
     def of(self, name: str) -> CudaStream:
         if name not in self._streams:
             self._streams[name] = CudaStream(self._groups.get(name), self._ranks, high=name.startswith("inter_node"))

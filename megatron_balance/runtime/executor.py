@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
-from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step
+from megatron_balance.runtime.lower.last_use import Value
+from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
+from megatron_balance.runtime.lower.sums import is_whole
 from megatron_balance.runtime.movers.base import Place, Space, heads_view
 from megatron_balance.runtime.phase_run import PhaseRun, Received
 
@@ -94,34 +96,48 @@ class BackwardRun(PhaseRun):
         super().__init__(bound, bound.backward, q, k, v, received)
         self.scale = scale
         self.dout, self.out, self.lse = {0: dout}, {0: final[0]}, {0: final[1]}
-        self.dq: dict[int, Tensor] = {}
-        self.dkv: dict[int, Tensor] = {}
-        if self.dtype == self.wide:  # these are handed to the caller as they are
-            self.dq[0] = torch.zeros(q.shape, dtype=self.wide, device=self.device)
-            self.dkv[0] = torch.zeros((2, *k.shape), dtype=self.wide, device=self.device)
+        self.totals: dict[Value, Tensor] = {}  # [1 or 2, T, heads, D]: dq, or dk and dv
+        self.held: dict[Value, tuple[Tensor, ...]] = {}  # the only gradient of a buffer so far, as it came
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """End the backward: the gradients of q, k and v."""
         self.end()
-        dq, (dk, dv) = self.query_grad(0), self.key_grad(0)
-        return dq.to(self.dtype), dk.to(self.dtype), dv.to(self.dtype)
+        dq, dk, dv = (*self.summed(Kind.Q_GRAD, 0), *self.summed(Kind.KV_GRAD, 0))
+        return dq.to(self.dtype).contiguous(), dk.to(self.dtype).contiguous(), dv.to(self.dtype).contiguous()
 
     def let_go(self, kind: Kind, buffer: int) -> None:
         super().let_go(kind, buffer)
-        if kind == Kind.Q_GRAD:
-            self.dq.pop(buffer, None)
-        elif kind == Kind.KV_GRAD:
-            self.dkv.pop(buffer, None)
+        self.totals.pop((kind, buffer), None)
+        self.held.pop((kind, buffer), None)
 
-    def query_grad(self, buffer: int) -> Tensor:
-        if buffer not in self.dq:
-            self.dq[buffer] = self.empty(*self.bound.query_rows[buffer], self.dim, dtype=self.wide).zero_()
-        return self.dq[buffer]
+    def size(self, value: Value) -> tuple[int, int]:
+        """(rows, heads) of a gradient's buffer."""
+        kind, buffer = value
+        return (self.bound.query_rows if kind == Kind.Q_GRAD else self.bound.key_rows)[buffer]
 
-    def key_grad(self, buffer: int) -> Tensor:
-        if buffer not in self.dkv:
-            self.dkv[buffer] = self.empty(2, *self.bound.key_rows[buffer], self.dim, dtype=self.wide).zero_()
-        return self.dkv[buffer]
+    def summed(self, kind: Kind, buffer: int) -> tuple[Tensor, ...]:
+        """Gradients of a buffer so far, in whatever type: dq, or dk and dv."""
+        held = self.held.get((kind, buffer))
+        return self.total((kind, buffer)).unbind(0) if held is None else held
+
+    def total(self, value: Value) -> Tensor:
+        """Memory [1 or 2, T, heads, D] in the wide type that gradients of a buffer are added to."""
+        before = self.totals.get(value)
+        if before is not None and before.dtype == self.wide:
+            return before
+        shape = (1 if value[0] == Kind.Q_GRAD else 2, *self.size(value), self.dim)
+        if not value[1] and self.dtype == self.wide:  # handed to the caller as it is
+            total = torch.empty(shape, dtype=self.wide, device=self.device)
+        else:
+            total = self.empty(*shape, dtype=self.wide)
+        parts = self.held.pop(value, None) if before is None else before.unbind(0)
+        if parts is None:
+            total.zero_()
+        else:
+            for target, part in zip(total.unbind(0), parts, strict=True):
+                target.copy_(part)
+        self.totals[value] = total
+        return total
 
     def launch(self, step: Step) -> None:
         assert isinstance(step, GradLaunch), "a forward launch in the backward"
@@ -133,14 +149,47 @@ class BackwardRun(PhaseRun):
         )
         self.fill()
         dq, dk, dv = self.bound.kernel.backward(step.entries, final, q, k, v, self.scale)
-        self.bound.mover.add([self.query_place(step.dq, dq), *self.key_places(step.dk, (dk, dv))])
+        places = self.places(Kind.Q_GRAD, step.dq_sums, (dq,))
+        places += self.places(Kind.KV_GRAD, step.dk_sums, (dk, dv))
+        if places:
+            self.bound.mover.add(places)
 
-    def query_place(self, packed: Packed, grad: Tensor) -> Place:
-        return Place(packed, grad, tuple([self.query_grad(run.buffer) for run in packed.runs]))
+    def places(self, kind: Kind, sums: Sums, grads: Sequence[Tensor]) -> list[Place]:
+        """Keep packed gradients that are a whole buffer's first; the places of the others."""
+        for run in sums.kept:
+            self.held[kind, run.buffer] = tuple(x.narrow(0, run.row, run.count) for x in grads)
+        if not sums.added.runs:
+            return []
+        totals = [self.total((kind, run.buffer)) for run in sums.added.runs]
+        return [Place(sums.added, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
 
-    def key_places(self, packed: Packed, grads: Sequence[Tensor]) -> list[Place]:
-        both = [self.key_grad(run.buffer).unbind(0) for run in packed.runs]
-        return [Place(packed, grads[i], tuple([pair[i] for pair in both])) for i in (0, 1)]
+    def add_received(self, message: Message, grads: Tensor) -> None:
+        """Add gradients [1 or 2, N, heads, D] that came in a message.
+
+        Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
+        a ring's rounds zero nothing and copy nothing.
+        """
+        packed, value = message.packed, (message.kind, message.packed.runs[0].buffer)
+        if self.adopts(packed, value, grads.dtype):
+            held = self.held.pop(value, ())
+            self.totals[value] = grads
+            places = [Place(packed, x, (target,)) for x, target in zip(held, grads.unbind(0), strict=False)]
+        else:
+            places = self.places(message.kind, message.sums, grads.unbind(0))
+            if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
+                self.total((message.kind, 0))
+        if places:
+            self.bound.mover.add(places)
+
+    def adopts(self, packed: Packed, value: Value, dtype: torch.dtype) -> bool:
+        """Whether received gradients of type `dtype` can be what others are added to.
+
+        In bf16 only where they travel on in it, so that every rank of a ring rounds once; not in
+        the pool's memory what is handed to the caller.
+        """
+        if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, self.size(value)):
+            return False
+        return value[1] > 0 or (dtype == self.wide and self.dtype != self.wide)
 
     def final_operand(self, operand: Operand, of: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         if operand.buffer >= 0:
@@ -154,11 +203,12 @@ class BackwardRun(PhaseRun):
                 both = self.pair(packed, {}, lambda b, i: (self.dout, self.out)[i][b], self.dtype, into[0])
                 return [both, self.carried(packed, self.lse.__getitem__, self.wide, into[1])]
             case Kind.Q_GRAD:
-                return [self.carried(packed, self.query_grad, self.wide, into[0])]
+                return [self.carried(packed, lambda b: self.summed(Kind.Q_GRAD, b)[0], self.form.gradient, into[0])]
             case _:
-                for run in packed.runs:
-                    self.key_grad(run.buffer)
-                return [self.pair(packed, self.dkv, lambda b, i: self.dkv[b][i], self.wide, into[0])]
+                totals = {run.buffer: self.totals.get((Kind.KV_GRAD, run.buffer)) for run in packed.runs}
+                stacked = {b: x for b, x in totals.items() if x is not None and x.dtype == self.form.gradient}
+                of = partial(self.summed, Kind.KV_GRAD)
+                return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient, into[0])]
 
     def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
         packed = message.packed
@@ -166,9 +216,9 @@ class BackwardRun(PhaseRun):
             case Kind.OUT_GRAD:
                 self.place_final(packed, (tensors[0][0], tensors[0][1], tensors[1]))
             case Kind.Q_GRAD:
-                self.bound.mover.add([self.query_place(packed, tensors[0])])
+                self.add_received(message, tensors[0][None])
             case _:
-                self.bound.mover.add(self.key_places(packed, tensors[0].unbind(0)))
+                self.add_received(message, tensors[0])
 
     def place_final(self, packed: Packed, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
         """Unpack the gradient, output and LSE of queries that this rank serves for another."""

@@ -60,6 +60,26 @@ class Groups:
         """The group of exactly these pool ranks, or None."""
         return self.by_ranks.get(ranks)
 
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """All groups that this rank is in, those of its streams included."""
+        own = [*([] if self.pool is None else [self.pool]), *self.by_ranks.values()]
+        of_streams = self.streams.groups if isinstance(self.streams, CudaStreams) else ()
+        return list(dict.fromkeys([*own, *of_streams]))
+
+    def abort(self) -> None:
+        """Abort the communicators (NCCL): what was issued ends, here and, with an error, at the peers.
+
+        All in one NCCL group: one by one they could wait for one another (pytorch/pytorch#119797).
+        """
+        groups = self.process_groups()
+        if not groups:
+            return
+        nccl: Any = groups[0]._get_backend(torch.device("cuda"))
+        nccl._group_start()
+        for group in groups:
+            group.abort()
+        nccl._group_end()
+
 
 def single() -> Groups:
     """A pool of one rank: nothing to communicate, no process group needed."""

@@ -4,8 +4,8 @@ It has three segments, `start`, `attend` and `end`; those of another call may li
 
 Shape legend: T rows of this rank, H query heads, G key-value heads, D head dim; keys and values of
 a buffer are [2, T, G, D] or, for the caller's own, two tensors. Partial outputs, their LSE and all
-gradients are accumulated in fp32 (fp64 for fp64); gradients travel in that type, everything else
-in the input's.
+gradients are accumulated in fp32 (fp64 for fp64); gradients travel in that type or in bf16
+(`gradient_wire`), everything else in the input's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PhaseRun:
         self.wide = wide_dtype(q.dtype)
         self.device = q.device
         self.dim = q.shape[2]
-        self.form = Form(self.dim, self.dtype, self.wide)
+        self.form = Form.of(self.dim, self.dtype, bound.gradient_wire)
         self.upcoming = (step.exchange for step in phase.steps if isinstance(step, Start))
         self.under_way: dict[int, list[list[Tensor]]] = {}  # by exchange: tensors of each message
         self.at = 0  # the step that is next
@@ -197,7 +197,7 @@ class PhaseRun:
         """Rows of `packed` without gaps, as a message needs them; else as `gather`."""
         if into is None:
             x = self.gather(packed, of, dtype)
-            if not packed.direct or x.is_contiguous():
+            if not packed.direct or (x.dtype == dtype and x.is_contiguous()):
                 return x
             into = self.empty(*x.shape, dtype=dtype)
         return self.gather(packed, of, dtype, into)

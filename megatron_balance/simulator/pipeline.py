@@ -7,7 +7,7 @@ et al., 2021, section 2.2), as in Megatron-core's schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +68,32 @@ Run = Callable[[int, Pass, Floats], Floats]
 """(stage, pass, when its input is there and the stage free [num_ranks]) -> when it is done."""
 
 
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """A pipeline that has run; by stage, [num_ranks] each.
+
+    `done_s`: when each rank was done. `busy_s`: how long it ran passes, waiting for ranks of its own
+    stage included.
+    """
+
+    done_s: tuple[Floats, ...]
+    busy_s: tuple[Floats, ...]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds at which the last rank of the last stage is done."""
+        return float(max(clock.max() for clock in self.done_s))
+
+    @property
+    def bubble_share(self) -> float:
+        """Idle time over work, of all stages: waiting for neighbours, transfers, and the end.
+
+        With passes that are all alike it is what the function of this name says.
+        """
+        work_s = float(np.sum(self.busy_s))
+        return self.total_s * sum(map(len, self.busy_s)) / work_s - 1 if work_s else 0.0
+
+
 def run(
     num_stages: int,
     num_microbatches: int,
@@ -75,13 +101,14 @@ def run(
     num_ranks: int,
     each: Run,
     transfer: Callable[[int], Floats],
-) -> list[Floats]:
-    """Seconds at which each stage's ranks are done with all passes.
+) -> Clocks:
+    """The clocks of all stages once they are done with all passes.
 
     `transfer(microbatch)`: seconds [num_ranks] from stage to stage.
     """
     orders = [order(num_stages, stage, num_microbatches, num_chunks) for stage in range(num_stages)]
     clock = [np.zeros(num_ranks) for _ in range(num_stages)]
+    busy = [np.zeros(num_ranks) for _ in range(num_stages)]
     done: dict[tuple[bool, int, int], Floats] = {}
     at = [0] * num_stages
     last = num_stages * num_chunks - 1
@@ -100,14 +127,16 @@ def run(
                 )
                 if ready is None:
                     break
-                clock[stage] = each(stage, step, np.maximum(clock[stage], ready))
+                begin = np.maximum(clock[stage], ready)
+                clock[stage] = each(stage, step, begin)
+                busy[stage] += clock[stage] - begin
                 done[step.backward, step.chunk * num_stages + stage, step.microbatch] = clock[stage]
                 at[stage] += 1
                 moved = True
     assert all(place == len(own) for place, own in zip(at, orders, strict=True)), (
         "a pipeline schedule that waits for itself"
     )
-    return clock
+    return Clocks(tuple(clock), tuple(busy))
 
 
 def _ready(
@@ -130,8 +159,3 @@ def bubble_share(num_stages: int, num_microbatches: int, num_chunks: int = 1) ->
     al., section 2.2).
     """
     return (num_stages - 1) / (num_chunks * num_microbatches)
-
-
-def total_s(stages: Sequence[Floats]) -> float:
-    """Seconds at which the last rank of the last stage is done."""
-    return float(max(clock.max() for clock in stages))

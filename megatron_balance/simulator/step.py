@@ -26,7 +26,7 @@ from megatron_balance.simulator.around import Around
 from megatron_balance.simulator.attention import Call, attention_call, coupled, linear_tokens
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
-from megatron_balance.simulator.pipeline import Pass
+from megatron_balance.simulator.pipeline import Clocks, Pass
 from megatron_balance.simulator.received import most_in_a_round
 from megatron_balance.simulator.setup import PLAIN, Microbatch, Setup, parts_of
 
@@ -47,7 +47,8 @@ class Step:
     """One simulated step.
 
     `phases_s`: of the rank that is done last; they add up to `step_s`. `peak_bytes`: by rank, stage
-    by stage.
+    by stage. `bubble_share`: idle time of the pipeline over its work, all stages (`pipeline.Clocks`);
+    None: stages attend together, and idle ones serve.
     """
 
     step_s: float
@@ -55,6 +56,7 @@ class Step:
     phases_s: dict[str, float]
     peak_bytes: Floats
     utilisation: dict[str, float]
+    bubble_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -152,7 +154,8 @@ class _Run:
         )
 
     def step(self) -> Step:
-        stages = self._stages()
+        clocks = self._clocks()
+        stages = clocks.done_s
         last = max(range(len(stages)), key=lambda stage: float(stages[stage].max()))
         rank = int(stages[last].argmax())
         phases = self._phases(last, rank)
@@ -167,9 +170,10 @@ class _Run:
             phases,
             self._peak_bytes(),
             self._utilisation(step_s),
+            clocks.bubble_share,
         )
 
-    def _stages(self) -> list[Floats]:
+    def _clocks(self) -> Clocks:
         setup, model = self.setup, self.machine.model
         last_stage, last_chunk = setup.pipeline - 1, setup.interleave - 1
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.cost.base import Floats, Ints
-from megatron_balance.ir.columns import Pair, Region
-from megatron_balance.ir.intervals import key
+from megatron_balance.cost.kernel import distinct_rows
+from megatron_balance.ir.columns import Pair
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.visible import sees
@@ -51,32 +51,17 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
     kernel = machine.cost.attend_s(pairs, launch, len(merging), backward=backward)
     seen = sees(pairs, CAUSAL)
     pairs, launch = pairs[seen], launch[seen]
-    queries = _distinct(pairs[:, Pair.QUERY], launch, len(merging))
+    queries = distinct_rows(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:
         return LaunchSeconds(
             kernel,
             merging
             * np.array([machine.cost.merge_s(tokens) for tokens in (queries / machine.model.num_heads).tolist()]),
         )
-    keys = _distinct(pairs[:, Pair.KEY], launch, len(merging))
+    keys = distinct_rows(pairs[:, Pair.KEY], launch, len(merging))
     sizes = machine.payload.row_bytes
     num_bytes = queries * sizes[Kind.Q_GRAD] + keys * sizes[Kind.KV_GRAD]
     return LaunchSeconds(kernel, np.array([ADD * machine.cost.pack_s(size) for size in num_bytes.tolist()]))
-
-
-def _distinct(regions: Ints, launch: Ints, num_launches: int) -> Floats:
-    """Tokens times heads of each launch's regions [n, 5], those that several of its pairs name
-    counted once.
-    """
-    of_seq = key(regions[:, Region.SEQ], regions[:, Region.START])
-    order = np.lexsort((regions[:, Region.HEAD_START], of_seq, launch))
-    regions, launch = regions[order], launch[order]
-    begins = regions[:, [Region.SEQ, Region.START, Region.HEAD_START]]
-    fresh = np.ones(len(regions), dtype=bool)
-    fresh[1:] = (begins[1:] != begins[:-1]).any(axis=1) | (launch[1:] != launch[:-1])
-    tokens = regions[:, Region.STOP] - regions[:, Region.START]
-    size = tokens * (regions[:, Region.HEAD_STOP] - regions[:, Region.HEAD_START])
-    return np.bincount(launch[fresh], weights=size[fresh], minlength=num_launches)
 
 
 def unpack_s(values: Ints, kinds: Ints, machine: Machine) -> float:

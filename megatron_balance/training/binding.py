@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.runtime.bind import AttentionShape, Bound, Counters, bind
@@ -24,6 +25,7 @@ class Binder:
     dtype: torch.dtype
     device: torch.device
     kernel: str = "auto"
+    gradient_wire: GradientWire = "fp32"
 
     def bind(
         self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES
@@ -39,6 +41,7 @@ class Binder:
             policy=policy,
             kernel=self.kernel,
             nano_batch=nano_batch,
+            gradient_wire=self.gradient_wire,
             phases=phases,
         )
 

@@ -190,7 +190,7 @@ def _through_stages(seconds: Sequence[float], job: Job) -> float:
     def run(_stage: int, step: pipeline.Pass, begin: Floats) -> Floats:
         return begin + layers * seconds[step.microbatch] * (BACKWARD if step.backward else 1)
 
-    return pipeline.total_s(pipeline.run(stages, len(seconds), chunks, 1, run, lambda _: np.zeros(1)))
+    return pipeline.run(stages, len(seconds), chunks, 1, run, lambda _: np.zeros(1)).total_s
 
 
 def _by_tick(ticks: Sequence[TickPlan], model: Model, ranks_per_nic: int) -> list[Json]:

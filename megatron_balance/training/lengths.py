@@ -9,13 +9,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.errors import BalanceError, DataError
+from megatron_balance.errors import BalanceError, ConfigError, DataError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.training.pool import Pool, TensorParallel
 from megatron_balance.training.sequences import Sequences
 
 _FAILED = -1
-"""In place of a rank's first count: it could not read."""
+"""In place of a rank's first number: it could not read."""
+_HEADER = 2
+"""Numbers before a rank's counts: the fewest and the most microbatches of a step over its
+tensor-parallel ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +49,25 @@ def share_lengths(
     Args:
         mine: by microbatch, what this rank read; empty on ranks whose microbatches do not count.
         failure: the reason why this rank could not read, told to the others before it is raised.
-        num_microbatches: of a step.
+        num_microbatches: of a step, on this rank.
         pool: of this rank.
         tensor_parallel: its rank 0 shares, and hands on.
         device: that the process groups work on.
 
     Raises:
-        DataError: a rank could not read its microbatches, or stages read different ones. Every rank
-            raises, so none waits for another.
+        DataError: a rank could not read its microbatches, or stages read different ones.
+        ConfigError: ranks that run different numbers of microbatches; each is a collective of all.
+
+    Every rank raises, so none waits for another.
     """
     table = torch.empty(0)
+    header = _fewest_and_most(num_microbatches, tensor_parallel, device)
     if tensor_parallel.is_source:
         counts = [len(m.lengths) for m in mine]
-        row = [_FAILED] if failure is not None else [*counts, *(length for m in mine for length in m.lengths)]
-        # At least the place of the mark, also where a step reads no microbatch.
-        width = torch.tensor([max(1, len(row))], dtype=torch.int64, device=device)
+        row = [*header, *counts, *(length for m in mine for length in m.lengths)]
+        if failure is not None:
+            row = [_FAILED] * _HEADER
+        width = torch.tensor([len(row)], dtype=torch.int64, device=device)
         joint = pool.joint
         if joint.size > 1:  # a pool of one has no process group
             dist.all_reduce(width, op=dist.ReduceOp.MAX, group=joint.pool)
@@ -76,11 +84,21 @@ def share_lengths(
         dist.broadcast(table, tensor_parallel.source, group=tensor_parallel.group)
     rows = table.cpu().numpy().reshape(pool.joint.size, -1)
     _check_read(rows, failure, pool)
-    return _split_by_microbatch(rows[: pool.size], num_microbatches, pool)
+    return _split_by_microbatch(rows[: pool.size, _HEADER:], num_microbatches, pool)
+
+
+def _fewest_and_most(num_microbatches: int, tensor_parallel: TensorParallel, device: torch.device) -> tuple[int, int]:
+    """The range of this number over the tensor-parallel group."""
+    if tensor_parallel.size == 1:
+        return num_microbatches, num_microbatches
+    ends = torch.tensor([num_microbatches, -num_microbatches], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=tensor_parallel.group)
+    fewest, most = ends.tolist()
+    return fewest, -most
 
 
 def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
-    """Reject a step that a rank could not read, or that stages read differently."""
+    """Reject a step that a rank could not read, or that ranks cut or stages read differently."""
     failed = [pool.joint.ranks[rank] for rank in np.flatnonzero(rows[:, 0] == _FAILED)]
     if failed:
         if isinstance(failure, BalanceError):
@@ -88,6 +106,7 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
         raise DataError(
             f"ranks {failed} could not read their microbatches; the reason is in the log of each"
         ) from failure
+    _check_numbers(rows[:, :_HEADER], pool)
     first, last = rows[: pool.size], rows[-pool.size :]
     if not np.array_equal(first, last):
         differing = [pool.joint.ranks[rank] for rank in np.flatnonzero((first != last).any(axis=1))]
@@ -95,6 +114,21 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
             f"ranks {differing} and their peers on the last pipeline stage read different samples; give all ranks the "
             "same data set"
         )
+
+
+def _check_numbers(numbers: Ints, pool: Pool) -> None:
+    """Reject different numbers of microbatches; `numbers` [joint ranks, 2]: fewest and most."""
+    if (numbers == numbers[0, 0]).all():
+        return
+    by_number: dict[str, list[int]] = {}
+    for rank, (fewest, most) in enumerate(numbers.tolist()):
+        of = str(fewest) if fewest == most else f"{fewest} to {most} (with their tensor-parallel ranks)"
+        by_number.setdefault(of, []).append(pool.joint.ranks[rank])
+    told = ", ".join(f"ranks {ranks} run {number}" for number, ranks in by_number.items())
+    raise ConfigError(
+        f"every rank must run the same number of microbatches in a step, but {told}; start all ranks with the same "
+        "--global-batch-size, --micro-batch-size and --rampup-batch-size"
+    )
 
 
 def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool) -> PoolLengths:

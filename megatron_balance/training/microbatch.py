@@ -40,12 +40,17 @@ def assemble(rows: Tensor, layout: Ints, multiple: int) -> LocalMicrobatch:
         layout: rows (seq, start, stop) of the tokens.
         multiple: that linear layers need (sequence parallelism, FP8).
     """
-    padding = multiple if not len(rows) else -len(rows) % multiple
+    padding = padded(len(rows), multiple) - len(rows)
     positions = torch.from_numpy(ranges(layout[:, Fragment.START], layout[:, Fragment.STOP])[1]).to(rows.device)
     assert len(positions) == len(rows), f"the exchange brought {len(rows)} tokens, the layout has {len(positions)}"
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
     positions = torch.nn.functional.pad(positions, (0, padding))
     return LocalMicrobatch(rows, positions, torch.arange(len(rows), device=rows.device) >= len(rows) - padding)
+
+
+def padded(num_tokens: int, multiple: int) -> int:
+    """Rows of a rank that holds so many tokens: the next positive multiple of `multiple`."""
+    return max(1, -(-num_tokens // multiple)) * multiple
 
 
 def interleave(nano_batches: Sequence[LocalMicrobatch], shares: int) -> LocalMicrobatch:

@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
@@ -117,6 +118,7 @@ def make_pool(
     *,
     joint: bool = False,
     safe: bool = False,
+    timeout: timedelta | None = None,
 ) -> Pool:
     """Make the process groups of all pools, and return this rank's pool.
 
@@ -130,6 +132,7 @@ def make_pool(
         joint: attention runs over the joint pools, which then have the groups and streams that it
             takes; else over each stage's pool.
         safe: as for `make_groups`.
+        timeout: of every group; default torch's.
 
     Raises:
         ConfigError: nodes of a pool that hold different numbers of its ranks, or whose ranks are
@@ -155,7 +158,7 @@ def make_pool(
     first = {everyone[rank].replica: at for at, rank in enumerate(mine.pool) if everyone[rank].reads}
     readers = tuple(first[replica] for replica in sorted(first))
     if len(mine.stages) <= 1:
-        return Pool(make_groups(pools, size, sms=sms, safe=safe), size, replicas, readers)
+        return Pool(make_groups(pools, size, timeout=timeout, sms=sms, safe=safe), size, replicas, readers)
     joints = sorted(
         {
             tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage)
@@ -164,16 +167,18 @@ def make_pool(
     )
     joint_size = _common_node_size(joints, nodes)
     if joint:
-        groups, joint_groups = _plain_groups(pools), make_groups(joints, joint_size, sms=sms, safe=safe)
+        groups = _plain_groups(pools, timeout)
+        joint_groups = make_groups(joints, joint_size, timeout=timeout, sms=sms, safe=safe)
     else:
-        groups, joint_groups = make_groups(pools, size, sms=sms, safe=safe), _plain_groups(joints)
+        groups = make_groups(pools, size, timeout=timeout, sms=sms, safe=safe)
+        joint_groups = _plain_groups(joints, timeout)
     return Pool(groups, size, replicas, readers, mine.stage, len(mine.stages), joint_groups, joint_size)
 
 
-def _plain_groups(pools: Sequence[tuple[int, ...]]) -> Groups:
+def _plain_groups(pools: Sequence[tuple[int, ...]], timeout: timedelta | None) -> Groups:
     """A group for each pool, for what is shared over it, and nothing that attention takes."""
     me = dist.get_rank()
-    made = {pool: cast("dist.ProcessGroup", dist.new_group(list(pool))) for pool in pools}
+    made = {pool: cast("dist.ProcessGroup", dist.new_group(list(pool), timeout=timeout)) for pool in pools}
     mine = next(pool for pool in pools if me in pool)
     return Groups(mine.index(me), len(mine), mine, made[mine] if len(mine) > 1 else None)
 

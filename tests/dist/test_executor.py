@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_balance import reference
 from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
@@ -35,9 +37,13 @@ RUNS = tuple(Run(policy, dtype) for policy in POLICIES for dtype in TOLERANCE)
 
 @pytest.mark.parametrize("num_ranks", WORLDS)
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
-@settings(max_examples=6, phases=(Phase.explicit, Phase.generate))  # a failure costs new ranks: shrinking would take minutes
+@settings(
+    max_examples=6, phases=(Phase.explicit, Phase.generate)
+)  # a failure costs new ranks: shrinking would take minutes
 @given(data=st.data(), head_dim=st.sampled_from([4, 8]))
-def test_the_executor_equals_the_reference(pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: int) -> None:
+def test_the_executor_equals_the_reference(
+    pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: int
+) -> None:
     case: Case = data.draw(cases([num_ranks], max_sequences=5))
     planned = plan(planner, case)
     per_rank = pool.run(jobs.attend, num_ranks, planned, head_dim, RUNS)
@@ -78,6 +84,32 @@ def forward_figures_are_what_ran(planned: MicrobatchPlan, head_dim: int, counter
         assert (counted["kernel_calls"] > 0) == launches
         assert (counted["bytes_received_forward"] > 0) <= any(isinstance(op, Exchange) for op in ops)
         assert (counted["forward_calls"], counted["backward_calls"]) == (1, 1)
+
+
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+def test_gradients_that_travel_in_bf16_differ_by_its_rounding(pool: Pool, planner: str) -> None:
+    """Half the bytes between nodes, as the wire format says; the output and LSE are not touched."""
+    planned = plan(planner, SOME)
+    runs = [Run(policy, gradient_wire=wire) for policy in POLICIES for wire in ("fp32", "bf16")]
+    per_rank = pool.run(jobs.attend, 4, planned, 8, runs)
+    for index, run in enumerate(runs):
+        truth, owned = truth_of(planned, 8, run.policy)
+        ran = [results[index] for results in per_rank]
+        for name in ("out", "q_grad", "k_grad", "v_grad"):
+            exact = [reference.owned_rows(rows, getattr(truth, name)) for rows in owned]
+            error = dense.worst([getattr(one, name) for one in ran], exact)
+            # A value of bf16 is off by 2 ** -9 of itself at most; a ring of four rounds three times.
+            rounded = run.gradient_wire == "bf16" and name != "out"
+            assert error < (3 * 2**-8 if rounded else 1e-5), (run, name, error)
+        program = expand(planned, run.policy)
+        if all(op.collective == "p2p" for op in (*program.forward, *program.backward) if isinstance(op, Exchange)):
+            model = Model(
+                planned.num_heads, planned.num_kv_heads, 8, bytes_per_element=4, gradient_wire=run.gradient_wire
+            )
+            moved = traffic(program, Payload.of(model), ranks_per_node=planned.ranks_per_node)
+            for way, expected in (("sent", moved.inter_node_sent), ("received", moved.inter_node_received)):
+                names = [f"inter_node_bytes_{way}_{phase}" for phase in ("forward", "backward")]
+                assert [sum(one.counters[n] for n in names) for one in ran] == expected.tolist(), (run, way)
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
@@ -140,7 +172,9 @@ def test_a_rank_without_tokens_still_serves_the_others(pool: Pool) -> None:
     """Ranks 1 and 2 hold nothing, yet rank 2 attends a tile for rank 0."""
     whole = random_task_table(Batch((40,)), Cluster(3, 3), Model(2, 1, 8), seed=0)
     task_table = replace(
-        whole.zones[0], fragments=Rows.of(4, [(0, 0, 0, 40)]), tasks=Rows.of(6, [(0, 0, 0, 40, 20, 40), (2, 0, 0, 40, 0, 20)])
+        whole.zones[0],
+        fragments=Rows.of(4, [(0, 0, 0, 40)]),
+        tasks=Rows.of(6, [(0, 0, 0, 40, 20, 40), (2, 0, 0, 40, 0, 20)]),
     )
     planned = replace(whole, zones=(task_table,))
     per_rank = pool.run(jobs.attend, 3, planned, 8, RUNS)

@@ -38,6 +38,30 @@ def test_every_rank_hears_of_one_that_cannot_read(pool: Pool) -> None:
     assert set(heard) == {"ranks [2] could not read their microbatches; the reason is in the log of each"}
 
 
+@pytest.mark.parametrize(
+    ("tensor_parallel", "odd", "heard"),
+    [
+        (2, None, "2 microbatches"),
+        (1, 1, "but ranks [0, 2, 3, 4, 5, 6, 7] run 2, ranks [1] run 3; start all ranks with the same --global-batch"),
+        (2, 6, "but ranks [0, 2, 4] run 2, ranks [6] run 2 to 3 (with their tensor-parallel ranks); start all"),
+    ],
+)
+def test_ranks_that_run_other_numbers_of_microbatches_are_named(
+    pool: Pool, tensor_parallel: int, odd: int | None, heard: str
+) -> None:
+    numbers = [2 + (rank == odd) for rank in range(NUM_RANKS)]
+    answers = pool.run(training_jobs.read_other_numbers, NUM_RANKS, numbers, tensor_parallel)
+    for rank, answer in enumerate(answers):
+        peer = rank % tensor_parallel  # each tensor-parallel coordinate has a pool of its own, and names that one's
+        assert (answer if not peer else answer.replace("[1, 3, 5]", "[0, 2, 4]").replace("[7]", "[6]")).find(heard) >= 0
+
+
+def test_every_group_of_a_pool_has_the_timeout_it_was_given(pool: Pool) -> None:
+    timeouts = pool.run(training_jobs.timeouts_of_pools, NUM_RANKS, 7)
+    assert [set(of_rank) for of_rank in timeouts] == [{7.0}] * NUM_RANKS
+    assert all(len(of_rank) == 3 for of_rank in timeouts), "pool, node, joint pool"
+
+
 def test_a_plain_process_group_is_a_pool(pool: Pool) -> None:
     everyone = tuple(range(NUM_RANKS))
     assert pool.run(training_jobs.pool_of_group, NUM_RANKS) == [(rank, NUM_RANKS, 4, everyone) for rank in everyone]

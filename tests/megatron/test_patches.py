@@ -27,6 +27,7 @@ MODULES = (
     "moe_splits",
     "ping_pong",
     "pretrain",
+    "stage_transfers",
     "te_attention",
     "torch_norm",
     "training_log",

@@ -171,6 +171,18 @@ def one_line(result: Result, rank: int = 0) -> str:
     return lines[0]
 
 
+def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> None:
+    """The others wait for it in a group of ours, whose timeout is Megatron's too."""
+
+    def ended(result: Result) -> None:
+        assert result.codes[0] > 0, f"rank 0 waited for the frozen one; its log ends:\n{result.tail(0)}"
+        assert result.codes[1] == SIGKILL, "it was frozen to the end"
+        assert re.search("[Tt]imed out|[Tt]imeout", result.log(0))
+
+    flags = {"train-iters": 5000, "distributed-timeout-seconds-after-init": 2}
+    train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=30)
+
+
 def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:
     def refused(result: Result) -> None:
         assert result.codes == (2, 2)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import PlanMismatchError
+from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
@@ -60,6 +61,7 @@ class Run:
     strided: bool = False
     device: str = "cpu"
     mover: str = "auto"
+    gradient_wire: GradientWire = "fp32"
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def attend(world: World, plan: MicrobatchPlan, head_dim: int, runs: Sequence[Run
             dtype=dtype,
             policy=run.policy,
             mover=run.mover,
+            gradient_wire=run.gradient_wire,
         )
         calls: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]] = []
         for call in range(run.calls):

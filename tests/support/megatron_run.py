@@ -54,16 +54,16 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
-Entry = Literal["pretrain_gpt", "launch", "plain"]
-"""Our own entry; the launcher (argv[0] is the script); the script alone, on the CPU but without
-balance.
+Entry = Literal["pretrain_gpt", "counted", "launch", "plain"]
+"""Our own entry; the same, with transfers between stages counted; the launcher (argv[0] is the
+script); the script alone, on the CPU but without balance.
 """
 
 
 @dataclass(frozen=True)
 class Job:
     """One training run. `kill_after`: (file, lines): all ranks are killed once the file has so many
-    lines.
+    lines. `freeze`: the rank that is stopped (SIGSTOP) then, in place of a kill.
     """
 
     entry: Entry
@@ -72,6 +72,7 @@ class Job:
     logs: str
     deadline_s: float = 120.0
     kill_after: tuple[str, int] | None = None
+    freeze: int | None = None
     path: tuple[str, ...] = ()
     """Folders put in front of sys.path."""
 
@@ -199,7 +200,7 @@ def run_job(job: Job) -> dict[int, int]:
     codes: dict[int, int] = {}
     stop_at = time.monotonic() + job.deadline_s
     grace_s = 10.0  # for the others to fail by themselves once one rank has
-    killed = False
+    killed = frozen = False
     while len(codes) < job.num_ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in ranks:
@@ -208,7 +209,11 @@ def run_job(job: Job) -> dict[int, int]:
                 stop_at = min(stop_at, time.monotonic() + grace_s)
             continue
         left = [pid for pid, rank in ranks.items() if rank not in codes]
-        if job.kill_after is not None and not killed and _lines(job.kill_after[0]) >= job.kill_after[1]:
+        reached = job.kill_after is not None and _lines(job.kill_after[0]) >= job.kill_after[1]
+        if reached and job.freeze is not None and not frozen:
+            os.kill(next(pid for pid, rank in ranks.items() if rank == job.freeze), signal.SIGSTOP)
+            frozen = True
+        elif reached and job.freeze is None and not killed:
             for one in left:
                 os.kill(one, signal.SIGKILL)
             killed = True
@@ -272,6 +277,13 @@ def _enter(job: Job) -> int:
             runpy.run_path(job.argv[0], run_name="__main__")
         return 0
     sys.argv = [job.entry, *job.argv]
+    if job.entry == "counted":
+        from tests.support import counted_transfers
+
+        counts = counted_transfers.install()
+        code = entry.run(pretrain_gpt.main)
+        sys.stdout.write(f"{counts.line()}\n")
+        return code
     return entry.run(launch.main if job.entry == "launch" else pretrain_gpt.main)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_balance import make_planner
-from megatron_balance.errors import DataError
+from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.place import nano_batches_of
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.lengths import share_lengths
 from megatron_balance.training.microbatch import assemble
 from megatron_balance.training.nano_batches import by_nano_batch
@@ -101,6 +104,40 @@ def read_with_failure(world: World, failing: int) -> str:
     except DataError as error:
         return str(error)
     return "read"
+
+
+def read_other_numbers(world: World, numbers: Sequence[int], tensor_parallel: int) -> str:
+    """The answer that this rank gets when rank r runs `numbers[r]` microbatches.
+
+    `tensor_parallel`: consecutive ranks that compute the same tokens.
+    """
+    place, peer = divmod(world.rank, tensor_parallel)
+    same = tuple(range(peer, world.size, tensor_parallel))
+    peers = tuple(range(place * tensor_parallel, (place + 1) * tensor_parallel))
+    pools = [range(each, world.size, tensor_parallel) for each in range(tensor_parallel)]
+    tensor = [range(first, first + tensor_parallel) for first in range(0, world.size, tensor_parallel)]
+    # made by all ranks of the world together, which is all there are
+    made = {tuple(ranks): cast("dist.ProcessGroup", dist.new_group(list(ranks))) for ranks in (*pools, *tensor)}
+    numbered = tuple(range(len(same)))
+    pool = Pool(Groups(place, len(same), same, made[same]), 1, numbered, numbered)
+    mine = [documents(world.rank, m, (3, 2)) for m in range(numbers[world.rank])] if peer == 0 else []
+    try:
+        shared = share_lengths(
+            mine, None, numbers[world.rank], pool, TensorParallel(made[peers], peers[0]), torch.device("cpu")
+        )
+    except ConfigError as error:
+        return str(error)
+    return f"{len(shared.lengths)} microbatches"
+
+
+def timeouts_of_pools(world: World, seconds: int) -> list[float]:
+    """Seconds after which the groups of this rank give up: two stages of half the world each."""
+    half = world.size // 2
+    stage, at = divmod(world.rank, half)
+    mine = Membership(tuple(range(stage * half, (stage + 1) * half)), at, stage=stage, stages=(at, at + half))
+    pool = make_pool(mine, ranks_per_node=2, timeout=timedelta(seconds=seconds))
+    groups: list[Any] = [*pool.groups.process_groups(), *pool.joint.process_groups()]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
 def pool_of_group(world: World) -> tuple[int, int, int, tuple[int, ...]]:

@@ -60,7 +60,8 @@ def test_the_documented_clusters_and_models_are_shipped():
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_cluster_file_gives_every_field(name):
     given = yaml.safe_load((CONFIGS / "cluster" / f"{name}.yaml").read_text())
-    assert set(given) == set(Cluster.__dataclass_fields__)
+    one_rate, by_kernel = {"attention_efficiency"}, {"attention_rates", "attention_kernel"}
+    assert set(given) in [set(Cluster.__dataclass_fields__) - other for other in (one_rate, by_kernel)]
     cluster = load_cluster(name).build()
     assert cluster.name == name
     assert cluster.node_size % cluster.ranks_per_nic == 0

@@ -68,8 +68,8 @@ def measure(context: Context) -> Iterator[Row]:
         offer = KERNELS[name]
         if device.type not in offer.devices:
             yield figure.not_measured(f"does not serve {device.type}")
-        elif not offer.installed:
-            yield figure.not_measured("not installed")
+        elif reason := offer.refusal(device, torch.bfloat16, 64) or offer.fault():
+            yield figure.not_measured(reason)
         else:
             yield figure.measured(apart_from_plain(choose_kernel(name, device, torch.bfloat16, 64), device))
     lengths = mixed_lengths(FRAGMENTS, LEAST, TOKENS)

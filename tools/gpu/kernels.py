@@ -125,7 +125,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     yield Case(MOVES[0], num_bytes, lambda mover: lambda: mover.fill(fills), lambda: targets)
     places = [Place(p, x, (y,)) for p, x, y in zip(packed, sources, targets, strict=True)]
     yield Case(MOVES[1], num_bytes, lambda mover: lambda: mover.place(places), lambda: targets)
-    form = Form(shape.head_dim, torch.bfloat16, torch.float32)
+    form = Form.of(shape.head_dim, torch.bfloat16, "fp32")
     carried = [(Kind.Q, shape.tokens, heads[0]), (Kind.KV, shape.tokens, heads[1])]
     raw = torch.zeros(parcel_bytes(carried, form), dtype=torch.uint8, device=device)
     (q,), (kv,) = unpack(raw, carried, form)

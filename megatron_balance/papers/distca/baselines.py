@@ -172,7 +172,7 @@ def replica_s(case: Case, microbatches: Sequence[GroupQueries], config: ReplicaC
     def transfer(microbatch: int) -> Floats:
         return np.array([stage_transfer_s(case.model, tokens[microbatch], case.machine.inter)])
 
-    return pipeline.total_s(pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer))
+    return pipeline.run(config.stages, len(microbatches), 1, 1, each, transfer).total_s
 
 
 def megatron_s(case: Case, documents: Sequence[int]) -> float:

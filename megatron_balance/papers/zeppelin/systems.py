@@ -49,8 +49,9 @@ class Case:
 
     def __post_init__(self) -> None:
         model = load_model(self.model_name)
-        cluster = wide_ranks(load_cluster(self.cluster_name).build(num_ranks=self.num_gpus), self.tensor)
-        cost = AnalyticCost(cluster, model, self.tensor)
+        machine = load_cluster(self.cluster_name).build(num_ranks=self.num_gpus)
+        cluster = wide_ranks(machine.with_kernel("flash_attn"), self.tensor)  # 2.4.3, section 5
+        cost = AnalyticCost(cluster, model, self.tensor, pads=False)
         for name, value in (
             ("model", model),
             ("cluster", cluster),

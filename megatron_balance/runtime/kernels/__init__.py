@@ -2,73 +2,191 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import torch
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.kernels.base import Kernel, Offer
+from megatron_balance.runtime.kernels import trial
+from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_balance.runtime.kernels.libraries import (
     FLASH_ATTN_3,
+    Calls,
     FlashAttn2Calls,
     FlashAttn3Calls,
     TeFusedCalls,
     TorchCalls,
+    cudnn_fault,
+    flash_attention_4_fault,
+    restore_flash_attention,
 )
+from megatron_balance.runtime.kernels.offer import (
+    NOT_INSTALLED,
+    Capabilities,
+    Capability,
+    Offer,
+    capability_of,
+    first_line,
+)
+from megatron_balance.runtime.kernels.padding import PaddedCalls
 from megatron_balance.runtime.kernels.plain import PlainKernel
 from megatron_balance.runtime.kernels.varlen import VarlenKernel
 
+log = logging.getLogger(__name__)
+
 _FP32_FP64 = (torch.float32, torch.float64)
 _BF16_FP16 = (torch.bfloat16, torch.float16)
-_ANY_DIM = (1 << 30, 1)
-_FLASH_DIMS = (256, 8)
+_MULTIPLE = 8
+"""Head dims that the libraries take are multiples of it; others are padded."""
+
+
+def _varlen(name: str, calls: Callable[[], Calls]) -> Callable[[int], VarlenKernel]:
+    def make(head_dim: int) -> VarlenKernel:
+        made = calls()
+        return VarlenKernel(name, PaddedCalls(made, head_dim, _MULTIPLE) if head_dim % _MULTIPLE else made)
+
+    return make
+
+
+def _up_to_256(_: Capability | None) -> int:
+    return 256
+
+
+def _up_to_256_on_hopper(capability: Capability | None) -> int:
+    return 256 if capability is None or capability < (10, 0) else 128
+
+
 KERNELS: dict[str, Offer] = {
-    "plain": Offer(PlainKernel, ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16), _ANY_DIM),
-    "cpu_flash": Offer(CpuFlashKernel, ("cpu",), (torch.float32, *_BF16_FP16), _ANY_DIM),
-    "torch_varlen": Offer(lambda: VarlenKernel("torch_varlen", TorchCalls()), ("cuda",), _BF16_FP16, _FLASH_DIMS),
-    "flash_attn": Offer(
-        lambda: VarlenKernel("flash_attn", FlashAttn2Calls()),
-        *(("cuda",), _BF16_FP16, _FLASH_DIMS, ("flash_attn.flash_attn_interface",)),
-        "pip install --no-build-isolation flash-attn",
+    "plain": Offer(lambda _: PlainKernel(), ("cpu", "cuda"), (*_FP32_FP64, *_BF16_FP16)),
+    "cpu_flash": Offer(lambda _: CpuFlashKernel(), ("cpu",), (torch.float32, *_BF16_FP16)),
+    "torch_varlen": Offer(
+        _varlen("torch_varlen", TorchCalls),
+        *(("cuda",), _BF16_FP16, _up_to_256),
+        capabilities=Capabilities((8, 0)),
     ),
+    "flash_attn": Offer(
+        _varlen("flash_attn", FlashAttn2Calls),
+        *(("cuda",), _BF16_FP16, _up_to_256, ("flash_attn.flash_attn_interface",)),
+        "pip install --no-build-isolation flash-attn",
+        Capabilities((8, 0)),
+    ),
+    # Of the other libraries' limits those that stand in Transformer Engine 2.17.1's own choice
+    # (pytorch/attention/dot_product_attention/utils.py) and in torch 2.13 (nn/attention/_fa4.py).
     "flash_attn_3": Offer(
-        lambda: VarlenKernel("flash_attn_3", FlashAttn3Calls()),
-        *(("cuda",), _BF16_FP16, _FLASH_DIMS, FLASH_ATTN_3),
+        _varlen("flash_attn_3", FlashAttn3Calls),
+        *(("cuda",), _BF16_FP16, _up_to_256, FLASH_ATTN_3),
         "build hopper/ of https://github.com/Dao-AILab/flash-attention",
+        Capabilities((9, 0), (9, 0)),
+    ),
+    "flash_attn_4": Offer(
+        _varlen("flash_attn_4", lambda: TorchCalls("FA4")),
+        *(("cuda",), _BF16_FP16, _up_to_256_on_hopper, ("flash_attn.cute.interface",)),
+        "pip install 'flash-attn-4==4.0.0b11' (torch 2.13 reads two results of its forward; later ones return five)",
+        Capabilities((9, 0), (10, 9)),
+        flash_attention_4_fault,
     ),
     "te_fused": Offer(
-        lambda: VarlenKernel("te_fused", TeFusedCalls()),
-        *(("cuda",), _BF16_FP16, _FLASH_DIMS, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
-        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        _varlen("te_fused", TeFusedCalls),
+        *(("cuda",), _BF16_FP16, _up_to_256_on_hopper, ("transformer_engine.pytorch.cpp_extensions.fused_attn",)),
+        "pip install --no-build-isolation 'transformer-engine[pytorch]', with cuDNN 9.7 or later",
+        Capabilities((9, 0), (10, 9)),
+        cudnn_fault,
     ),
 }
 """By name, as a run file's `kernel:` has them."""
 
-AUTOMATIC = ("flash_attn_3", "flash_attn", "torch_varlen", "cpu_flash", "plain")
-"""In order of preference.
+AUTOMATIC_HOPPER = ("flash_attn_3", "te_fused", "flash_attn_4", "flash_attn", "torch_varlen")
+"""`auto` up to compute capability 9, in order of preference.
 
-te_fused is chosen by name only: what it leaves for the backward depends on the version of cuDNN."""
+By the published rates of an H100: FlashAttention-3 648 TFLOP/s, cuDNN 595, FlashAttention-2 370
+(arXiv 2407.08608, Figure 5). Before Hopper only the last two names serve."""
+
+AUTOMATIC_BLACKWELL = ("flash_attn_4", "te_fused", "flash_attn", "torch_varlen")
+"""`auto` from compute capability 10 on: FlashAttention-4 was made for it."""
+
+AUTOMATIC_CPU = ("cpu_flash", "plain")
+"""`auto` on a CPU. On CUDA the formula is chosen by name only: its scores are whole matrices, in
+fp32."""
+
+_told: set[str] = set()
+"""Sentences that were logged."""
+
+
+def automatic(device: torch.device) -> tuple[str, ...]:
+    """Names that `auto` tries on a device, the preferred one first."""
+    if device.type == "cpu":
+        return AUTOMATIC_CPU
+    capability = capability_of(device)
+    return AUTOMATIC_BLACKWELL if capability is not None and capability >= (10, 0) else AUTOMATIC_HOPPER
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Make the kernel called `name`.
+    """Make the kernel called `name`, and log once which it is.
 
-    "auto": the first of `AUTOMATIC` that is installed and serves device, dtype and head dim.
+    "auto": the first of `automatic(device)` that serves device, dtype and head dim, can be used here
+    and, on a GPU, passes its trial. One that is installed but broken is reported once and skipped.
 
     Raises:
-        ConfigError: no such kernel, it is not installed, or it cannot serve these tensors.
+        ConfigError: no such kernel, it cannot be used here, it cannot serve these tensors, or none
+            of `auto` can.
     """
+    shown = f"({device.type}, {dtype}, head dim {head_dim})"
     if name == "auto":
-        fitting = (o for o in map(KERNELS.__getitem__, AUTOMATIC) if not o.refusal(device, dtype, head_dim))
-        return next(o for o in fitting if o.installed).make()
-    offer = KERNELS.get(name)
-    if offer is None:
+        kernel = _automatic(device, dtype, head_dim)
+    elif name not in KERNELS:
         raise ConfigError(f"unknown kernel {name!r}; known: auto, {', '.join(KERNELS)}")
-    refusal = offer.refusal(device, dtype, head_dim)
-    if refusal:
-        raise ConfigError(f"kernel {name} {refusal} (head dim {head_dim}); use kernel: auto")
-    if not offer.installed:
-        raise ConfigError(
-            f"kernel {name} needs {' or '.join(offer.modules)}, which is not installed; {offer.mend}, or use kernel: "
-            "auto"
-        )
-    return offer.make()
+    else:
+        offer = KERNELS[name]
+        kernel, reason = _made(name, device, dtype, head_dim)
+        if kernel is None and offer.refusal(device, dtype, head_dim):
+            raise ConfigError(f"kernel {name} {reason} (head dim {head_dim}); use kernel: auto")
+        if kernel is None:
+            needs = f"needs {' or '.join(offer.modules)}, which is not installed"
+            why = needs if reason == NOT_INSTALLED else f"cannot be used here: {reason}"
+            raise ConfigError(f"kernel {name} {why}; {offer.mend or 'another torch'}, or use kernel: auto")
+    _tell(logging.INFO, f"attention kernel {kernel.name} {shown}")
+    return kernel
+
+
+def _automatic(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel that `auto` takes."""
+    reasons: dict[str, str] = {}
+    for name in automatic(device):
+        offer = KERNELS[name]
+        kernel, reasons[name] = _made(name, device, dtype, head_dim)
+        if kernel is not None:
+            return kernel
+        if offer.modules and not offer.refusal(device, dtype, head_dim) and reasons[name] != NOT_INSTALLED:
+            _tell(logging.WARNING, f"attention kernel {name} is installed, but is skipped: {reasons[name]}")
+    mends = [f"{name}: {KERNELS[name].mend}" for name in reasons if KERNELS[name].mend]
+    raise ConfigError(
+        f"no attention kernel for {dtype} and head dim {head_dim} on {device.type}: "
+        f"{'; '.join(f'{name} {reason}' for name, reason in reasons.items())}. Train in bf16, install one of them "
+        f"({'; '.join(mends)}), or set 'kernel: plain' (the formula: slow, with the scores of all pairs in memory)"
+    )
+
+
+def _made(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Kernel | None, str]:
+    """The kernel, or the reason why not."""
+    offer = KERNELS[name]
+    reason = offer.refusal(device, dtype, head_dim) or offer.fault()
+    if reason:
+        return None, reason
+    try:
+        kernel = offer.make(head_dim)
+    except Exception as error:
+        return None, first_line(error)
+    if capability_of(device) is not None and name != "plain":
+        reason = trial.failure(kernel, device, dtype, head_dim)
+    if reason:
+        restore_flash_attention()
+        return None, reason
+    return kernel, ""
+
+
+def _tell(level: int, sentence: str) -> None:
+    if sentence not in _told:
+        _told.add(sentence)
+        log.log(level, sentence)

@@ -9,9 +9,7 @@ H query heads, G key-value heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -63,52 +61,6 @@ class Kernel(Protocol):
         `dout`: gradient, final output [T, H, D] and LSE [T, H] in dout's rows.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A kernel that can be chosen.
-
-    Attributes:
-        make: makes it.
-        devices: types that it serves.
-        dtypes: that it serves.
-        head_dims: (largest, multiple of what).
-        modules: one of them must be installed.
-        mend: how to get it.
-    """
-
-    make: Callable[[], Kernel]
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    head_dims: tuple[int, int]
-    modules: tuple[str, ...] = ()
-    mend: str = ""
-
-    @property
-    def installed(self) -> bool:
-        return not self.modules or any(has_module(name) for name in self.modules)
-
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-        """The reason why it does not serve such tensors; "" if it does."""
-        if device.type not in self.devices:
-            return f"does not serve {device.type} tensors"
-        if dtype not in self.dtypes:
-            return f"does not serve {dtype}, only {', '.join(map(str, self.dtypes))}"
-        largest, multiple = self.head_dims
-        return (
-            ""
-            if head_dim <= largest and head_dim % multiple == 0
-            else f"serves head dims up to {largest} in multiples of {multiple}"
-        )
-
-
-def has_module(name: str) -> bool:
-    """Whether a module can be found, without importing it (a parent package is imported)."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent is not there
-        return False
 
 
 def merge_partials(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

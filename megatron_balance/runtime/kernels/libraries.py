@@ -2,7 +2,8 @@
 
 torch's own, flash-attn 2 and 3, and Transformer Engine's fused attention. Signatures are those of
 
-- torch 2.13 (aten);
+- torch 2.13 (aten), and `torch.nn.attention.activate_flash_attention_impl`, which puts
+  FlashAttention-4 behind the same operators;
 - flash-attn 2.8.3 (`flash_attn.flash_attn_interface`);
 - flash-attn 3 as of the same tag and of main in August 2026 (`hopper/flash_attn_interface.py`;
   arguments go by position, since two names differ);
@@ -26,9 +27,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.runtime.kernels.base import has_module
+from megatron_balance.runtime.kernels.offer import first_line, import_fault
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -65,10 +67,44 @@ def _deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
+def current_flash_attention_impl() -> str | None:
+    """The implementation behind torch's flash attention; None: its own, FlashAttention-2."""
+    return attention.current_flash_attention_impl() if hasattr(attention, "current_flash_attention_impl") else None
+
+
+def flash_attention_4_fault() -> str:
+    """The reason why torch cannot put FlashAttention-4 behind its operators; "" if it can."""
+    if "FA4" in getattr(attention, "list_flash_attention_impls", list)():
+        return ""
+    return f"torch {torch.__version__} cannot put it behind its operators, 2.13 can"
+
+
+def restore_flash_attention() -> None:
+    """Put torch's own FlashAttention-2 behind its operators again, if another is."""
+    if current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
 class TorchCalls:
-    """FlashAttention as torch was built with it."""
+    """FlashAttention behind torch's operators: 2, as torch was built with it, or `impl`.
+
+    What is behind them is the same for the whole process, so the kernel made last decides; an
+    earlier one refuses to run by another's.
+    """
+
+    def __init__(self, impl: str | None = None) -> None:
+        self.impl = impl
+        restore_flash_attention()
+        if impl is not None:
+            attention.activate_flash_attention_impl(impl)
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        now = current_flash_attention_impl()
+        if now != self.impl:
+            raise RuntimeError(
+                f"behind torch's flash attention is now {now or 'FlashAttention-2'}, this kernel was made for "
+                f"{self.impl or 'FlashAttention-2'}; make it anew"
+            )
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal, return_debug_mask=False, scale=scale
         )
@@ -126,7 +162,7 @@ class FlashAttn3Calls:
     """flash-attn 3 for Hopper."""
 
     def __init__(self) -> None:
-        self.module: ModuleType = import_module(next(name for name in FLASH_ATTN_3 if has_module(name)))
+        self.module: ModuleType = import_module(next(name for name in FLASH_ATTN_3 if not import_fault(name)))
 
     def forward(self, at: CuSeqlens, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         new_keys_and_out, used, paging_rotary_scales = (None,) * 4, (None,) * 3, (None,) * 9
@@ -176,11 +212,28 @@ class FlashAttn3Calls:
         return dq, dk, dv
 
 
-class TeFusedCalls:
-    """Transformer Engine's fused attention.
+CUDNN = (9, 7)
+"""From this cuDNN on lengths need not be multiples of 64 under a mask that is causal at the bottom
+right (Transformer Engine 2.17.1, `common/fused_attn/fused_attn.cpp`); before 9.6 LSE is padded, too.
+"""
+CUDNN_WITH_FAULTS = ((9, 10, 0), (9, 10, 1))
+"""Versions from which that file takes no fused attention in bf16."""
 
-    cuDNN from 9.6 on: older ones pad the LSE of packed sequences.
-    """
+
+def cudnn_fault() -> str:
+    """The reason why Transformer Engine's cuDNN serves no packed sequences; "" if it does."""
+    try:
+        version: tuple[int, int, int] = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
+    except Exception as error:
+        return first_line(error)
+    shown = ".".join(map(str, version))
+    if version < CUDNN:
+        return f"cuDNN {shown}: before 9.7 it takes lengths that are multiples of 64 only"
+    return f"cuDNN {shown}: its fused attention has known faults" if version in CUDNN_WITH_FAULTS else ""
+
+
+class TeFusedCalls:
+    """Transformer Engine's fused attention, by cuDNN (`cudnn_fault`)."""
 
     def __init__(self) -> None:
         self.module: ModuleType = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
@@ -209,7 +262,7 @@ class TeFusedCalls:
             raise ConfigError(
                 f"Transformer Engine's fused attention returned softmax statistics {tuple(lse.shape)}, not "
                 f"{(*q.shape[:2], 1)}: "
-                "packed ones need cuDNN >= 9.6; update it, or use kernel: auto"
+                "packed ones need cuDNN >= 9.7; update it, or use kernel: auto"
             )
         return out.view(q.shape), lse[..., 0]
 

@@ -27,6 +27,7 @@ from megatron_balance.runtime.lower.messages import Indexes, MessageLookup, Mess
 from megatron_balance.runtime.lower.regions import RegionIndex, without
 from megatron_balance.runtime.lower.routes import lower_routes
 from megatron_balance.runtime.lower.steps import Finish, Launch, Packed, Phase, PhaseName, Start, Step, Work
+from megatron_balance.runtime.lower.sums import mark_sums
 from megatron_balance.runtime.shape import AttentionShape
 
 
@@ -152,6 +153,8 @@ class Lowering:
         blank: tuple[int, ...] = ()
         if forward:
             steps, blank = self.mark_merges(steps)
+        else:
+            steps = mark_sums(steps, self.sizes)
         remap_out = self.program.num_exchanges - 1 if self.program.remap_in else None
         work = Work(counts(steps, forward=forward, remap_out=remap_out))
         cuts = Cuts(*(begins[at] for at in where))

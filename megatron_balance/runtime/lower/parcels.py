@@ -15,22 +15,33 @@ from torch import Tensor
 
 from megatron_balance.analysis import wire
 from megatron_balance.analysis.wire import Carried, padded
+from megatron_balance.ir.model import GradientWire
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Element types and head dim of one attention call. `wide`: of partials and gradients."""
+    """Element types and head dim of one attention call.
+
+    `wide`: of partials and of summed gradients; `gradient`: in which gradients travel.
+    """
 
     dim: int
     dtype: torch.dtype
     wide: torch.dtype
+    gradient: torch.dtype
+
+    @classmethod
+    def of(cls, dim: int, dtype: torch.dtype, gradient_wire: GradientWire) -> Form:
+        """The form of tensors of head dim `dim` in `dtype`."""
+        wide = wide_dtype(dtype)
+        return cls(dim, dtype, wide, torch.bfloat16 if gradient_wire == "bf16" else wide)
 
     @property
     def sizes(self) -> wire.Sizes:
         """Head dim and bytes of the elements."""
-        return wire.Sizes(self.dim, self.dtype.itemsize, self.wide.itemsize)
+        return wire.Sizes(self.dim, self.dtype.itemsize, self.wide.itemsize, self.gradient.itemsize)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,7 +51,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
     """Shapes and types of the tensors that carry a message (`wire.tensor_shapes`)."""
-    return tuple([(shape, form.wide if wide else form.dtype) for shape, wide in wire.tensor_shapes(message, form.dim)])
+    types = {"narrow": form.dtype, "wide": form.wide, "gradient": form.gradient}
+    return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.dim)])
 
 
 def parcel_bytes(messages: Sequence[Carried], form: Form) -> int:

@@ -45,6 +45,18 @@ class Operand(NamedTuple):
     packed: Packed
 
 
+class Sums(NamedTuple):
+    """Where packed rows of gradients go.
+
+    Attributes:
+        kept: runs that are the first of their buffer and all of it, in order: kept as they come.
+        added: the others, which are added to what their buffers hold.
+    """
+
+    kept: tuple[Run, ...] = ()
+    added: Packed = Packed((), 0, 0)
+
+
 class Launch(NamedTuple):
     """One forward launch.
 
@@ -74,7 +86,8 @@ class Launch(NamedTuple):
 class GradLaunch(NamedTuple):
     """One backward launch; other attributes as in `Launch`.
 
-    `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors.
+    `dout`: the output's gradient, output and LSE; `dq`, `dk`: packed rows -> gradient tensors;
+    `dq_sums`, `dk_sums`: the same, told apart by how they are summed.
     """
 
     op: int
@@ -87,6 +100,8 @@ class GradLaunch(NamedTuple):
     dk: Packed
     reads: frozenset[tuple[Kind, int]]
     calls: int
+    dq_sums: Sums = Sums()
+    dk_sums: Sums = Sums()
 
 
 class Message(NamedTuple):
@@ -94,7 +109,8 @@ class Message(NamedTuple):
 
     Sent: `packed` says from where. Received: inputs become buffer `buffer`, everything else goes
     to `packed`.
-    `merges` as in `Launch`, for received outputs. `stream` as in `compile.order.streams`.
+    `merges` as in `Launch`, for received outputs; `sums` for received gradients. `stream` as in
+    `compile.order.streams`.
     """
 
     peer: int
@@ -103,6 +119,7 @@ class Message(NamedTuple):
     buffer: int = -1
     merges: tuple[bool, ...] = ()
     stream: str = ""
+    sums: Sums = Sums()
 
     @property
     def carried(self) -> Carried:

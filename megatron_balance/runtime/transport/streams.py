@@ -185,4 +185,5 @@ class Streamed:
         """Do nothing: what was sent is kept by the streams until they have read it."""
 
     def fail(self) -> None:
-        """Do nothing: the host waits for no transfer."""
+        """Abort: peers that wait for this rank end with an error, and this process can end."""
+        self.groups.abort()

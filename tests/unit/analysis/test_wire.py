@@ -17,9 +17,9 @@ from megatron_balance.runtime.lower.regions import without  # noqa: E402
 from megatron_balance.runtime.trace import Traced, hidden_share  # noqa: E402
 
 FORMS = [
-    Form(5, torch.bfloat16, torch.float32),
-    Form(8, torch.float32, torch.float32),
-    Form(3, torch.float64, torch.float64),
+    Form.of(5, torch.bfloat16, "fp32"),
+    Form.of(8, torch.float32, "fp32"),
+    Form.of(3, torch.float64, "fp32"),
 ]
 messages = st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4)
 
@@ -56,7 +56,7 @@ def test_a_single_tensor_is_sent_from_where_it_lies() -> None:
     x = torch.arange(7.0)
     assert pack([x]).data_ptr() == x.data_ptr()
     assert (
-        parcel_bytes([(Kind.Q, 1, 7)], Form(1, torch.float32, torch.float32)) == x.nbytes
+        parcel_bytes([(Kind.Q, 1, 7)], Form.of(1, torch.float32, "fp32")) == x.nbytes
     )  # not padded: there is nothing behind it
 
 

@@ -31,11 +31,14 @@ messages = st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 9), st.integ
     ],
 )
 def test_tensors_of_a_message(kind: Kind, num_bytes: list[int]) -> None:
-    assert list(wire.tensor_bytes([(kind, 7, 3)], Sizes(dim=5, narrow_bytes=2, wide_bytes=4))) == num_bytes
+    assert (
+        list(wire.tensor_bytes([(kind, 7, 3)], Sizes(dim=5, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)))
+        == num_bytes
+    )
 
 
 def test_tensors_begin_aligned_and_the_last_one_is_not_padded() -> None:
-    sizes = Sizes(dim=1, narrow_bytes=2, wide_bytes=4)
+    sizes = Sizes(dim=1, narrow_bytes=2, wide_bytes=4, gradient_bytes=4)
     assert wire.parcel_bytes([], sizes) == 0
     assert wire.parcel_bytes([(Kind.Q, 3, 1)], sizes) == 6
     assert wire.parcel_bytes([(Kind.Q, 3, 1), (Kind.OUT, 1, 1)], sizes) == ALIGN + ALIGN + 4
@@ -62,7 +65,7 @@ def test_arrays_of_messages_have_the_sizes_of_each(
     for row, (kind, rows, heads) in zip(table, carried, strict=True):
         row[Message.KIND], row[Message.HEAD_STOP], row[Message.TOKENS] = kind, heads, rows
     parcels = Payload.of(Model(4, 2, dim, bytes_per_element=element)).parcels(table)
-    sizes = Sizes(dim, element, max(4, element))
+    sizes = Sizes(dim, element, max(4, element), max(4, element))
     each = list(wire.tensor_bytes(carried, sizes))
     assert parcels.packed.tolist() == [wire.parcel_bytes(carried, sizes)]
     assert parcels.direct.tolist() == [sum(each)]

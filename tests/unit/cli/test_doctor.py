@@ -78,12 +78,28 @@ def test_the_attention_kernels_are_listed_with_their_devices(stack):
     assert (checks["kernel flash_attn_3"].status, checks["kernel flash_attn_3"].mend) == ("missing", "build it")
 
 
+def test_a_kernel_that_is_there_and_broken_says_why_and_auto_says_what_it_takes(stack):
+    fault = "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda"
+    torch = {
+        "torch": "2.13.0",
+        "kernels": {"flash_attn": ["cuda", "build it"]},
+        "kernel_faults": {"flash_attn": fault},
+        "kernel_auto": "torch_varlen",
+    }
+    checks = stack(torch=torch)
+    broken = checks["kernel flash_attn"]
+    assert (broken.status, broken.found, broken.mend) == ("wrong", fault, "build it")
+    assert (checks["kernel: auto"].status, checks["kernel: auto"].found) == ("ok", "torch_varlen")
+    none = stack(torch={**torch, "kernel_auto": "none: no attention kernel for torch.bfloat16"})["kernel: auto"]
+    assert (none.status, none.found) == ("wrong", "none: no attention kernel for torch.bfloat16")
+
+
 def test_the_probe_asks_the_registry_of_kernels():
     pytest.importorskip("torch")
     kernels = pytest.importorskip("megatron_balance.runtime.kernels").KERNELS
-    assert doctor._probe_torch()["kernels"] == {
-        n: [*o.devices, "ok" if o.installed else o.mend] for n, o in kernels.items()
-    }
+    probe = doctor._probe_torch()
+    assert probe["kernels"] == {n: [*o.devices, "ok" if o.installed else o.mend] for n, o in kernels.items()}
+    assert probe["kernel_auto"] in kernels
 
 
 def test_the_configuration_knows_every_kernel():

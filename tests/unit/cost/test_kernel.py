@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_balance.cost.kernel import padded_head_dim, tiles, visible_pairs
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.kernel import padded_head_dim, padding_elements, tiles, visible_pairs
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 
 
 def counted(pair: list[int]) -> tuple[int, int, int, int]:
@@ -37,3 +40,17 @@ def test_a_causal_square_computes_the_lower_triangle_of_tiles_and_its_diagonal(l
 
 def test_head_dims_are_padded_to_the_next_kernel() -> None:
     assert [padded_head_dim(dim) for dim in (16, 64, 100, 128, 129)] == [32, 64, 128, 128, 160]
+
+
+def test_padding_a_head_dim_copies_every_operand_and_result_once() -> None:
+    """Two queries over three keys, named twice, one of two key heads; heads of 100 become 104."""
+    pair = (0, 5, 7, 0, 2, 4, 7, 0, 1)
+    pairs = np.array([pair, pair])
+    launch = np.zeros(2, dtype=np.int64)
+    rows = 2 * 2 + 3 * 1
+    assert padding_elements(pairs, launch, 1, 100, backward=False).tolist() == [2 * (100 + 104) * rows]
+    assert padding_elements(pairs, launch, 1, 100, backward=True).tolist() == [4 * (100 + 104) * rows]
+    assert padding_elements(pairs, launch, 1, 104, backward=True).tolist() == [0]
+    cluster, model = Cluster(1, 1, memory_bytes_per_s=1e9), Model(2, 1, 100)
+    costs = [AnalyticCost(cluster, model, pads=pads).attend_s(pairs, launch, 1)[0] for pads in (True, False)]
+    assert costs[0] - costs[1] == pytest.approx(2 * 204 * rows * 2 / 1e9)

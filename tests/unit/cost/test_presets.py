@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron_balance.analysis.memory import rank_memory
 from megatron_balance.config import CONFIGS, load_cluster, load_model, names
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.modules import layer_modules
+from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 
 STRUCTURE = (
@@ -27,7 +29,7 @@ def test_every_constant_of_a_cluster_has_its_source_beside_it(name: str) -> None
     above = ""
     for line in text.splitlines():
         key, comment = line.partition(":")[0], re.search(r"# (.+)", line)
-        if key in Cluster.__dataclass_fields__ and key not in STRUCTURE:
+        if (key in Cluster.__dataclass_fields__ and key not in STRUCTURE) or line.startswith(" "):
             assert (comment and len(comment[1]) > 3) or above.startswith("#"), line
         above = line
 
@@ -81,9 +83,47 @@ def test_distcas_34b_has_the_flops_that_its_appendix_counts() -> None:
 
 
 def test_the_kernels_long_rate_is_the_published_one() -> None:
-    # FlashAttention-2 on Hopper, heads of 128: 370 TFLOP/s; on the A100 73 % of 312.
-    pairs = float(1 << 32)
-    for name, tflops in (("h200", 370), ("a800", 0.73 * 312), ("h100", 648)):
-        model = load_model("llama-7b")
-        seconds = AnalyticCost(load_cluster(name).build(), model).attention_s(pairs)
-        assert pairs * model.attention_flops_per_pair / seconds / 1e12 == pytest.approx(tflops, rel=2e-3)
+    # An H100, heads of 128, at 16k (FlashAttention-3, Figure 5); 73 % of 312 TFLOP/s on the A100.
+    hopper = {"flash_attn": 370, "torch_varlen": 370, "te_fused": 595, "flash_attn_3": 648}
+    rates = {"a800": {"flash_attn": 0.73 * 312}, "h100": hopper, "h200": hopper, "h800": hopper}
+    pairs, model = float(1 << 32), load_model("llama-7b")
+    for name, by_kernel in rates.items():
+        for kernel, tflops in by_kernel.items():
+            cluster = load_cluster(name).build().with_kernel(kernel)
+            seconds = AnalyticCost(cluster, model).attention_s(pairs)
+            assert pairs * model.attention_flops_per_pair / seconds / 1e12 == pytest.approx(tflops, rel=2e-3)
+
+
+def test_a_preset_is_priced_at_the_kernel_that_auto_takes_in_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compute capability of its GPUs, with torch and Transformer Engine installed."""
+    torch = pytest.importorskip("torch")
+    from megatron_balance.runtime import kernels
+    from megatron_balance.runtime.kernels import offer
+
+    image = ("te_fused", "torch_varlen")
+    capabilities = {"a800": (8, 0), "a800-ib": (8, 0), "h100": (9, 0), "h200": (9, 0), "h800": (9, 0)}
+    for name, capability in capabilities.items():
+        monkeypatch.setattr(kernels, "capability_of", lambda _, capability=capability: capability)
+        monkeypatch.setattr(offer, "capability_of", lambda _, capability=capability: capability)
+        device = torch.device("cuda")
+        served = [k for k in kernels.automatic(device) if not kernels.KERNELS[k].refusal(device, torch.bfloat16, 128)]
+        cluster = load_cluster(name).build()
+        chosen = next(kernel for kernel in served if kernel in image)
+        assert cluster.with_kernel(chosen) == cluster, (name, chosen)
+
+
+def test_a_rate_is_a_share_of_a_known_kernel_and_the_kernel_has_one(tmp_path: Path) -> None:
+    for text, said in (
+        ("attention_rates: {flash_atn: 0.4}", r"attention_rates.flash_atn.*: expected 'flash_attn', 'flash_attn_3'"),
+        ("attention_rates: {flash_attn: 40}", r"attention_rates.flash_attn: expected a share of the peak.*got 40"),
+        ("attention_kernel: flash_attn_4", r"attention_kernel: flash_attn_4 has no rate; .*flash_attn, te_fused"),
+        ("attention_kernel: fast", r"attention_kernel: expected 'flash_attn', .*got 'fast'"),
+    ):
+        file = tmp_path / "cluster.yaml"
+        file.write_text(f"base: h200\n{text}\n")
+        with pytest.raises(ConfigError, match=said):
+            load_cluster(str(file)).build()
+    file.write_text("base: h200\nattention_efficiency: 0.25\n")
+    assert load_cluster(str(file)).build().attention_share == 0.25, "a number of one's own wins"
+    file.write_text("base: h200\nattention_kernel: flash_attn\n")
+    assert load_cluster(str(file)).build().attention_share == 0.374

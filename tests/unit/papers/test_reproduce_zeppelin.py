@@ -65,7 +65,7 @@ def test_shares_are_divided_by_the_sum_of_their_row_and_githubs_is_0_945():
 def test_a_boundary_is_where_flops_over_the_rate_are_bytes_over_the_rate():
     case = Case("llama-7b", "a800", 16)
     model, cluster = case.model, case.cluster
-    pair_s = 4 * model.num_heads * model.head_dim / (cluster.flops_per_s * cluster.attention_efficiency)
+    pair_s = 4 * model.num_heads * model.head_dim / (cluster.flops_per_s * cluster.attention_share)
     plain = 2 * model.kv_bytes_per_token / cluster.nic_bytes_per_s / pair_s
     found = fig5.boundary(case, Link(0.0, cluster.nic_bytes_per_s))
     # Tiles and thread blocks cost some percent more than the FLOPs, so attention overtakes the link

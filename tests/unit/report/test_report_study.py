@@ -88,14 +88,14 @@ def test_ranks_of_several_gpus_are_said_to_be(study, limits_of, tmp_path):
 
 
 def test_a_slow_rank_is_charged_what_the_step_gains_without_it(limits_of, run):
-    slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=6")["zeppelin"]
-    with_it, without = (run.json(f"simulate --json {INPUTS} --planner zeppelin {more}") for more in ("--slow 3=6", ""))
+    slow = limits_of(f"{INPUTS} --planner zeppelin --slow 3=9")["zeppelin"]
+    with_it, without = (run.json(f"simulate --json {INPUTS} --planner zeppelin {more}") for more in ("--slow 3=9", ""))
     # Gradients are synchronised beside the backward, which is longer then: they have a part of
     # their own.
     gained = [found["step_s"]["median"] - found["phases_s"]["gradient_sync"] for found in (with_it, without)]
     assert slow["parts_s"]["straggler"] == pytest.approx(gained[0] - gained[1])
     assert slow["limit"] == "straggler"
-    assert "Rank 3 computes 6.00 times as long as it should" in slow["sentence"]
+    assert "Rank 3 computes 9.00 times as long as it should" in slow["sentence"]
 
 
 def test_a_slow_network_limits_a_ring_and_its_busiest_nic_is_named(limits_of, tmp_path):

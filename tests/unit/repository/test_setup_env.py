@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,32 @@ def program(path: Path, text: str) -> None:
 
 def forwarding() -> str:
     return f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+
+
+def test_a_wheel_that_cannot_be_had_is_said_and_leaves_the_others(tmp_path):
+    """The program in place of Python has a package index with one wheel of two."""
+    copy = 'while [ "$1" != --dest ]; do shift; done; cp "$WHEELS"/*.whl "$2"'
+    fetch = f'case "$*" in *pip*flash*) exit 1;; *pip*) {copy};; *) exec "$REAL" "$@";; esac'
+    program(tmp_path / "python", f"#!/bin/bash\n{fetch}\n")
+    with zipfile.ZipFile(tmp_path / "transformer_engine-2.17.1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("transformer_engine/a.py", "x = 1")
+        wheel.writestr("transformer_engine/a.so", "binary")
+    done = subprocess.run(
+        [
+            shutil.which("bash") or "bash",
+            "-c",
+            f"source {SCRIPT}; PYTHON={tmp_path}/python; unpack_upstream {tmp_path}/up",
+        ],
+        env={"PATH": os.environ["PATH"], "WHEELS": str(tmp_path), "REAL": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "The wheel of flash-attn-4==4.0.0b11 could not be had; the tests that read its signatures" in done.stderr
+    unpacked = [path.relative_to(tmp_path / "up") for path in (tmp_path / "up").rglob("*") if path.is_file()]
+    assert unpacked == [Path("transformer_engine-2.17.1/transformer_engine/a.py")]
 
 
 def test_python_on_path_is_found(tmp_path):

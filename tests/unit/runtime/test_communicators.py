@@ -17,6 +17,7 @@ from megatron_balance.config import CommunicationChoice  # noqa: E402
 from megatron_balance.errors import ConfigError  # noqa: E402
 from megatron_balance.planning.run import load_config  # noqa: E402
 from megatron_balance.runtime import groups  # noqa: E402
+from megatron_balance.runtime.transport.streams import Streamed  # noqa: E402
 
 LINKS = ("inter_node", "intra_node", "dispatch", "combine")
 
@@ -27,6 +28,13 @@ class Communicator(dist.ProcessGroup):
     def __init__(self, ranks: list[int], options: Any) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportCallIssue]  the stub knows the form with a store only
         self.ranks, self.options = ranks, options
+        self.log: list[str] = []
+
+    def abort(self) -> None:
+        self.log.append("abort")
+
+    def _get_backend(self, _device: Any) -> Any:
+        return SimpleNamespace(_group_start=lambda: self.log.append("start"), _group_end=lambda: self.log.append("end"))
 
 
 class Nccl:
@@ -65,7 +73,7 @@ def make(monkeypatch):
             ),
         )
         monkeypatch.setattr(groups, "dist", stand_in)
-        monkeypatch.setattr(groups, "torch", SimpleNamespace(zeros=lambda *_, device: device))
+        monkeypatch.setattr(groups, "torch", SimpleNamespace(zeros=lambda *_, device: device, device=torch.device))
         return groups.make_groups(pools, ranks_per_node, **options), nccl
 
     return made
@@ -100,6 +108,20 @@ def test_two_pools_make_each_others_groups_in_the_same_order(make):
     logs = [make(rank, [[0, 2], [1, 3]], 1)[1].log for rank in range(4)]
     created = [[tuple(group.ranks) for what, group in log if what == "new"] for log in logs]
     assert all(order == created[0] for order in created)
+
+
+def test_a_rank_that_fails_aborts_all_its_communicators_in_one_nccl_group(make):
+    made, nccl = make(0, [[0, 1, 2, 3], [4, 5, 6, 7]], 2)
+    mine = [group for what, group in nccl.log if what == "new" and 0 in group.ranks]
+    log: list[str] = []
+    for group in mine:
+        group.log = log
+    transport = object.__new__(Streamed)
+    transport.groups = made
+    transport.fail()
+    assert log == ["start", *["abort"] * len(mine), "end"]
+    assert not any(group.log for what, group in nccl.log if what == "new" and 0 not in group.ranks)
+    groups.single().abort()  # there is nothing to abort
 
 
 def test_limits_reach_the_communicators_of_their_link(make):

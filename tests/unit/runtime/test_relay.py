@@ -19,7 +19,7 @@ from megatron_balance.runtime.trace import Trace  # noqa: E402
 from megatron_balance.runtime.transport import relay  # noqa: E402
 from megatron_balance.runtime.transport.relay import Relay  # noqa: E402
 
-FORM = Form(4, torch.float32, torch.float32)
+FORM = Form.of(4, torch.float32, "fp32")
 ARRIVES, LEAVES = Hop(0, "dispatch", 6, "dispatch", False), Hop(5, "across", 8, "inter_node", True)
 
 

@@ -107,9 +107,10 @@ def test_the_bubble_of_a_pipeline_is_what_the_closed_form_says(stages, microbatc
 
     clocks = pipeline.run(stages, microbatches, chunks, 1, each, lambda _: np.zeros(1))
     work_s = microbatches * (forward_s + backward_s)
-    assert max(float(clock.max()) for clock in clocks) == pytest.approx(
-        work_s * (1 + pipeline.bubble_share(stages, microbatches, chunks))
-    )
+    bubble_share = pipeline.bubble_share(stages, microbatches, chunks)
+    assert clocks.total_s == pytest.approx(work_s * (1 + bubble_share))
+    assert clocks.bubble_share == pytest.approx(bubble_share)
+    assert [busy.tolist() for busy in clocks.busy_s] == [[pytest.approx(work_s)]] * stages
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))

@@ -87,7 +87,7 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
                 backward=experiment.backward,
                 folder=folder,
                 share=kernels.share,
-                record=_writer(records),
+                record=writer(records),
                 variants=task.variants,
                 flags=task.flags,
             )
@@ -100,7 +100,7 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
     return 0
 
 
-def _writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
+def writer(records: IO[str]) -> Callable[[dict[str, Any]], None]:
     """Writes what each step measured as a line of JSON."""
 
     def write(record: dict[str, Any]) -> None:

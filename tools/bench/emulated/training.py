@@ -142,7 +142,7 @@ def _pretrain(batches: Batches) -> None:
 
 
 class Batches(Dataset[dict[str, Tensor]]):
-    """Each sample's documents, filled with random tokens that depend on their lengths alone."""
+    """Each sample's documents, each filled with random tokens that depend on its length alone."""
 
     split = Split.train
     """Megatron's samplers read it."""
@@ -157,13 +157,14 @@ class Batches(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Tokens, labels, loss_mask and position_ids of sample `index`, each [tokens]."""
         lengths = self._lengths[index]
-        tokens = np.random.default_rng(lengths).integers(0, VOCABULARY, size=self._tokens + 1)
+        tokens = np.zeros(self._tokens + 1, dtype=np.int64)
         loss_mask = np.zeros(self._tokens, dtype=np.float32)
         position_ids = np.full(self._tokens, PADDING, dtype=np.int64)
         at = 0
         for length in lengths:
             loss_mask[at : at + length - 1] = 1  # a document's last token has no label
             position_ids[at : at + length] = np.arange(length)
+            tokens[at : at + length] = np.random.default_rng(length).integers(0, VOCABULARY, size=length)
             at += length
         arrays = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
         return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}

@@ -1,0 +1,65 @@
+"""Where gradients are summed: the first of a buffer is kept as it comes, later ones are added.
+
+A ring's launch gives the gradients of all keys of the buffer that it read, in order. Nothing has to
+be zeroed for them, and nothing added to zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.last_use import GRADS, Value
+from megatron_balance.runtime.lower.regions import Run
+from megatron_balance.runtime.lower.steps import Finish, GradLaunch, Packed, Step, Sums
+
+Sizes = Mapping[Kind, Mapping[int, tuple[int, int]]]
+"""(rows, heads) of buffers by kind of input and number."""
+
+
+def mark_sums(steps: Sequence[Step], sizes: Sizes) -> list[Step]:
+    """Say of every gradient that a step brings which of its runs are kept and which are added."""
+    begun: set[Value] = set()
+    marked: list[Step] = []
+    for step in steps:
+        match step:
+            case GradLaunch():
+                dq, dk = (
+                    _sums(packed, kind, begun, sizes)
+                    for packed, kind in ((step.dq, Kind.Q_GRAD), (step.dk, Kind.KV_GRAD))
+                )
+                marked.append(step._replace(dq_sums=dq, dk_sums=dk))
+            case Finish(exchange) if any(m.kind in GRADS for m in exchange.receives):
+                receives = tuple(
+                    m._replace(sums=_sums(m.packed, m.kind, begun, sizes)) if m.kind in GRADS else m
+                    for m in exchange.receives
+                )
+                marked.append(Finish(exchange._replace(receives=receives)))
+            case _:
+                marked.append(step)
+    return marked
+
+
+def is_whole(run: Run, packed: Packed, size: tuple[int, int]) -> bool:
+    """Whether a run of packed rows is a whole buffer of `size` (rows, heads), in order."""
+    rows, heads = size
+    whole_rows = run.index is None and (run.start, run.count) == (0, rows)
+    return whole_rows and (run.head, run.buffer_head, run.num_heads, packed.num_heads) == (0, 0, heads, heads)
+
+
+def _sums(packed: Packed, kind: Kind, begun: set[Value], sizes: Sizes) -> Sums:
+    of = sizes[Kind.Q if kind == Kind.Q_GRAD else Kind.KV]
+    named = Counter(run.buffer for run in packed.runs)
+    keeps = [
+        named[run.buffer] == 1 and (kind, run.buffer) not in begun and is_whole(run, packed, of[run.buffer])
+        for run in packed.runs
+    ]
+    begun |= {(kind, run.buffer) for run in packed.runs}
+    if True not in keeps:
+        return Sums((), packed)
+    rest = [i for i, keep in enumerate(keeps) if not keep]
+    added = packed._replace(
+        runs=tuple(packed.runs[i] for i in rest), indices=tuple(packed.indices[i] for i in rest), direct=False
+    )
+    return Sums(tuple(run for run, keep in zip(packed.runs, keeps, strict=True) if keep), added)

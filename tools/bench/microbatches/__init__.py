@@ -1,0 +1,1 @@
+"""Microbatches of equal length against microbatches of equal work, through Megatron's pipelines."""
