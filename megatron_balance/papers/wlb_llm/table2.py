@@ -51,9 +51,7 @@ PUBLISHED_MS = {
 SOLVER_SHARE = 30
 """The solver's rows take one global batch of so many: one takes it seconds."""
 OWN_DATA = "the paper's own data are not published; data set {} stands in for them"
-SOLVER_NOTE = (
-    f"over the first of {SOLVER_SHARE} global batches alone, so not to be compared with the other rows' means"
-)
+SOLVER_NOTE = f"over the first of {SOLVER_SHARE} global batches alone, so not to be compared with the other rows' means"
 MS_NOTE = "processor time of one thread for packing alone, on the machine that prints this"
 
 
