@@ -1,8 +1,8 @@
 """Protocols of cost models: the questions of a planner, and those of the simulator.
 
-A planner asks for one layer's forward pass in round terms (`CostModel`). The simulator asks for
-each launch, transfer and module, forward and backward (`MachineCost`). `analytic.AnalyticCost` and
-`measured.MeasuredCost` implement both.
+A planner asks for one layer's forward pass in round terms, or for kernel launches (`CostModel`).
+The simulator also asks for each transfer and module, forward and backward (`MachineCost`).
+`analytic.AnalyticCost` and `measured.MeasuredCost` implement both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Link:
 
 
 class CostModel(Protocol):
-    """Predicted seconds of one layer's forward pass.
+    """Predicted seconds of one layer's forward pass, and of attention launches.
 
     A planner gets one as an argument and reads no clock.
     """
@@ -45,6 +45,15 @@ class CostModel(Protocol):
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
         runs of `run_tokens`.
+        """
+        ...
+
+    def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
+        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
+        without pairs.
+
+        `pairs` [n, 9]: rows of `ir.program.Attend` (any order); `launch` [n]: the launch that each
+        row belongs to.
         """
         ...
 
@@ -87,15 +96,6 @@ class CostModel(Protocol):
 
 class MachineCost(CostModel, Protocol):
     """Predicted seconds of everything a rank does in a step, one layer at a time."""
-
-    def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
-        """Seconds of each attention launch [num_launches], its fixed cost included; 0 for a launch
-        without pairs.
-
-        `pairs` [n, 9]: rows of `ir.program.Attend` (any order); `launch` [n]: the launch that each
-        row belongs to.
-        """
-        ...
 
     def merge_s(self, num_tokens: float) -> float:
         """Seconds to merge the partial outputs of tokens, all heads, into those that are held."""

@@ -6,7 +6,7 @@ is never stored but projected per rank from the zones (`compile.pipeline`).
 Sequences of a step are numbered as the data loader deals them, microbatch by microbatch, from 0.
 A sequence that a planner held back in an earlier step has a negative number: -1 is the last one
 that was dealt before this step, -2 the one before that. So a number says which sequence is meant on
-any number of ranks, and a carry lists what waits by number (docs/adr/0021).
+any number of ranks, and a carry lists what waits by number (docs/adr/0022).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.patterns.all_gather import AllGather
 from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
 from megatron_balance.patterns.dispatch import Dispatch
+from megatron_balance.patterns.even_gather import GATHER_DOCUMENTS, GATHER_SEQUENCE
 from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.patterns.head_ring import HeadRing
 from megatron_balance.patterns.ring import Ring
@@ -19,6 +20,8 @@ from megatron_balance.patterns.ring import Ring
 PATTERNS: dict[str, CommPattern[Any]] = {
     "ring": Ring(),
     "all_gather": AllGather(),
+    "gather_documents": GATHER_DOCUMENTS,
+    "gather_sequence": GATHER_SEQUENCE,
     "head_exchange": HeadExchange(),
     "head_ring": HeadRing(),
     "dispatch": Dispatch(),

@@ -6,6 +6,8 @@ Placement is zigzag (`patterns.zigzag`). Sequences that one rank holds do not tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_balance.ir.arrays import Ints
@@ -46,28 +48,9 @@ class AllGather(ZigzagPattern):
         """One Exchange of all the sequences that more than one rank holds, then one Attend of each
         fragment over its prefix.
         """
-        size, index = len(zone.ranks), zone.ranks.index(rank)
         placed = of_zone(zone, context.lengths)
-        ops: list[Op] = []
-        shared = placed.seqs[placed.parts > 1]
-        if size > 1 and len(shared):
-            is_shared = np.zeros(len(context.lengths), dtype=bool)
-            is_shared[shared] = True
-            held: list[Ints] = []
-            for i in range(size):
-                rows = fragments(placed, i)
-                held.append(rows[is_shared[rows[:, Fragment.SEQ]]])
-            heads = (0, context.num_kv_heads)
-            tables = [transfers_of(Kind.KV, held[index], heads, rank, other) for other in zone.ranks if other != rank]
-            tables += [
-                transfers_of(Kind.KV, held[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index
-            ]
-            rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *tables])
-            ops.append(exchange(context, 0, rows, "all_gather", zone.ranks))
-        own = fragments(placed, index)
-        if len(own):
-            ops.append(attend(rank, prefix_pairs(own, context)))
-        return ZoneProgram(ops)
+        held = [fragments(placed, index) for index in range(len(zone.ranks))]
+        return gathered(zone, context, rank, held, placed.seqs[placed.parts > 1])
 
     # Plan statistics and traffic between nodes
 
@@ -83,7 +66,7 @@ class AllGather(ZigzagPattern):
             return []
         shared = shared_tokens(of_zone(zone, context.lengths))
         rows = messages_from(0, np.array(zone.ranks), -1, Kind.KV, (0, context.num_kv_heads), shared)
-        return [ZoneMessages(rows, "all_gather", zone.ranks)]
+        return [ZoneMessages(rows, "all_gather", tuple(sorted(zone.ranks)))]
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         """All that several ranks hold, on every rank of the zone."""
@@ -106,9 +89,42 @@ class AllGather(ZigzagPattern):
             return Ring().rounds(zone, context)
         placed = of_zone(zone, context.lengths)
         held = [fragments(placed, i) for i in range(size)]
-        launch = np.repeat(np.arange(size), [len(rows) for rows in held])
-        pairs = prefix_pairs(np.concatenate(held), context)
-        token_heads = (shared_tokens(placed) * context.num_kv_heads).astype(np.float64)
-        blocks = np.repeat(token_heads[:, None], size, axis=1)
-        launches = Launches(pairs, launch, np.zeros(size), np.arange(size)[:, None])
-        return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic({Kind.KV: blocks}, {}, gathers=True))
+        return gather_rounds(zone, context, held, shared_tokens(placed))
+
+
+def gathered(zone: Zone, context: Context, rank: int, held: Sequence[Ints], shared: Ints) -> ZoneProgram:
+    """The ops of `rank`: one Exchange of what several ranks hold, one Attend.
+
+    `held`: rows (seq, start, stop) of each group index; `shared`: ids of the sequences that several
+    ranks hold.
+    """
+    ops: list[Op] = []
+    index = zone.ranks.index(rank)
+    if len(shared):
+        is_shared = np.zeros(len(context.lengths), dtype=bool)
+        is_shared[shared] = True
+        blocks = [rows[is_shared[rows[:, Fragment.SEQ]]] for rows in held]
+        heads = (0, context.num_kv_heads)
+        tables = [transfers_of(Kind.KV, blocks[index], heads, rank, other) for other in zone.ranks if other != rank]
+        tables += [
+            transfers_of(Kind.KV, blocks[i], heads, other, rank) for i, other in enumerate(zone.ranks) if i != index
+        ]
+        rows = np.concatenate([np.empty((0, Transfer.WIDTH), dtype=np.int64), *tables])
+        ops.append(exchange(context, 0, rows, "all_gather", tuple(sorted(zone.ranks))))
+    if len(held[index]):
+        ops.append(attend(rank, prefix_pairs(held[index], context)))
+    return ZoneProgram(ops)
+
+
+def gather_rounds(zone: Zone, context: Context, held: Sequence[Ints], shared_tokens: Ints) -> ZoneRounds:
+    """One gather and one launch of each rank.
+
+    `held`: as in `gathered`; `shared_tokens` [G]: of them, the tokens that travel.
+    """
+    size = len(zone.ranks)
+    launch = np.repeat(np.arange(size), [len(rows) for rows in held])
+    pairs = prefix_pairs(np.concatenate(held), context)
+    token_heads = (shared_tokens * context.num_kv_heads).astype(np.float64)
+    blocks = np.repeat(token_heads[:, None], size, axis=1)
+    launches = Launches(pairs, launch, np.zeros(size), np.arange(size)[:, None])
+    return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic({Kind.KV: blocks}, {}, gathers=True))

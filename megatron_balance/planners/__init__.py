@@ -17,6 +17,7 @@ from megatron_balance.planners import (
     te_ring,
     ulysses,
     wlb_llm,
+    wlb_sharding,
     zeppelin,
 )
 from megatron_balance.planners.base import Planner, slack
@@ -25,6 +26,7 @@ from megatron_balance.planners.wlb_llm import tuning
 PLANNERS: dict[str, Planner] = {
     "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions),
     "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions),
+    "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions),
     "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions),
     "packing": Planner(packing.plan, packing.PackingOptions),
     "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch, room=slack),

@@ -1,7 +1,7 @@
 """The account of a run's documents: drawn, trained, and waiting to be trained.
 
 A waiting document is kept by name, the sample and the place in it where it was drawn, and its
-tokens are read again when its turn comes (docs/adr/0021). So the account is small plain data, it
+tokens are read again when its turn comes (docs/adr/0022). So the account is small plain data, it
 goes into every checkpoint, and holds on any number of ranks.
 """
 

@@ -15,7 +15,7 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import dispatch
 from tests.support import by_hand
 
-PATTERNS = ("ring", "all_gather", "head_exchange", "head_ring")
+PATTERNS = ("ring", "all_gather", "gather_documents", "gather_sequence", "head_exchange", "head_ring")
 
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 

@@ -9,7 +9,8 @@ times are CPU time of planning alone, on whatever machine this runs on.
 
 Predicted is one layer's forward pass as zeppelin prices it (`planners.zeppelin.price`), for plans
 that are rings: the slowest rank's attention and transfers, what a remap moves, and the linear
-parts, of the mean tokens with a remap and else of the rank that has most. distca is printed at
+parts, of the mean tokens with a remap and else of the rank that has most. wlb_sharding is printed
+with each of its shardings, the largest attention of a batch behind the mean. distca is printed at
 tolerances 0.02 and 0.1, beside what DistCA's own planner makes of batches of the same names. Each
 planner has the layers that its system comes with (te_ring: no routing, no remap); planning time
 includes them. `--links 1000` makes all links a thousand times as fast, which shows what balance
@@ -33,6 +34,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.plan import Zone
 from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.wlb_sharding import SHARDINGS
 from megatron_balance.planners.zeppelin import ZeppelinOptions, pricing
 from megatron_balance.planners.zeppelin.price import Prices
 from megatron_balance.planning.layers import Layers
@@ -99,8 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
     for name in PLANNERS:
-        if name not in ("zeppelin", "distca"):
+        if name not in ("zeppelin", "distca", "wlb_sharding"):
             yield Variant(name, name, None, {})  # the capacity only decides whether they refuse
+    for sharding in SHARDINGS:
+        yield Variant(f"wlb {sharding}", "wlb_sharding", None, {"sharding": sharding})
     for tolerance in REFERENCE:
         yield Variant(f"distca {tolerance:g}", "distca", None, {"tolerance": tolerance})
     for slack in slacks:

@@ -251,7 +251,7 @@ def test_zones_run_in_the_order_of_the_plan_and_homes_follow_it() -> None:
 def test_an_unknown_comm_pattern_is_refused() -> None:
     with pytest.raises(
         InvalidProgramError,
-        match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, head_exchange, head_ring, dispatch",
+        match=r"zone pool: unknown comm pattern 'rings'; known: ring, all_gather, gather_documents, gather_sequence, ",
     ):
         expand(pool("rings", (8,), 2))
 

@@ -66,7 +66,8 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 )
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
     planned = plan(name, case)
-    if planned.routing is not None and any(zone.pattern in ("all_gather", "head_exchange") for zone in planned.zones):
+    collectives = ("all_gather", "gather_documents", "gather_sequence", "head_exchange")
+    if planned.routing is not None and any(zone.pattern in collectives for zone in planned.zones):
         # collectives are routed by `always` only, and the round engine leaves them whole
         planned = replace(planned, routing=None)
     cluster = replace(case.cluster, ranks_per_nic=planned.routing.ranks_per_nic if planned.routing is not None else 1)
@@ -109,7 +110,9 @@ def test_a_head_ring_takes_about_as_long_in_both_engines(zone: tuple[int, int], 
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["te_ring", "llama_all_gather", "ulysses", "packing", "hybrid_dp", "zeppelin"])
+@pytest.mark.parametrize(
+    "name", ["te_ring", "llama_all_gather", "wlb_sharding", "ulysses", "packing", "hybrid_dp", "zeppelin"]
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, policy: Policy):
     cluster = Cluster(8, 4, ranks_per_nic=2, nic_bytes_per_s=25e9, intra_bytes_per_s=200e9, num_sms=108)

@@ -19,7 +19,7 @@ from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.nano_batches import Recalled, by_nano_batch
 from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
 from megatron_balance.training.sequences import Sequences
-from megatron_balance.workloads.documents import DocumentStream
+from megatron_balance.workloads.documents import DocumentStream, Piece
 
 CONTEXT = 512
 STEPS = 200
@@ -35,7 +35,7 @@ def stream(seed: int = 5) -> DocumentStream:
     return DocumentStream(DOCUMENTS, CONTEXT, seed)
 
 
-def tokens_of(piece: tuple[int, int, int]) -> torch.Tensor:
+def tokens_of(piece: Piece) -> torch.Tensor:
     """Tokens [n, 1] of a piece of a document."""
     document, start, stop = piece
     return torch.from_numpy(TOKENS[STARTS[document] + start : STARTS[document] + stop])[:, None]
@@ -75,13 +75,13 @@ class Run:
         if self.saved:
             self.plans.restore(*Ledger.from_json(self.saved))
 
-    def step(self, *, dies: bool = False) -> tuple[PlannedStep, list[torch.Tensor], list[tuple[int, int, int]]]:
+    def step(self, *, dies: bool = False) -> tuple[PlannedStep, list[torch.Tensor], list[Piece]]:
         """Train a step: its plan, the documents trained as tokens, and the pieces drawn. A step that
         `dies` counts for nothing."""
         draw = self.plans.draw(self.num_microbatches)
         first = self.consumed if draw.first is None else draw.first
         count = draw.num_microbatches * self.replicas
-        drawn = [[tuple(piece) for piece in self.stream.sample(n)] for n in range(first, first + count)]
+        drawn = [self.stream.sample(n) for n in range(first, first + count)]
         by_rank: list[list[Sequences]] = []
         lengths: list[tuple[int, ...]] = []
         owners: list[np.ndarray] = []
@@ -96,7 +96,7 @@ class Run:
         trained: list[torch.Tensor] = []
         for rank in range(self.replicas):
             rows = tuple(
-                (held.number, tokens_of(tuple(self.stream.sample(held.sample)[held.place])))
+                (held.number, tokens_of(self.stream.sample(held.sample)[held.place]))
                 for held, owner in again
                 if owner == rank
             )
@@ -106,7 +106,7 @@ class Run:
             mine, apart = by_nano_batch([each[rank] for each in by_rank], shared, planned.step.members, rank, recalled)
             assert apart.lengths == tuple(plan.lengths for plan in planned.plans)
             for each in mine:
-                trained += each.rows[:, 0].split(list(each.lengths))
+                trained.extend(torch.split(each.rows[:, 0], list(each.lengths)))
         if not dies:
             self.done += 1
             self.consumed += self.num_microbatches * self.replicas
@@ -128,7 +128,7 @@ def multiset(documents: list[torch.Tensor]) -> Counter[bytes]:
 
 def test_over_200_steps_kills_other_ranks_and_another_planner_each_document_is_trained_once() -> None:
     run = Run()
-    drawn: list[tuple[int, int, int]] = []
+    drawn: list[Piece] = []
     trained: list[torch.Tensor] = []
     waited = recalled = changed = 0
     while run.done < STEPS:

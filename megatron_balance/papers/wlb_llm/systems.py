@@ -1,0 +1,106 @@
+"""The systems that WLB-LLM compares (section 7.1) and its parts (Figure 13), on the simulator's
+clocks.
+
+Plain-4D trains samples as the data loader deals them, each cut as one sequence. Fixed-4D packs the
+documents of a global batch greedily into microbatches of the context window, with the sharding that
+is faster over the whole run. WLB-LLM packs by workload, with two queues for outliers, and chooses
+the sharding of each microbatch; the thresholds are those of Table 2, in proportion to the window. All
+are planners: `wlb_llm` for packing and delay, `wlb_sharding`
+inside a microbatch. Every system trains all documents of a run: steps without new ones come behind
+it until nothing waits, and count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import EMPTY
+from megatron_balance.papers.wlb_llm.cases import Case
+from megatron_balance.papers.wlb_llm.table2 import THRESHOLDS, WINDOW
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.wlb_sharding import WlbShardingOptions
+from megatron_balance.planners.wlb_sharding import plan as shard
+from megatron_balance.planning.choice import choose_planner
+from megatron_balance.simulator.step import simulate_step
+from megatron_balance.workloads.lengths import Lengths
+
+QUEUES = 2
+"""Of WLB-LLM's own choice (section 7.4: with a third the imbalance stays the same)."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """How documents come to microbatches, and how a microbatch is cut."""
+
+    name: str
+    sharding: str
+    packing: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    delays: bool = False
+
+    def steps(self, case: Case, dataset: str, batches: Sequence[tuple[Lengths, ...]]) -> list[tuple[Lengths, ...]]:
+        """The documents of each microbatch of each step; further steps train what waits at the end."""
+        if not self.packing:
+            return list(batches)
+        options: dict[str, Any] = {**self.packing, "context_tokens": case.window}
+        if self.delays:
+            options |= {
+                "thresholds": [each * case.window // WINDOW for each in THRESHOLDS[dataset][QUEUES]],
+                "tokens_per_rank": case.most_tokens() // case.context,
+            }
+        plan_step = choose_planner("wlb_llm", options).plan_step
+        context, carry = StepContext(case.cluster, case.model, case.cost), EMPTY
+        packed: list[tuple[Lengths, ...]] = []
+        for batch in batches:
+            planned, carry = plan_step(batch, context, carry)
+            packed.append(tuple(plan.lengths for plan in planned.plans))
+        while carry.waiting:
+            nothing_new: tuple[Lengths, ...] = ((),) * case.num_microbatches
+            planned, carry = plan_step(nothing_new, replace(context, may_delay=False), carry)
+            packed.append(tuple(plan.lengths for plan in planned.plans))
+        return packed
+
+    def plan(self, case: Case, lengths: Lengths) -> MicrobatchPlan:
+        """The plan of a microbatch on the context-parallel ranks of a stage."""
+        options = WlbShardingOptions(sharding=self.sharding)  # pyright: ignore[reportArgumentType]  one of SHARDINGS
+        return shard(Batch(lengths), case.cluster, case.model, case.cost, options)
+
+    def tokens_per_s(self, case: Case, dataset: str, num_batches: int) -> float:
+        """Tokens trained per second over all batches."""
+        tokens, seconds = 0, 0.0
+        for step in self.steps(case, dataset, case.batches(dataset, num_batches)):
+            tokens += sum(map(sum, step))
+            seconds += self.step_s(case, step)
+        return tokens / seconds
+
+    def step_s(self, case: Case, step: Sequence[Lengths]) -> float:
+        """Simulated seconds of a step: of its slowest replica."""
+        replicas = [step[first :: case.replicas] for first in range(case.replicas)]
+        return max(_step_s(case, tuple(self.plan(case, lengths) for lengths in own)) for own in replicas)
+
+
+FIXED: dict[str, Any] = {"packing": "fixed"}
+WORKLOAD: dict[str, Any] = {"packing": "workload"}
+PLAIN = System("Plain-4D", "sequence")
+PER_DOCUMENT = System("per-document sharding", "document")
+ADAPTIVE = System("adaptive sharding", "adaptive")
+FIXED_SEQUENCE = System("Fixed-4D, per sequence", "sequence", FIXED)
+FIXED_DOCUMENT = System("Fixed-4D, per document", "document", FIXED)
+PACKED = System("packing and delay", "sequence", WORKLOAD, delays=True)
+WLB = System("WLB-LLM", "adaptive", WORKLOAD, delays=True)
+MIXED = System("WLB-LLM, a choice for each document", "mixed", WORKLOAD, delays=True)
+
+
+@lru_cache(maxsize=4096)
+def _step_s(case: Case, plans: tuple[MicrobatchPlan, ...]) -> float:
+    """Several tables and systems share steps."""
+    return simulate_step(plans, case.machine, case.setup).step_s
+
+
+def fixed_tokens_per_s(case: Case, dataset: str, num_batches: int) -> float:
+    """Fixed-4D's tokens per second: the better of its two shardings over the run."""
+    return max(system.tokens_per_s(case, dataset, num_batches) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT))

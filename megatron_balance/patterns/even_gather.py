@@ -1,0 +1,188 @@
+"""All-gather over even chunks: every rank receives all keys and values that it lacks and attends
+once, with as many tokens as every other (WLB-LLM, section 5).
+
+The two patterns differ in what is cut (`patterns.even_chunks`): `gather_documents` every sequence
+on its own, `gather_sequence` the sequences of the zone one after the other, in the zone's order.
+Sequences that one rank holds do not travel. A zone has a token more on its first ranks where ranks
+cannot be even, so the next zone of a plan that is to be even begins with the ranks after those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+
+from megatron_balance.ir.arrays import Bools, Ints, sums
+from megatron_balance.ir.columns import Fragment, Held
+from megatron_balance.ir.plan import Zone
+from megatron_balance.ir.program import Kind
+from megatron_balance.patterns import even_chunks
+from megatron_balance.patterns.all_gather import gather_rounds, gathered
+from megatron_balance.patterns.base import (
+    CommPattern,
+    Context,
+    GroupTraffic,
+    Launches,
+    Load,
+    Startable,
+    ZoneAt,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    causal_pairs,
+    messages_from,
+    prefix_pairs,
+)
+from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
+
+Cut: TypeAlias = Callable[[Ints, int], Ints]
+"""From lengths and the number of ranks to a table of chunks (`patterns.even_chunks`)."""
+
+
+class EvenGather(CommPattern[Zone]):
+    """One collective brings all keys and values; queries and outputs stay."""
+
+    routing = "never"
+    merges_remap = False
+    traffic = GroupTraffic
+
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+
+    def chunks(self, zone: Zone, lengths: Ints) -> Chunks:
+        """The zone's chunks; `lengths`: of all sequences of the microbatch."""
+        return _chunks(self._cut, zone.seqs, lengths[np.array(zone.seqs, dtype=np.int64)].tobytes(), len(zone.ranks))
+
+    def ranks(self, zone: Zone, num_ranks: int) -> Sequence[int]:
+        """The zone's."""
+        del num_ranks
+        return zone.ranks
+
+    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
+        """Rows (seq, start, stop) of `rank`, sequence by sequence, low chunk first."""
+        return self.chunks(zone, lengths).held(zone.ranks.index(rank))
+
+    def num_exchanges(self, zone: Zone) -> int:
+        """One, where there are other ranks."""
+        return 1 if len(zone.ranks) > 1 else 0
+
+    def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
+        """One Exchange of all the sequences that several ranks hold, then one Attend of each chunk
+        over its prefix.
+        """
+        chunks = self.chunks(zone, context.lengths)
+        return gathered(zone, context, rank, chunks.each(), chunks.shared)
+
+    # Placement
+
+    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            chunks = self.chunks(zone, lengths)
+            rank = np.array(zone.ranks)[chunks.index]
+            there = wanted[rank]
+            rows: Ints = np.zeros((int(there.sum()), Held.WIDTH), dtype=np.int64)
+            rows[:, Held.RANK], rows[:, Held.FRAGMENT] = rank[there], chunks.fragments[there]
+            rows[:, Held.ZONE] = index
+            tables.append(rows)
+        return np.concatenate(tables)
+
+    def sequences(self, zone: Zone, context: Context) -> Iterator[tuple[int, list[int]]]:
+        """Each sequence with the ranks that hold some of it, ascending."""
+        chunks = self.chunks(zone, context.lengths)
+        holders = np.column_stack([chunks.fragments[:, Fragment.SEQ], np.array(zone.ranks)[chunks.index]])
+        ranks: dict[int, list[int]] = {}
+        for seq, rank in np.unique(holders, axis=0).tolist():
+            ranks.setdefault(seq, []).append(rank)
+        yield from ((seq, ranks[seq]) for seq in zone.seqs)
+
+    # Plan statistics and traffic between nodes
+
+    def load(self, zones: Sequence[Zone], context: Context) -> Load:
+        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
+        load = Load(context.num_ranks)
+        for zone in zones:
+            chunks = self.chunks(zone, context.lengths)
+            ranks, (_, start, stop) = np.array(zone.ranks), chunks.fragments.T
+            load.pairs += sums(ranks[chunks.index], causal_pairs(stop) - causal_pairs(start), context.num_ranks)
+            shared = chunks.shared_tokens()
+            load.receive(Kind.KV, ranks, shared.sum() - shared, context.num_kv_heads)
+        return load
+
+    def messages(self, zone: Zone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """One block a rank, to all the others."""
+        del across
+        if len(zone.ranks) == 1:
+            return []
+        shared = self.chunks(zone, context.lengths).shared_tokens()
+        rows = messages_from(0, np.array(zone.ranks), -1, Kind.KV, (0, context.num_kv_heads), shared)
+        return [ZoneMessages(rows, "all_gather", tuple(sorted(zone.ranks)))]
+
+    def largest_exchange(self, zone: Zone, context: Context) -> Ints:
+        """All that several ranks hold, on every rank of the zone."""
+        shared = self.chunks(zone, context.lengths).shared_tokens()
+        return np.full(len(shared), shared.sum())
+
+    # Starting early
+
+    def startable(self, zone: Zone) -> Startable:
+        """The gather, and its replay."""
+        del zone
+        return Startable(forward=(0,), replays=(0,))
+
+    # Simulation
+
+    def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
+        """One gather and one launch; on one rank the launch alone."""
+        chunks = self.chunks(zone, context.lengths)
+        if len(zone.ranks) == 1:
+            pairs = prefix_pairs(chunks.fragments, context)
+            launches = Launches(
+                pairs, np.zeros(len(pairs), dtype=np.int64), np.zeros(1), np.zeros((1, 1), dtype=np.int64)
+            )
+            return ZoneRounds(np.array(zone.ranks), launches, None)
+        return gather_rounds(zone, context, chunks.each(), chunks.shared_tokens())
+
+
+class Chunks:
+    """The chunks of a zone, by group index, then by place in the zone, then by start.
+
+    `index`, `place` [n]: group index and place in the zone's sequences; `fragments` [n, 3]: rows
+    (seq, start, stop); `shared`: ids of the sequences that several ranks hold.
+    """
+
+    def __init__(self, table: Ints, seqs: Ints, size: int) -> None:
+        self.index: Ints = table[:, INDEX]
+        self.place: Ints = table[:, PLACE]
+        self.fragments: Ints = np.column_stack([seqs[self.place], table[:, START], table[:, STOP]])
+        holders = np.unique(table[:, [PLACE, INDEX]], axis=0)
+        self._is_shared = sums(holders[:, 0], np.ones(len(holders), dtype=np.int64), len(seqs)) > 1
+        self.shared = seqs[self._is_shared]
+        self._bounds = np.searchsorted(self.index, np.arange(size + 1))
+
+    def held(self, index: int) -> Ints:
+        """Rows (seq, start, stop) of a group index."""
+        return self.fragments[self._bounds[index] : self._bounds[index + 1]]
+
+    def each(self) -> list[Ints]:
+        """Rows (seq, start, stop) of every group index."""
+        return [self.held(index) for index in range(len(self._bounds) - 1)]
+
+    def shared_tokens(self) -> Ints:
+        """Tokens of each group index of sequences that several ranks hold: int64 [G]."""
+        shared, spans = self._is_shared[self.place], self.fragments
+        tokens = (spans[:, Fragment.STOP] - spans[:, Fragment.START])[shared]
+        return sums(self.index[shared], tokens, len(self._bounds) - 1)
+
+
+@lru_cache(maxsize=64)
+def _chunks(cut: Cut, seqs: tuple[int, ...], lengths: bytes, size: int) -> Chunks:
+    """`lengths`: int64, of `seqs`. All ranks of a zone are asked for one after another."""
+    return Chunks(cut(np.frombuffer(lengths, dtype=np.int64), size), np.array(seqs, dtype=np.int64), size)
+
+
+GATHER_DOCUMENTS, GATHER_SEQUENCE = EvenGather(even_chunks.of_documents), EvenGather(even_chunks.of_sequence)

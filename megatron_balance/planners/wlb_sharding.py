@@ -1,0 +1,185 @@
+"""wlb_sharding: every sequence over all ranks, cut on its own or packed with the others, whichever
+attention does sooner (WLB-LLM).
+
+Paper: WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training (Wang et al., OSDI
+2025, arXiv 2503.17924), section 5, and what its section 8 leaves as future work. What we implement:
+
+- `document`: each sequence (the paper's document) in 2G chunks, chunk i and 2G - 1 - i on rank i,
+  no padding, the tokens left over dealt round robin over the microbatch (section 5.1);
+- `sequence`: all of them packed to one and cut like that (section 3.1; Llama 3's context
+  parallelism);
+- `adaptive`: the one of the two whose slowest rank is predicted to be done sooner (section 5.3);
+- `mixed`: the choice for each document inside one packed sequence (section 8): those of some length
+  or longer on their own, the rest packed, the length that is predicted to take the shortest. All
+  documents and none are among the lengths that are tried, so it is never predicted above
+  `adaptive`.
+
+Keys and values are gathered by all ranks before one launch a zone, their gradients reduce-scattered.
+Ranks differ by one token at most, whichever is chosen, with both kinds in one microbatch too.
+
+What we leave out: packing and delay, which is the planner that deals documents into microbatches;
+any planner may follow inside one.
+
+Where we differ and why: tokens left over lengthen a rank's chunks instead of being fragments of
+their own (`patterns.even_chunks`). Kernel time is that of the cost model, forward and backward
+together, where the paper predicts the forward: tiles and blocks of the kernel from data sheets, or
+what `profile` measured. A sequence that lies on one rank does not travel, where the paper gathers
+all. So a packed sequence moves less than one cut document by document, and the choice weighs what
+is gathered, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Message
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
+from megatron_balance.solvers.capacity import check_pool
+
+GRADIENT_BYTES = 4
+"""Gradients of keys and values travel in fp32."""
+
+SHARDINGS = ("document", "sequence", "adaptive", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class WlbShardingOptions:
+    """Options of wlb_sharding."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; unlimited if not given."""
+    sharding: Literal["document", "sequence", "adaptive", "mixed"] = "adaptive"
+    """The unit that is cut: each sequence, all packed to one, the better of the two by predicted
+    time, or a mixture by length.
+    """
+
+
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: WlbShardingOptions) -> MicrobatchPlan:
+    """One zone over all ranks, or two where some sequences are cut on their own and others are
+    packed.
+
+    Raises:
+        ConfigError: a sharding that there is not.
+        InfeasibleError: the batch has more tokens than the ranks hold.
+    """
+    if options.sharding not in SHARDINGS:
+        raise ConfigError(
+            f"wlb_sharding: sharding {options.sharding!r} is not known; choose one of {', '.join(SHARDINGS)}"
+        )
+    check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
+    tried = candidates(batch.lengths, cluster.num_ranks, options.sharding)
+    zones = tried[0]
+    if len(tried) > 1:
+        context = Context(
+            np.array(batch.lengths), model.num_heads, model.num_kv_heads, cluster.num_ranks, cluster.node_size
+        )
+        zones = min(tried, key=lambda zones: predicted_s(zones, context, cluster, model, cost))
+    return MicrobatchPlan(
+        "wlb_sharding",
+        batch.lengths,
+        cluster.num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        zones,
+    )
+
+
+def candidates(lengths: Sequence[int], num_ranks: int, sharding: str) -> list[tuple[Zone, ...]]:
+    """The zones that a sharding chooses among; of equally good ones the first counts.
+
+    With `mixed` the longest documents are cut on their own: none, one, two, three, four, six and so
+    on, up to all. A document too short to give every chunk a token is not, unless all are.
+    """
+    num_seqs = len(lengths)
+    if not num_seqs:
+        return [()]
+    order = sorted(range(num_seqs), key=lambda seq: (-lengths[seq], seq))
+    match sharding:
+        case "document":
+            counts = [num_seqs]
+        case "sequence":
+            counts = [0]
+        case "adaptive":
+            counts = [0, num_seqs]
+        case _:
+            long_enough = sum(length >= 2 * num_ranks for length in lengths)
+            counts = [*_counts(long_enough), num_seqs]
+    return [_zones(lengths, num_ranks, order[:count]) for count in dict.fromkeys(counts)]
+
+
+def _counts(most: int) -> list[int]:
+    """0, 1, 2, 3, 4, 6, 8, 12, ...: two numbers a doubling, up to `most`."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    return sorted({0, *(count for power in powers for count in (power, power + power // 2) if count <= most)})
+
+
+def _zones(lengths: Sequence[int], num_ranks: int, alone: Sequence[int]) -> tuple[Zone, ...]:
+    """The zone of the sequences `alone`, each cut on its own, and that of the others, packed.
+
+    Each zone has a token more on its first ranks, so the second begins where these end.
+    """
+    own = set(alone)
+    packed = tuple(seq for seq in range(len(lengths)) if seq not in own)
+    first = sum(lengths[seq] for seq in own) % num_ranks
+    ranks = tuple(range(num_ranks))
+    zones: list[Zone] = []
+    if own:
+        zones.append(Zone("document", "gather_documents", ranks, tuple(sorted(own))))
+    if packed:
+        zones.append(Zone("sequence", "gather_sequence", ranks[first:] + ranks[:first], packed))
+    return tuple(zones)
+
+
+def predicted_s(zones: Sequence[Zone], context: Context, cluster: Cluster, model: Model, cost: CostModel) -> float:
+    """Predicted seconds of attention, forward and backward: the kernels of the slowest rank, and
+    the gathers and reduce-scatters of all zones, which nothing hides.
+    """
+    both = 1 + GRADIENT_BYTES / model.bytes_per_element
+    moved_s = sum(
+        _ring_s(both * cost.kv_bytes(_widest(zone, context)), len(zone.ranks), cluster, cost) for zone in zones
+    )
+    return float(kernel_s(zones, context, cost).max()) + moved_s
+
+
+def _widest(zone: Zone, context: Context) -> int:
+    """Tokens of the largest block that a zone gathers."""
+    return max(
+        (int(each.rows[:, Message.TOKENS].max()) for each in pattern_of(zone).messages(zone, context)), default=0
+    )
+
+
+def _ring_s(num_bytes: float, num_ranks: int, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds in which a block of every rank goes round a ring over all NICs."""
+    if not num_bytes:
+        return 0.0
+    steps = num_ranks - 1
+    within_s = cost.intra_node_s(steps * num_bytes, steps)
+    if cluster.num_nodes == 1:
+        return within_s
+    nics = cluster.node_size / cluster.ranks_per_nic
+    return max(within_s, cost.inter_node_s(steps * num_bytes, steps, nics))
+
+
+def kernel_s(zones: Sequence[Zone], context: Context, cost: CostModel) -> Floats:
+    """Predicted seconds of each rank's attention kernels, forward and backward: float64
+    [num_ranks].
+    """
+    seconds = np.zeros(context.num_ranks)
+    for zone in zones:
+        launches = pattern_of(zone).rounds(zone, context).launches
+        for backward in (False, True):
+            each = cost.attend_s(launches.pairs, launches.launch, len(launches.merging), backward=backward)
+            seconds[np.array(zone.ranks)] += each[launches.of_round].sum(axis=1)
+    return seconds

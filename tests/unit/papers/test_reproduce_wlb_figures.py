@@ -1,0 +1,119 @@
+"""`reproduce wlb_llm`, Figures 12 to 15: cases as Table 1 prints them; all systems on the same
+documents.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from megatron_balance.papers.base import Effort
+from megatron_balance.papers.wlb_llm import PAPER, fig12, fig13, fig14, fig15
+from megatron_balance.papers.wlb_llm.cases import SKEW, TABLE_1, Case, samples
+from megatron_balance.papers.wlb_llm.systems import (
+    ADAPTIVE,
+    FIXED_DOCUMENT,
+    FIXED_SEQUENCE,
+    MIXED,
+    PACKED,
+    PLAIN,
+    WLB,
+    System,
+    fixed_tokens_per_s,
+)
+from megatron_balance.papers.wlb_llm.table2 import THRESHOLDS
+from megatron_balance.workloads.distributions import K
+
+SMALL = Case("llama-550m", 16 * K, 2, 2, 2)
+ONE = Effort(1)
+
+
+def documents(steps: list[tuple[tuple[int, ...], ...]]) -> Counter[int]:
+    return Counter(chain.from_iterable(chain.from_iterable(steps)))
+
+
+def test_the_paper_has_every_table_that_prints_something() -> None:
+    assert list(PAPER.tables) == ["fig12", "fig13", "fig14", "table2", "fig15"]
+
+
+def test_configurations_have_the_gpus_of_table_1_and_memory_for_the_window() -> None:
+    gpus = [case.tensor * case.context * case.stages * case.replicas for case in TABLE_1]
+    assert gpus == [32, 32, 32, 64, 64, 128, 256, 256]
+    assert [case.name for case in TABLE_1 if case.recompute == "full"] == ["30B-64K", "30B-128K"]
+    assert all(case.most_tokens() >= 1.25 * case.window for case in TABLE_1)
+    assert all(case.model.num_layers % (case.stages * case.setup.interleave) == 0 for case in TABLE_1)
+
+
+def test_samples_hold_whole_documents_in_their_order() -> None:
+    assert list(samples(iter([5, 4, 2, 10, 1, 9]), 10)) == [(5, 4), (2,), (10,)]
+    assert all(sum(sample) <= SMALL.window for batch in SMALL.batches(SKEW, 3) for sample in batch)
+    assert [len(batch) for batch in SMALL.batches(SKEW, 3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("system", [FIXED_SEQUENCE, PACKED, WLB], ids=lambda system: system.name)
+def test_every_system_trains_each_document_of_a_run_once(system: System) -> None:
+    batches = SMALL.batches(SKEW, 3)
+    steps = system.steps(SMALL, SKEW, batches)
+    assert documents(steps) == documents(batches)
+    assert {len(step) for step in steps} == {SMALL.num_microbatches}
+
+
+def test_outliers_wait_for_one_another_and_nothing_else_does() -> None:
+    batches = SMALL.batches(SKEW, 3)
+    steps = PACKED.steps(SMALL, SKEW, batches)
+    late = [documents([batch]) - documents([step]) for batch, step in zip(batches, steps, strict=False)]
+    threshold = THRESHOLDS[SKEW][2][0] * SMALL.window // (128 * K)
+    assert any(late)
+    assert all(length >= threshold for each in late for length in each)
+    assert PLAIN.steps(SMALL, SKEW, batches) == batches
+
+
+def test_fixed_4d_is_the_better_of_its_shardings() -> None:
+    both = [system.tokens_per_s(SMALL, SKEW, 2) for system in (FIXED_SEQUENCE, FIXED_DOCUMENT)]
+    assert fixed_tokens_per_s(SMALL, SKEW, 2) == max(both)
+
+
+def test_replicas_of_a_step_run_side_by_side() -> None:
+    (batch,) = replace(SMALL, replicas=2).batches(SKEW, 1)
+    two = PLAIN.step_s(replace(SMALL, replicas=2), batch)
+    assert two == max(PLAIN.step_s(SMALL, batch[first::2]) for first in range(2))
+
+
+class TestTables:
+    @pytest.fixture(autouse=True)
+    def small_cases(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fig12, "TABLE_1", (SMALL,))
+        monkeypatch.setattr(fig12, "BY_WINDOW", {SMALL.window: 1.15})
+        monkeypatch.setattr(fig13, "B7_128K", SMALL)
+        monkeypatch.setattr(fig14, "B7_128K", SMALL)
+        monkeypatch.setattr(fig14, "WINDOWS", (8 * K, 16 * K))
+        monkeypatch.setattr(fig15, "CASES", (replace(SMALL, context=4),))
+        monkeypatch.setattr(fig15, "PER_DOCUMENT_PUBLISHED", {SMALL.window: 1.01})
+
+    def test_figure_12_has_the_means_of_the_text_for_both_data_sets_and_every_configuration(self) -> None:
+        rows = {row.name: row for row in fig12.rows(ONE)}
+        ours = rows["WLB-LLM over Plain-4D, mean"]
+        assert ours.published == 1.23
+        assert ours.ours == WLB.tokens_per_s(SMALL, SKEW, 1) / PLAIN.tokens_per_s(SMALL, SKEW, 1)
+        assert ours.ours == pytest.approx(
+            rows["WLB-LLM over Fixed-4D, mean"].ours * rows["Fixed-4D over Plain-4D, mean"].ours
+        )
+        assert {"wlb: WLB-LLM over Plain-4D, mean", "550M-16K: WLB-LLM over Plain-4D"} <= set(rows)
+
+    def test_figure_13_has_the_published_parts(self) -> None:
+        rows = fig13.rows(ONE)
+        assert [row.published for row in rows] == [1.02, 1.05, 1.28, 1.33, None]
+        by_name = {row.name: row.ours for row in rows}
+        assert by_name[ADAPTIVE.name] >= 0.99 * max(1.0, by_name["per-document sharding"])
+        assert by_name[MIXED.name] >= 0.99 * by_name[WLB.name]
+
+    def test_figure_14_has_a_row_for_each_window(self) -> None:
+        assert [row.name for row in fig14.rows(ONE)] == ["8K", "16K"]
+
+    def test_figure_15_is_never_better_than_the_optimum_of_both_shardings(self) -> None:
+        rows = {row.name: row.ours for row in fig15.rows(ONE)}
+        assert 0.95 < rows["16K: adaptive over optimal"] <= 1.0
+        assert rows["16K: a choice for each document over adaptive"] > 0.99
