@@ -58,7 +58,7 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
     ]
     buffers = job.pool.joint.buffers
     record: Json = {
-        "planner": planned.plans[0].planner,
+        "planner": planned.planner or planned.plans[0].planner,
         "num_sequences": sum(f["num_sequences"] for f in each),
         "num_tokens": sum(f["num_tokens"] for f in each),
         "num_microbatches": len(planned.step.members),

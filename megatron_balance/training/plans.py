@@ -46,6 +46,8 @@ class PlannedStep:
     """Documents of earlier steps that this one trains, by their number in it."""
     ledger: Ledger = BEGINNING
     """The account behind the step."""
+    planner: str = ""
+    """Name of the planner that was asked; it may have asked others."""
 
     @property
     def plans(self) -> tuple[MicrobatchPlan, ...]:
@@ -306,7 +308,7 @@ class StepPlans:
         else:
             step, carry = self._planner.plan(lengths, self._ledger.carry, may_delay=may_delay)
         seconds = time.perf_counter() - start
-        return PlannedStep(step, seconds, seconds, carry)
+        return PlannedStep(step, seconds, seconds, carry, planner=self._planner.choice.name)
 
     def _from_ahead(self, ahead: PlanAhead, consumed: int, lengths: Lengths) -> PlannedStep:
         """The plan made ahead, if it is one of these lengths and of this carry; else one made now.
@@ -315,7 +317,10 @@ class StepPlans:
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
         if ready is not None and ready.step is not None and expected == lengths and ready.before == self._ledger.carry:
-            planned, intact = PlannedStep(ready.step, ready.plan_s, ready.waited_s, ready.after), True
+            planned, intact = (
+                PlannedStep(ready.step, ready.plan_s, ready.waited_s, ready.after, planner=self._planner.choice.name),
+                True,
+            )
         else:
             if ready is not None and ready.step is not None and expected != lengths:
                 self._warn_of_other_lengths(consumed)

@@ -64,6 +64,10 @@ class WlbLlmOptions:
     node_limit: int = 20
     """Nodes of the search of `ilp`."""
 
+    def __post_init__(self) -> None:
+        """Keep a list from a YAML as a tuple, equal to one given in Python."""
+        object.__setattr__(self, "thresholds", tuple(self.thresholds))
+
 
 def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
     """Pack the documents of a step and those that wait, and place each microbatch by `within`.
