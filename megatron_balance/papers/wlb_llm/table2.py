@@ -7,8 +7,11 @@ WLB-LLM's were computed (`workloads.distributions`). `wlb`, lengths that DistCA 
 paper, is beside it.
 
 Documents are dealt whole, one after another, into samples of 128K. Thresholds are candidates of
-`megatron-balance tune` that were chosen on another seed, two queues under a delay of 0.4 steps;
-S_max is 1.5 windows.
+`megatron-balance tune`, two queues under a delay of 0.4 steps, chosen on seeds 0 and 1 of 16 pairs
+that were tried; the table draws seed 2. S_max is 1.5 windows.
+
+Attention at the rate of FlashAttention-3 on an H100, at which `wlb-skew` was fixed: the paper speaks
+of Hopper's tensor memory accelerator (section 5.2), its artifact's image has FlashAttention 2.4.2.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from megatron_balance.workloads.documents import pack as deal
 TENSOR, CONTEXT_PARALLEL, PIPELINE = 8, 2, 4
 WINDOW = 128 * K
 MOST_TOKENS = 3 * WINDOW // 2
-SEED = 1
+SEED = 2
 THRESHOLDS = {
     "wlb-skew": {1: (65536,), 2: (10321, 52016), 3: (16384, 32768, 65536)},
     "wlb": {1: (49727,), 2: (9867, 78936), 3: (15663, 78936, 125303)},
@@ -71,7 +74,8 @@ class Method:
 
 def context(**options: Any) -> StepContext:
     """The job of Table 2: two context-parallel ranks, each a node of 8 GPUs."""
-    cluster = wide_ranks(load_cluster("h100").build(num_ranks=TENSOR * CONTEXT_PARALLEL), TENSOR)
+    gpus = load_cluster("h100").build(num_ranks=TENSOR * CONTEXT_PARALLEL).with_kernel("flash_attn_3")
+    cluster = wide_ranks(gpus, TENSOR)
     model = load_model("llama-7b")
     chosen = WlbLlmOptions(tokens_per_rank=MOST_TOKENS // CONTEXT_PARALLEL, **options)
     return StepContext(cluster, model, AnalyticCost(cluster, model, TENSOR), options=chosen)
