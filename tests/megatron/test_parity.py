@@ -89,6 +89,8 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
 # nothing is routed.
 COLLECTIVES = {
     "llama_all_gather": {"exchanges_all_gather", "exchanges_reduce_scatter"},
+    "wlb_sharding": {"exchanges_all_gather", "exchanges_reduce_scatter"},
+    "wlb_llm": {"exchanges_all_gather", "exchanges_reduce_scatter"},  # what is inside its microbatches
     "ulysses": {"exchanges_all_to_all"},
     "flexsp": {"exchanges_all_to_all"},
 }
@@ -96,7 +98,7 @@ PING_PONG = "distca"  # runs microbatches as two nano-batches, those of one docu
 TRADE_HEADS = ("ulysses", "flexsp")
 # These cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token
 # more.
-EVEN = ("ulysses", "packing", "distca")
+EVEN = ("ulysses", "packing", "distca", "wlb_sharding")
 
 
 def each_rank(run: Run) -> dict[str, np.ndarray]:

@@ -87,7 +87,7 @@ def assert_an_account_was_saved_and_another_corpus_is_refused(
         assert result.codes == (2, 2), result.tail(result.failed or 0)
         assert "waiting documents are of corpus 0123456789abcdef" in one_line(result)
 
-    saving = {**saving, "train-iters": saving["train-iters"] + 1}
+    saving = {**saving, "train-iters": saving["train-iters"] + 1, "override-opt_param-scheduler": True}
     train(2, "te_ring", {**saving, "save": None}, expect=refused, deadline_s=60)
 
 

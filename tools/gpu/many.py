@@ -46,7 +46,7 @@ EXACT = {
     name: Figure(
         f"several GPUs, {name}: bf16 output and gradients against fp64", "of the largest", Target("at most", 0.02)
     )
-    for name in PLANNERS
+    for name in ranks.PLACING
 }
 HANGS = Figure(
     "ranks that hang on communicators not used before, each rank later than the last", "", Target("equal", 0)
@@ -69,7 +69,7 @@ class Found:
 
 def measure(context: Context) -> Iterator[Row]:
     """Rows of this part; see `tools.gpu.rows.Part`."""
-    plans = {name: plan(name, context.ranks) for name in PLANNERS}
+    plans = {name: plan(name, context.ranks) for name in ranks.PLACING}
     with tempfile.TemporaryDirectory() as folder:
         found, hung = run_ranks(list(plans.values()), context, Path(folder))
     yield HANGS.measured(hung, f"{context.ranks} ranks, {LATE_S:g} s apart")

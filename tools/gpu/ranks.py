@@ -28,6 +28,9 @@ from tools.gpu.rows import Context, Device, Figure, Row, Target
 
 BUDGET_S = 40.0
 
+PLACING = tuple(name for name in PLANNERS if PLANNERS[name].plan is not None)
+"""Planners of one microbatch; those of whole steps ask one of them."""
+
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 HEAD_DIM = 64
 LENGTHS = (700, 300, 129, 64, 33, 1)
@@ -40,7 +43,7 @@ FIGURES = tuple(
         "of the largest",
         Target("at most", 0.02),
     )
-    for name in PLANNERS
+    for name in PLACING
 )
 WAYS = ("keep", "replay")
 PATIENCE_S = 60.0
@@ -48,7 +51,7 @@ PATIENCE_S = 60.0
 
 def measure(context: Context) -> Iterator[Row]:
     """Rows of this part; see `tools.gpu.rows.Part`."""
-    plans = [plan(name) for name in PLANNERS]
+    plans = [plan(name) for name in PLACING]
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(plans, context.device, Path(folder), min(PATIENCE_S, context.left_s()))
     for figure, (at, planned) in zip(FIGURES, enumerate(plans), strict=True):

@@ -147,9 +147,9 @@ def _check_longest(documents: Sequence[Document], most: float, num_ranks: int) -
     longest = max((each.length for each in documents), default=0)
     if longest > most:
         raise InfeasibleError(
-            f"a document of {longest} tokens is longer than S_max, {most:.0f} tokens ({num_ranks} ranks); raise "
-            f"tokens_per_rank to at least {-(-longest // num_ranks)}, or cut documents at a shorter --seq-length "
-            "(documents: split)"
+            f"a document of {longest} tokens is longer than S_max, {most:.0f} tokens ({num_ranks} ranks x "
+            f"{most / num_ranks:.0f}); raise tokens_per_rank to at least {-(-longest // num_ranks)}, or cut documents "
+            "at a shorter --seq-length (documents: split)"
         )
 
 

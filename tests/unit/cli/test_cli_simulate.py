@@ -101,7 +101,8 @@ PIPED = (
 )
 
 
-def test_plans_are_run_as_training_would_run_them(run):
+def test_plans_are_run_as_training_would_run_them(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     found = {
         more: run.json(f"simulate --planner distca {INPUTS} --json {more}")
         for more in ("", "--ping-pong true", "--ping-pong false")
@@ -209,6 +210,7 @@ def test_plan_does_not_import_the_simulator():
 
 def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
     data = "--planner te_ring --model llama-13b --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 9000"
+    data += " --policy keep"
     found = run.json(f"simulate {data} --tensor-parallel 2 --json")
     assert (found["num_ranks"], found["gpus_per_rank"], len(found["peak_bytes_per_rank"])) == (8, 2, 8)
     cluster = wide_ranks(load_cluster("a800").build(num_ranks=16), 2)

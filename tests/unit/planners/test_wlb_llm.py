@@ -132,7 +132,7 @@ def test_any_planner_may_follow_inside_a_microbatch() -> None:
         ({"thresholds": [9], "packing": "fixed"}, r"thresholds \[9\] go with packing: workload, got packing: fixed"),
         ({"slack": 0.5}, "slack: expected at least 1"),
         ({"window": 3}, "window: expected a divisor of the 2 microbatches that are planned at once, got 3"),
-        ({"tokens_per_rank": 100}, "a document of 400 tokens is longer than S_max, 200 tokens .2 ranks.; raise"),
+        ({"tokens_per_rank": 100}, "a document of 400 tokens is longer than S_max, 200 tokens .2 ranks x 100.; raise"),
     ],
 )
 def test_options_out_of_range_are_told_in_one_sentence(options: dict[str, Any], message: str) -> None:
