@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,23 @@ def test_batches_make_steps_and_microbatches_make_one(run):
     piped = run.json(f"simulate {data} --microbatches 4 --pipeline 2")
     assert len(piped["peak_bytes_per_rank"]) == 16
     assert piped["phases_s"]["waiting"] > 0
+
+
+def test_prices_of_hosts_are_shown_beside_seconds_without_them(run, tmp_path):
+    found: list[dict[str, Any]] = []
+    for name, call_s, launch_s in (("free", 0.0, 0.0), ("slow", 0.02, 0.01)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(f"host_call_s: {call_s}\nhost_launch_s: {launch_s}\n")  # the rest is h200's
+        found.append(run.json(f"simulate --planner te_ring {INPUTS} --cluster {path} --json"))
+        rows = run.json(f"compare --planner te_ring {INPUTS} --cluster {path} --json")["rows"]
+        expected = found[-1]["step_with_host_s"]
+        assert rows[0]["step_with_host_s"] == (None if expected is None else expected["median"])
+        out = run.printed(f"simulate --planner te_ring {INPUTS} --cluster {path}")
+        assert ("where devices wait for what their hosts issue" in out) == (name == "slow")
+    assert found[0]["step_s"] == found[1]["step_s"]
+    assert found[0]["step_with_host_s"] is None
+    # 32 layers, forward and backward, of more than one group call and launch each
+    assert found[1]["step_with_host_s"]["median"] > 32 * 2 * 0.03 > found[1]["step_s"]["median"]
 
 
 def test_a_straggler_and_a_replay_change_what_they_should(run):
