@@ -227,7 +227,7 @@ def test_plan_does_not_import_the_simulator():
 
 def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
     data = "--planner te_ring --model llama-13b --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 9000"
-    found = run.json(f"simulate {data} --tensor-parallel 2 --json")
+    found = run.json(f"simulate {data} --tensor-parallel 2 --policy keep --json")
     assert (found["num_ranks"], found["gpus_per_rank"], len(found["peak_bytes_per_rank"])) == (8, 2, 8)
     cluster = wide_ranks(load_cluster("a800").build(num_ranks=16), 2)
     model = load_model("llama-13b")
@@ -235,7 +235,7 @@ def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
     assert found["step_s"]["median"] == pytest.approx(
         simulate(plan, cluster, model, AnalyticCost(cluster, model, 2))["step_s"]["median"]
     )
-    assert "8 ranks of 2 GPUs (2 x 4)" in run(f"simulate {data} --tensor-parallel 2")[1]
+    assert "8 ranks of 2 GPUs (2 x 4)" in run(f"simulate {data} --tensor-parallel 2 --policy keep")[1]
 
 
 def test_experts_are_exchanged_where_ranks_share_them(run):
