@@ -105,6 +105,7 @@ def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, A
     return {
         "planner": planned.name,
         "step_s": found["step_s"]["median"],
+        "step_with_host_s": None if found["step_with_host_s"] is None else found["step_with_host_s"]["median"],
         "tokens_per_s": found["tokens_per_s"],
         "speedup": 1.0,
         "over_bound": found["mean_step_s"] / bench.bound_s(),
@@ -125,6 +126,7 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
     for column in (
         "planner",
         "step s",
+        "with hosts",
         "tokens/s",
         "speedup",
         "over bound",
@@ -137,7 +139,8 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
         table.add_column(column, justify="left" if column in ("planner", "runs as") else "right")
     for row in sorted(rows, key=lambda row: row["step_s"]):
         balance = row["imbalance"]
-        cells = (f"{row['step_s']:.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x")
+        with_host = "" if row["step_with_host_s"] is None else f"{row['step_with_host_s']:.3f}"
+        cells = (f"{row['step_s']:.3f}", with_host, f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x")
         cells = (*cells, f"{row['over_bound']:.2f}")
         more = (
             f"{balance['tokens']:.3f}",

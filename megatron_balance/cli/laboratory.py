@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_balance.simulator.machine import Machine
     from megatron_balance.simulator.report import Perturbation
     from megatron_balance.simulator.setup import Setup
+    from megatron_balance.simulator.step import Step
 
 T = TypeVar("T")
 
@@ -114,19 +115,29 @@ class Bench:
         return Planned(choice.name, mode, tuple(steps), plan_ms)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
-        """The statistics of all steps (`simulator.report.summary`)."""
+        """The statistics of all steps (`simulator.report.summary`).
+
+        `step_with_host_s`: seconds of the steps where devices wait for their hosts, too; None where
+        the costs have no prices of a host.
+        """
         from megatron_balance.simulator.report import summary
+
+        found = summary(self._steps(planned, self.machine, self.pool))
+        host, with_host = self.machine.cost.host, None
+        if host.is_modelled:
+            stage, pool = (replace(each, host=host) for each in (self.machine, self.pool))
+            with_host = summary(self._steps(planned, stage, pool))["step_s"]
+        return {**found, "step_with_host_s": with_host, **planned.described()}
+
+    def _steps(self, planned: Planned, stage: Machine, pool: Machine) -> list[Step]:
         from megatron_balance.simulator.training import simulate_planned
 
-        machines = list(
-            zip(self.perturbation.machines(self.machine), self.perturbation.machines(self.pool), strict=True)
-        )
-        steps = [
-            simulate_planned(step, stage, pool, self.setup)
+        machines = list(zip(self.perturbation.machines(stage), self.perturbation.machines(pool), strict=True))
+        return [
+            simulate_planned(step, *each, self.setup)
             for step in progress(planned.steps, f"{planned.name}: simulate")
-            for stage, pool in machines
+            for each in machines
         ]
-        return {**summary(steps), **planned.described()}
 
     def imbalance(self, planned: Planned) -> dict[str, float]:
         """Largest over mean load of the ranks: tokens in the mean over microbatches, attention over
@@ -401,5 +412,5 @@ def console() -> Console:
 
     found = Console(highlight=False, markup=False)
     if not found.is_terminal:
-        found.width = 120
+        found.width = 147
     return found

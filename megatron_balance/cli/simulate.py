@@ -93,6 +93,9 @@ def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dic
         console.print(
             f"{name}: {step['median']:.3f} s a step{spread}, {report['tokens_per_s']:,.0f} tokens/s, simulated{how}"
         )
+        if report["step_with_host_s"] is not None:
+            with_host = report["step_with_host_s"]["median"]
+            console.print(f"{with_host:.3f} s a step where devices wait for what their hosts issue, too")
         table = Table("phase", "s", "share", title="where the slowest rank's time goes", title_justify="left")
         total = sum(report["phases_s"].values())
         for phase, seconds in report["phases_s"].items():

@@ -13,7 +13,7 @@ from math import ceil, inf
 import numpy as np
 
 from megatron_balance.cost import kernel
-from megatron_balance.cost.base import Floats, Ints, Link, routed_s
+from megatron_balance.cost.base import Floats, Host, Ints, Link, routed_s
 from megatron_balance.cost.collectives import Group, all_gather_s
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.kernel import BLOCK_TILES, TILE_TOKENS
@@ -210,6 +210,12 @@ class AnalyticCost:
     def call_s(self) -> float:
         """Seconds of fixed cost of a communication call, beside the alphas of its messages."""
         return CALL_S
+
+    @property
+    def host(self) -> Host:
+        """The host's prices, as the cluster gives them."""
+        cluster = self.cluster
+        return Host(cluster.host_call_s, cluster.host_launch_s, cluster.host_message_s)
 
     @property
     def contention(self) -> Contention:

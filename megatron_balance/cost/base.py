@@ -36,6 +36,31 @@ class Link:
         return num_messages * self.alpha_s + num_bytes / (share * self.bytes_per_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Seconds that a rank's host takes to issue what its device runs.
+
+    `call_s`: a group call, a batch of sends and receives or a collective; `message_s`: each message
+    of it; `launch_s`: a kernel, or an operator of the framework that launches one. All 0: the host is
+    not modelled.
+    """
+
+    call_s: float = 0.0
+    launch_s: float = 0.0
+    message_s: float = 0.0
+
+    @property
+    def is_modelled(self) -> bool:
+        return bool(self.call_s or self.launch_s or self.message_s)
+
+    def issue_s(self, num_calls: float, num_launches: float, num_messages: float = 0) -> float:
+        """Seconds to issue group calls of `num_messages` in all, and launches."""
+        return num_calls * self.call_s + num_launches * self.launch_s + num_messages * self.message_s
+
+
+NO_HOST = Host()
+
+
 class CostModel(Protocol):
     """Predicted seconds of one layer's forward pass, and of attention launches.
 
@@ -124,6 +149,11 @@ class MachineCost(CostModel, Protocol):
     @property
     def call_s(self) -> float:
         """Seconds of fixed cost of a communication call, beside the alphas of its messages."""
+        ...
+
+    @property
+    def host(self) -> Host:
+        """The host's prices; `simulator.machine.Machine.host` says whether they are simulated."""
         ...
 
     @property

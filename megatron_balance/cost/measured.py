@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from megatron_balance.cost.analytic import OPTIMIZER_BYTES, AnalyticCost
-from megatron_balance.cost.base import Floats, Ints, Link, routed_s
+from megatron_balance.cost.base import Floats, Host, Ints, Link, routed_s
 from megatron_balance.cost.contention import Contention
 from megatron_balance.cost.fits import fit_link, least_squares
 from megatron_balance.cost.modules import head_module, layer_flops
@@ -291,6 +291,12 @@ class MeasuredCost:
     def call_s(self) -> float:
         """Measured messages include the call."""
         return 0.0 if self._links else self._analytic.call_s
+
+    @property
+    def host(self) -> Host:
+        """The measured prices of the host; the cluster's, where the table has none."""
+        host = self.table.host
+        return self._analytic.host if host is None else Host(host.call_s, host.launch_s, host.message_s)
 
     @property
     def contention(self) -> Contention:

@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints, Link, MachineCost, routed_s
+from megatron_balance.cost.base import Floats, Host, Ints, Link, MachineCost, routed_s
 from megatron_balance.cost.contention import Contention
 
 
@@ -103,6 +103,11 @@ class PerturbedCost:
     def call_s(self) -> float:
         """See `cost.base.MachineCost`; not scaled."""
         return self.base.call_s
+
+    @property
+    def host(self) -> Host:
+        """See `cost.base.MachineCost`; not scaled."""
+        return self.base.host
 
     @property
     def contention(self) -> Contention:

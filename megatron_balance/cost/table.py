@@ -143,11 +143,24 @@ class BesideTable:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTable:
+    """Seconds of a rank's host: a group call, a launch, a message of a group call."""
+
+    call_s: float
+    launch_s: float
+    message_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("call_s", "launch_s", "message_s"):
+            _not_negative(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
 class CostTable:
     """Everything a profile measured.
 
-    `merge`: by tokens, all heads; `pack`: by bytes; `beside`: kernels and transfers at once, if
-    known.
+    `merge`: by tokens, all heads; `pack`: by bytes; `beside`: kernels and transfers at once,
+    `host`: what it takes to issue them, if known.
     """
 
     format: str
@@ -158,6 +171,7 @@ class CostTable:
     layer: LayerTable
     links: tuple[LinkTable, ...] = ()
     beside: BesideTable | None = None
+    host: HostTable | None = None
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

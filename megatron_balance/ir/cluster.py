@@ -28,7 +28,9 @@ class Cluster:
     share. `linear_efficiency` is the share that a large matrix product reaches.
     `memory_bytes_per_s` is the rank's memory, read or written. `num_sms`: processors of a rank that
     communication takes some of; 0: it takes none. `transfers_wait`: a transfer waits for processors
-    that an attention kernel under way holds (`cost.contention`).
+    that an attention kernel under way holds (`cost.contention`). `host_call_s`, `host_launch_s`,
+    `host_message_s`: what a rank's host takes to issue a group call of communication, a kernel, and
+    each message of a group call (`cost.base.Host`); 0: it is not modelled.
     """
 
     num_ranks: int
@@ -48,6 +50,9 @@ class Cluster:
     transfers_wait: bool = False
     intra_alpha_s: float = 3.4e-6
     inter_alpha_s: float = 9.6e-6
+    host_call_s: float = 0.0
+    host_launch_s: float = 0.0
+    host_message_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
@@ -71,6 +76,11 @@ class Cluster:
                 f"cluster {self.name}: attention_kernel: {self.attention_kernel} has no rate; add one to "
                 f"attention_rates, or take one of {', '.join(self.attention_rates) or 'those that have one'}"
             )
+        for key in ("host_call_s", "host_launch_s", "host_message_s"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise ConfigError(
+                    f"cluster {self.name}: {key}: expected seconds of at least 0, got {getattr(self, key)}"
+                )
 
     @property
     def attention_share(self) -> float:

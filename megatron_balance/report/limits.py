@@ -141,7 +141,7 @@ def _adding_up(seconds: dict[str, float], step_s: float) -> dict[str, float]:
 def _without_transfers(machine: Machine, *, inside: bool) -> Machine:
     factors = Factors(inter_node=_NO_TIME, intra_node=_NO_TIME if inside else 1.0)
     cost = _FreeTransfers(machine.cost, factors) if inside else PerturbedCost(machine.cost, factors)
-    return Machine(machine.cluster, machine.model, cost, machine.slowdown)
+    return replace(machine, cost=cost)
 
 
 def _linear_s(plan: MicrobatchPlan, machine: Machine) -> tuple[Floats, Floats]:

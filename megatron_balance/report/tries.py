@@ -17,7 +17,6 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, under_layers
 from megatron_balance.report.cases import Asked, Case, Figures, Progress, mean_step_s, simulate
-from megatron_balance.simulator.machine import Machine
 
 WORTH = 0.01
 """A variant that saves less than this share of the step is not recommended."""
@@ -286,7 +285,7 @@ def _other_machines(case: Case) -> Iterator[Try]:
 
     def faster(name: str, factors: Factors, **changes: float) -> Try:
         cost = PerturbedCost(machine.cost, factors)
-        other = Machine(machine.cluster, machine.model, cost, machine.slowdown)
+        other = replace(machine, cost=cost)
         return Try("machine", name, "", replace(case, machine=other, cluster=replace(cluster, **changes)))
 
     half = 1 / FASTER
@@ -312,5 +311,5 @@ def _other_machines(case: Case) -> Iterator[Try]:
         flops_per_s=cluster.flops_per_s * FASTER,
     )
     if any(factor > 1 for factor in machine.slowdown):
-        even = Machine(machine.cluster, machine.model, machine.cost)
+        even = replace(machine, slowdown=())
         yield Try("machine", "no slow rank", "", replace(case, machine=even))

@@ -43,19 +43,38 @@ class Clocks:
     `opened`: when what a rank attends to is all there; `late`, `late_s`: when the last of what no
     launch waits for comes, and how long it takes to unpack. `share` [2, num_nics]: the part of each
     NIC, out and in, that is free for what comes next; `nic_bytes`: what has gone over it since that
-    was set.
+    was set. `issued`: seconds that each host has spent issuing, which its device waits for where the
+    host is `behind` (`simulator.host`).
     """
 
-    def __init__(self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> None:
+    def __init__(
+        self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool, behind: Floats | None = None
+    ) -> None:
         self.machine, self.plan, self.policy, self.backward = tables.machine, tables.plan, policy, backward
         self.call_s, self.cost, ranks = self.machine.cost.call_s, self.machine.cost, self.machine.num_ranks
         self.slow = self.machine.slow()
         self.entered, self.done, self.ready = enter_s, enter_s.copy(), enter_s.copy()
         self.opened, self.late, self.late_s, self.busy = np.zeros((4, ranks))
+        self.issued, self.behind = np.zeros(ranks), behind
         self.free = np.zeros((2, 5, ranks))
         self.capacity = self.machine.capacity()
         self.bytes_moved = np.zeros(len(self.capacity))
         self.share, self.nic_bytes = np.ones((2, self.machine.num_nics)), np.zeros((2, self.machine.num_nics))
+
+    def issue(
+        self, ranks: Ints, num_calls: Ints | int, num_launches: Ints | Bools | int, num_messages: Ints | int = 0
+    ) -> None:
+        """Let the hosts of ranks issue group calls of so many messages, and launches: the devices
+        wait for those behind.
+        """
+        host = self.machine.host
+        if not host.is_modelled:
+            return
+        self.issued[ranks] += host.call_s * num_calls + host.launch_s * num_launches + host.message_s * num_messages
+        if self.behind is not None:
+            reached = (self.behind * self.issued)[ranks]
+            self.done[ranks] = np.maximum(self.done[ranks], reached)
+            self.ready[ranks] = np.maximum(self.ready[ranks], reached)
 
     def open(self, ranks: Ints, waits: Bools, *, sends: bool = False) -> None:
         """Wait for what the remap brings, where it is needed; `sends`: to be sent on, too."""
@@ -159,6 +178,8 @@ class Clocks:
         ranks = np.arange(self.machine.num_ranks)
         out = np.bincount(parcels.src, weights=parcels.direct, minlength=len(ranks))
         packed = self.pack_s(out) * self.slow
+        calls, num_messages = self._calls(sent)
+        self.issue(ranks, calls, packed > 0, num_messages)
         self.done += packed
         self.busy += packed
         # Results are sent when they are there; who sends none, and who sends inputs, began before.
@@ -176,7 +197,25 @@ class Clocks:
             for kinds in (STORED, ADDED)
         )
         placed = (stored + ADD * added) * self.slow
+        self.issue(ranks, 0, placed > 0)
         return posted, arrived, placed
+
+    def _calls(self, transfers: Transfers) -> tuple[Ints, Ints]:
+        """Group calls of each rank, and their messages: one call for the transfers inside its node,
+        one for those between nodes, and two more legs of those that are routed, in a piece for each
+        NIC; what it passes on for others left out.
+        """
+        machine = self.machine
+        calls = np.zeros((2, machine.num_ranks), dtype=np.int64)
+        num_messages = np.zeros(machine.num_ranks, dtype=np.int64)
+        if not machine.host.is_modelled:
+            return calls[0], num_messages
+        crosses = machine.crosses(transfers.src, transfers.dst).astype(np.int64)
+        num_pieces = np.where(transfers.routed, machine.nics.per_node, 1)
+        for end in (transfers.src, transfers.dst):
+            np.maximum.at(calls, (crosses, end), 1 + transfers.routed)
+            np.add.at(num_messages, end, num_pieces)
+        return calls.sum(axis=0), num_messages
 
     def is_routed(self, table: ZoneTable) -> bool:
         """Whether the zone's transfers between nodes go over all NICs."""
@@ -201,9 +240,11 @@ class Clocks:
             routed = self.is_routed(table)
             src, dst = np.nonzero(num_bytes * ~np.eye(len(ranks), dtype=bool))
             src, dst, sizes = ranks[src], ranks[dst], num_bytes[src, dst]
-            return self.carry(Transfers(src, dst, sizes, routed & machine.crosses(src, dst)), posted, traffic_class)[
-                ranks
-            ]
+            transfers = Transfers(src, dst, sizes, routed & machine.crosses(src, dst))
+            calls, num_messages = self._calls(transfers)
+            self.issue(np.arange(machine.num_ranks), calls, 0, num_messages)
+            return self.carry(transfers, posted, traffic_class)[ranks]
+        self.issue(ranks, 1, 0)
         taken = (
             collective.ring(ranks, float(num_bytes.max()), machine)
             if ring

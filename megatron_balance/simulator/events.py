@@ -68,7 +68,7 @@ class _Computing:
     held: list[int] = field(default_factory=lambda: [0, 0])
 
 
-_What: TypeAlias = Literal["enter", "step", "flow", "other"]
+_What: TypeAlias = Literal["enter", "issue", "step", "flow", "other"]
 _Event: TypeAlias = tuple[float, int, _What, int, int]
 """Seconds, number (events of one time keep their order), kind, the rank, flow or other thing it is
 of, version.
@@ -94,6 +94,8 @@ class Events:
         self.alpha_s: list[float] = machine.alpha_s(a, b).tolist()
         self.capacity = machine.capacity()
         self.bytes_moved = np.zeros(len(self.capacity))
+        self.issued_s: list[list[float] | None] = [None] * machine.num_ranks
+        """By rank and step, when its host has issued it; None: before the device gets there."""
         for rank, start in enumerate(self.end_s):
             self.push(start, "enter", rank)
 
@@ -174,6 +176,9 @@ class Events:
             case "enter":
                 self.entered(who)
                 self.advance(who)
+            case "issue":
+                if not self.ranks[who].working:
+                    self.advance(who)
             case "step":
                 if self.ranks[who].version == version:
                     self._step_done(who)
@@ -190,7 +195,10 @@ class Events:
         """
         computing, steps = self.ranks[rank], self.phase.steps[rank]
         while computing.at < len(steps) and not computing.working:
-            step = steps[computing.at]
+            step, issued_s = steps[computing.at], self.issued_s[rank]
+            if issued_s is not None and issued_s[computing.at] > self.now * (1 + _SAME_TIME):
+                self.push(issued_s[computing.at], "issue", rank)
+                return
             if isinstance(step, Finish) and self.waits(rank, self.phase.exchanges[rank][computing.at]):
                 return
             computing.left_s = self.phase.seconds[rank][computing.at]

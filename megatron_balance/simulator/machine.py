@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.analysis.wire import NicOf, Payload
-from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
+from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link, MachineCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -24,15 +24,17 @@ Bools = NDArray[np.bool_]
 class Machine:
     """A cluster that runs a model at the prices of `cost`, which need not be those of the planner.
 
-    `slowdown`: by how much each rank computes slower than the others; empty: not at all. A transfer
-    inside a node takes the sender's link out and the receiver's link in; one between nodes takes a
-    NIC out and a NIC in. Every one of them is shared fairly.
+    `slowdown`: by how much each rank computes slower than the others; empty: not at all. `host`: what
+    hosts take to issue work, where that is simulated (`simulator.host`); a cost model has the prices.
+    A transfer inside a node takes the sender's link out and the receiver's link in; one between nodes
+    takes a NIC out and a NIC in. Every one of them is shared fairly.
     """
 
     cluster: Cluster
     model: Model
     cost: MachineCost
     slowdown: tuple[float, ...] = ()
+    host: Host = NO_HOST
     nics: NicOf = field(init=False)
     payload: Payload = field(init=False)
     intra: Link = field(init=False)

@@ -28,7 +28,7 @@ from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import PointToPoint
-from megatron_balance.simulator import engine
+from megatron_balance.simulator import engine, host
 from megatron_balance.simulator.attention import SMALL, EngineName, check_engine, linear_tokens
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.engine import Transport
@@ -245,10 +245,19 @@ class _Rounds:
         self.tables = [Tables(nano_batch, machine) for nano_batch in nano_batches]
 
     def run(self, num_layers: int, *, backward: bool) -> Outcome:
+        outcome, issued = self._run(num_layers, None, backward=backward)
+        behind = host.behind(issued, outcome.end_s)
+        return self._run(num_layers, behind, backward=backward)[0] if behind.any() else outcome
+
+    def _run(self, num_layers: int, behind: Floats | None, *, backward: bool) -> tuple[Outcome, Floats]:
+        """The outcome, and what hosts issued. `behind`: as in `Clocks`."""
         self.done, self.busy = np.zeros((2, self.machine.num_ranks))
-        clocks = [Clocks(tables, self.mode.policy, self.done.copy(), backward=backward) for tables in self.tables]
+        clocks = [
+            Clocks(tables, self.mode.policy, self.done.copy(), backward=backward, behind=behind)
+            for tables in self.tables
+        ]
         for each in clocks[1:]:
-            each.free, each.bytes_moved = clocks[0].free, clocks[0].bytes_moved
+            each.free, each.bytes_moved, each.issued = clocks[0].free, clocks[0].bytes_moved, clocks[0].issued
         nano_batches = [_OnClocks(self, tables, own) for tables, own in zip(self.tables, clocks, strict=True)]
         for segment in _segments(num_layers, self.mode, backward=backward):
             match segment.part:
@@ -261,7 +270,7 @@ class _Rounds:
                     nano_batches[segment.nano_batch].attend()
                 case "end":
                     nano_batches[segment.nano_batch].end()
-        return Outcome(self.done, self.busy, clocks[0].bytes_moved)
+        return Outcome(self.done, self.busy, clocks[0].bytes_moved), clocks[0].issued
 
     def compute(self, seconds: Floats) -> None:
         self.done = self.done + seconds
@@ -291,6 +300,9 @@ class _OnClocks:
         for table in self.tables.zones:
             seconds = np.zeros(self.run.machine.num_ranks)
             seconds[table.ranks] = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
+            self.clocks.done = self.run.done.copy()
+            self.clocks.issue(np.arange(len(seconds)), 0, host.LAUNCHES_OF_RUN * (seconds > 0))
+            self.run.done = self.clocks.done
             self.run.compute(seconds)
         self.clocks.entered = entered
         self.coming = [self._send(messages, index, MOVED) for index, messages in self._results()]

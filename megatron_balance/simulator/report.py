@@ -5,7 +5,7 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class Perturbation:
             return
         for draw in range(self.draws):
             cost = PerturbedCost(machine.cost, Factors.draw(self.spread, self.seed + draw))
-            yield Machine(machine.cluster, machine.model, cost, machine.slowdown)
+            yield replace(machine, cost=cost)
 
 
 def setup_of(options: Mapping[str, Any]) -> Setup:

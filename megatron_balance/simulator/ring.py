@@ -9,6 +9,7 @@ import numpy as np
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.program import Kind
 from megatron_balance.simulator.clocks import COMBINE, COPIED, DISPATCH, INTER, MOVED, Clocks
+from megatron_balance.simulator.host import LAUNCHES_OF_RUN
 from megatron_balance.simulator.machine import Bools
 from megatron_balance.simulator.tables import Hops, ZoneTable
 from megatron_balance.simulator.work import ADD
@@ -57,6 +58,8 @@ class Ring:
         self.rounds = self.size // lanes
         self.done, self.ready = clocks.done[self.ranks], clocks.ready[self.ranks]
         self.free = clocks.free[:, :, self.ranks]
+        self.issued = clocks.issued[self.ranks]
+        self.behind = None if clocks.behind is None else clocks.behind[self.ranks]
         self.slow = clocks.slow[self.ranks]
         self.busy = np.zeros(self.size)
         contention = self.machine.cost.contention
@@ -74,6 +77,33 @@ class Ring:
         clocks.done[ranks], clocks.ready[ranks] = self.done, self.ready
         clocks.free[:, :, ranks] = self.free
         clocks.busy[ranks] += self.busy
+        clocks.issued[ranks] = self.issued
+
+    def _issue(self, num_calls: Ints | int, num_launches: Ints | Bools | int, num_messages: Ints | int = 0) -> None:
+        """As `Clocks.issue`, for the ranks of the ring."""
+        host = self.machine.host
+        if not host.is_modelled:
+            return
+        self.issued = (
+            self.issued + host.call_s * num_calls + host.launch_s * num_launches + host.message_s * num_messages
+        )
+        if self.behind is not None:
+            self.done = np.maximum(self.done, self.behind * self.issued)
+            self.ready = np.maximum(self.ready, self.behind * self.issued)
+
+    def _issue_round(self, turn: Turn, at: int) -> None:
+        """Issue a round's transfers: those of a rank that go by one link are one call; routed ones
+        are a piece for each NIC.
+        """
+        if not self.machine.host.is_modelled:
+            return
+        calls, num_messages = np.zeros((2, self.size), dtype=np.int64), np.zeros(self.size, dtype=np.int64)
+        sender = np.flatnonzero(~np.isnan(turn.seconds[at]))
+        legs = np.zeros(self.size, dtype=np.int64) if turn.legs is None else 2 * ~np.isnan(turn.legs[0][at])
+        for end in (sender, (sender + turn.step) % self.size):
+            np.maximum.at(calls, (turn.link[sender], end), 1 + legs[sender])
+            np.add.at(num_messages, end, np.where(legs[sender] > 0, self.machine.nics.per_node, 1))
+        self._issue(calls.sum(axis=0), 0, num_messages)
 
     def _turn(self, tokens: Floats, kind: Kind, step: int) -> tuple[Turn, Floats]:
         """Transfers of all rounds, and their bytes [rounds, G].
@@ -183,6 +213,7 @@ class Ring:
 
     def _launch(self, seconds: Floats, *beside: tuple[Turn, int]) -> None:
         """Run launches, slowed by the transfers of the turns and rounds `beside` them."""
+        self._issue(0, LAUNCHES_OF_RUN * (seconds > 0))
         took = seconds
         there = [(turn, at) for turn, at in beside if 0 <= at < len(turn.seconds)]
         for inside, drag in zip((True, False), self.drag, strict=True):
@@ -195,6 +226,7 @@ class Ring:
 
     def _pack(self, num_bytes: Floats) -> None:
         seconds = self.clocks.pack_s(num_bytes) * self.slow
+        self._issue(0, seconds > 0)
         self.done, self.ready = self.done + seconds, self.ready + seconds
         self.busy += seconds
 
@@ -209,6 +241,7 @@ class Ring:
         turn, num_bytes = self._turn(self._blocks(self.hops.forward, self.lanes), Kind.KV, self.lanes)
         run_s, opened = self.table.forward_s, self.clocks.opened[self.ranks]
         self._pack(num_bytes[0])
+        self._issue_round(turn, 0)
         posted = self.ready
         arrived = self._carry(turn, 0, posted, COPIED)
         self.done = np.maximum(self.done, np.where(self.table.waits, opened, 0.0))
@@ -218,6 +251,7 @@ class Ring:
             if at == 1:
                 self.done = np.maximum(self.done, np.where(self.table.waits_next, opened, 0.0))
             if at < self.rounds - 1:
+                self._issue_round(turn, at)
                 posted = self.done
                 arrived = self._carry(turn, at, posted, COPIED)
             self._launch(run_s[:, at], (turn, at))
@@ -240,18 +274,22 @@ class Ring:
             self._share_traffic_classes(again, copied, back, num_bytes)
             self.ready = np.maximum(self.ready, np.where(self.table.waits, self.clocks.opened[self.ranks], 0.0))
             self._pack(copied[0])
+            self._issue_round(again, 0)
             posted = self.ready
             arrived = self._carry(again, 0, posted, COPIED)
         owed = np.zeros(self.size)
         for at in range(rounds - 1, 0, -1):
             self.done = np.maximum(self.done, arrived)
             if again is not None and at > 1:
+                self._issue_round(again, rounds - at)
                 posted = self.done
                 arrived = self._carry(again, rounds - at, posted, COPIED)
             self._launch(run_s[:, at], (back, at), *([] if again is None else [(again, rounds - at)]))
             came = returned > -np.inf
+            self._issue(0, came & (owed > 0))
             self.done = np.maximum(self.done, returned) + np.where(came, owed, 0.0)
             self.busy += np.where(came, owed, 0.0)
+            self._issue_round(back, at - 1)
             returned, owed = self._carry(back, at - 1, self.done, MOVED), added_s[at - 1]
         self._launch(run_s[:, 0], (back, 0))
         self.ready = posted

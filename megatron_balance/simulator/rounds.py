@@ -21,8 +21,10 @@ from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
 from megatron_balance.patterns.base import PointToPoint, messages_from
+from megatron_balance.simulator import host
 from megatron_balance.simulator.clocks import COPIED, MOVED, Clocks
 from megatron_balance.simulator.events import Outcome
+from megatron_balance.simulator.host import LAUNCHES_OF_RUN
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ring import Ring
 from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Nested, Tables, ZoneTable
@@ -40,11 +42,15 @@ def play(
 
 
 def _phase(tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool) -> Outcome:
-    alone = _Run(tables, policy, enter_s, backward=backward)
-    outcome = alone.run()
-    if sum(use.crosses for use in alone.uses) < 2:
+    ahead = _Run(tables, policy, enter_s, backward=backward)
+    outcome, taken = ahead.run(), None
+    if sum(use.crosses for use in ahead.uses) >= 2:
+        taken = _taken(ahead.uses, tables.machine)
+        outcome = _Run(tables, policy, enter_s, backward=backward, taken=taken).run()
+    behind = host.behind(ahead.clocks.issued, outcome.end_s)
+    if not behind.any():
         return outcome
-    return _Run(tables, policy, enter_s, backward=backward, taken=_taken(alone.uses, tables.machine)).run()
+    return _Run(tables, policy, enter_s, backward=backward, taken=taken, behind=behind).run()
 
 
 @dataclass(slots=True)
@@ -81,13 +87,22 @@ def _taken(uses: list[_Use], machine: Machine) -> list[Floats]:
 
 
 class _Run:
-    """One phase, zone by zone. `taken`: the part of each NIC that each zone has beside the others."""
+    """One phase, zone by zone. `taken`: the part of each NIC that each zone has beside the others;
+    `behind`: as in `Clocks`.
+    """
 
     def __init__(
-        self, tables: Tables, policy: Policy, enter_s: Floats, *, backward: bool, taken: list[Floats] | None = None
+        self,
+        tables: Tables,
+        policy: Policy,
+        enter_s: Floats,
+        *,
+        backward: bool,
+        taken: list[Floats] | None = None,
+        behind: Floats | None = None,
     ) -> None:
         self.tables, self.taken = tables, taken
-        self.clocks = Clocks(tables, policy, enter_s, backward=backward)
+        self.clocks = Clocks(tables, policy, enter_s, backward=backward, behind=behind)
         self.uses: list[_Use] = []
 
     def run(self) -> Outcome:
@@ -142,6 +157,7 @@ class _Run:
         """The one launch of each rank of a zone."""
         self.clocks.open(table.ranks, table.waits)
         seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
+        self.clocks.issue(table.ranks, 0, LAUNCHES_OF_RUN * (seconds > 0))
         self.clocks.done[table.ranks] += seconds
         self.clocks.busy[table.ranks] += seconds
 
@@ -227,6 +243,7 @@ class _Run:
             return
         sent = others.max(axis=1) if ring and not added else others.sum(axis=1)
         packed = self.clocks.pack_s(sent) * self.clocks.slow[ranks]
+        self.clocks.issue(ranks, 0, packed > 0)
         self.clocks.done[ranks] += packed
         self.clocks.busy[ranks] += packed
         if traffic_class == COPIED:
@@ -240,6 +257,7 @@ class _Run:
         if ring and added and self.clocks.is_together(table):
             received = others.max(axis=0)  # one block, summed on its way
         placed = self.clocks.pack_s(received) * (ADD if added else 1.0) * self.clocks.slow[ranks]
+        self.clocks.issue(ranks, 0, placed > 0)
         if traffic_class == MOVED:
             self.clocks.late[ranks] = np.maximum(self.clocks.late[ranks], arrived)
             self.clocks.late_s[ranks] += placed

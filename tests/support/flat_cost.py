@@ -9,7 +9,7 @@ from math import inf
 
 import numpy as np
 
-from megatron_balance.cost.base import Floats, Ints, Link
+from megatron_balance.cost.base import NO_HOST, Floats, Host, Ints, Link
 from megatron_balance.cost.base import routed_s as eq_1
 from megatron_balance.cost.contention import Contention
 from megatron_balance.ir.cluster import Cluster
@@ -32,6 +32,7 @@ class FlatCost:
     inter: Link = INTER
     call_s: float = 0.0005
     contention: Contention = NONE
+    host: Host = NO_HOST
     layer: float = 0.0
     """Seconds of a token outside attention, forward; twice that backward."""
 

@@ -7,10 +7,8 @@ python tools/bench/executor.py [--ranks 4] [--tokens 4096] [--repeats 7] [--json
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import math
-import pstats
 import statistics
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from own_time import ours
 from ranks import run
 from torch import Tensor
 
@@ -84,8 +83,8 @@ def _python_time_of(lengths: list[int], groups: Groups, repeats: int) -> list[di
     inputs = _tensors(bound)
     rows: dict[str, list[float]] = {"forward": [], "backward": []}
     for _ in range(repeats + 1):
-        forward_us, out = _ours(lambda: balanced_attention(inputs[0], inputs[1], inputs[2], bound))
-        backward_us, _ = _ours(out.sum().backward)
+        forward_us, out = ours(lambda: balanced_attention(inputs[0], inputs[1], inputs[2], bound))
+        backward_us, _ = ours(out.sum().backward)
         rows["forward"].append(forward_us)
         rows["backward"].append(backward_us)
     found = []
@@ -105,43 +104,6 @@ def _python_time_of(lengths: list[int], groups: Groups, repeats: int) -> list[di
             }
         )
     return found
-
-
-def _ours(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds of CPU time in functions of this package, without what the profiler itself adds
-    to them; and the call's result.
-    """
-    # CPU time: other processes on the machine do not count
-    profile = cProfile.Profile(time.thread_time)
-    result = profile.runcall(call)
-    stats: Any = pstats.Stats(profile)
-    own = sum(own for (path, _, _), (_, _, own, _, _) in stats.stats.items() if "megatron_balance" in path)
-    calls = sum(
-        counts[0]
-        for (_, _, _, _, callers) in stats.stats.values()
-        for (path, _, _), counts in callers.items()
-        if "megatron_balance" in path
-    )
-    return 1e6 * (own - calls * _PROFILED_CALL_S), result
-
-
-def _profiled_call_s() -> float:
-    """Seconds that one call costs its caller under the profiler above and not otherwise."""
-
-    def loop() -> None:
-        for _ in range(20000):
-            abs(1)
-
-    profile = cProfile.Profile(time.thread_time)
-    profile.runcall(loop)
-    stats: Any = pstats.Stats(profile)
-    profiled = next(own for (_, _, name), (_, _, own, _, _) in stats.stats.items() if name == "loop")
-    start = time.thread_time()
-    loop()
-    return (profiled - (time.thread_time() - start)) / 20000
-
-
-_PROFILED_CALL_S = _profiled_call_s()
 
 
 def _ring(groups: Groups, options: argparse.Namespace) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,23 @@ def test_batches_make_steps_and_microbatches_make_one(run):
     assert piped["phases_s"]["waiting"] > 0
 
 
+def test_prices_of_hosts_are_shown_beside_seconds_without_them(run, tmp_path):
+    found: list[dict[str, Any]] = []
+    for name, call_s, launch_s in (("free", 0.0, 0.0), ("slow", 0.02, 0.01)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(f"host_call_s: {call_s}\nhost_launch_s: {launch_s}\n")  # the rest is h200's
+        found.append(run.json(f"simulate --planner te_ring {INPUTS} --cluster {path} --json"))
+        rows = run.json(f"compare --planner te_ring {INPUTS} --cluster {path} --json")["rows"]
+        expected = found[-1]["step_with_host_s"]
+        assert rows[0]["step_with_host_s"] == (None if expected is None else expected["median"])
+        out = run.printed(f"simulate --planner te_ring {INPUTS} --cluster {path}")
+        assert ("where devices wait for what their hosts issue" in out) == (name == "slow")
+    assert found[0]["step_s"] == found[1]["step_s"]
+    assert found[0]["step_with_host_s"] is None
+    # 32 layers, forward and backward, of more than one group call and launch each
+    assert found[1]["step_with_host_s"]["median"] > 32 * 2 * 0.03 > found[1]["step_s"]["median"]
+
+
 def test_a_straggler_and_a_replay_change_what_they_should(run):
     usual, slow, replayed = (
         run.json(f"simulate --planner te_ring {INPUTS} --json {more}") for more in ("", "--slow 3=4", "--policy replay")
@@ -101,8 +119,7 @@ PIPED = (
 )
 
 
-def test_plans_are_run_as_training_would_run_them(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_plans_are_run_as_training_would_run_them(run):
     found = {
         more: run.json(f"simulate --planner distca {INPUTS} --json {more}")
         for more in ("", "--ping-pong true", "--ping-pong false")
@@ -210,8 +227,7 @@ def test_plan_does_not_import_the_simulator():
 
 def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
     data = "--planner te_ring --model llama-13b --cluster a800 --ranks 16 --lengths 65536 --tokens-per-rank 9000"
-    data += " --policy keep"
-    found = run.json(f"simulate {data} --tensor-parallel 2 --json")
+    found = run.json(f"simulate {data} --tensor-parallel 2 --policy keep --json")
     assert (found["num_ranks"], found["gpus_per_rank"], len(found["peak_bytes_per_rank"])) == (8, 2, 8)
     cluster = wide_ranks(load_cluster("a800").build(num_ranks=16), 2)
     model = load_model("llama-13b")
@@ -219,7 +235,7 @@ def test_a_tensor_parallel_group_is_one_rank_of_several_gpus(run):
     assert found["step_s"]["median"] == pytest.approx(
         simulate(plan, cluster, model, AnalyticCost(cluster, model, 2))["step_s"]["median"]
     )
-    assert "8 ranks of 2 GPUs (2 x 4)" in run(f"simulate {data} --tensor-parallel 2")[1]
+    assert "8 ranks of 2 GPUs (2 x 4)" in run(f"simulate {data} --tensor-parallel 2 --policy keep")[1]
 
 
 def test_experts_are_exchanged_where_ranks_share_them(run):

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from megatron_balance import Cluster, Model
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Host
 from megatron_balance.cost.kernel import visible_pairs
 from megatron_balance.cost.measured import MeasuredCost, PairGrid, split_masks
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.perturbed import Factors, PerturbedCost
-from megatron_balance.cost.table import BesideTable, LinkTable, load_table, save_table
+from megatron_balance.cost.table import BesideTable, HostTable, LinkTable, load_table, save_table
 from megatron_balance.errors import ConfigError
 from tests.support.cost_table import BEFORE, LAUNCH_S, K, Q, causal_s, full_s, made
 
@@ -146,6 +147,14 @@ def test_measured_links_win_and_the_others_are_the_clusters() -> None:
     assert cost.inter_node_s(1e6) == pytest.approx(1e-3 + 0.1)
     assert cost.intra_node_s(1e6) == pytest.approx(CLUSTER.intra_alpha_s + 1e6 / CLUSTER.intra_bytes_per_s)
     assert (cost.call_s, COST.call_s > 0) == (0.0, True)
+
+
+def test_measured_prices_of_a_host_win_over_the_clusters(tmp_path: Path) -> None:
+    cluster = dataclasses.replace(CLUSTER, host_call_s=3e-5, host_launch_s=2e-5)
+    assert MeasuredCost(TABLE, cluster, MODEL).host == Host(3e-5, 2e-5)
+    path = tmp_path / "table.json"
+    save_table(dataclasses.replace(TABLE, host=HostTable(4e-5, 1e-5, 1e-6)), path)
+    assert MeasuredCost(load_table(path), cluster, MODEL).host == Host(4e-5, 1e-5, 1e-6)
 
 
 def test_a_tensor_parallel_group_splits_what_was_measured() -> None:

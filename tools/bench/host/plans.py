@@ -1,0 +1,65 @@
+"""The plans that host time is counted on: 64 ranks of 8k tokens, LLaMA 7B, as on H100 nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_balance import Cluster, MicrobatchPlan, make_planner
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import Zone
+from megatron_balance.workloads.lengths import draw
+
+NUM_RANKS, TOKENS = 64, 8192
+DATASET = "arxiv"
+SLACK = 1.25
+"""Tokens that a rank may hold, over its even share."""
+
+PLANS: Mapping[str, tuple[str, Layers]] = {
+    "te_ring": ("te_ring", Layers()),
+    "hybrid_dp": ("hybrid_dp", Layers()),
+    "ulysses": ("ulysses", Layers()),
+    "head exchange in a node": ("flexsp", Layers()),
+    "zeppelin, routed": ("zeppelin", Layers(routing="pays", remap=True)),
+    "distca": ("distca", Layers()),
+}
+"""Planner and layers by name."""
+
+NODE = 8
+"""Ranks of the head exchanges of "head exchange in a node"."""
+
+
+def machine(num_ranks: int = NUM_RANKS) -> tuple[Cluster, Model]:
+    """H100 nodes, at the rate of the attention kernel that their preset names, and LLaMA 7B."""
+    return load_cluster("h100").build(num_ranks=num_ranks), load_model("llama-7b")
+
+
+def plan(name: str, num_ranks: int = NUM_RANKS, seed: int = 0) -> MicrobatchPlan:
+    """The plan called `name` of one drawn batch."""
+    cluster, model = machine(num_ranks)
+    planner, layers = PLANS[name]
+    lengths = draw(DATASET, num_ranks * TOKENS, 1, seed)[0]
+    options: dict[str, Any] = {} if planner in ("te_ring", "ulysses") else {"tokens_per_rank": int(SLACK * TOKENS)}
+    return make_planner(planner, cluster, model, layers, **options)(lengths)
+
+
+def kernel_s(plan: MicrobatchPlan) -> float:
+    """Predicted seconds of the attention kernel on a rank, forward and backward of a layer: the
+    plan's (query, key) pairs spread evenly, at the rate of the cluster's kernel.
+    """
+    cluster, model = machine(plan.num_ranks)
+    pairs = sum(n * (n + 1) / 2 for n in plan.lengths)
+    return AnalyticCost(cluster, model).attention_s(pairs / plan.num_ranks) * (1 + backward_factor())
+
+
+def rank_of(name: str, plan: MicrobatchPlan) -> int:
+    """The rank that is counted: one between two others in every ring, or the first of a head exchange
+    over a node.
+    """
+    if name != "head exchange in a node":
+        return 5
+    return next(zone.ranks[0] for zone in plan.zones if isinstance(zone, Zone) and len(zone.ranks) == NODE)
