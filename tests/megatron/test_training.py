@@ -180,7 +180,7 @@ def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> Non
         assert re.search("[Tt]imed out|[Tt]imeout", result.log(0))
 
     flags = {"train-iters": 5000, "distributed-timeout-seconds-after-init": 2}
-    train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=30)
+    train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90)
 
 
 def test_a_refused_flag_ends_every_rank_with_one_sentence(train: Train) -> None:

@@ -117,7 +117,7 @@ def pack(
     else:
         packed = _of_one_length(now, lengths, most, options, work)
     if packed.left and not context.may_carry:
-        packed = _all_of(now, lengths, most)
+        packed = _all_of(now, lengths, most, context.cluster.num_ranks)
     return tuple(tuple(sorted(each)) for each in packed.microbatches), held
 
 
@@ -218,7 +218,7 @@ def _of_one_length(
     return Packed(tuple(map(tuple, microbatches)), tuple(left))
 
 
-def _all_of(documents: Sequence[Document], lengths: Lengths, most: float) -> Packed:
+def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ranks: int) -> Packed:
     """All documents, where nothing may be carried: best fit by length, or else as dealt.
 
     Raises:
@@ -238,8 +238,8 @@ def _all_of(documents: Sequence[Document], lengths: Lengths, most: float) -> Pac
         tokens = sum(each.length for each in documents)
         raise InfeasibleError(
             f"{tokens} tokens in {len(documents)} documents do not fit {len(lengths)} microbatches of S_max = "
-            f"{most:.0f} tokens, and no step follows that takes the rest; raise tokens_per_rank, or have more "
-            "microbatches"
+            f"{most:.0f} tokens ({num_ranks} ranks x {most / num_ranks:.0f}), and no step follows that takes the rest; "
+            "raise tokens_per_rank, or have more microbatches"
         )
     return packed
 
