@@ -206,8 +206,8 @@ def merge_rows(  # noqa: PLR0913, PLR0917
     for r in tl.static_range(len(outs)):  # pyright: ignore[reportGeneralTypeIssues]
         own = held - plain(first_heads[r])
         if (own >= 0) & (own < plain(num_heads[r])):
-            found = tl.load(maps[r] + at, mask=live & (mapped[r] != 0), other=-1)
-            source = tl.where(mapped[r] != 0, found.to(tl.int64), at.to(tl.int64))
+            found = tl.load(maps[r] + at, mask=live & (plain(mapped[r]) != 0), other=-1)
+            source = tl.where(plain(mapped[r]) != 0, found.to(tl.int64), at.to(tl.int64))
             here = live & (source >= 0)
             place = (own + plain(own_heads[r])).to(tl.int64)
             its = tl.load(
