@@ -183,7 +183,7 @@ class _Walk:
         self.totals[value] = self.form.wide
 
     def launched(self, step: GradLaunch) -> tuple[Moved, ...]:
-        """What a launch's gradients are added by. Kernels leave them in the type of the inputs."""
+        """The additions of a launch's gradients, which kernels leave in the type of the inputs."""
         return (
             *self.added(Kind.Q_GRAD, step.dq_sums, self.form.dtype),
             *self.added(Kind.KV_GRAD, step.dk_sums, self.form.dtype),
