@@ -7,7 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from megatron_balance.cost.base import CostModel, routed_s
+import numpy as np
+
+from megatron_balance.cost.base import CostModel, Floats, Ints, routed_s
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 
@@ -28,6 +30,12 @@ class WideCost:
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """See `cost.base.CostModel`."""
         return self.base.attention_s(num_pairs, run_tokens) / self.size
+
+    def attend_s(self, pairs: Ints, launch: Ints, num_launches: int, *, backward: bool = False) -> Floats:
+        """See `cost.base.CostModel`; the heads of each launch are split over the group."""
+        seconds = self.base.attend_s(pairs, launch, num_launches, backward=backward)
+        fixed = self.base.launch_s(1)
+        return np.where(seconds > 0, fixed + np.maximum(seconds - fixed, 0.0) / self.size, 0.0)
 
     def launch_s(self, num_launches: float) -> float:
         """See `cost.base.CostModel`; all ranks of a group launch at once."""

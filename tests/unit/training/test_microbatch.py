@@ -30,7 +30,7 @@ def test_documents_of_one_or_several_columns_become_rows() -> None:
 def test_nano_batches_take_their_sequences_of_those_read_here() -> None:
     mine = [Sequences.of([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])])]
     shared = PoolLengths(((9, 2, 1, 2),), (np.array([0, 1, 1, 1]),))
-    read, apart = by_nano_batch(mine, shared, [((0, 2), (1, 3))], rank=1)
+    read, apart = by_nano_batch(mine, shared, (((0, 2), (1, 3)),), rank=1)
     assert [each.rows.flatten().tolist() for each in read] == [[3], [1, 2, 4, 5]]
     assert [each.lengths for each in read] == [(1,), (2, 2)]
     assert apart.lengths == ((9, 1), (2, 2))
