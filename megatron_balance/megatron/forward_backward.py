@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
@@ -22,11 +23,11 @@ from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfer
 from megatron_balance.megatron.tokens import job_device, numbered, read, recall
 from megatron_balance.runtime.bind import Counters
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
-from megatron_balance.training.binding import LayerBounds, bind_layers
+from megatron_balance.training.binding import bind_layers, policies_of
 from megatron_balance.training.lengths import PoolLengths, share_lengths
 from megatron_balance.training.microbatch import LocalMicrobatch, assemble, interleave
 from megatron_balance.training.nano_batches import by_nano_batch
-from megatron_balance.training.plans import PlannedStep
+from megatron_balance.training.plans import PlannedStep, StepPlans
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import TokenExchange
 
@@ -106,7 +107,7 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             **kwargs,
         )
         if not forward_only:
-            job.steps.ran(planned, shared, microbatches.counters, microbatches.decision)
+            microbatches.trained(job, shared, planner)
         return result
 
     return schedule
@@ -195,6 +196,33 @@ class Microbatches:
         self._chunks = 0
         self._asked = [0] * len(planned.plans_of)
         self.counters: list[Counters] = []
+        if not forward_only:  # of a step that was expected and did not come
+            job.bind_ahead.forget_all_but(
+                self._binder.key(planned.plans[at], policy, nano_batch, self._phases)
+                for own in planned.plans_of
+                for nano_batch, at in enumerate(own)
+                for policy in policies_of(self.decision)
+            )
+        for own in planned.plans_of[1:]:
+            self._expect(planned.plans, own)
+
+    def trained(self, job: session.Session, shared: PoolLengths, plans: StepPlans) -> None:
+        """Log the training step that ran; then look up the first microbatch of the next one.
+
+        The host waits for the device now and then until that step begins.
+        """
+        job.steps.ran(self._planned, shared, self.counters, self.decision)
+        job.bind_ahead.submit(lambda: self.expect_next(plans.coming()))
+
+    def expect_next(self, coming: StepPlan | None) -> None:
+        """Say that a step with this plan is likely to come next, with the decision of this one."""
+        if coming is not None and not coming.ticks:
+            self._expect(coming.plans, coming.plans_of[0])
+
+    def _expect(self, plans: Sequence[MicrobatchPlan], which: Sequence[int]) -> None:
+        for nano_batch, at in enumerate(which):
+            for policy in policies_of(self.decision):
+                self._binder.expect(plans[at], policy, nano_batch, self._phases)
 
     def of_chunk(self) -> Iterator[PlannedMicrobatch]:
         """All microbatches in order, for one model chunk. Every chunk's is made before any is used."""
@@ -209,14 +237,13 @@ class Microbatches:
 
     def _bind(self, index: int) -> PlannedMicrobatch:
         own = self._planned.plans_of[index]
-        bounds = [self._bind_plan(self._planned.plans[at], nano_batch) for nano_batch, at in enumerate(own)]
+        plans = self._planned.plans
+        bounds = [
+            bind_layers(self._binder, plans[at], self.decision, nano_batch, self._phases)
+            for nano_batch, at in enumerate(own)
+        ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
         return planned_microbatch(self._local(index), bounds)
-
-    def _bind_plan(self, plan: MicrobatchPlan, nano_batch: int) -> LayerBounds:
-        if self.decision is None:
-            return LayerBounds(0, None, self._binder.bind(plan, "replay", nano_batch, self._phases))
-        return bind_layers(self._binder, plan, self.decision, nano_batch, self._phases)
 
 
 def _count_flops(shared: PoolLengths, reader: int) -> None:

@@ -36,7 +36,7 @@ from megatron_balance.runtime.bind import AttentionShape
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.movers import build_variants
-from megatron_balance.training.binding import Binder
+from megatron_balance.training.binding import BindAhead, Binder
 from megatron_balance.training.figures import Job
 from megatron_balance.training.keeping import Keeping
 from megatron_balance.training.ledger import Ledger
@@ -60,6 +60,8 @@ class Session:
         self.ping_pong = ping_pong.wanted(args, config)
         """Whether microbatches run as two nano-batches."""
         self.steps = StepLog(log_target(args, config))
+        self.bind_ahead = BindAhead()
+        """Where the plans of coming microbatches are looked up."""
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
@@ -125,7 +127,9 @@ class Session:
         Before the first of them, whatever a step would otherwise have to compile is built.
         """
         build_variants(job_device(), self.dtype, self.shape.head_dim)
-        return Binder(groups, self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire)
+        return Binder(
+            groups, self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire, self.bind_ahead
+        )
 
     def cluster(self) -> Cluster:
         """The pool as planners see it."""
@@ -238,9 +242,10 @@ class Session:
         return self._keeping
 
     def close(self) -> None:
-        """Stop background planners and close the log."""
+        """Stop background planners and binding, and close the log."""
         for planner in self._planners.values():
             planner.close()
+        self.bind_ahead.close()
         self.steps.close()
 
 

@@ -103,6 +103,14 @@ class PlanAhead:
         step = None if body["step"] is None else from_body(body["step"])
         return Ready(step, before, after, body["plan_s"], waited)
 
+    def peek(self, key: Hashable) -> StepPlan | None:
+        """The plan of `key` if the answer is there and is one; it stays to be taken. Any thread."""
+        slot = self._slots.get(key)
+        if slot is None or not slot.done.is_set():
+            return None
+        body: dict[str, Any] = json.loads(slot.answer)
+        return None if body["step"] is None else from_body(body["step"])
+
     def close(self) -> None:
         """End the process; safe to call twice."""
         if self._process.stdin is not None and not self._process.stdin.closed:

@@ -6,10 +6,13 @@ work per token. Only the phases that will run are looked up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from megatron_balance.compile.pipeline import compile_rank
 from megatron_balance.compile.transpose import Policy
@@ -25,16 +28,21 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
+from megatron_balance.runtime.lower.moves import moves_of
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, Phase, PhaseName
+from megatron_balance.runtime.lower.tables import ship, tables_of
 from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
+from megatron_balance.runtime.transport.comm import brought
 from megatron_balance.runtime.transport.connect import connect
 
-__all__ = ["AttentionShape", "Bound", "Counters", "bind"]
+__all__ = ["AttentionShape", "Bound", "Counters", "Prepared", "bind", "prepare"]
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +106,35 @@ class Bound:
         return self.phases[name]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A plan looked up for one rank, with its tables still on the host.
+
+    Made without touching the device or another rank, so that another thread may do it ahead of time.
+
+    Attributes:
+        bound: complete but for the tables' place.
+        tables: tensors on the host; some may come twice.
+        device: that they go to.
+    """
+
+    bound: Bound
+    tables: Sequence[Tensor]
+    device: torch.device
+
+    def ship(self) -> Bound:
+        """Connect new pairs of ranks, make room in the pool, and copy all tables to the device.
+
+        Call it once, in the thread that will run the plan; all ranks do so in one order.
+        """
+        bound = self.bound
+        connect(bound.phases.values(), bound.groups)
+        if bound.peak_bytes is not None:
+            bound.groups.buffers.reserve(bound.peak_bytes.call_bytes)
+        ship(self.tables, self.device)
+        return bound
+
+
 def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each with a default
     plan: MicrobatchPlan,
     rank: int,
@@ -115,6 +152,43 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> Bound:
     """Look up everything that `rank` needs to run `plan`: steps, rows, messages, kernel.
+
+    Arguments and errors as for `prepare`.
+    """
+    return prepare(
+        plan,
+        rank,
+        shape,
+        groups=groups,
+        device=device,
+        dtype=dtype,
+        policy=policy,
+        kernel=kernel,
+        mover=mover,
+        trace=trace,
+        nano_batch=nano_batch,
+        gradient_wire=gradient_wire,
+        phases=phases,
+    ).ship()
+
+
+def prepare(  # noqa: PLR0913  as `bind`
+    plan: MicrobatchPlan,
+    rank: int,
+    shape: AttentionShape,
+    *,
+    groups: Groups,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    policy: Policy = "keep",
+    kernel: str = "auto",
+    mover: str = "auto",
+    trace: Trace | None = None,
+    nano_batch: int = 0,
+    gradient_wire: GradientWire = "fp32",
+    phases: Collection[PhaseName] = BOTH_PHASES,
+) -> Prepared:
+    """The first part of `bind`, which needs neither the device nor another rank.
 
     Args:
         plan: of one microbatch.
@@ -152,17 +226,23 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         raise ConfigError(f"the executor runs plans of mask {CAUSAL.name!r} only, got {plan.mask.name!r}")
     compiled = compile_rank(plan, rank, policy, phases=phases, passing=not groups.safe)
     program = compiled.program
-    chosen = choose_kernel(kernel, torch.device(device), dtype, shape.head_dim)
+    place, form = torch.device(device), Form.of(shape.head_dim, dtype, gradient_wire)
+    chosen, moves = choose_kernel(kernel, place, dtype, shape.head_dim), choose_mover(mover, place)
     setting = Setting(plan.ranks_per_node, (compiled.forward, compiled.backward), nano_batch, phases)
-    lowering = Lowering(program, shape, torch.device(device), policy, chosen, setting)
+    lowering = Lowering(program, shape, _HOST, policy, chosen, setting)
     sizes = (lowering.sizes[Kind.Q], lowering.sizes[Kind.KV])
     needs = None
-    if groups.buffers.lends(torch.device(device)):
-        needs = peak_bytes(lowering.phases, sizes, Form.of(shape.head_dim, dtype, gradient_wire), keep=policy == "keep")
-        groups.buffers.reserve(needs.call_bytes)
-    connect(lowering.phases.values(), groups)
+    if groups.buffers.lends(place):
+        needs = peak_bytes(lowering.phases, sizes, form, keep=policy == "keep")
+    steps = lowering.phases.values()
+    tables = [table for phase in steps for table in tables_of(phase)]
+    comes = partial(brought, groups=groups)
+    tables += moves.prepare(
+        chain.from_iterable(moves_of(phase, sizes, form, comes) for phase in steps),
+        {buffer: rows for buffer, (rows, _) in sizes[0].items()},
+    )
     owned = as_array(program.owned)
-    return Bound(
+    bound = Bound(
         plan=plan,
         rank=rank,
         shape=shape,
@@ -172,10 +252,11 @@ def bind(  # noqa: PLR0913  what the tensors are is six keyword-only facts, each
         phases=lowering.phases,
         groups=groups,
         kernel=chosen,
-        mover=choose_mover(mover, torch.device(device)),
+        mover=moves,
         peak_bytes=needs,
         query_rows=lowering.sizes[Kind.Q],
         key_rows=lowering.sizes[Kind.KV],
         gradient_wire=gradient_wire,
         trace=trace,
     )
+    return Prepared(bound, tables, place)

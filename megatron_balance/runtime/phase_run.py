@@ -40,7 +40,7 @@ from megatron_balance.runtime.lower.steps import (
 from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
 from megatron_balance.runtime.trace import Traced
 from megatron_balance.runtime.transport import open_transport
-from megatron_balance.runtime.transport.comm import is_summed
+from megatron_balance.runtime.transport.comm import brought
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class PhaseRun:
         """Prepare the next exchange that is not yet expected, if there is one."""
         for exchange in self.upcoming:
             arriving, slots = self.slots(exchange)
-            messages = self.brought(exchange)
+            messages = brought(exchange, self.bound.groups)
             receives = [
                 (m.peer, x)
                 for m, tensors in zip(messages, slots, strict=True)
@@ -252,12 +252,6 @@ class PhaseRun:
             self.transport.expect(exchange, receives, arriving)
             self.under_way[exchange.id] = slots
             return
-
-    def brought(self, exchange: ExchangeStep) -> Sequence[Message]:
-        """The messages that an exchange brings: those of one peer where it sums on the way."""
-        if not is_summed(exchange, self.bound.groups):
-            return exchange.receives
-        return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 
     def issue(self, exchange: ExchangeStep) -> None:
         self.expect()
@@ -284,7 +278,7 @@ class PhaseRun:
     def receive(self, exchange: ExchangeStep) -> None:
         self.transport.arrived(exchange)
         self.arrived_s = time.perf_counter()
-        for message, tensors in zip(self.brought(exchange), self.under_way.pop(exchange.id), strict=True):
+        for message, tensors in zip(brought(exchange, self.bound.groups), self.under_way.pop(exchange.id), strict=True):
             self.arrive(message, tensors)
             self.transport.traffic.bytes_received += sum(x.nbytes for x in tensors)
 
@@ -332,7 +326,7 @@ class PhaseRun:
         if not exchange.routed_receives:
             return {}, [
                 [self.slot(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)]
-                for m in self.brought(exchange)
+                for m in brought(exchange, self.bound.groups)
             ]
         arriving: dict[int, Tensor] = {}
         slots: list[list[Tensor]] = []

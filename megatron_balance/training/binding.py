@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import TypeAlias
 
 import torch
 
@@ -12,14 +17,82 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.tick import TickPlan
-from megatron_balance.runtime.bind import AttentionShape, Bound, Counters, bind
+from megatron_balance.runtime.bind import AttentionShape, Bound, Counters, Prepared, prepare
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
+
+log = logging.getLogger(__name__)
+
+Key: TypeAlias = tuple[str, int, Policy, frozenset[PhaseName], Groups]
+"""Fingerprint, nano-batch, policy, phases and pool: what a prepared plan of a job depends on."""
+
+
+class BindAhead:
+    """A thread that prepares plans before they are asked for (`runtime.bind.prepare`).
+
+    It touches neither the device nor other ranks: tables go to the device, and whatever is
+    collective happens, when the training thread takes a plan and ships it. An error is raised there,
+    too, if the plan is used at all.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bind ahead")
+        self._prepared: dict[Key, Future[Prepared]] = {}
+        self._lock = Lock()
+
+    def expect(self, key: Key, make: Callable[[], Prepared]) -> None:
+        """Prepare a plan that will be asked for by `key`. Of one key once. Any thread."""
+        with self._lock:
+            if key not in self._prepared:
+                self._prepared[key] = self._thread.submit(make)
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job that calls `expect`, behind what was expected before."""
+        self._thread.submit(_logged, job)
+
+    def take(self, key: Key) -> Prepared | None:
+        """The plan prepared for `key`, waited for if it is being prepared.
+
+        None if nobody expected it, or its turn has not come.
+
+        Raises:
+            Exception: what `prepare` raised in the thread, with a note that says so.
+        """
+        with self._lock:
+            future = self._prepared.pop(key, None)
+        if future is None or future.cancel():
+            return None
+        try:
+            return future.result()
+        except Exception as error:
+            error.add_note(f"raised in the thread that binds ahead, of plan {key[0]}, nano-batch {key[1]}")
+            raise
+
+    def forget_all_but(self, keys: Iterable[Key]) -> None:
+        """Drop all plans but these: they will not be asked for."""
+        with self._lock:
+            for key in self._prepared.keys() - set(keys):
+                self._prepared.pop(key).cancel()
+
+    def close(self) -> None:
+        """End the thread, after what it is doing."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _logged(job: Callable[[], None]) -> None:
+    try:
+        job()
+    except Exception:  # nothing depends on it: what is not prepared is bound when it is asked for
+        log.warning("the coming step's plans could not be bound ahead; they are bound in their step", exc_info=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Binder:
-    """Facts of a job that every bound plan needs. `groups`: of the ranks that attend together."""
+    """Facts of a job that every bound plan needs.
+
+    `groups`: of the ranks that attend together; `ahead`: the thread that prepares plans, if there is
+    one.
+    """
 
     groups: Groups
     shape: AttentionShape
@@ -27,12 +100,36 @@ class Binder:
     device: torch.device
     kernel: str = "auto"
     gradient_wire: GradientWire = "fp32"
+    ahead: BindAhead | None = None
 
     def bind(
         self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES
     ) -> Bound:
-        """Bind `plan` for this rank. Arguments and errors as for `runtime.bind.bind`."""
-        return bind(
+        """Bind `plan` for this rank. Arguments and errors as for `runtime.bind.bind`.
+
+        All ranks bind the same plans in one order, each in its training thread.
+        """
+        prepared = None if self.ahead is None else self.ahead.take(self.key(plan, policy, nano_batch, phases))
+        return (prepared or self._prepare(plan, policy, nano_batch, phases)).ship()
+
+    def expect(
+        self, plan: MicrobatchPlan, policy: Policy, nano_batch: int = 0, phases: Collection[PhaseName] = BOTH_PHASES
+    ) -> None:
+        """Say that `bind` will be called with these arguments: it may then find the plan prepared."""
+        if self.ahead is not None:
+            make = partial(self._prepare, plan, policy, nano_batch, phases)
+            self.ahead.expect(self.key(plan, policy, nano_batch, phases), make)
+
+    def key(self, plan: MicrobatchPlan, policy: Policy, nano_batch: int, phases: Collection[PhaseName]) -> Key:
+        """The name of a prepared plan."""
+        return plan.fingerprint(), nano_batch, policy, frozenset(phases), self.groups
+
+    def _prepare(
+        self, plan: MicrobatchPlan, policy: Policy, nano_batch: int, phases: Collection[PhaseName]
+    ) -> Prepared:
+        if self.device.type == "cuda":  # another thread begins on device 0
+            torch.cuda.set_device(self.device)
+        return prepare(
             plan,
             self.groups.rank,
             self.shape,
@@ -74,17 +171,23 @@ class LayerBounds:
         return self.bounds[0] if bound is None else bound
 
 
+def policies_of(decision: Decision | None) -> tuple[Policy, ...]:
+    """The policies by which a plan is bound; without a decision nothing is kept (evaluation)."""
+    if decision is None or not decision.keeping:
+        return ("replay",)
+    return ("keep",) if decision.keeping == decision.layers else ("keep", "replay")
+
+
 def bind_layers(
     binder: Binder,
     plan: MicrobatchPlan,
-    decision: Decision,
+    decision: Decision | None,
     nano_batch: int = 0,
     phases: Collection[PhaseName] = BOTH_PHASES,
 ) -> LayerBounds:
     """Bind `plan` for the layers that keep and for those that replay, as decided."""
-    kept = binder.bind(plan, "keep", nano_batch, phases) if decision.keeping else None
-    replayed = binder.bind(plan, "replay", nano_batch, phases) if decision.keeping < decision.layers else None
-    return LayerBounds(decision.keeping, kept, replayed)
+    bounds = {policy: binder.bind(plan, policy, nano_batch, phases) for policy in policies_of(decision)}
+    return LayerBounds(0 if decision is None else decision.keeping, bounds.get("keep"), bounds.get("replay"))
 
 
 class BoundTicks:
@@ -113,6 +216,9 @@ class BoundTicks:
                 self._phases.get(tick.microbatches, frozenset()) | phases_of[tick.backward]
             )
         self._bound: dict[tuple[int | None, ...], tuple[Bound, ...]] = {}
+        for ticks in zip(*nano_batches, strict=True):
+            for nano_batch, planned in enumerate(ticks):
+                binder.expect(planned.plan, "replay", nano_batch, self._phases[planned.tick.microbatches])
         self.counters: list[Counters] = []
         """Of every plan bound so far."""
 

@@ -257,6 +257,17 @@ class StepPlans:
                 )
         self._ledger, self._last, self._drawn = ledger, None, None
 
+    def coming(self) -> StepPlan | None:
+        """The plan of the next step, if it is made ahead and there already. Any thread may ask.
+
+        It is likely, not certain, to be the one that `plan` gives next.
+        """
+        ahead, last = self._ahead, self._last
+        if ahead is None or last is None:
+            return None
+        consumed, lengths, _ = last
+        return ahead.peek((consumed + len(lengths) * self._samples.per_microbatch, len(lengths)))
+
     def close(self) -> None:
         """End the background process."""
         if self._ahead is not None:

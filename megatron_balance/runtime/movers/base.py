@@ -10,13 +10,14 @@ Shape legend: T rows of a buffer, N packed rows, H heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_balance.runtime.lower.moves import Move
 from megatron_balance.runtime.lower.steps import Packed
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -102,6 +103,13 @@ class Mover(Protocol):
     """Moves rows. `name` as in `choose_mover`."""
 
     name: str
+
+    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
+        """Make the tables of calls that will come: tensors on the host, which the caller ships.
+
+        `rows`: of each query buffer.
+        """
+        ...
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Fill the targets; types are converted."""

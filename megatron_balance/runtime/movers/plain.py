@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_balance.runtime.kernels.base import merge_partials
+from megatron_balance.runtime.lower.moves import Move
 from megatron_balance.runtime.lower.steps import Packed
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space, heads_view, rows_view
 
@@ -16,6 +17,10 @@ class PlainMover:
     """See `Mover`: torch's own calls, a few for each run."""
 
     name = "plain"
+
+    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
+        del moves, rows  # runs are copied one by one
+        return ()
 
     def fill(self, fills: Sequence[Fill]) -> None:
         for packed, sources, target in fills:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_balance.analysis.wire import padded, piece_bounds
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower.parcels import as_bytes, pack
-from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Piece
+from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Message, Piece
 from megatron_balance.runtime.transport.base import Parcel
 
 _POISON_TAG = 2**31 - 1
@@ -103,6 +103,13 @@ def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
     rank, which adds them up.
     """
     return exchange.collective == "reduce_scatter" and groups.streams is not None and is_collective(exchange, groups)
+
+
+def brought(exchange: ExchangeStep, groups: Groups) -> Sequence[Message]:
+    """The messages that an exchange brings: those of one peer where it sums on the way."""
+    if not is_summed(exchange, groups):
+        return exchange.receives
+    return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 
 
 def pack_collective(

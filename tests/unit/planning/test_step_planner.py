@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 
 import pytest
 
@@ -35,11 +36,16 @@ def test_a_step_planned_ahead_is_the_one_planned_on_the_spot(num_chunks: int, pi
     ahead = PlanAhead(asked)
     try:
         ahead.submit(7, STEP)
+        deadline = time.monotonic() + 60
+        while (seen := ahead.peek(7)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         ready = ahead.take(7)
+        assert ahead.peek(7) is None, "it was taken"
     finally:
         ahead.close()
     assert ready is not None
     assert (ready.step, ready.after) == StepPlanner(asked).plan(STEP)
+    assert seen == ready.step
 
 
 def test_every_rank_keeps_its_rows_from_its_forward_to_its_backward() -> None:

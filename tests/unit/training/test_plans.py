@@ -60,6 +60,9 @@ class Ahead:
     def take(self, key: Hashable) -> Ready | None:
         return self.answers.pop(key, None)
 
+    def peek(self, key: Hashable) -> StepPlan | None:
+        return self.answers[key].step if key in self.answers else None
+
     def forget(self) -> None:
         self.answers.clear()
 
@@ -103,6 +106,16 @@ def test_every_step_is_planned_with_what_the_one_before_carried(planner: StepPla
     assert len(set(job.compared)) == 4, "what is carried is compared, too"
     if job.ahead is not None:
         assert job.ahead.asked == [(n, 1) for n in (1, 2, 3, 4, 5)], "each step once"
+
+
+def test_the_coming_step_is_the_one_that_is_planned_next(planner: StepPlanner) -> None:
+    job = Job(planner, ahead=True)
+    assert job.plans.coming() is None, "nothing is asked for before the first step"
+    job.step()
+    coming = job.plans.coming()
+    assert coming is not None
+    assert job.plans.plan((SAMPLES[1],)).step is coming
+    assert Job(planner).plans.coming() is None, "nothing is made ahead"
 
 
 def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what_it_began_with(

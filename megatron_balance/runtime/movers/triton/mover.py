@@ -7,7 +7,7 @@ has `PLACES` for them and fills what it does not need, so that its compiled vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_balance.runtime.lower.moves import Call, Move
 from megatron_balance.runtime.lower.steps import Packed
+from megatron_balance.runtime.lower.tables import tensors_in
 from megatron_balance.runtime.movers.base import Fill, Partials, Place, Space
 from megatron_balance.runtime.movers.plain import PlainMover
 from megatron_balance.runtime.movers.triton.kernels import BLOCK_ROWS, add_rows, copy_rows, disguised, merge_rows
@@ -28,6 +30,7 @@ from megatron_balance.runtime.movers.triton.tables import (
     row_maps,
 )
 
+_HOST = torch.device("cpu")
 ACCESS_BYTES = 16
 TILE_BYTES = 2048
 """Of one row in a program: eight such rows are 128 bytes for each of its 128 threads."""
@@ -63,12 +66,28 @@ class TritonMover:
             self._blank[dtype] = torch.zeros(16, dtype=dtype, device=self.device)
         return self._blank[dtype]
 
+    def prepare(self, moves: Iterable[Move], rows: Mapping[int, int]) -> Sequence[Tensor]:
+        """See `Mover`: tables and row maps of these calls, on the host until they are shipped."""
+        made: list[BlockTable] = []
+        maps: list[RowMap] = []
+        for call, moved in moves:
+            if call == "partial":
+                maps += self._map_rows(moved[0].packed, rows, _HOST)
+                continue
+            kinds: dict[Hashable, list[Packed]] = {}
+            for packed, kind in moved:
+                if packed.runs:
+                    kinds.setdefault(kind, []).append(packed)
+            for some in kinds.values():
+                made += self._table(call, some, _HOST)
+        return list(tensors_in((made, maps)))
+
     def fill(self, fills: Sequence[Fill]) -> None:
         if not _aligned(x for fill in fills for x in (*fill.sources, fill.target)):
             self._plain.fill(fills)
             return
         for some in _by_kind([(*fill.sources[:1], fill.target, fill) for fill in fills if fill.sources]):
-            for table in self._of("fill", some, lambda packed: copy_tables(packed, self.device, take=True)):
+            for table in self._of("fill", some):
                 sources = [some[place].sources[run] for place, run in table.pairs]
                 launch(copy_rows, table, sources, [some[place].target for place, _ in table.pairs])
 
@@ -76,19 +95,17 @@ class TritonMover:
         if not _aligned(x for place in places for x in (place.source, *place.targets)):
             self._plain.place(places)
             return
-        self._to_rows("place", places, copy_rows, lambda packed: copy_tables(packed, self.device, take=False))
+        self._to_rows("place", places, copy_rows)
 
     def add(self, places: Sequence[Place]) -> None:
         if not _aligned(x for place in places for x in (place.source, *place.targets)):
             self._plain.add(places)
             return
-        self._to_rows("add", places, add_rows, lambda packed: add_tables(packed, self.device))
+        self._to_rows("add", places, add_rows)
 
-    def _to_rows(
-        self, what: str, places: Sequence[Place], kernel: Any, make: Callable[[list[Packed]], list[BlockTable]]
-    ) -> None:
+    def _to_rows(self, call: Call, places: Sequence[Place], kernel: Any) -> None:
         for some in _by_kind([(place.source, *place.targets[:1], place) for place in places if place.targets]):
-            for table in self._of(what, some, make):
+            for table in self._of(call, some):
                 targets = [some[place].targets[run] for place, run in table.pairs]
                 launch(kernel, table, [some[place].source for place, _ in table.pairs], targets)
 
@@ -97,21 +114,30 @@ class TritonMover:
 
     def row_maps(self, packed: Packed, space: Space) -> tuple[RowMap, ...]:
         """Row maps of the packed rows, made once."""
-        if id(packed) not in self._row_maps:
-            self._kept.append(packed)
-            self._row_maps[id(packed)] = row_maps(
-                packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device
-            )
-        return self._row_maps[id(packed)]
+        maps = self._row_maps.get(id(packed))
+        if maps is None:
+            maps = self._map_rows(packed, {buffer: rows for buffer, (rows, _) in space.sizes.items()}, self.device)
+        return maps
 
-    def _of(
-        self, what: str, moves: Sequence[Fill] | Sequence[Place], make: Callable[[list[Packed]], list[BlockTable]]
-    ) -> list[BlockTable]:
-        key = (what, *(id(move.packed) for move in moves))
+    def _map_rows(self, packed: Packed, rows: Mapping[int, int], device: torch.device) -> tuple[RowMap, ...]:
+        self._kept.append(packed)
+        self._row_maps[id(packed)] = maps = row_maps(packed, rows, device)
+        return maps
+
+    def _of(self, call: Call, moves: Sequence[Fill] | Sequence[Place]) -> list[BlockTable]:
+        return self._table(call, [move.packed for move in moves], self.device)
+
+    def _table(self, call: Call, packed: Sequence[Packed], device: torch.device) -> list[BlockTable]:
+        """Tables of a call on these packed tensors, made once.
+
+        On the host by `prepare`, else here and now, each with a copy of its own.
+        """
+        key = (call, *map(id, packed))
         if key not in self._tables:
-            packed = [move.packed for move in moves]
             self._kept += packed  # the key holds their ids: they must not go away
-            self._tables[key] = make(packed)
+            self._tables[key] = (
+                add_tables(packed, device) if call == "add" else copy_tables(packed, device, take=call == "fill")
+            )
         return self._tables[key]
 
 

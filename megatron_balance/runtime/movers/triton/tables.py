@@ -5,7 +5,7 @@ NumPy, once for a bound plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,7 +211,7 @@ class RowMap:
         return self.rows is None and (self.head, self.num_heads, self.buffer_head) == (0, num_heads, 0)
 
 
-def row_maps(packed: Packed, num_rows: dict[int, int], device: torch.device) -> tuple[RowMap, ...]:
+def row_maps(packed: Packed, num_rows: Mapping[int, int], device: torch.device) -> tuple[RowMap, ...]:
     """The packed rows as row maps, as few as hold them. `num_rows`: of each buffer."""
     maps_of: dict[tuple[int, int, int, int], list[Ints]] = {}
     for run in packed.runs:

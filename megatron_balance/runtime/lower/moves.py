@@ -1,0 +1,227 @@
+"""Rows that a phase's steps move, known before it runs: movers make the tables of these at bind.
+
+A step hands a mover several packed tensors at once, and a table is of all of them that one launch
+may move. `executor` and `phase_run` decide whether rows are copied or sent from where they lie, and
+which gradients are kept, adopted or added; the same is decided here, and where it depends on the
+caller's tensors, both ways are listed. A move that is missing here is no error: its table is made,
+and copied by itself, when the first layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from megatron_balance.ir.program import Kind
+from megatron_balance.runtime.lower.last_use import Value
+from megatron_balance.runtime.lower.parcels import Form, shapes
+from megatron_balance.runtime.lower.steps import (
+    ExchangeStep,
+    Finish,
+    GradLaunch,
+    Launch,
+    Message,
+    Operand,
+    Packed,
+    Phase,
+    Start,
+    Sums,
+)
+from megatron_balance.runtime.lower.sums import is_whole
+
+Call: TypeAlias = Literal["fill", "place", "add", "partial"]
+"""A mover's method, or "partial": outputs that are added to its partials, of one packed tensor."""
+Sizes: TypeAlias = Mapping[int, tuple[int, int]]
+"""(rows, heads) of buffers by number."""
+Brought: TypeAlias = Callable[[ExchangeStep], Sequence[Message]]
+"""The messages that an exchange brings."""
+
+
+class Moved(NamedTuple):
+    """Rows that are moved. `kind`: equal for tensors that one launch may move (type and head)."""
+
+    packed: Packed
+    kind: Hashable = None
+
+
+class Move(NamedTuple):
+    """A call of a mover."""
+
+    call: Call
+    moved: tuple[Moved, ...]
+
+
+class _Filled(NamedTuple):
+    """Rows that are copied to a message. `maybe`: only if a tensor that was given has gaps."""
+
+    moved: Moved
+    maybe: bool = False
+
+
+def moves_of(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, brought: Brought) -> Iterator[Move]:
+    """The calls that one run of a phase makes. `sizes`: of query and of key buffers."""
+    walk = _Walk(*sizes, form)
+    for step in phase.steps:
+        match step:
+            case Launch():
+                yield Move("fill", walk.operands(step))
+                yield Move("partial", (Moved(step.out),))
+            case GradLaunch():
+                yield Move("fill", (*walk.operands(step), *walk.final(step.dout.packed, gathered=_gathered(step.dout))))
+                yield Move("add", walk.launched(step))
+            case Start(exchange):
+                filled = list(walk.sent(exchange))
+                yield Move("fill", tuple(one.moved for one in filled if not one.maybe))
+                yield Move("fill", tuple(one.moved for one in filled))
+            case Finish(exchange):
+                for message in brought(exchange):
+                    yield from walk.received(message)
+
+
+def _gathered(operand: Operand) -> bool:
+    return operand.buffer < 0 and not operand.packed.direct
+
+
+class _Walk:
+    """The state of a phase's run that decides what is moved.
+
+    Attributes:
+        held: types of the only gradients of buffers so far.
+        totals: types of the sums of gradients of buffers.
+    """
+
+    def __init__(self, queries: Sizes, keys: Sizes, form: Form) -> None:
+        self.queries, self.keys, self.form = queries, keys, form
+        self.rows: Hashable = (form.dtype, form.dtype, form.dim)
+        self.lse: Hashable = (form.wide, form.wide, 1)
+        self.held: dict[Value, torch.dtype] = {}
+        self.totals: dict[Value, torch.dtype] = {}
+
+    def operands(self, step: Launch | GradLaunch) -> tuple[Moved, ...]:
+        return tuple(
+            Moved(operand.packed, self.rows)
+            for operand, tensors in ((step.q, 1), (step.k, 2))
+            for _ in range(tensors if _gathered(operand) else 0)
+        )
+
+    def final(self, packed: Packed, *, gathered: bool = True) -> tuple[Moved, ...]:
+        """The gradient, output and LSE of queries."""
+        kinds = (self.rows, self.rows, self.lse) if gathered else ()
+        return tuple(Moved(packed, kind) for kind in kinds)
+
+    # What is sent
+
+    def sent(self, exchange: ExchangeStep) -> Iterator[_Filled]:
+        for peer, group in groupby(exchange.sends, attrgetter("peer")):
+            messages = list(group)
+            parts = sum(len(shapes(m.carried, self.form)) for m in messages)
+            together = peer in exchange.routed_sends and parts > 1
+            for message in messages:
+                yield from self.filled(message, together=together)
+
+    def filled(self, message: Message, *, together: bool) -> Iterator[_Filled]:
+        """The tensors of a message that are filled, the others being sent from where they lie.
+
+        `together`: packed with others, so never from there.
+        """
+        packed = message.packed
+        own = packed.direct and packed.runs[0].buffer == 0
+        rows = packed.direct and not together and packed.runs[0].num_heads == self.heads(message)
+        match message.kind:
+            case Kind.OUT:
+                pass  # merged
+            case Kind.Q:
+                if not rows or own:
+                    yield _Filled(Moved(packed, self.rows), maybe=rows)
+            case Kind.OUT_GRAD:
+                gradient, out, lse = self.final(packed)
+                yield from (_Filled(gradient), _Filled(out))
+                if not rows or own:
+                    yield _Filled(lse, maybe=rows)
+            case Kind.KV:  # the caller's are two tensors
+                if not (rows and not own and self.has_all_rows(packed, self.keys)):
+                    yield from (_Filled(Moved(packed, self.rows)),) * 2
+            case Kind.Q_GRAD:
+                dtype = self.summed(Kind.Q_GRAD, packed)
+                held = (Kind.Q_GRAD, packed.runs[0].buffer) in self.held
+                as_it_lies = rows and dtype == self.form.gradient
+                if not as_it_lies or held:
+                    yield _Filled(self.sum_of(packed, dtype), maybe=as_it_lies)
+            case Kind.KV_GRAD:
+                stacked = self.totals.get((Kind.KV_GRAD, packed.runs[0].buffer)) == self.form.gradient
+                if not (rows and stacked and self.has_all_rows(packed, self.keys)):
+                    yield from (_Filled(self.sum_of(packed, self.summed(Kind.KV_GRAD, packed))),) * 2
+
+    def heads(self, message: Message) -> int:
+        of = self.keys if message.kind in (Kind.KV, Kind.KV_GRAD) else self.queries
+        return of[message.packed.runs[0].buffer][1]
+
+    @staticmethod
+    def has_all_rows(packed: Packed, of: Sizes) -> bool:
+        run = packed.runs[0]
+        return run.stop - run.start == of[run.buffer][0]
+
+    def sum_of(self, packed: Packed, dtype: torch.dtype) -> Moved:
+        return Moved(packed, (dtype, self.form.gradient, self.form.dim))
+
+    # Gradients, as `executor.BackwardRun` sums them
+
+    def summed(self, kind: Kind, packed: Packed) -> torch.dtype:
+        """The type of the first of the gradients that are read."""
+        values = [(kind, run.buffer) for run in packed.runs]
+        for value in values:
+            if value not in self.held:
+                self.total(value)
+        return self.held.get(values[0], self.form.wide)
+
+    def total(self, value: Value) -> None:
+        self.held.pop(value, None)
+        self.totals[value] = self.form.wide
+
+    def launched(self, step: GradLaunch) -> tuple[Moved, ...]:
+        """The additions of a launch's gradients, which kernels leave in the type of the inputs."""
+        return (
+            *self.added(Kind.Q_GRAD, step.dq_sums, self.form.dtype),
+            *self.added(Kind.KV_GRAD, step.dk_sums, self.form.dtype),
+        )
+
+    def added(self, kind: Kind, sums: Sums, dtype: torch.dtype) -> tuple[Moved, ...]:
+        for run in sums.kept:
+            self.held[kind, run.buffer] = dtype
+        for run in sums.added.runs:
+            self.total((kind, run.buffer))
+        return self.each(kind, sums.added) if sums.added.runs else ()
+
+    @staticmethod
+    def each(kind: Kind, packed: Packed) -> tuple[Moved, ...]:
+        return (Moved(packed),) * (1 if kind == Kind.Q_GRAD else 2)
+
+    def received(self, message: Message) -> Iterator[Move]:
+        packed, kind = message.packed, message.kind
+        match kind:
+            case Kind.OUT:
+                yield Move("partial", (Moved(packed),))
+            case Kind.OUT_GRAD:
+                yield Move("place", self.final(packed))
+            case Kind.Q_GRAD | Kind.KV_GRAD:
+                value = (kind, packed.runs[0].buffer)
+                if self.adopts(packed, value):
+                    if self.held.pop(value, None) is not None:
+                        yield Move("add", self.each(kind, packed))
+                    self.totals[value] = self.form.gradient
+                    return
+                yield Move("add", self.added(kind, message.sums, self.form.gradient))
+                if any(not run.buffer for run in message.sums.kept):
+                    self.total((kind, 0))
+            case Kind.Q | Kind.KV:
+                pass  # they become buffers
+
+    def adopts(self, packed: Packed, value: Value) -> bool:
+        form, size = self.form, (self.queries if value[0] == Kind.Q_GRAD else self.keys)[value[1]]
+        if value in self.totals or len(packed.runs) != 1 or not is_whole(packed.runs[0], packed, size):
+            return False
+        return value[1] > 0 or form.gradient == form.wide != form.dtype

@@ -1,0 +1,155 @@
+"""One rank's attention call as CUDA would have it, on stand-ins, with its copies of tables counted.
+
+The executor, the transport `Streamed`, the memory pool, the varlen kernel and the Triton mover are
+those of training. Stand-ins take the place of streams, of the attention library and of Triton's
+kernels: they do nothing, so no other rank is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.ir.model import GradientWire
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.runtime import bind as binding
+from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.executor import run_backward, run_forward
+from megatron_balance.runtime.groups import Groups
+from megatron_balance.runtime.kernels.libraries import CuSeqlens, Grads
+from megatron_balance.runtime.kernels.varlen import VarlenKernel
+from megatron_balance.runtime.movers.triton import mover as triton_mover
+from megatron_balance.runtime.pool import BufferPool
+
+DEVICE = torch.device("cpu", 0)
+"""The GPU here: a name for the host's memory under which copies to it are told from others."""
+
+HEAD_DIM = 8
+
+
+@dataclass
+class Copies:
+    """Copies of tables from host to device, and launches of the mover."""
+
+    at_bind: int = 0
+    in_layers: int = 0
+    bound: bool = False
+    launches: list[str] = field(default_factory=list)
+
+
+class _Stream:
+    """A stream, and all streams, that issue nothing."""
+
+    def of(self, _name: str) -> _Stream:
+        return self
+
+    def now(self) -> None: ...
+
+    def wait(self, _event: object) -> None: ...
+
+    def batch(self, _transfers: Sequence[object]) -> None: ...
+
+    def call(self, _issue: Callable[[], object]) -> None: ...
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def uses(self, _x: Tensor) -> None: ...
+
+    def record(self) -> None: ...
+
+
+class _Calls:
+    """An attention library whose kernels write nothing."""
+
+    def forward(self, _at: CuSeqlens, q: Tensor, _k: Tensor, _v: Tensor, _scale: float) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32).T
+
+    def backward(
+        self, _at: CuSeqlens, _dout: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, _scale: float
+    ) -> Grads:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _Kernel:
+    """A Triton kernel that is not compiled."""
+
+    def __init__(self, name: str, copies: Copies) -> None:
+        self.name, self.copies = name, copies
+
+    def __getitem__(self, _grid: object) -> Callable[..., None]:
+        return lambda *_, **__: self.copies.launches.append(self.name)
+
+
+@contextmanager
+def _stand_ins(copies: Copies) -> Iterator[None]:
+    names = ("copy_rows", "add_rows", "merge_rows")
+    calls: Any = _Calls()
+    to = Tensor.to
+
+    def counted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and args[0] == DEVICE:
+            copies.in_layers += copies.bound
+            copies.at_bind += not copies.bound
+        return to(self, *args, **kwargs)
+
+    replaced: dict[tuple[Any, str], Any] = {(triton_mover, name): _Kernel(name, copies) for name in names}
+    replaced[binding, "choose_kernel"] = lambda *_: VarlenKernel("counted", calls)
+    replaced[binding, "choose_mover"] = lambda _, device: triton_mover.TritonMover(device)
+    replaced[Tensor, "to"] = counted
+    held = {(owner, name): getattr(owner, name) for owner, name in replaced}
+    try:
+        for (owner, name), value in replaced.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in held.items():
+            setattr(owner, name, value)
+
+
+def _groups(plan: MicrobatchPlan, rank: int) -> Groups:
+    size, per_node = plan.num_ranks, plan.ranks_per_node
+    whole: Any = object()
+    node = rank // per_node
+    by_ranks: dict[tuple[int, ...], Any] = {tuple(range(size)): whole}
+    if 1 < per_node < size:
+        by_ranks[tuple(range(node * per_node, (node + 1) * per_node))] = whole
+    streams: Any = _Stream()
+    return Groups(rank, size, tuple(range(size)), whole, by_ranks, streams=streams, buffers=BufferPool(cpu=True))
+
+
+def _layer(bound: Bound, *, strided: bool) -> None:
+    heads = (bound.shape.num_heads, bound.shape.num_kv_heads, bound.shape.num_kv_heads)
+    gaps = 2 if strided else 1
+    q, k, v = (torch.empty((bound.num_tokens, gaps * n, HEAD_DIM), dtype=torch.bfloat16)[:, :n] for n in heads)
+    out, lse, received = run_forward(bound, q, k, v, 1.0)
+    run_backward(bound, torch.empty_like(out), (q, k, v), (out, lse), received, 1.0)
+
+
+def count(plan: MicrobatchPlan, rank: int, policy: Policy, wire: GradientWire, *, strided: bool) -> Copies:
+    """Bind the plan for `rank` and run a layer, forward and backward.
+
+    `strided`: queries, keys and values have gaps between rows.
+    """
+    copies = Copies()
+    shape = AttentionShape(plan.num_heads, plan.num_kv_heads, HEAD_DIM)
+    with _stand_ins(copies):
+        bound = bind(
+            plan,
+            rank,
+            shape,
+            groups=_groups(plan, rank),
+            device=DEVICE,
+            dtype=torch.bfloat16,
+            policy=policy,
+            gradient_wire=wire,
+        )
+        copies.bound = True
+        _layer(bound, strided=strided)
+    return copies

@@ -1,0 +1,85 @@
+"""Tables of a bound plan: one block, one copy, views where the tables were; all of them at bind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_balance.ir.batch import Batch  # noqa: E402
+from megatron_balance.ir.cluster import Cluster  # noqa: E402
+from megatron_balance.ir.model import Model  # noqa: E402
+from megatron_balance.runtime.lower.tables import ALIGN, ship, tensors_in  # noqa: E402
+from tests.support.strategies import ALL_PLANNERS, Case, plan  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Held:
+    name: str
+    tables: tuple[Any, ...]
+
+
+def test_shipped_tables_are_the_same_objects_in_one_aligned_block():
+    one, two = torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int64)
+    blocks, empty = torch.arange(12, dtype=torch.int32).reshape(3, 4), torch.empty(0, dtype=torch.int64)
+    held, before = [one, two, blocks, empty], [x.clone() for x in (one, two, blocks, empty)]
+    num_bytes = ship([*held, one], CPU)
+    for table, expected in zip(held, before, strict=True):
+        assert torch.equal(table, expected)
+    assert {table.untyped_storage().data_ptr() for table in held} == {one.untyped_storage().data_ptr()}
+    assert one.untyped_storage().nbytes() == num_bytes == 32 + 48 + 64
+    assert all(table.data_ptr() % ALIGN == 0 for table in held if table.numel())
+
+
+def test_nothing_to_ship_is_no_copy(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "to", None)
+    assert ship([], CPU) == 0
+    assert ship([torch.empty(0, dtype=torch.int32)], CPU) == 0
+
+
+def test_a_shipment_is_one_copy(monkeypatch):
+    copies: list[int] = []
+    to = torch.Tensor.to
+
+    def counted(self, *args, **kwargs):
+        copies.append(self.nbytes)
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    tables = [torch.arange(n) for n in range(1, 40)]
+    assert [ship(tables, CPU)] == copies
+
+
+def test_tables_are_found_in_tuples_lists_and_dataclasses():
+    a, b, c = (torch.arange(n) for n in (1, 2, 3))
+    found = list(tensors_in(([Held("x", (a, None))], (b, slice(0, 1), 3), {"not": "a table"}, c)))
+    assert [x.numel() for x in found] == [1, 2, 3]
+
+
+CASE = Case(Batch((300, 90, 41, 17, 130, 6)), Cluster(4, 2), Model(8, 4, 8), 160, seed=5)
+VARIED = {
+    "plain": CASE,
+    "remapped": replace(CASE, remapped=True),
+    "routed": replace(CASE, remapped=True, routing=(1, 1)),
+}
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["keep", "replay"])
+@pytest.mark.parametrize("planner", ALL_PLANNERS)
+def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
+    pytest.importorskip("triton")
+    from tests.support.counted_copies import count
+
+    launches = set()
+    for name, case in VARIED.items():
+        for rank in (0, 3):
+            found = count(plan(planner, case), rank, policy, wire, strided=rank > 0)
+            assert (found.at_bind, found.in_layers) == (1, 0), (name, rank)
+            launches |= set(found.launches)
+    assert "add_rows" in launches
