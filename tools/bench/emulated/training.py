@@ -12,7 +12,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,8 @@ from megatron_balance.megatron import entry, ping_pong, session
 from megatron_balance.megatron.data import PADDING
 from megatron_balance.megatron.planning import step_plans
 from megatron_balance.runtime import attention
-from megatron_balance.runtime.bind import Bound
+from megatron_balance.runtime.bind import Bound, Prepared
 from megatron_balance.runtime.trace import Trace, exchange_s, hidden_share
-from megatron_balance.training import binding
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.workloads.lengths import Lengths
 from tools.bench.emulated import device
@@ -251,7 +250,7 @@ class _Meter(Meter):
         """Wrap what is measured."""
         planner = self._planner
         session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
-        binding.bind = self._bind
+        Prepared.ship = self._shipped(Prepared.ship)
         attention.run_forward = self._timed("forward_calls", attention.run_forward)
         attention.run_backward = self._timed("backward_calls", attention.run_backward)
         megatron_training.train_step = self._measured(megatron_training.train_step)
@@ -267,14 +266,15 @@ class _Meter(Meter):
             self._planners[variant] = step_plans(job, ahead=False)
         return self._planners[variant]
 
-    def _bind(self, *args: Any, **kwargs: Any) -> Bound:
-        from megatron_balance.runtime.bind import bind
+    def _shipped(self, ship: Callable[..., Bound]) -> Callable[..., Bound]:
+        def shipped(prepared: Prepared) -> Bound:
+            trace: Trace = []
+            bound = replace(ship(prepared), trace=trace)
+            self.step.bounds.append(bound)
+            self.begin()
+            return bound
 
-        trace: Trace = []
-        bound = bind(*args, trace=trace, **kwargs)
-        self.step.bounds.append(bound)
-        self.begin()
-        return bound
+        return shipped
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:

@@ -8,7 +8,7 @@ What is wrapped lives in this process only, which ends with its job, as in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -19,9 +19,8 @@ from megatron.training import training as megatron_training
 from megatron_balance.megatron import session
 from megatron_balance.megatron.pipeline_ticks import TickRun
 from megatron_balance.megatron.planning import step_plans
-from megatron_balance.runtime.bind import Bound, bind
+from megatron_balance.runtime.bind import Bound, Prepared
 from megatron_balance.runtime.trace import Trace, exchange_s
-from megatron_balance.training import binding
 from megatron_balance.training.plans import PlannedStep, StepPlans
 from tools.bench.distca.pipeline.experiment import TOGETHER, cut
 from tools.bench.distca.pipeline.report import Idle, warms_up
@@ -74,7 +73,7 @@ class _Meter(Meter):
         """Wrap what is measured."""
         planner = self._planner
         session.Session.planner = lambda self, forward_only: planner(self)  # noqa: ARG005  evaluation is switched off
-        binding.bind = self._bind
+        Prepared.ship = self._shipped(Prepared.ship)
         TickRun._serve = self._served(TickRun._serve)
         megatron_training.train_step = self._measured(megatron_training.train_step)
         megatron_training.finalize_model_grads = self.reduced(megatron_training.finalize_model_grads)
@@ -87,10 +86,13 @@ class _Meter(Meter):
             self._planners[variant] = _Planned(made, self.begin)
         return self._planners[variant]
 
-    def _bind(self, *args: Any, **kwargs: Any) -> Bound:
-        trace: Trace = []
-        self.step.traces.append(trace)
-        return bind(*args, trace=trace, **kwargs)
+    def _shipped(self, ship: Callable[..., Bound]) -> Callable[..., Bound]:
+        def shipped(prepared: Prepared) -> Bound:
+            trace: Trace = []
+            self.step.traces.append(trace)
+            return replace(ship(prepared), trace=trace)
+
+        return shipped
 
     def _served(self, serve: Callable[..., None]) -> Callable[..., None]:
         def served(run: TickRun, tick: Any, bounds: Any) -> None:
