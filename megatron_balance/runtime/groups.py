@@ -63,6 +63,16 @@ class Groups:
         """The group of exactly these pool ranks, or None."""
         return self.by_ranks.get(ranks)
 
+    @property
+    def timeout(self) -> timedelta:
+        """The pool's timeout as it is now (gloo): point-to-point waits keep to the one that the group
+        was made with unless told, and Megatron sets another after the first step.
+        """
+        if self.pool is None:
+            return timedelta.max
+        backend: Any = self.pool._get_backend(torch.device("cpu"))
+        return backend.options._timeout
+
     def process_groups(self) -> list[dist.ProcessGroup]:
         """All groups that this rank is in, those of its streams included."""
         own = [*([] if self.pool is None else [self.pool]), *self.by_ranks.values()]

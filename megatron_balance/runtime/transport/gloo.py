@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -44,22 +45,22 @@ class _UnderWay:
     keep: list[Tensor] = field(default_factory=list)
     packed: CollectiveCall | None = None
 
-    def arrived(self) -> None:
-        """Block the thread until everything is here, and unpacked.
+    def arrived(self, timeout: timedelta) -> None:
+        """Block the thread until everything is here, and unpacked; no longer than `timeout` for each.
 
         Call once: gloo waits for ever for a message that has come before.
         """
         for work in self.receiving:
-            work.wait()
+            work.wait(timeout)
         self.receiving = []
         if self.packed is not None:
             self.packed.unpack()
             self.packed = None
 
-    def left(self) -> None:
+    def left(self, timeout: timedelta) -> None:
         """Block the thread until everything is sent, so that its memory may change. Call once."""
         for work in self.sending:
-            work.wait()
+            work.wait(timeout)
         self.sending, self.keep = [], []
 
 
@@ -121,7 +122,7 @@ class Gloo:
         """Do nothing: everything is under way."""
 
     def arrived(self, exchange: ExchangeStep) -> None:
-        self.under_way.pop(exchange.id).arrived()
+        self.under_way.pop(exchange.id).arrived(self.groups.timeout)
         self.let_go([at for at in self.leaving if at < exchange.id])
 
     def let_go(self, exchanges: Sequence[int]) -> None:
@@ -130,7 +131,7 @@ class Gloo:
         Where the rank has ended a later one, the peers have begun these: no deadlock.
         """
         for at in exchanges:
-            self.leaving.pop(at).left()
+            self.leaving.pop(at).left(self.groups.timeout)
 
     def end(self) -> None:
         self.let_go(list(self.leaving))

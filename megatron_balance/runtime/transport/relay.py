@@ -92,17 +92,17 @@ class _Thread:
             while posted:
                 relay_task, x, arriving, begin = posted.popleft()
                 what = "arrive"
-                arriving.wait()
+                arriving.wait(self.groups.timeout)
                 what = "leave"
                 behind.append((relay_task, x, self.send(relay_task, x, begin)))
                 self.post(upcoming, posted)
                 if len(behind) > _BEHIND:
                     relay_task, _, leaving = behind.popleft()
-                    leaving.wait()
+                    leaving.wait(self.groups.timeout)
             what = "leave"
             while behind:
                 relay_task, _, leaving = behind.popleft()
-                leaving.wait()
+                leaving.wait(self.groups.timeout)
         except Exception as error:
             self.error = RuntimeError(f"{_described(relay_task, self.groups.rank)}: it did not {what}: {error}")
             comm.break_off(self.groups)

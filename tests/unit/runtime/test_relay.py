@@ -45,7 +45,7 @@ class Wire:
         wire.log, wire.lost = self.log, tag if tag == self.lost else None
         return wire
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         if self.lost is not None:
             raise RuntimeError("Connection closed by peer")
 
