@@ -4,6 +4,7 @@ what it says when a piece is lost.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -45,7 +46,8 @@ class Wire:
         wire.log, wire.lost = self.log, tag if tag == self.lost else None
         return wire
 
-    def wait(self, timeout: object = None) -> None:
+    def wait(self, timeout: timedelta) -> None:
+        assert timeout > timedelta(0)
         if self.lost is not None:
             raise RuntimeError("Connection closed by peer")
 
