@@ -38,7 +38,7 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "PP2 x DP4": (8, 2, {}),
-    "PP4 x DP2": (8, 4, {}),
+    "PP4 x DP2": (8, 4, {"train-iters": 4}),
     "PP2 x DP2, interleaved": (4, 2, {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 4, **OVERLAPPED}),
     "PP2 x TP2": (4, 2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 3, **RECOMPUTED}),
 }

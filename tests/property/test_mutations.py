@@ -83,13 +83,13 @@ def is_invalid(program: Program) -> bool:
 @pytest.mark.parametrize("pattern", [*ZONES, "tiles"])
 def test_dropping_any_op_is_caught(pattern: str, policy: Any) -> None:
     dropped = 0
-    for seed in range(25):
+    for seed in range(12):
         program = expand(random_plan(pattern, seed), policy)
         verify(program)
         for name, mutant in without_one_op(program):
             assert is_invalid(mutant), f"not caught: seed {seed}, {name}"
             dropped += 1
-    assert dropped > 100
+    assert dropped > 50
 
 
 @pytest.mark.parametrize("pattern", [*ZONES, "tiles"])

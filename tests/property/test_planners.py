@@ -5,11 +5,10 @@ is tested elsewhere.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner, verify
@@ -17,7 +16,7 @@ from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import BalanceError
-from megatron_balance.ir.plan import Zone, from_json, to_json
+from megatron_balance.ir.plan import Zone
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import printed
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
@@ -43,6 +42,7 @@ def plan_of(variant: str, lengths: list[int], cluster: Cluster, model: Model, sl
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=30)
 @given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks, policy=st.sampled_from(["keep", "replay"]))
 def test_every_query_meets_every_key_once_forward_and_backward(
     variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float, policy: Any
@@ -63,16 +63,6 @@ def test_every_token_has_one_owner_and_every_pair_one_rank(
     report = plan_statistics(plan, model)
     assert sum(report["tokens_per_rank"]) == sum(lengths)
     assert sum(report["attention_pairs_per_rank"]) == sum(n * (n + 1) // 2 for n in lengths)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks)
-def test_a_plan_is_a_function_of_its_inputs_and_survives_json(
-    variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float
-) -> None:
-    plan = plan_of(variant, lengths, cluster, model, slack)
-    assert plan == plan_of(variant, list(lengths), replace(cluster), replace(model), slack)
-    assert from_json(to_json(plan)) == plan
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -32,7 +32,7 @@ from tools.gpu.rows import Context, Device, Figure, Row, Target
 
 BUDGET_S = 120.0
 MOST_GPUS = 8
-LENGTHS = (700, 300, 129, 64, 33, 1)
+LENGTHS = {"cuda": (700, 300, 129, 64, 33, 1), "cpu": (140, 60, 27, 13, 7, 1)}
 WAYS = ("keep", "replay")
 LATE_S = 0.2
 """A rank begins so much later than the one before it."""
@@ -69,7 +69,7 @@ class Found:
 
 def measure(context: Context) -> Iterator[Row]:
     """Rows of this part; see `tools.gpu.rows.Part`."""
-    plans = {name: plan(name, context.ranks) for name in ranks.PLACING}
+    plans = {name: plan(name, context.ranks, LENGTHS[context.device]) for name in ranks.PLACING}
     with tempfile.TemporaryDirectory() as folder:
         found, hung = run_ranks(list(plans.values()), context, Path(folder))
     yield HANGS.measured(hung, f"{context.ranks} ranks, {LATE_S:g} s apart")
@@ -94,15 +94,15 @@ def measure(context: Context) -> Iterator[Row]:
             )
 
 
-def plan(name: str, num_ranks: int) -> MicrobatchPlan:
-    """A planner's plan of `LENGTHS` on two nodes, routed wherever it can be."""
+def plan(name: str, num_ranks: int, lengths: Sequence[int]) -> MicrobatchPlan:
+    """A planner's plan on two nodes, routed wherever it can be."""
     cluster = Cluster(num_ranks, num_ranks // 2)
     model = Model(num_heads=8, num_kv_heads=8, head_dim=ranks.HEAD_DIM, hidden_size=512, ffn_size=1024)
-    room = -(-sum(LENGTHS) // num_ranks) + 24
+    room = -(-sum(lengths) // num_ranks) + 24
     place = PLANNERS[name].plan
     assert place is not None, "a planner of whole steps"
     options = PLANNERS[name].options(tokens_per_rank=room)
-    planned = place(Batch(LENGTHS), cluster, model, AnalyticCost(cluster, model), options)
+    planned = place(Batch(lengths), cluster, model, AnalyticCost(cluster, model), options)
     return replace(planned, routing=Routing(1, (REMAP, *range(len(planned.zones)))))
 
 

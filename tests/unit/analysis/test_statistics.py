@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.analysis.statistics import plan_statistics
@@ -140,6 +140,7 @@ def test_figures_are_those_of_the_ops(seed: int) -> None:
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
+@settings(max_examples=20)
 @given(case=cases(), ranks_per_nic=st.integers(1, 4), pieces=st.integers(1, 3))
 def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(
     planner: str, case: Case, ranks_per_nic: int, pieces: int
