@@ -342,24 +342,26 @@ class PhaseRun:
     def slots(self, exchange: ExchangeStep) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
         """Empty contiguous tensors for each message received, shaped as the sender's `parcel`.
 
-        Before them, by peer whose messages are routed, the memory that holds all of the peer's.
+        Before them, by peer whose messages are routed, the memory that holds all of the peer's. They
+        lie in one memory, which is free again when the last of them is let go.
         """
-        if exchange.receives and is_block(exchange, self.bound.groups):
-            return {}, self.block(exchange.receives)
+        messages = brought(exchange, self.bound.groups)
+        if not messages:
+            return {}, []
         if not exchange.routed_receives:
-            return {}, [
-                [self.slot(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)]
-                for m in brought(exchange, self.bound.groups)
-            ]
+            return {}, self.block(messages)
+        parcels = [(peer, [m.carried for m in of]) for peer, of in groupby(messages, attrgetter("peer"))]
+        sizes = [parcel_bytes(carried, self.form) for _, carried in parcels]
+        memory = self.slot(sum(map(padded, sizes)), dtype=torch.uint8)
         arriving: dict[int, Tensor] = {}
         slots: list[list[Tensor]] = []
-        for peer, messages in groupby(exchange.receives, attrgetter("peer")):
-            carried = [m.carried for m in messages]
+        at = 0
+        for (peer, carried), num_bytes in zip(parcels, sizes, strict=True):
+            raw = memory[at : at + num_bytes]
+            at += padded(num_bytes)
+            slots += unpack(raw, carried, self.form)
             if peer in exchange.routed_receives:
-                arriving[peer] = self.slot(parcel_bytes(carried, self.form), dtype=torch.uint8)
-                slots += unpack(arriving[peer], carried, self.form)
-            else:
-                slots += [[self.slot(*shape, dtype=dtype) for shape, dtype in shapes(c, self.form)] for c in carried]
+                arriving[peer] = raw
         return arriving, slots
 
     def arrive(self, arrived: Sequence[Arrived]) -> None:
