@@ -56,8 +56,10 @@ def test_happens_before_orders_every_access_of_every_planner_layer_and_policy(pl
         assert len(run.pairs) > 30
 
 
-@pytest.mark.parametrize("planner", ["zeppelin", "distca", "ulysses", "random_zones"])
-@pytest.mark.parametrize("policy", ["keep", "replay"])
+@pytest.mark.parametrize(
+    ("planner", "policy"),
+    [("zeppelin", "replay"), ("distca", "keep"), ("ulysses", "replay"), ("random_zones", "keep")],
+)
 def test_happens_before_orders_interleaved_nano_batches(planner: str, policy) -> None:
     plans = [plan(planner, CASE), plan(planner, replace(CASE, batch=Batch((64, 21))))]
     for rank in (0, 3):

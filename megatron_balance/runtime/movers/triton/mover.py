@@ -190,7 +190,7 @@ def _by_kind(moves: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
 
 def _aligned(tensors: Iterable[Tensor]) -> bool:
     """Whether all begin where accesses of 16 bytes may; all that the pool lends do."""
-    return not any([x.data_ptr() % ACCESS_BYTES for x in tensors])
+    return not any(x.data_ptr() % ACCESS_BYTES for x in tensors)
 
 
 def _in_rows(x: Tensor) -> bool:
