@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from megatron_balance.errors import ConfigError
@@ -96,14 +96,20 @@ class MicrobatchPlan:
     moves: Rows = NO_MOVES
     routing: Routing | None = None
     mask: Mask = CAUSAL
+    _fingerprint: str = field(default="", init=False, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that differ when any decision differs; equal on every host and Python."""
-        return hashlib.sha256(to_json(self).encode()).hexdigest()[:16]
+        """Sixteen hex digits that differ when any decision differs; equal on every host and Python.
+
+        Worked out once: large plans are long texts.
+        """
+        if not self._fingerprint:
+            object.__setattr__(self, "_fingerprint", hashlib.sha256(to_json(self).encode()).hexdigest()[:16])
+        return self._fingerprint
 
 
 def to_json(plan: MicrobatchPlan) -> str:

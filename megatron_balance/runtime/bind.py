@@ -28,7 +28,7 @@ from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.kernels import choose_kernel
 from megatron_balance.runtime.kernels.base import Kernel
 from megatron_balance.runtime.lower.lowering import Lowering, Setting
-from megatron_balance.runtime.lower.moves import moves_of
+from megatron_balance.runtime.lower.moves import Handling, moves_of
 from megatron_balance.runtime.lower.parcels import Form
 from megatron_balance.runtime.lower.peak_bytes import PeakBytes, peak_bytes
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, Phase, PhaseName
@@ -37,7 +37,7 @@ from megatron_balance.runtime.movers import choose_mover
 from megatron_balance.runtime.movers.base import Mover
 from megatron_balance.runtime.shape import AttentionShape
 from megatron_balance.runtime.trace import Trace
-from megatron_balance.runtime.transport.comm import brought
+from megatron_balance.runtime.transport.comm import brought, is_block, sent
 from megatron_balance.runtime.transport.connect import connect
 
 __all__ = ["AttentionShape", "Bound", "Counters", "Prepared", "bind", "prepare"]
@@ -236,9 +236,9 @@ def prepare(  # noqa: PLR0913  as `bind`
         needs = peak_bytes(lowering.phases, sizes, form, keep=policy == "keep")
     steps = lowering.phases.values()
     tables = [table for phase in steps for table in tables_of(phase)]
-    comes = partial(brought, groups=groups)
+    handling = Handling(partial(sent, groups=groups), partial(brought, groups=groups), partial(is_block, groups=groups))
     tables += moves.prepare(
-        chain.from_iterable(moves_of(phase, sizes, form, comes) for phase in steps),
+        chain.from_iterable(moves_of(phase, sizes, form, handling) for phase in steps),
         {buffer: rows for buffer, (rows, _) in sizes[0].items()},
     )
     owned = as_array(program.owned)

@@ -17,7 +17,7 @@ from megatron_balance.runtime.lower.last_use import Value
 from megatron_balance.runtime.lower.steps import GradLaunch, Launch, Message, Operand, Packed, Step, Sums
 from megatron_balance.runtime.lower.sums import is_whole
 from megatron_balance.runtime.movers.base import Place, Space, heads_view
-from megatron_balance.runtime.phase_run import PhaseRun, Received
+from megatron_balance.runtime.phase_run import Arrived, PhaseRun, Received
 
 
 def run_forward(bound: Bound, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Received]:
@@ -77,8 +77,9 @@ class ForwardRun(PhaseRun):
         out, lse = into
         return list(self.partials.send(message.packed, None if out is None or lse is None else (out, lse)))
 
-    def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
-        self.partials.add(message.packed, message.merges, tensors[0], tensors[1])
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
+        for message, (out, lse) in arrived:
+            self.partials.add(message.packed, message.merges, out, lse)
 
 
 class BackwardRun(PhaseRun):
@@ -165,8 +166,8 @@ class BackwardRun(PhaseRun):
         totals = [self.total((kind, run.buffer)) for run in sums.added.runs]
         return [Place(sums.added, x, tuple([total[i] for total in totals])) for i, x in enumerate(grads)]
 
-    def add_received(self, message: Message, grads: Tensor) -> None:
-        """Add gradients [1 or 2, N, heads, D] that came in a message.
+    def received_places(self, message: Message, grads: Tensor) -> list[Place]:
+        """Where gradients [1 or 2, N, heads, D] that came in a message are added.
 
         Where they are a whole buffer's, what this rank has of it is added to them, where they lie:
         a ring's rounds zero nothing and copy nothing.
@@ -175,13 +176,11 @@ class BackwardRun(PhaseRun):
         if self.adopts(packed, value, grads.dtype):
             held = self.held.pop(value, ())
             self.totals[value] = grads
-            places = [Place(packed, x, (target,)) for x, target in zip(held, grads.unbind(0), strict=False)]
-        else:
-            places = self.places(message.kind, message.sums, grads.unbind(0))
-            if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
-                self.total((message.kind, 0))
-        if places:
-            self.bound.mover.add(places)
+            return [Place(packed, x, (target,)) for x, target in zip(held, grads.unbind(0), strict=False)]
+        places = self.places(message.kind, message.sums, grads.unbind(0))
+        if any(not run.buffer for run in message.sums.kept):  # the message's memory is not the caller's
+            self.total((message.kind, 0))
+        return places
 
     def adopts(self, packed: Packed, value: Value, dtype: torch.dtype) -> bool:
         """Whether received gradients of type `dtype` can be what others are added to.
@@ -212,27 +211,26 @@ class BackwardRun(PhaseRun):
                 of = partial(self.summed, Kind.KV_GRAD)
                 return [self.pair(packed, stacked, lambda b, i: of(b)[i], self.form.gradient, into[0])]
 
-    def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
-        packed = message.packed
-        match message.kind:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
+        match arrived[0][0].kind:
             case Kind.OUT_GRAD:
-                self.place_final(packed, (tensors[0][0], tensors[0][1], tensors[1]))
-            case Kind.Q_GRAD:
-                self.add_received(message, tensors[0][None])
-            case _:
-                self.add_received(message, tensors[0])
+                self.place_final(arrived)
+            case kind:
+                grads = [(message, x[None] if kind == Kind.Q_GRAD else x) for message, (x,) in arrived]
+                places = [place for each in grads for place in self.received_places(*each)]
+                if places:
+                    self.bound.mover.add(places)
 
-    def place_final(self, packed: Packed, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Unpack the gradient, output and LSE of queries that this rank serves for another."""
-        for buffer in {run.buffer for run in packed.runs} - self.dout.keys():
-            rows, heads = self.bound.query_rows[buffer]
-            self.dout[buffer] = self.empty(rows, heads, self.dim)
-            self.out[buffer] = self.empty(rows, heads, self.dim)
-            self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
-        held = (self.dout, self.out, self.lse)
-        self.bound.mover.place(
-            [
-                Place(packed, x, tuple(of[run.buffer] for run in packed.runs))
-                for x, of in zip(tensors, held, strict=True)
-            ]
-        )
+    def place_final(self, arrived: Sequence[Arrived]) -> None:
+        """Unpack the gradients, outputs and LSE of queries that this rank serves for others."""
+        places: list[Place] = []
+        for message, (both, lse) in arrived:
+            runs = message.packed.runs
+            for buffer in {run.buffer for run in runs} - self.dout.keys():
+                rows, heads = self.bound.query_rows[buffer]
+                self.dout[buffer] = self.empty(rows, heads, self.dim)
+                self.out[buffer] = self.empty(rows, heads, self.dim)
+                self.lse[buffer] = self.empty(rows, heads, dtype=self.wide)
+            held = ((both[0], self.dout), (both[1], self.out), (lse, self.lse))
+            places += [Place(message.packed, x, tuple(of[run.buffer] for run in runs)) for x, of in held]
+        self.bound.mover.place(places)

@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import Kind
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, shapes, unpack, wide_dtype
@@ -40,7 +42,7 @@ from megatron_balance.runtime.lower.steps import (
 from megatron_balance.runtime.movers.base import Fill, heads_view, rows_view
 from megatron_balance.runtime.trace import Traced
 from megatron_balance.runtime.transport import open_transport
-from megatron_balance.runtime.transport.comm import brought
+from megatron_balance.runtime.transport.comm import brought, is_block, sent
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,10 @@ class Received:
 
     q: dict[int, Tensor] = field(default_factory=dict)
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+Arrived: TypeAlias = tuple[Message, list[Tensor]]
+"""A message, and the tensors that carry it."""
 
 
 def pair_view(x: Tensor, start: int, stop: int, head: int, num_heads: int) -> Tensor:
@@ -255,19 +261,26 @@ class PhaseRun:
 
     def issue(self, exchange: ExchangeStep) -> None:
         self.expect()
-        spaces = self.parcel_space(exchange)
-        sends = [(m.peer, x) for m, into in zip(exchange.sends, spaces, strict=True) for x in self.parcel(m, into)]
+        messages = sent(exchange, self.bound.groups)
+        spaces = self.parcel_space(exchange, messages)
+        sends = [(m.peer, x) for m, into in zip(messages, spaces, strict=True) for x in self.parcel(m, into)]
         self.fill()
+        if len(messages) < len(exchange.sends):  # the others get the same
+            peers = dict.fromkeys(m.peer for m in exchange.sends)
+            sends = [(peer, x) for peer in peers for _, x in sends]
         self.transport.start(exchange, sends)
 
-    def parcel_space(self, exchange: ExchangeStep) -> list[Sequence[Tensor | None]]:
-        """For each message sent, the tensors that it is written to.
+    def parcel_space(self, exchange: ExchangeStep, messages: Sequence[Message]) -> list[Sequence[Tensor | None]]:
+        """For each of the messages sent, the tensors that it is written to.
 
         None: memory of its own, or sent from where it lies. Several messages that go to a peer in
-        pieces lie one after the other, so that they need not be packed again.
+        pieces lie one after the other, and so do all of a block, so that they need not be packed
+        again.
         """
+        if messages and is_block(exchange, self.bound.groups):
+            return [*self.block(messages, received=False)]
         spaces: list[Sequence[Tensor | None]] = []
-        for peer, group in groupby(exchange.sends, attrgetter("peer")):
+        for peer, group in groupby(messages, attrgetter("peer")):
             carried = [m.carried for m in group]
             if peer in exchange.routed_sends and sum(len(shapes(c, self.form)) for c in carried) > 1:
                 spaces += unpack(self.empty(parcel_bytes(carried, self.form), dtype=torch.uint8), carried, self.form)
@@ -275,12 +288,20 @@ class PhaseRun:
                 spaces += [(None,) * len(shapes(c, self.form)) for c in carried]
         return spaces
 
+    def block(self, messages: Sequence[Message], *, received: bool = True) -> list[list[Tensor]]:
+        """Tensors of messages in one memory, one after the other, each aligned."""
+        carried = [m.carried for m in messages]
+        num_bytes = padded(parcel_bytes(carried, self.form))
+        memory = self.slot(num_bytes, dtype=torch.uint8) if received else self.empty(num_bytes, dtype=torch.uint8)
+        return unpack(memory, carried, self.form)
+
     def receive(self, exchange: ExchangeStep) -> None:
         self.transport.arrived(exchange)
         self.arrived_s = time.perf_counter()
-        for message, tensors in zip(brought(exchange, self.bound.groups), self.under_way.pop(exchange.id), strict=True):
-            self.arrive(message, tensors)
-            self.transport.traffic.bytes_received += sum(x.nbytes for x in tensors)
+        messages, slots = brought(exchange, self.bound.groups), self.under_way.pop(exchange.id)
+        for together in exchange.arrivals or [(at,) for at in range(len(messages))]:
+            self.arrive([(messages[at], slots[at]) for at in together])
+        self.transport.traffic.bytes_received += sum(x.nbytes for tensors in slots for x in tensors)
 
     def parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
         """The contiguous tensors that carry a message, filled by the next `fill`.
@@ -321,33 +342,40 @@ class PhaseRun:
     def slots(self, exchange: ExchangeStep) -> tuple[dict[int, Tensor], list[list[Tensor]]]:
         """Empty contiguous tensors for each message received, shaped as the sender's `parcel`.
 
-        Before them, by peer whose messages are routed, the memory that holds all of the peer's.
+        Before them, by peer whose messages are routed, the memory that holds all of the peer's. They
+        lie in one memory, which is free again when the last of them is let go.
         """
+        messages = brought(exchange, self.bound.groups)
+        if not messages:
+            return {}, []
         if not exchange.routed_receives:
-            return {}, [
-                [self.slot(*shape, dtype=dtype) for shape, dtype in shapes(m.carried, self.form)]
-                for m in brought(exchange, self.bound.groups)
-            ]
+            return {}, self.block(messages)
+        parcels = [(peer, [m.carried for m in of]) for peer, of in groupby(messages, attrgetter("peer"))]
+        sizes = [parcel_bytes(carried, self.form) for _, carried in parcels]
+        memory = self.slot(sum(map(padded, sizes)), dtype=torch.uint8)
         arriving: dict[int, Tensor] = {}
         slots: list[list[Tensor]] = []
-        for peer, messages in groupby(exchange.receives, attrgetter("peer")):
-            carried = [m.carried for m in messages]
+        at = 0
+        for (peer, carried), num_bytes in zip(parcels, sizes, strict=True):
+            raw = memory[at : at + num_bytes]
+            at += padded(num_bytes)
+            slots += unpack(raw, carried, self.form)
             if peer in exchange.routed_receives:
-                arriving[peer] = self.slot(parcel_bytes(carried, self.form), dtype=torch.uint8)
-                slots += unpack(arriving[peer], carried, self.form)
-            else:
-                slots += [[self.slot(*shape, dtype=dtype) for shape, dtype in shapes(c, self.form)] for c in carried]
+                arriving[peer] = raw
         return arriving, slots
 
-    def arrive(self, message: Message, tensors: list[Tensor]) -> None:
-        match message.kind:
+    def arrive(self, arrived: Sequence[Arrived]) -> None:
+        """Take messages of one kind that touch no row in common."""
+        match arrived[0][0].kind:
             case Kind.Q:
-                self.q[message.buffer] = tensors[0]
+                for message, tensors in arrived:
+                    self.q[message.buffer] = tensors[0]
             case Kind.KV:
-                self.stacked[message.buffer] = tensors[0]
-                self.kv[message.buffer] = (tensors[0][0], tensors[0][1])
+                for message, (both,) in arrived:
+                    self.stacked[message.buffer] = both
+                    self.kv[message.buffer] = (both[0], both[1])
             case _:
-                self.other_arrive(message, tensors)
+                self.other_arrive(arrived)
 
     def launch(self, step: Step) -> None:
         raise NotImplementedError
@@ -355,5 +383,5 @@ class PhaseRun:
     def other_parcel(self, message: Message, into: Sequence[Tensor | None]) -> list[Tensor]:
         raise NotImplementedError
 
-    def other_arrive(self, message: Message, tensors: list[Tensor]) -> None:
+    def other_arrive(self, arrived: Sequence[Arrived]) -> None:
         raise NotImplementedError

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import dlpack
 
 ALIGN = 256
 """Bytes; as CUDA's own allocations begin, so that the widest accesses and bulk copies serve."""
@@ -183,7 +182,7 @@ class BufferPool:
             raw = slab.memory[extent[0] : extent[0] + num_elements * dtype.itemsize].view(dtype)
             # A tensor of its own storage on the slab's memory: that storage ends with the last
             # tensor on it, in C++ or in Python.
-            lent = dlpack.from_dlpack(dlpack.to_dlpack(raw))  # pyright: ignore[reportPrivateImportUsage]
+            lent: Tensor = torch._C._from_dlpack(torch._C._to_dlpack(raw))
             watch = _Watch(lent.untyped_storage(), self._note)
             watch.address = lent.data_ptr()
             self._leases[watch.address] = _Lease(slab, extent, watch, fences if received else [])

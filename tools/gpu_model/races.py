@@ -58,9 +58,14 @@ class Recorded:
         """Indices of the waits."""
         return [index for index, op in enumerate(self.trace.ops) if op.what == "wait"]
 
-    def clocks(self, *, without: int = -1, unchained: int = -1) -> Clocks:
+    @property
+    def waited_for(self) -> list[int]:
+        """Numbers of the events that a stream waits for."""
+        return sorted({self.trace.ops[index].event for index in self.waits})
+
+    def clocks(self, *, without: int = -1, unchained: int = -1, no_event: int = -1) -> Clocks:
         """Clocks of all ops. `without`: a wait to leave out; `unchained`: an op to run beside what
-        its stream had before it.
+        its stream had before it; `no_event`: an event that nobody waits for.
         """
         ops = self.trace.ops
         clocks = np.zeros((len(ops), len(self.streams)), dtype=np.int64)
@@ -72,7 +77,7 @@ class Recorded:
             clock = clocks[index]
             if index != unchained:
                 clock[:] = now[stream]
-            if op.what == "wait" and index != without and op.event in events:
+            if op.what == "wait" and index != without and op.event != no_event and op.event in events:
                 np.maximum(clock, events[op.event], out=clock)
             clock[stream] = index + 1
             if op.what == "record":
@@ -140,6 +145,13 @@ def found_without(recorded: Recorded) -> Iterator[int]:
     for index in recorded.waits:
         if not recorded.is_safe(recorded.clocks(without=index)):
             yield index
+
+
+def found_without_event(recorded: Recorded) -> Iterator[int]:
+    """Events without which the check finds a race."""
+    for event in recorded.waited_for:
+        if not recorded.is_safe(recorded.clocks(no_event=event)):
+            yield event
 
 
 def found_unchained(recorded: Recorded, chosen: Collection[int]) -> Iterator[int]:

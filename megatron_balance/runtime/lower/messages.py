@@ -15,6 +15,7 @@ from megatron_balance.compile.transpose import forward_id
 from megatron_balance.ir.arrays import Ints, concat, run_bounds
 from megatron_balance.ir.columns import Transfer
 from megatron_balance.ir.program import MOVED, Exchange, Kind, Op, RankProgram
+from megatron_balance.runtime.lower.arrivals import arrivals
 from megatron_balance.runtime.lower.last_use import INPUTS
 from megatron_balance.runtime.lower.launches import pack_runs
 from megatron_balance.runtime.lower.regions import Instance, RegionIndex, RowRange, grouped_runs
@@ -167,7 +168,9 @@ class MessageLookup:
                 stream = collective_stream(op.group, self.ranks_per_node) if op.collective != "p2p" else ""
                 tag = tag_base(op.id, forward=forward, nano_batch=self.nano_batch)
                 exchanges[i] = ExchangeStep(
-                    i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far, stream
+                    *(i, op.id, zones[i], op.collective, op.group, out, back, tag, own.sends, own.receives, far),
+                    stream,
+                    arrivals(back) if op.collective == "all_to_all" else (),
                 )
         return exchanges
 

@@ -37,8 +37,20 @@ Call: TypeAlias = Literal["fill", "place", "add", "partial"]
 """A mover's method, or "partial": outputs that are added to its partials, of one packed tensor."""
 Sizes: TypeAlias = Mapping[int, tuple[int, int]]
 """(rows, heads) of buffers by number."""
-Brought: TypeAlias = Callable[[ExchangeStep], Sequence[Message]]
-"""The messages that an exchange brings."""
+
+
+class Handling(NamedTuple):
+    """What a transport says of an exchange.
+
+    Attributes:
+        sent: the messages that are packed.
+        brought: those that arrive.
+        is_block: whether all that are sent are packed into one memory.
+    """
+
+    sent: Callable[[ExchangeStep], Sequence[Message]]
+    brought: Callable[[ExchangeStep], Sequence[Message]]
+    is_block: Callable[[ExchangeStep], bool]
 
 
 class Moved(NamedTuple):
@@ -62,7 +74,7 @@ class _Filled(NamedTuple):
     maybe: bool = False
 
 
-def moves_of(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, brought: Brought) -> Iterator[Move]:
+def moves_of(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, handling: Handling) -> Iterator[Move]:
     """The calls that one run of a phase makes. `sizes`: of query and of key buffers."""
     walk = _Walk(*sizes, form)
     for step in phase.steps:
@@ -74,12 +86,13 @@ def moves_of(phase: Phase, sizes: tuple[Sizes, Sizes], form: Form, brought: Brou
                 yield Move("fill", (*walk.operands(step), *walk.final(step.dout.packed, gathered=_gathered(step.dout))))
                 yield Move("add", walk.launched(step))
             case Start(exchange):
-                filled = list(walk.sent(exchange))
+                filled = list(walk.sent(exchange, handling))
                 yield Move("fill", tuple(one.moved for one in filled if not one.maybe))
                 yield Move("fill", tuple(one.moved for one in filled))
             case Finish(exchange):
-                for message in brought(exchange):
-                    yield from walk.received(message)
+                messages = handling.brought(exchange)
+                for together in exchange.arrivals or [(at,) for at in range(len(messages))]:
+                    yield from walk.received([messages[at] for at in together])
 
 
 def _gathered(operand: Operand) -> bool:
@@ -115,11 +128,12 @@ class _Walk:
 
     # What is sent
 
-    def sent(self, exchange: ExchangeStep) -> Iterator[_Filled]:
-        for peer, group in groupby(exchange.sends, attrgetter("peer")):
+    def sent(self, exchange: ExchangeStep, handling: Handling) -> Iterator[_Filled]:
+        is_block = handling.is_block(exchange)
+        for peer, group in groupby(handling.sent(exchange), attrgetter("peer")):
             messages = list(group)
             parts = sum(len(shapes(m.carried, self.form)) for m in messages)
-            together = peer in exchange.routed_sends and parts > 1
+            together = is_block or (peer in exchange.routed_sends and parts > 1)
             for message in messages:
                 yield from self.filled(message, together=together)
 
@@ -200,25 +214,30 @@ class _Walk:
     def each(kind: Kind, packed: Packed) -> tuple[Moved, ...]:
         return (Moved(packed),) * (1 if kind == Kind.Q_GRAD else 2)
 
-    def received(self, message: Message) -> Iterator[Move]:
-        packed, kind = message.packed, message.kind
-        match kind:
+    def received(self, messages: Sequence[Message]) -> Iterator[Move]:
+        """The calls for messages of one kind that arrive together."""
+        match messages[0].kind:
             case Kind.OUT:
-                yield Move("partial", (Moved(packed),))
+                for message in messages:
+                    yield Move("partial", (Moved(message.packed),))
             case Kind.OUT_GRAD:
-                yield Move("place", self.final(packed))
+                yield Move("place", tuple(moved for m in messages for moved in self.final(m.packed)))
             case Kind.Q_GRAD | Kind.KV_GRAD:
-                value = (kind, packed.runs[0].buffer)
-                if self.adopts(packed, value):
-                    if self.held.pop(value, None) is not None:
-                        yield Move("add", self.each(kind, packed))
-                    self.totals[value] = self.form.gradient
-                    return
-                yield Move("add", self.added(kind, message.sums, self.form.gradient))
-                if any(not run.buffer for run in message.sums.kept):
-                    self.total((kind, 0))
+                yield Move("add", tuple(moved for m in messages for moved in self.received_grads(m)))
             case Kind.Q | Kind.KV:
                 pass  # they become buffers
+
+    def received_grads(self, message: Message) -> tuple[Moved, ...]:
+        packed, kind = message.packed, message.kind
+        value = (kind, packed.runs[0].buffer)
+        if self.adopts(packed, value):
+            moved = self.each(kind, packed) if self.held.pop(value, None) is not None else ()
+            self.totals[value] = self.form.gradient
+            return moved
+        moved = self.added(kind, message.sums, self.form.gradient)
+        if any(not run.buffer for run in message.sums.kept):
+            self.total((kind, 0))
+        return moved
 
     def adopts(self, packed: Packed, value: Value) -> bool:
         form, size = self.form, (self.queries if value[0] == Kind.Q_GRAD else self.keys)[value[1]]

@@ -121,8 +121,8 @@ def _side(messages: list[Message] | tuple[Message, ...], form: Form) -> int:
 
 
 def _call(exchange: ExchangeStep, form: Form) -> int:
-    """Bytes that a collective call is packed into and that it brings."""
-    if exchange.collective == "p2p":
+    """Bytes that a collective call takes beside its messages, which an all-to-all has in place."""
+    if exchange.collective in ("p2p", "all_to_all"):
         return 0
     sends, receives = (dict.fromkeys((m.peer for m in side), 0) for side in (exchange.sends, exchange.receives))
     for side, num_bytes in ((exchange.sends, sends), (exchange.receives, receives)):

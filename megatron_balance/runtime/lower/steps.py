@@ -198,6 +198,8 @@ class ExchangeStep(NamedTuple):
         routed_receives: by peer, the pieces that all messages from it travel as.
         far: peers on other nodes.
         stream: of a collective.
+        arrivals: messages received, by number, that are taken together (`lower.arrivals`); empty: one
+            by one.
     """
 
     op: int
@@ -212,6 +214,7 @@ class ExchangeStep(NamedTuple):
     routed_receives: dict[int, tuple[Piece, ...]]
     far: frozenset[int]
     stream: str
+    arrivals: tuple[tuple[int, ...], ...] = ()
 
     def places(self) -> list[tuple[str, str]]:
         """(stream, leg) of this rank's own sends and receives, each once, in order."""

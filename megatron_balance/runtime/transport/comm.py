@@ -2,7 +2,8 @@
 
 A collective carries bytes: messages of several kinds and types to one peer are packed one after the
 other, each aligned, so that queries and keys of different head counts, or outputs and their fp32
-LSE, go in a single call.
+LSE, go in a single call. Those of an all-to-all are written into one block, peer by peer, and read
+where they arrive (`is_block`): nothing is copied for the call.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _POISON_TAG = 2**31 - 1
 class CollectiveCall:
     """A collective call, packed and not yet issued.
 
-    `memory`: tensors that it reads and writes; `received`: tensors and the bytes that belong there.
+    `memory`: tensors that it reads and writes; `received`: tensors and the bytes that belong there,
+    where they are not read in place.
     """
 
     issue: Callable[[], list[dist.Work]]
@@ -96,6 +98,13 @@ def is_collective(exchange: ExchangeStep, groups: Groups) -> bool:
     return exchange.collective != "p2p" and groups.of(exchange.group) is not None
 
 
+def is_block(exchange: ExchangeStep, groups: Groups) -> bool:
+    """Whether all messages that an exchange sends lie in one block, and all that it brings in another:
+    one after the other in the order of peers, each tensor aligned (`lower.parcels.unpack`).
+    """
+    return exchange.collective != "all_gather" and is_collective(exchange, groups) and not is_summed(exchange, groups)
+
+
 def is_summed(exchange: ExchangeStep, groups: Groups) -> bool:
     """Whether an exchange is a reduce-scatter that brings one block, the sum of all (NCCL).
 
@@ -112,6 +121,13 @@ def brought(exchange: ExchangeStep, groups: Groups) -> Sequence[Message]:
     return [m for m in exchange.receives if m.peer == exchange.receives[0].peer]
 
 
+def sent(exchange: ExchangeStep, groups: Groups) -> Sequence[Message]:
+    """The messages that are packed to be sent: those to one peer where all get the same."""
+    if exchange.collective != "all_gather" or not is_collective(exchange, groups):
+        return exchange.sends
+    return [m for m in exchange.sends if m.peer == exchange.sends[0].peer]
+
+
 def pack_collective(
     sends: Sequence[Parcel], receives: Sequence[Parcel], exchange: ExchangeStep, groups: Groups
 ) -> CollectiveCall:
@@ -122,7 +138,24 @@ def pack_collective(
         return _all_gather(sends, receives, exchange.group, groups, group)
     if is_summed(exchange, groups):
         return _reduce_scatter(sends, receives, exchange.group, groups, group)
-    return _all_to_all(sends, receives, exchange.group, groups, group)
+    return _all_to_all(sends, receives, exchange.group, group)
+
+
+def _block(parcels: Sequence[Parcel], num_bytes: int, device: torch.device) -> Tensor:
+    """The memory, uint8 [num_bytes], at whose begin the first of parcels lies (`is_block`)."""
+    if not parcels:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    first = parcels[0][1]
+    assert first.storage_offset() == 0, "messages of an all-to-all lie in a block of their own"
+    return as_bytes(first).as_strided((num_bytes,), (1,), 0)
+
+
+def _sizes(parcels: Sequence[Parcel], group: tuple[int, ...]) -> list[int]:
+    """Bytes of the parcels of each peer, each tensor aligned."""
+    sizes = dict.fromkeys(group, 0)
+    for peer, x in parcels:
+        sizes[peer] += padded(x.nbytes)
+    return list(sizes.values())
 
 
 def _size(parcels: Sequence[Parcel], peer: int) -> int:
@@ -153,25 +186,17 @@ def _all_to_all(
     sends: Sequence[Parcel],
     receives: Sequence[Parcel],
     group: tuple[int, ...],
-    groups: Groups,
     process_group: dist.ProcessGroup,
 ) -> CollectiveCall:
     device = _device(sends, receives)
-    out_sizes, in_sizes = [_size(receives, peer) for peer in group], [_size(sends, peer) for peer in group]
-    packed = groups.buffers.empty((sum(in_sizes),), torch.uint8, device)
-    raw = groups.buffers.empty((sum(out_sizes),), torch.uint8, device, received=True)
-    received: list[tuple[Tensor, Tensor]] = []
-    send_at = receive_at = 0
-    for peer, num_in, num_out in zip(group, in_sizes, out_sizes, strict=True):
-        _pack_into([p for p in sends if p[0] == peer], packed, send_at)
-        received += _slots([p for p in receives if p[0] == peer], raw, receive_at)
-        send_at, receive_at = send_at + num_in, receive_at + num_out
+    in_sizes, out_sizes = _sizes(sends, group), _sizes(receives, group)
+    packed, raw = _block(sends, sum(in_sizes), device), _block(receives, sum(out_sizes), device)
 
     def issue() -> list[dist.Work]:
         work = dist.all_to_all_single(raw, packed, out_sizes, in_sizes, group=process_group, async_op=True)
         return [work] if work is not None else []
 
-    return CollectiveCall(issue, [packed, raw], received)
+    return CollectiveCall(issue, [packed, raw], [])
 
 
 def _all_gather(

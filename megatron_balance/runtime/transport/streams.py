@@ -12,7 +12,10 @@ brings them. Collectives have streams too, but go by the communicators of their 
 
 Where a batch is issued among the launches is decided here, and done by `runtime.issue`: later legs
 come behind the launch that they travel beside; values that only come back to this rank are received
-behind the last launch.
+behind the last launch. A backward launch is three kernels, each of which waits at the head of a
+single hardware queue for the one before, so a leg behind it reaches the device when the main kernel
+has ended. That is early enough for the next round of a ring. It is late for what other ranks need for
+their first launch, so legs of exchanges before this rank's first backward launch come at once.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor
 
-from megatron_balance.analysis.wire import piece_bounds
+from megatron_balance.analysis.wire import Carried, piece_bounds
 from megatron_balance.compile.order import LEGS, Leg
 from megatron_balance.ir.program import MOVED
 from megatron_balance.runtime.counters import Traffic
@@ -33,7 +36,7 @@ from megatron_balance.runtime.cuda import Streams, Transfer
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.issue import Behind
 from megatron_balance.runtime.lower.parcels import Form, parcel_bytes
-from megatron_balance.runtime.lower.steps import ExchangeStep, Hop, Phase, RelayTask
+from megatron_balance.runtime.lower.steps import ExchangeStep, GradLaunch, Hop, Launch, Phase, RelayTask
 from megatron_balance.runtime.pool import Fence
 from megatron_balance.runtime.trace import Trace, Traced
 from megatron_balance.runtime.transport.base import Parcel
@@ -90,6 +93,12 @@ class _Batches:
         return sorted(self.transfers, key=lambda place: (("direct", *LEGS).index(place[0]), place[1]))
 
 
+@lru_cache(maxsize=4096)
+def _relayed(carried: tuple[Carried, ...], form: Form, count: int) -> list[tuple[int, int]]:
+    """Bounds of the pieces of a parcel, alike in every layer."""
+    return piece_bounds(parcel_bytes(carried, form), count)
+
+
 class Streamed:
     """See `runtime.transport.base.Transport`.
 
@@ -103,6 +112,8 @@ class Streamed:
         self.groups, self.form, self.trace = groups, form, trace
         self.streams: Streams = groups.streams
         self.traffic = Traffic()
+        launch = next((step for step in phase.steps if isinstance(step, Launch | GradLaunch)), None)
+        self.later_legs = Behind.LAUNCH if isinstance(launch, Launch) else Behind.NOTHING
         self.expected: dict[int, tuple[Sequence[Parcel], Mapping[int, Tensor]]] = {}
         self.under_way: dict[int, _UnderWay] = {}
         self.relay_tasks: dict[int, list[RelayTask]] = {}
@@ -135,7 +146,7 @@ class Streamed:
             transfers = sorted(batches.transfers[place], key=lambda t: t[:3])
             before = self.groups.buffers.fences([t.tensor for t in transfers if not t.sends])
             issue = partial(self.issue, batches, place, transfers, (under_way, ready, before))
-            behind = Behind.LAUNCHES if late else Behind.LAUNCH if place[0] in LATER_LEGS else Behind.NOTHING
+            behind = Behind.LAUNCHES if late else self.later_legs if place[0] in LATER_LEGS else Behind.NOTHING
             if self.groups.safe:
                 behind = Behind.NOTHING
             self.groups.issues.put(under_way, issue, behind)
@@ -224,7 +235,7 @@ class Streamed:
         """Add relayed pieces: received in one leg, sent in a later one."""
         for relay_task in relay_tasks:
             route = relay_task.route
-            begin, end = piece_bounds(parcel_bytes(relay_task.carried, self.form), route.count)[route.index]
+            begin, end = _relayed(relay_task.carried, self.form, route.count)[route.index]
             if begin == end:
                 continue
             x = self.streams.of(route.arrives.stream).empty(end - begin)
@@ -243,6 +254,7 @@ class Streamed:
             self.trace.append(Traced(hop.stream, relay_task.op, hop.leg, relay_task.route.role, now, now))
 
     def launched(self) -> None:
+        self.later_legs = Behind.LAUNCH
         self.groups.issues.launched()
 
     def attended(self) -> None:

@@ -1,4 +1,6 @@
-"""The plans that host time is counted on: 64 ranks of 8k tokens, LLaMA 7B, as on H100 nodes."""
+"""The plans that host time is counted on: 64 ranks of 8k tokens, LLaMA 7B, as on H100 nodes with
+FlashAttention-3.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +21,36 @@ DATASET = "arxiv"
 SLACK = 1.25
 """Tokens that a rank may hold, over its even share."""
 
-PLANS: Mapping[str, tuple[str, Layers]] = {
-    "te_ring": ("te_ring", Layers()),
-    "hybrid_dp": ("hybrid_dp", Layers()),
-    "ulysses": ("ulysses", Layers()),
-    "head exchange in a node": ("flexsp", Layers()),
-    "zeppelin, routed": ("zeppelin", Layers(routing="pays", remap=True)),
-    "distca": ("distca", Layers()),
+KERNEL = "flash_attn_3"
+"""The attention kernel that host time is held against: the fastest, so the strictest."""
+
+PLANS: Mapping[str, tuple[str, Layers, Mapping[str, Any]]] = {
+    "te_ring": ("te_ring", Layers(), {}),
+    "hybrid_dp": ("hybrid_dp", Layers(), {}),
+    "ulysses": ("ulysses", Layers(), {}),
+    "head exchange in a node": ("flexsp", Layers(), {}),
+    "zeppelin, routed": ("zeppelin", Layers(routing="pays", remap=True), {}),
+    "zeppelin, groups": ("zeppelin", Layers(routing="pays", remap=True), {"rule": "groups"}),
+    "distca": ("distca", Layers(), {}),
 }
-"""Planner and layers by name."""
+"""Planner, layers and options by name."""
 
 NODE = 8
 """Ranks of the head exchanges of "head exchange in a node"."""
 
 
 def machine(num_ranks: int = NUM_RANKS) -> tuple[Cluster, Model]:
-    """H100 nodes, at the rate of the attention kernel that their preset names, and LLaMA 7B."""
-    return load_cluster("h100").build(num_ranks=num_ranks), load_model("llama-7b")
+    """H100 nodes, priced at the rate of `KERNEL`, and LLaMA 7B."""
+    return load_cluster("h100").build(num_ranks=num_ranks).with_kernel(KERNEL), load_model("llama-7b")
 
 
 def plan(name: str, num_ranks: int = NUM_RANKS, seed: int = 0) -> MicrobatchPlan:
     """The plan called `name` of one drawn batch."""
     cluster, model = machine(num_ranks)
-    planner, layers = PLANS[name]
+    planner, layers, more = PLANS[name]
     lengths = draw(DATASET, num_ranks * TOKENS, 1, seed)[0]
     options: dict[str, Any] = {} if planner in ("te_ring", "ulysses") else {"tokens_per_rank": int(SLACK * TOKENS)}
+    options |= more
     return make_planner(planner, cluster, model, layers, **options)(lengths)
 
 

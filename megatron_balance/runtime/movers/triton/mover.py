@@ -83,7 +83,7 @@ class TritonMover:
         return list(tensors_in((made, maps)))
 
     def fill(self, fills: Sequence[Fill]) -> None:
-        if not _aligned(x for fill in fills for x in (*fill.sources, fill.target)):
+        if not _aligned([x for fill in fills for x in (*fill.sources, fill.target)]):
             self._plain.fill(fills)
             return
         for some in _by_kind([(*fill.sources[:1], fill.target, fill) for fill in fills if fill.sources]):
@@ -92,13 +92,13 @@ class TritonMover:
                 launch(copy_rows, table, sources, [some[place].target for place, _ in table.pairs])
 
     def place(self, places: Sequence[Place]) -> None:
-        if not _aligned(x for place in places for x in (place.source, *place.targets)):
+        if not _aligned([x for place in places for x in (place.source, *place.targets)]):
             self._plain.place(places)
             return
         self._to_rows("place", places, copy_rows)
 
     def add(self, places: Sequence[Place]) -> None:
-        if not _aligned(x for place in places for x in (place.source, *place.targets)):
+        if not _aligned([x for place in places for x in (place.source, *place.targets)]):
             self._plain.add(places)
             return
         self._to_rows("add", places, add_rows)
@@ -146,7 +146,8 @@ def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: S
 
     `sources`, `targets`: of each of its pairs, [T, H, ...], each of one type.
     """
-    if not len(table.blocks):
+    num_blocks = table.blocks.shape[0]
+    if not num_blocks:
         return
     sources = [x if _in_rows(x) else x.contiguous() for x in sources]
     assert all(_in_rows(x) for x in targets), "a target with gaps inside its rows"
@@ -156,11 +157,11 @@ def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: S
     cols = LSE_COLS if dim == 1 else TILE_BYTES // element_bytes
     places = next(places for places in PLACES if places >= len(sources))
     sources, targets = _padded(sources, places), _padded(targets, places)
-    kernel[(len(table.blocks), triton.cdiv(table.heads * dim, cols))](
+    kernel[(num_blocks, triton.cdiv(table.heads * dim, cols))](
         sources,
         targets,
-        _disguised(x.stride(0) // vec for x in sources),
-        _disguised(x.stride(0) // vec for x in targets),
+        _disguised([x.stride(0) // vec for x in sources]),
+        _disguised([x.stride(0) // vec for x in targets]),
         table.blocks,
         table.index,
         DIM=dim,
@@ -172,7 +173,7 @@ def launch(kernel: Any, table: BlockTable, sources: Sequence[Tensor], targets: S
 
 def _disguised(values: Iterable[int]) -> tuple[int, ...]:
     """As the kernels take integers in tuples."""
-    return tuple(disguised(value) for value in values)
+    return tuple([disguised(value) for value in values])
 
 
 def _padded(tensors: Sequence[Tensor], places: int) -> tuple[Tensor, ...]:
@@ -183,18 +184,23 @@ def _by_kind(moves: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
     """Moves (source, target, move) whose tensors have one type and one size of a head."""
     kinds: dict[tuple[object, ...], list[Any]] = {}
     for source, target, move in moves:
-        kinds.setdefault((source.dtype, target.dtype, prod(target.shape[2:])), []).append(move)
+        kinds.setdefault((source.dtype, target.dtype, target.shape[2:]), []).append(move)
     return list(kinds.values())
 
 
 def _aligned(tensors: Iterable[Tensor]) -> bool:
     """Whether all begin where accesses of 16 bytes may; all that the pool lends do."""
-    return all(x.data_ptr() % ACCESS_BYTES == 0 for x in tensors)
+    return not any(x.data_ptr() % ACCESS_BYTES for x in tensors)
 
 
 def _in_rows(x: Tensor) -> bool:
     """Whether the elements of a row of [T, H, ...] have no gaps."""
-    return x.numel() == 0 or x[0].is_contiguous()
+    expected = 1
+    for size, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
+        if stride != expected and size > 1:
+            return x.numel() == 0
+        expected *= size
+    return True
 
 
 def _vector(dim: int, element_bytes: int) -> int:
@@ -315,25 +321,25 @@ def merge_parts(  # noqa: PLR0913  what is merged, into what, and which rows and
     none = _Partial(mover.blank(dtype).view(1, 1, -1), mover.blank(lse.dtype).view(1, -1), RowMap(-1, None, 0, 0, 0))
     first = none._replace(out=mover.blank(lse.dtype).view(1, 1, -1))
     slots = [*(gathered or (first,)), *parts, *([none] * (places - len(parts)))]
-    outs = tuple(part.out if part.out.stride(2) == 1 else part.out.contiguous() for part in slots)
-    lses = tuple(part.lse for part in slots)
+    outs = tuple([part.out if part.out.stride(2) == 1 else part.out.contiguous() for part in slots])
+    lses = tuple([part.lse for part in slots])
     vec = _vector(dim, min(x.element_size() for x in (*outs, out)))
     cols = triton.next_power_of_2(dim)
     block = max(1, MERGE_TILE // cols)
     merge: Any = merge_rows[(triton.cdiv(count, block), num_heads)]
-    no_map = mover.blank(torch.int32)
+    no_map, row_lists = mover.blank(torch.int32), [part.row_map.rows for part in slots]
     merge(
         outs,
         lses,
-        tuple(no_map if part.row_map.rows is None else part.row_map.rows for part in slots),
-        _disguised(int(part.row_map.rows is not None) for part in slots),
-        _disguised(x.stride(0) // vec for x in outs),
-        _disguised(x.stride(1) // vec for x in outs),
-        _disguised(x.stride(0) for x in lses),
-        _disguised(x.stride(1) for x in lses),
-        _disguised(part.row_map.buffer_head for part in slots),
-        _disguised(part.row_map.num_heads for part in slots),
-        _disguised(part.row_map.head for part in slots),
+        tuple([no_map if rows is None else rows for rows in row_lists]),
+        _disguised([int(rows is not None) for rows in row_lists]),
+        _disguised([x.stride(0) // vec for x in outs]),
+        _disguised([x.stride(1) // vec for x in outs]),
+        _disguised([x.stride(0) for x in lses]),
+        _disguised([x.stride(1) for x in lses]),
+        _disguised([part.row_map.buffer_head for part in slots]),
+        _disguised([part.row_map.num_heads for part in slots]),
+        _disguised([part.row_map.head for part in slots]),
         mover.blank(torch.int64) if rows is None else rows,
         int(rows is not None),
         out,
