@@ -166,14 +166,14 @@ def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
     query, key = ranges(np.searchsorted(seq, seq), np.arange(len(held)))
     other = group[query] != group[key]
     to, key = np.divmod(np.unique(group[query[other]] * len(held) + key[other]), len(held))
-    # The nearest next group first: a wave's messages leave in an order that differs from group to group.
+    # The nearest next group first, so that messages leave in another order in each group.
     order = np.lexsort((start[key], seq[key], (group[key] - to) % num_groups, to))
     to, key = to[order], key[order]
     length = (stop - start)[key]
     edges = length[:, None] * np.arange(num_waves + 1) // num_waves
     edges[:, 1:-1] = np.where(length[:, None] >= 2 * ALIGN * num_waves, edges[:, 1:-1] // ALIGN * ALIGN, edges[:, 1:-1])
     rows = np.empty((num_waves, len(key), Need.WIDTH), dtype=np.int64)
-    # Every second run begins with its end, so that neighbours meet in a wave and are one piece of keys.
+    # Every second run begins with its end, so that neighbours meet and are one piece of keys.
     turned = (key - np.searchsorted(seq, seq)[key]) % 2 == 0
     rows[:, :, Need.WAVE] = np.where(turned, np.arange(num_waves)[::-1, None], np.arange(num_waves)[:, None])
     rows[:, :, Need.TO], rows[:, :, Need.SEQ], rows[:, :, Need.FROM] = to, seq[key], group[key]

@@ -48,14 +48,18 @@ class GroupCosts:
     size: int
     backward: float = field(init=False)
     """Seconds of attention of a backward over those of its forward."""
+    key_s: float = field(init=False)
+    """Seconds a key of a lone thread block: a launch of few queries over many keys ends on its longest."""
 
     def __post_init__(self) -> None:
-        pairs = np.zeros((1, Pair.WIDTH), dtype=np.int64)
-        pairs[0, Pair.Q_STOP] = pairs[0, Pair.K_STOP] = _TYPICAL
+        pairs = np.zeros((2, Pair.WIDTH), dtype=np.int64)
+        pairs[:, Pair.Q_STOP] = pairs[:, Pair.K_STOP] = _TYPICAL
         pairs[0, Pair.Q_HEAD_STOP], pairs[0, Pair.KV_HEAD_STOP] = self.model.num_heads, self.model.num_kv_heads
-        launch = np.zeros(1, dtype=np.int64)
-        forward, backward = (float(self.cost.attend_s(pairs, launch, 1, backward=b)[0]) for b in (False, True))
-        self.backward = backward / forward
+        pairs[1, Pair.Q_START], pairs[1, Pair.Q_HEAD_STOP], pairs[1, Pair.KV_HEAD_STOP] = _TYPICAL - TILE_TOKENS, 1, 1
+        launch = np.arange(2, dtype=np.int64)
+        forward, backward = (self.cost.attend_s(pairs, launch, 2, backward=b).tolist() for b in (False, True))
+        self.backward = backward[0] / forward[0]
+        self.key_s = max(0.0, forward[1] - self.cost.launch_s(1)) / _TYPICAL
 
     @property
     def num_groups(self) -> int:
@@ -80,7 +84,7 @@ class GroupCosts:
         return self.cost.inter_node_s(num_bytes, num_messages, 1 / self.cluster.ranks_per_nic)
 
     def merge_s(self, num_tokens: float) -> float:
-        """Seconds of merging partial outputs of a group's tokens, about as long as summing gradients."""
+        """Seconds of merging partial outputs of a group's tokens; summing gradients takes as long."""
         return _MERGED * self.cost.query_bytes(num_tokens) / self.size / self.cluster.memory_bytes_per_s
 
     def trade_s(self, num_tokens: float) -> tuple[float, float]:
@@ -105,31 +109,37 @@ class GroupCosts:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of one layer of a placement, and the waves it takes for them."""
+    """Seconds of one layer of a placement, and the waves it takes for them.
+
+    `exposed_s`: by how much keys that are waited for, and what waves cost, make it longer.
+    """
 
     seconds: float
     num_waves: int
+    exposed_s: float
 
 
 def estimate(placed: Shares, costs: GroupCosts, waves: Sequence[int] = WAVES, *, remapped: bool = True) -> Estimate:
     """Attention and linear modules of one layer, forward and backward, under the best of `waves`;
     `remapped`: a remap may even out tokens.
     """
-    received, sent, far, pieces = _traffic(placed)
+    received, sent, *away = _traffic(placed)
     busiest = [max(pair) for pair in zip(received, sent, strict=True)]
     keys_s = [costs.keys_s(tokens, 0) for tokens in busiest]
     before_s, after_s = costs.trade_s(max(placed.held))
-    seconds, num_waves = min((_attention_s(placed, costs, (far, pieces), keys_s, n), n) for n in waves)
-    # Gradients of queries, keys and values are twice as wide; the output's gradient comes with the output.
+    seconds, num_waves = min((_attention_s(placed, costs, away, keys_s, n), n) for n in waves)
+    # Gradients of queries, keys and values are twice as wide; an output comes with its gradient.
     trades_s = before_s + after_s + _GRADIENT * (before_s + after_s)
-    return Estimate(seconds + trades_s + _linear_s(placed, costs, remapped=remapped), num_waves)
+    total_s = seconds + trades_s + _linear_s(placed, costs, remapped=remapped)
+    return Estimate(total_s, num_waves, seconds - placed.mean_work * (1 + costs.backward))
 
 
-def _traffic(placed: Shares) -> tuple[list[float], list[float], list[float], list[float]]:
-    """By group: tokens whose keys it receives and sends, work on keys that it receives, and the part
-    of that by which a piece of keys for each source and wave adds to it, in waves.
+def _traffic(placed: Shares) -> list[list[float]]:
+    """By group: tokens whose keys it receives and sends, work on keys that it receives, what a piece
+    of keys for each source adds to it in every wave, and the most keys in a row: all that come of a
+    sequence, and all that come from two neighbouring sources.
     """
-    received, sent, far, pieces = ([0.0] * placed.num_groups for _ in range(4))
+    received, sent, far, pieces, whole, part = ([0.0] * placed.num_groups for _ in range(6))
     for seq, shares in enumerate(placed.of):
         if len(shares) == 1:
             continue
@@ -141,34 +151,37 @@ def _traffic(placed: Shares) -> tuple[list[float], list[float], list[float], lis
             away = placed.work[seq] * share * (1 - share)
             far[group] += away
             pieces[group] += away * _BLOCK_TOKENS * (len(shares) - 1) / (length * (1 - share))
+            whole[group] = max(whole[group], length * (1 - share))
+            part[group] = max(part[group], min(length * (1 - share), length / len(shares)))
             before += share
-    return received, sent, far, pieces
+    return [received, sent, far, pieces, whole, part]
 
 
 def _attention_s(
-    placed: Shares, costs: GroupCosts, away: tuple[list[float], list[float]], keys_s: list[float], num_waves: int
+    placed: Shares, costs: GroupCosts, away: Sequence[list[float]], keys_s: list[float], num_waves: int
 ) -> float:
     """Seconds of own work and waves, forward and backward, of the slowest group."""
     launch_s = costs.cost.launch_s(1)
     call_s = costs.keys_s(0, 1) + launch_s
     longest = [0.0, 0.0]
-    for load, held, far, pieces, travel_s in zip(placed.load, placed.held, *away, keys_s, strict=True):
+    for load, held, far, pieces, whole, part, travel_s in zip(placed.load, placed.held, *away, keys_s, strict=True):
         own_s = load - far + launch_s
         if not far:
             longest = [max(longest[0], own_s), max(longest[1], own_s * costs.backward)]
             continue
         merge_s = costs.merge_s(held) + launch_s
-        each_s, wave_s = travel_s / num_waves + call_s, far / num_waves + pieces
-        done, arrived = own_s, 0.0
-        for _ in range(num_waves):
-            arrived += each_s
-            done = max(done, arrived) + wave_s + merge_s
-        longest[0] = max(longest[0], done)
-        done = returned = 0.0
-        for _ in range(num_waves):
-            done += wave_s * costs.backward + merge_s
-            returned = max(returned, done) + _GRADIENT * travel_s / num_waves + call_s
-        longest[1] = max(longest[1], done + own_s * costs.backward, returned)
+        each_s = travel_s / num_waves + call_s
+        in_a_row = part / num_waves if num_waves > 1 else whole
+        wave_s = max(far / num_waves + pieces, in_a_row * costs.key_s)
+        forward_s = wave_s + merge_s
+        # Slowest is what is done, the first wave's way and all work, or all ways and the last work.
+        waves_s = (num_waves - 1) * forward_s
+        longest[0] = max(longest[0], max(own_s, each_s, num_waves * each_s - waves_s) + waves_s + forward_s)
+        backward_s = wave_s * costs.backward + merge_s
+        back_s = _GRADIENT * travel_s / num_waves + call_s
+        own_s *= costs.backward
+        waves_s = num_waves * backward_s
+        longest[1] = max(longest[1], waves_s + max(own_s, back_s), backward_s + num_waves * back_s)
     return sum(longest)
 
 

@@ -12,12 +12,13 @@ and what it holds are then linear in the shares, and both can be even at once:
    fewest: part of a sequence with little work a token for as much work of one with more.
 
 Every step cuts something and so costs keys that travel. Where links are slow the best placement lies
-on the way: whoever asks prices each and takes the cheapest.
+on the way: whoever asks prices each and takes the cheapest. Another way to begin is to cut only the
+longest sequences, over all groups, and to deal the others whole (`_spread`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import ceil
@@ -31,8 +32,11 @@ _TOLERANCE = 0.01
 _STEPS = 4
 """Steps of each levelling, for each group, at most."""
 
-_LOOKS = 16
-"""With up to so many groups every step is offered, with more every second one and so on."""
+_LESS = 0.7
+"""A placement is offered whenever what is uneven has become this much less."""
+
+_MOST_ABOVE = 0.3
+"""Work above the mean, over it, of a group's whole sequences with which levelling still helps."""
 
 
 @dataclass(slots=True)
@@ -69,6 +73,14 @@ class Shares:
     def mean_tokens(self) -> float:
         return sum(self.tokens) / self.num_groups
 
+    def uneven_work(self) -> float:
+        """Work of the fullest group above the mean."""
+        return max(self.load) - self.mean_work
+
+    def uneven_tokens(self) -> float:
+        """Tokens of the fullest group above the mean."""
+        return max(self.held) - self.mean_tokens
+
     def copy(self) -> Shares:
         """The same placement, to be kept."""
         of, on = [dict(own) for own in self.of], [set(own) for own in self.on]
@@ -96,28 +108,73 @@ class Shares:
         self.give(seq, dst, share)
 
 
-def placements(work: Sequence[float], tokens: Sequence[int], num_groups: int) -> Iterator[Shares]:
-    """Placements of all sequences, from the one with fewest cuts to the most even one: the same
-    object, changed between two turns.
+def placements(
+    work: Sequence[float], tokens: Sequence[int], num_groups: int, above: float | None = 0.0
+) -> Iterator[Shares]:
+    """Placements of all sequences, from one with few cuts to the most even ones: objects that change
+    from turn to turn.
 
     Args:
         work: seconds of attention of each whole sequence on one group.
         tokens: of each sequence.
         num_groups: groups of ranks, all alike.
+        above: work above the mean, over it, that groups may have at first: cuts are fewer the more
+            it is. None: the longest sequence is spread over all groups at first.
     """
+    order = sorted(range(len(work)), key=lambda seq: (-work[seq], seq))
     placed = Shares.empty(work, tokens, num_groups)
-    _fill(placed)
+    if above is None:
+        if not _spread(placed, order):
+            return
+    else:
+        _fill(placed, order, above)
     yield placed
-    every = -(-num_groups // _LOOKS)
-    for level in (level_work, level_tokens):
-        for step, _ in enumerate(level(placed), 1):
-            if step % every == 0:
-                yield placed
-    yield placed
+    if above:
+        even = placed.copy()
+        yield from _offered(even, level_tokens(even), even.uneven_tokens)
+    yield from _offered(placed, level_work(placed), placed.uneven_work)
+    yield from _offered(placed, level_tokens(placed), placed.uneven_tokens)
 
 
-def _fill(placed: Shares) -> None:
-    """Longest first, whole where that fits."""
+def _offered(placed: Shares, steps: Iterator[None], uneven: Callable[[], float]) -> Iterator[Shares]:
+    """The placement whenever it has become clearly more even, and at the end."""
+    last = uneven()
+    behind = False
+    for _ in steps:
+        behind = uneven() > last * _LESS
+        if not behind:
+            last = uneven()
+            yield placed
+    if behind:
+        yield placed
+
+
+def _spread(placed: Shares, order: Sequence[int]) -> bool:
+    """The longest sequence over all groups, the others whole, so that work and tokens are even.
+
+    A share of the longest has its `density` of work a token. What a shorter one lacks of that is what
+    its group has to be made up for, so by these lacks the whole ones are dealt; then the shares of
+    the longest level the work. False: it is not enough for that.
+    """
+    work, tokens = placed.work, placed.tokens
+    longest, whole = order[0], order[1:]
+    density = work[longest] / tokens[longest]
+    lack = {seq: density * tokens[seq] - work[seq] for seq in whole}
+    heap = [(0.0, group) for group in range(placed.num_groups)]
+    for seq in sorted(whole, key=lambda seq: (-lack[seq], seq)):
+        so_far, group = heap[0]
+        placed.give(seq, group, 1.0)
+        heapreplace(heap, (so_far + lack[seq], group))
+    if max(placed.load) > (1 + _MOST_ABOVE) * placed.mean_work:
+        return False
+    for group, amount in enumerate(_levelled(placed.load, work[longest])):
+        if amount > _LEAST_SHARE * work[longest]:
+            placed.give(longest, group, amount / work[longest])
+    return True
+
+
+def _fill(placed: Shares, order: Sequence[int], above: float) -> None:
+    """Longest first, whole where that fits in the mean work and `above` of it."""
     fair, mean = placed.mean_work, placed.mean_tokens
     load, held, num_groups = placed.load, placed.held, placed.num_groups
 
@@ -125,8 +182,8 @@ def _fill(placed: Shares) -> None:
         return load[group] / fair + 1e-3 * held[group] / mean, group
 
     heap = [fullness(group) for group in range(num_groups)]
-    for seq in sorted(range(len(placed.work)), key=lambda seq: (-placed.work[seq], seq)):
-        parts = min(num_groups, ceil(placed.work[seq] / fair - 0.1))
+    for seq in order:
+        parts = min(num_groups, ceil(placed.work[seq] / (fair * (1 + above)) - 0.1))
         if parts <= 1:
             group = heap[0][1]
             placed.give(seq, group, 1.0)

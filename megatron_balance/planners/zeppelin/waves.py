@@ -2,8 +2,9 @@
 (`patterns.waves`; no such rule in the paper).
 
 A group exchanges heads, so that it attends like one wide rank. How wide is a matter of price: from a
-node downwards and upwards, sizes are tried until one is no better than the one before. Of each size
-the placements from the fewest cuts to the most even one are priced (`shares`, `estimate`).
+node on narrower groups are tried where keys hide, wider ones where they do not, until one is no
+better than the one before. Of each size the placements from the fewest cuts to the most even one are
+priced (`shares`, `estimate`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, estimate
 from megatron_balance.planners.zeppelin.shares import Shares, placements, zigzag_edges
 from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
+
+_STARTS = (0.0, None)
+"""Ways to begin (`shares.placements`) that are always tried."""
+
+_FEWER_CUTS = (0.15, 0.3, 0.5, 0.8)
+"""Those that are tried where keys are waited for."""
+
+_HIDDEN = 0.03
+"""Share of a layer's seconds up to which that is not so; then narrower groups may pay."""
+
+_EXPOSED = 0.1
+"""Share from which on wider groups may."""
 
 _BETTER = 0.995
 """By how much another size must be cheaper to go on in its direction."""
@@ -78,30 +91,39 @@ def choose(lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostMod
                 f"{cluster.node_size}; use one of {', '.join(map(str, sizes))}"
             )
         sizes = [asked.size]
-    start = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
-    chosen = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[start]), asked)
-    for step in (-1, 1):
-        at = start + step
-        while 0 <= at < len(sizes):
-            other = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
-            if other is None or (chosen and other.estimate.seconds >= _BETTER * chosen.estimate.seconds):
-                break
-            chosen, at = other, at + step
-        if chosen is not None and chosen.size != sizes[start]:
+    at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
+    chosen = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
+    step = 0 if chosen is None else _direction(chosen.estimate)
+    while step and 0 <= at + step < len(sizes):
+        at += step
+        other = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
+        if other is None or (chosen and other.estimate.seconds >= _BETTER * chosen.estimate.seconds):
             break
+        chosen = other
     return chosen
+
+
+def _direction(price: Estimate) -> int:
+    """Where a cheaper size of groups may be: wider groups exchange more heads and fewer keys."""
+    if price.exposed_s < _HIDDEN * price.seconds:
+        return -1
+    return int(price.exposed_s > _EXPOSED * price.seconds)
 
 
 def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen | None:
     """The cheapest placement within the capacity over groups of one size."""
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
+    work = [costs.work_s(length) for length in lengths]
     found: Chosen | None = None
-    for placed in placements([costs.work_s(length) for length in lengths], lengths, costs.num_groups):
-        if max(placed.held) > asked.capacity * costs.size:
-            continue
-        price = estimate(placed, costs, numbers, remapped=asked.remapped)
-        if found is None or price.seconds < found.estimate.seconds:
-            found = Chosen(placed.copy(), costs.size, price)
+    for above in (*_STARTS, *_FEWER_CUTS) if costs.num_groups > 1 else _STARTS[:1]:
+        if above in _FEWER_CUTS and found and found.estimate.exposed_s < _HIDDEN * found.estimate.seconds:
+            break
+        for placed in placements(work, lengths, costs.num_groups, above):
+            if max(placed.held) > asked.capacity * costs.size:
+                continue
+            price = estimate(placed, costs, numbers, remapped=asked.remapped)
+            if found is None or price.seconds < found.estimate.seconds:
+                found = Chosen(placed.copy(), costs.size, price)
     return found
 
 
