@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.columns import Move, Placed, Task
@@ -62,6 +62,29 @@ class TaskTable:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedZone:
+    """Sequences cut anywhere over groups of ranks, attended in one schedule: comm pattern "waves".
+
+    `fragments`: `Placed` rows; every query attends in the group that holds it, to all keys before
+    it. Ranks `group_size` in a row form a group. `waves`: in how many parts the keys of other groups
+    come.
+    """
+
+    name: str
+    fragments: Rows
+    group_size: int
+    waves: int
+    pattern: str = "waves"
+
+    @property
+    def seqs(self) -> tuple[int, ...]:
+        return tuple(sorted({row[Placed.SEQ] for row in self.fragments}))
+
+
+AnyPlanZone: TypeAlias = Zone | TaskTable | SharedZone
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """The transfers between nodes that go over all NICs of both nodes (Zeppelin, section 3.3).
 
@@ -92,7 +115,7 @@ class MicrobatchPlan:
     ranks_per_node: int
     num_heads: int
     num_kv_heads: int
-    zones: tuple[Zone | TaskTable, ...]
+    zones: tuple[AnyPlanZone, ...]
     moves: Rows = NO_MOVES
     routing: Routing | None = None
     mask: Mask = CAUSAL
@@ -128,10 +151,13 @@ def to_json(plan: MicrobatchPlan) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 
-def _zone_to_json(zone: Zone | TaskTable) -> dict[str, object]:
+def _zone_to_json(zone: AnyPlanZone) -> dict[str, object]:
     if isinstance(zone, Zone):
         body = asdict(zone)
         return body if zone.group_size else {key: body[key] for key in body if key != "group_size"}
+    if isinstance(zone, SharedZone):
+        body = {"name": zone.name, "pattern": zone.pattern, "fragments": list(zone.fragments)}
+        return {**body, "group_size": zone.group_size, "waves": zone.waves}
     return {"name": zone.name, "pattern": zone.pattern, "fragments": list(zone.fragments), "tasks": list(zone.tasks)}
 
 
@@ -172,7 +198,15 @@ def from_body(loaded: Any) -> MicrobatchPlan:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
 
 
-def _zone_from_json(zone: dict[str, Any]) -> Zone | TaskTable:
+def _zone_from_json(zone: dict[str, Any]) -> AnyPlanZone:
+    if "waves" in zone:
+        return SharedZone(
+            name=str(zone["name"]),
+            pattern=str(zone["pattern"]),
+            fragments=Rows.of(Placed.WIDTH, zone["fragments"]),
+            group_size=int(zone["group_size"]),
+            waves=int(zone["waves"]),
+        )
     if "tasks" in zone:
         return TaskTable(
             name=str(zone["name"]),

@@ -16,6 +16,7 @@ from megatron_balance.patterns.even_gather import GATHER_DOCUMENTS, GATHER_SEQUE
 from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.patterns.head_ring import HeadRing
 from megatron_balance.patterns.ring import Ring
+from megatron_balance.patterns.waves import Waves
 
 PATTERNS: dict[str, CommPattern[Any]] = {
     "ring": Ring(),
@@ -25,6 +26,7 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "head_exchange": HeadExchange(),
     "head_ring": HeadRing(),
     "dispatch": Dispatch(),
+    "waves": Waves(),
 }
 
 

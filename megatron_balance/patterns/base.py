@@ -218,14 +218,27 @@ class HeadsThenHops:
     hops: HopByHop | None
 
 
-ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint | HeadsThenHops
+@dataclass(frozen=True, slots=True)
+class WaveTraffic:
+    """Collectives inside groups of the zone's ranks, in a row, and between them keys from rank to
+    rank, wave by wave.
+
+    `groups`: the traffic inside each, none in groups of one rank; `waves`: rows of
+    `ir.columns.Message`. Launch 0 comes before the waves, launch w + 1 behind wave w.
+    """
+
+    groups: tuple[GroupTraffic, ...]
+    waves: tuple[Ints, ...]
+
+
+ZoneTraffic: TypeAlias = HopByHop | GroupTraffic | PointToPoint | HeadsThenHops | WaveTraffic
 
 
 @dataclass(frozen=True, slots=True)
 class ZoneRounds:
     """Launches and traffic of a zone, to be simulated round by round.
 
-    `traffic` is None where nothing moves. Of several rounds only where it has hops.
+    `traffic` is None where nothing moves. Of several rounds only where it has hops or waves.
     """
 
     ranks: Ints

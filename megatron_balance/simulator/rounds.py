@@ -27,7 +27,7 @@ from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.host import LAUNCHES_OF_RUN
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.ring import Ring
-from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Nested, Tables, ZoneTable
+from megatron_balance.simulator.tables import GRAD_OF, Collectives, Hops, Nested, Tables, Waves, ZoneTable
 from megatron_balance.simulator.work import ADD
 
 
@@ -149,6 +149,8 @@ class _Run:
                 self._point_to_point(table, table.traffic)
             case Nested():
                 self._nested(table, table.traffic)
+            case Waves():
+                self._waves(table, table.traffic)
             case _:
                 assert_never(table.traffic)
         self.uses.append(_Use(begin, float(self.clocks.done[ranks].max()), self.clocks.nic_bytes))
@@ -217,6 +219,50 @@ class _Run:
             Ring(self.clocks, table, traffic.hops, size).run()
         for part, group in inside:
             self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
+
+    def _waves(self, table: ZoneTable, traffic: Waves) -> None:
+        """Collectives inside groups, own work and waves of keys between groups, collectives inside
+        groups.
+        """
+        clocks = self.clocks
+        backward, size = clocks.backward, len(table.ranks) // max(1, len(traffic.groups))
+        inside = [(table.part(at * size, size), group) for at, group in enumerate(traffic.groups)]
+        for part, group in inside:
+            self._together(part, group.output_grads if backward else group.inputs, COPIED, stored=backward)
+            if backward and clocks.policy == "replay":
+                self._together(part, group.inputs, COPIED)
+        clocks.open(table.ranks, table.waits, sends=True)
+        # Waves pass on what the collectives brought.
+        clocks.ready[table.ranks] = np.maximum(clocks.ready, clocks.done)[table.ranks]
+        come: list[Floats] = []
+        if not backward or clocks.policy == "replay":
+            for messages in reversed(traffic.waves) if backward else traffic.waves:
+                clocks.ready, arrived, _ = clocks.exchange(messages, table.index, COPIED)
+                come.append(arrived)
+        if not backward:
+            self._launch(table, 0)
+            for wave, arrived in enumerate(come):
+                clocks.done = np.maximum(clocks.done, arrived)
+                self._launch(table, wave + 1)
+        else:
+            come.reverse()
+            for wave in reversed(range(len(traffic.waves))):
+                if come:
+                    clocks.done = np.maximum(clocks.done, come[wave])
+                self._launch(table, wave + 1)
+                self._messages(table, turned(traffic.waves[wave]), MOVED)
+            self._launch(table, 0)
+            if inside:
+                clocks.settle(table.ranks)
+        for part, group in inside:
+            self._together(part, group.input_grads if backward else group.outputs, MOVED, stored=True, added=backward)
+
+    def _launch(self, table: ZoneTable, at: int) -> None:
+        """Launch number `at` of each rank of a zone."""
+        seconds = (table.backward_s if self.clocks.backward else table.forward_s)[:, at]
+        self.clocks.issue(table.ranks, 0, LAUNCHES_OF_RUN * (seconds > 0))
+        self.clocks.done[table.ranks] += seconds
+        self.clocks.busy[table.ranks] += seconds
 
     def _together(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from megatron_balance.patterns.base import (
     HopByHop,
     Launches,
     PointToPoint,
+    WaveTraffic,
     ZoneTraffic,
     messages_of,
     spared_messages,
@@ -84,10 +86,21 @@ class Nested:
     hops: Hops | None
 
 
+@dataclass(slots=True)
+class Waves:
+    """Collectives inside each group of a zone, and messages by wave between them (`WaveTraffic`)."""
+
+    groups: tuple[Collectives, ...]
+    waves: tuple[Ints, ...]
+
+
 def _bytes(token_heads: Mapping[Kind, Floats], payload: Payload) -> Floats:
     row_bytes = payload.with_lse()
     terms = [sizes * float(row_bytes[kind]) for kind, sizes in token_heads.items()]
     return np.sum(terms, axis=0) if terms else np.zeros((0, 0))
+
+
+Traffic: TypeAlias = Hops | Collectives | PointToPoint | Nested | Waves
 
 
 @dataclass(slots=True)
@@ -102,7 +115,7 @@ class ZoneTable:
     index: int
     ranks: Ints
     launch: Ints
-    traffic: Hops | Collectives | PointToPoint | Nested | None
+    traffic: Traffic | None
     waits: Bools
     waits_next: Bools
     forward_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -143,7 +156,7 @@ class Tables:
             self._remap_first_hops(pattern.first_hops(zones, context, remote))
         self._price()
 
-    def _traffic(self, traffic: ZoneTraffic | None) -> Hops | Collectives | PointToPoint | Nested | None:
+    def _traffic(self, traffic: ZoneTraffic | None) -> Traffic | None:
         match traffic:
             case HopByHop():
                 return Hops.of(traffic)
@@ -152,6 +165,8 @@ class Tables:
             case HeadsThenHops(groups, hops):
                 inside = tuple(Collectives.of(group, self.machine.payload) for group in groups)
                 return Nested(inside, None if hops is None else Hops.of(hops))
+            case WaveTraffic(groups, waves):
+                return Waves(tuple(Collectives.of(group, self.machine.payload) for group in groups), waves)
             case _:
                 return traffic
 

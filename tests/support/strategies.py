@@ -26,7 +26,9 @@ from tests.support.task_tables import random_task_table, random_zones
 TEST_PLANNERS = {"random_task_table": random_task_table, "random_zones": random_zones}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
+    "zeppelin, rule cost": ("zeppelin", {"rule": "cost"}),
     "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),
+    "zeppelin, three waves": ("zeppelin", {"num_waves": 3, "slack": 3.0}),
     "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),
     "distca, a pool": ("distca", {"block": 4, "servers": "pool"}),
 }

@@ -59,8 +59,8 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.zeppelin import costed, printed, wide
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan
+from megatron_balance.planners.zeppelin import costed, printed, waves, wide
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.capacity import check_pool
 from megatron_balance.solvers.placed import Placement, zones
@@ -76,12 +76,17 @@ class ZeppelinOptions:
 
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens, the paper's L; `slack` decides if not given."""
-    rule: Literal["cost", "groups", "paper"] = "cost"
-    """`cost` balances predicted time; `groups` does so over groups of ranks that exchange heads;
-    `paper` is Algorithms 1 and 2 as printed.
+    rule: Literal["waves", "cost", "groups", "paper"] = "waves"
+    """`waves` cuts sequences in uneven shares over groups of ranks that exchange heads, and attends to
+    all of them in one schedule; `cost` balances predicted time over rings; `groups` does so over
+    rings of groups; `paper` is Algorithms 1 and 2 as printed.
     """
     group_size: int | None = None
-    """Rule `groups`: ranks of a group; not given: as many of a node as divide the heads."""
+    """Ranks of a group; not given: rule `waves` takes the cheapest size, `groups` as many of a node
+    as divide the heads.
+    """
+    num_waves: int | None = None
+    """Rule `waves`: parts in which the keys of other groups come; not given: the cheapest number."""
     slack: float = 1.5
     """Without `tokens_per_rank`: capacity of a rank over the batch's mean tokens per rank, at least
     1.
@@ -121,10 +126,15 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
 
 def _zones(
     lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, capacity: int, options: ZeppelinOptions
-) -> tuple[Zone, ...]:
+) -> tuple[AnyPlanZone, ...]:
     if options.rule == "paper":
         return zones(printed.place(lengths, cluster, capacity), cluster)
-    if options.rule == "cost":
+    if options.rule == "waves":
+        asked = waves.Asked(capacity, options.remapped, options.group_size, options.num_waves)
+        found = waves.place(lengths, cluster, model, cost, asked)
+        if found is not None:
+            return found
+    if options.rule in ("cost", "waves"):
         return zones(_cheapest(lengths, cluster, cost, capacity, options), cluster)
     size = wide.group_size(cluster, model, options.group_size)
     groups = wide_ranks(cluster, size)
@@ -167,6 +177,10 @@ def _check(options: ZeppelinOptions) -> None:
         raise ConfigError(
             f"zeppelin: slack {options.slack}: a capacity below the average holds no batch; use at least 1"
         )
+    for name in ("group_size", "num_waves"):
+        wanted = getattr(options, name)
+        if wanted is not None and wanted < 1:
+            raise ConfigError(f"zeppelin: {name} {wanted}: must be at least 1")
     for name in ("weight_tokens", "weight_communication"):
         if (getattr(options, name) or 0) < 0:
             raise ConfigError(f"zeppelin: {name} {getattr(options, name)}: must be at least 0")

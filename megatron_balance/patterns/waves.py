@@ -1,0 +1,423 @@
+"""Waves: all sequences that are cut over groups of ranks, attended in one schedule.
+
+A ring (`patterns.ring`, `patterns.head_ring`) works through one zone after another, and every rank of
+a zone holds an equal share of its sequences. Here a sequence is cut anywhere, over any groups
+(`ir.plan.SharedZone`), and all that a group attends, of whatever sequence, is one program:
+
+1. An all-to-all gives every rank of a group all tokens of the group with a slice of the heads
+   (`patterns.head_exchange`). Groups of one rank need none.
+2. Own work: a group's queries over the keys that it holds itself.
+3. Waves: the keys of other groups come in parts, all of a wave in one exchange, each straight from
+   the rank of the same place in the group that holds them. A launch and a merge follow.
+4. Outputs go back to the ranks that hold the tokens.
+
+A wave brings the same part of what every group needs of every other one. So no wave has a busier
+source than all of them together; were a wave to bring all keys of some sources, groups would wait in
+rows for the same ones, whatever the order. Keys of a wave are sent while the one before is attended
+(`compile.order`), and an exchange stands right before its first use, so that the gradients of the
+backward, which is the transpose, go home wave by wave behind the launches.
+
+Nothing but keys, values and their gradients crosses between groups, each once for every group that
+needs it; queries and outputs stay in their group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
+from megatron_balance.ir.columns import Held, Message, Pair, Placed, Transfer, Value
+from megatron_balance.ir.intervals import ranges, union
+from megatron_balance.ir.plan import SharedZone
+from megatron_balance.ir.program import Exchange, Kind, Op
+from megatron_balance.patterns.base import (
+    CommPattern,
+    Context,
+    Floats,
+    GroupTraffic,
+    Launches,
+    Load,
+    Startable,
+    WaveTraffic,
+    ZoneAt,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    attend,
+    exchange,
+    merge,
+    messages_from,
+    task_pairs,
+    transfers_of,
+)
+from megatron_balance.patterns.head_exchange import (
+    HeadSlice,
+    Trade,
+    head_slices,
+    kv_heads_of,
+    query_heads,
+    trade_messages,
+)
+
+ALIGN = 128
+"""Keys are divided between waves at multiples of a kernel's tile."""
+
+
+class Need:
+    """Columns of a table of what groups need: keys and values of one sequence, the wave they come
+    in, and the groups, counted among those that hold anything, that need (`TO`) and hold them.
+    """
+
+    WIDTH = 6
+    WAVE, TO, SEQ, START, STOP, FROM = range(6)
+    SPAN = slice(2, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A zone's groups and waves.
+
+    `groups`: ids of the groups that hold anything, ascending. `runs` [groups][group size]: rows (seq,
+    start, stop) of each rank. `own`: the same of each group, joined. `needs`: `Need` rows by wave.
+    `tasks`: by group and launch, rows (seq, q_start, q_stop, k_start, k_stop).
+    """
+
+    size: int
+    groups: tuple[int, ...]
+    runs: tuple[tuple[Ints, ...], ...]
+    own: tuple[Ints, ...]
+    needs: Ints
+    tasks: tuple[tuple[Ints, ...], ...]
+
+    @property
+    def num_waves(self) -> int:
+        return len(self.tasks[0]) - 1 if self.tasks else 0
+
+    @property
+    def trades(self) -> int:
+        """Exchange ids of the first all-to-alls, and of the last."""
+        return len(self.groups) if self.size > 1 else 0
+
+    @property
+    def last(self) -> int:
+        """The first id of the last all-to-alls."""
+        return self.trades + self.num_waves
+
+    def ranks(self, index: int) -> tuple[int, ...]:
+        """Ranks of the group number `index` of `groups`."""
+        first = self.groups[index] * self.size
+        return tuple(range(first, first + self.size))
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """(number of its group, place in it) of a rank."""
+        group, place = divmod(rank, self.size)
+        return self.groups.index(group), place
+
+    def run_tokens(self) -> Ints:
+        """Tokens of each rank: int64 [groups, group size]."""
+        lengths = [[int((run[:, 2] - run[:, 1]).sum()) for run in runs] for runs in self.runs]
+        return np.array(lengths, dtype=np.int64).reshape(len(self.groups), self.size)
+
+
+@lru_cache(maxsize=64)
+def schedule(zone: SharedZone) -> Schedule:
+    """The schedule of a zone, which follows from its fragments.
+
+    Raises:
+        InvalidProgramError: groups of no rank, or no wave.
+    """
+    size = zone.group_size
+    if size < 1 or zone.waves < 1:
+        raise InvalidProgramError(
+            f"zone {zone.name}: groups of {size} ranks and {zone.waves} waves; expected one or more of each"
+        )
+    placed = as_array(zone.fragments)
+    of_group = placed.copy()
+    of_group[:, Placed.RANK] //= size
+    held = union(of_group)
+    groups, index = np.unique(held[:, Placed.RANK], return_inverse=True)
+    held[:, Placed.RANK] = index.reshape(-1)
+    order = np.argsort(placed[:, Placed.RANK], kind="stable")
+    bounds = np.searchsorted(placed[order, Placed.RANK], groups[:, None] * size + np.arange(size + 1))
+    runs = tuple(
+        tuple(placed[order[a:b], Placed.FRAGMENT] for a, b in zip(row, row[1:], strict=False))
+        for row in bounds.tolist()
+    )
+    own = tuple(held[held[:, Placed.RANK] == group, Placed.FRAGMENT] for group in range(len(groups)))
+    needs = _needs(held, len(groups), zone.waves)
+    num_waves = int(needs[:, Need.WAVE].max(initial=-1)) + 1
+    tasks = tuple(
+        (_own_tasks(rows), *(_tasks(rows, needs, group, wave) for wave in range(num_waves)))
+        for group, rows in enumerate(own)
+    )
+    return Schedule(size, tuple(groups.tolist()), runs, own, needs, tasks)
+
+
+def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
+    """`Need` rows by wave; `held`: rows (group, seq, start, stop) of disjoint tokens."""
+    held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ]))]
+    group, seq, start, stop = held.T
+    # Of every run of queries, the runs of keys before it in other groups, each once a group.
+    query, key = ranges(np.searchsorted(seq, seq), np.arange(len(held)))
+    other = group[query] != group[key]
+    to, key = np.divmod(np.unique(group[query[other]] * len(held) + key[other]), len(held))
+    # The nearest next group first, so that messages leave in another order in each group.
+    order = np.lexsort((start[key], seq[key], (group[key] - to) % num_groups, to))
+    to, key = to[order], key[order]
+    length = (stop - start)[key]
+    edges = length[:, None] * np.arange(num_waves + 1) // num_waves
+    edges[:, 1:-1] = np.where(length[:, None] >= 2 * ALIGN * num_waves, edges[:, 1:-1] // ALIGN * ALIGN, edges[:, 1:-1])
+    rows = np.empty((num_waves, len(key), Need.WIDTH), dtype=np.int64)
+    # Every second run begins with its end, so that neighbours meet and are one piece of keys.
+    turned = (key - np.searchsorted(seq, seq)[key]) % 2 == 0
+    rows[:, :, Need.WAVE] = np.where(turned, np.arange(num_waves)[::-1, None], np.arange(num_waves)[:, None])
+    rows[:, :, Need.TO], rows[:, :, Need.SEQ], rows[:, :, Need.FROM] = to, seq[key], group[key]
+    rows[:, :, Need.START], rows[:, :, Need.STOP] = start[key] + edges[:, :-1].T, start[key] + edges[:, 1:].T
+    rows = rows[rows[:, :, Need.START] < rows[:, :, Need.STOP]]
+    return rows[np.argsort(rows[:, Need.WAVE], kind="stable")]
+
+
+def _own_tasks(rows: Ints) -> Ints:
+    """Queries of a group over all the keys that it holds: rows (seq, q_start, q_stop, k_start,
+    k_stop).
+    """
+    query, key = ranges(np.searchsorted(rows[:, 0], rows[:, 0]), np.arange(len(rows)) + 1)
+    return np.concatenate([rows[query], rows[key, 1:]], axis=1)
+
+
+def _tasks(rows: Ints, needs: Ints, group: int, wave: int) -> Ints:
+    keys = union(needs[(needs[:, Need.TO] == group) & (needs[:, Need.WAVE] == wave), Need.SPAN])
+    behind = (rows[:, None, 0] == keys[None, :, 0]) & (rows[:, None, 1] >= keys[None, :, 2])
+    query, key = np.nonzero(behind)
+    return np.concatenate([rows[query], keys[key, 1:]], axis=1)
+
+
+class Waves(CommPattern[SharedZone]):
+    """An all-to-all inside each group, own work, waves of other groups' keys, an all-to-all back."""
+
+    routing = "never"
+    merges_remap = False
+    starts_beside = True
+    traffic = WaveTraffic
+
+    def ranks(self, zone: SharedZone, num_ranks: int) -> Sequence[int]:
+        """All ranks of the groups that hold anything."""
+        del num_ranks
+        own = schedule(zone)
+        return [rank for index in range(len(own.groups)) for rank in own.ranks(index)]
+
+    def num_exchanges(self, zone: SharedZone) -> int:
+        """Two all-to-alls of each group of several ranks, and the waves."""
+        own = schedule(zone)
+        return own.last + own.trades
+
+    def place(self, zone: SharedZone, lengths: Ints, rank: int) -> Ints:
+        """Rows (seq, start, stop) of `rank`, as the planner listed them."""
+        del lengths
+        placed = as_array(zone.fragments)
+        return placed[placed[:, Placed.RANK] == rank][:, Placed.FRAGMENT]
+
+    def project(self, zone: SharedZone, context: Context, rank: int) -> ZoneProgram:
+        """The all-to-all of the rank's group, its own work, waves of Exchange, Attend and Merge with
+        its heads, and the all-to-all back.
+        """
+        made = schedule(zone)
+        index, place = made.place_of(rank)
+        slices = _slices(made, context)
+        own, trade = slices[place], Trade(made.ranks(index), made.runs[index], slices)
+        trades = made.size > 1 and trade.moves
+        ops: list[Op] = []
+        replays: list[tuple[int, Exchange]] = []
+        if trades:
+            there, back = context.base + index, context.base + made.last + index
+            inputs = exchange(context, index, trade.there(place), "all_to_all", trade.ranks)
+            ops.append(inputs)
+            # A replayed backward begins where the forward ended: there it makes the first
+            # all-to-all, and nothing where the forward made it.
+            replays.append((there, exchange(context, index, np.empty((0, Transfer.WIDTH), dtype=np.int64))))
+            replays.append((back, Exchange(back, inputs.transfers, inputs.collective, inputs.group)))
+        if own:
+            ops += self._attends(made, context, (index, place), own)
+        if trades:
+            ops.append(exchange(context, made.last + index, trade.back(place), "all_to_all", trade.ranks))
+        return ZoneProgram(ops, replays)
+
+    def _attends(self, made: Schedule, context: Context, place: tuple[int, int], own: list[HeadSlice]) -> list[Op]:
+        index, rank = place[0], made.ranks(place[0])[place[1]]
+        ops: list[Op] = []
+        for launch, tasks in enumerate(made.tasks[index]):
+            if launch:
+                rows = _transfers(made, launch - 1, place[1], kv_heads_of(own))
+                rows = rows[(rows[:, Transfer.ENDS] == rank).any(axis=1)]
+                ops += [exchange(context, made.trades + launch - 1, rows)] if len(rows) else []
+            if context.attends and len(tasks):
+                ops.append(attend(rank, _pairs(tasks, own)))
+                if launch:
+                    queries = np.unique(tasks[:, :3], axis=0)
+                    values = np.empty((len(queries), Value.WIDTH), dtype=np.int64)
+                    values[:, Value.KIND], values[:, Value.SPAN] = Kind.OUT, queries
+                    values[:, [Value.HEAD_START, Value.HEAD_STOP]] = query_heads(own)
+                    ops.append(merge(rank, values))
+        return ops
+
+    # Placement
+
+    def place_all(self, zones: Sequence[ZoneAt[SharedZone]], lengths: Ints, wanted: Bools) -> Ints:
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
+        del lengths
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            placed = as_array(zone.fragments)
+            placed = placed[wanted[placed[:, Placed.RANK]]]
+            rows = np.zeros((len(placed), Held.WIDTH), dtype=np.int64)
+            rows[:, Held.PLACED], rows[:, Held.ZONE] = placed, index
+            tables.append(rows)
+        return np.concatenate(tables)
+
+    # Plan statistics and traffic between nodes
+
+    def load(self, zones: Sequence[SharedZone], context: Context) -> Load:
+        """Attention pairs and received tokens of the zones, over all ranks of the plan."""
+        load = Load(context.num_ranks)
+        for zone in zones:
+            made = schedule(zone)
+            slices = _slices(made, context)
+            queries, keys = _heads(slices)
+            active, stops = (queries > 0).astype(np.int64), np.cumsum(queries)
+            runs = made.run_tokens()
+            needs = made.needs
+            come = sums(needs[:, Need.TO], needs[:, Need.STOP] - needs[:, Need.START], len(made.groups))
+            for index, tasks in enumerate(made.tasks):
+                ranks, own = np.array(made.ranks(index)), runs[index]
+                pairs = sum(int(task_pairs(*rows[:, 1:].T).sum()) for rows in tasks)
+                # Cumulative rounding keeps the sum of the ranks' shares exact.
+                load.pairs[ranks] += np.diff(pairs * stops // context.num_heads, prepend=0)
+                if made.size > 1:
+                    others = (own.sum() - own) * active
+                    load.receive(Kind.Q, ranks, others, queries)
+                    load.receive(Kind.KV, ranks, others, keys)
+                    load.tokens[Kind.OUT, ranks] += own * (active.sum() - active)
+                    load.token_heads[Kind.OUT, ranks] += own * (context.num_heads - queries)
+                load.receive(Kind.KV, ranks, come[index] * active, keys)
+        return load
+
+    def messages(self, zone: SharedZone, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """Messages of both all-to-alls of each group, and of the waves."""
+        made = schedule(zone)
+        slices = _slices(made, context)
+        first: list[ZoneMessages] = []
+        last: list[ZoneMessages] = []
+        if made.size > 1:
+            for index, runs in enumerate(made.run_tokens()):
+                steps = (index, made.last + index)
+                there, back = trade_messages(made.ranks(index), runs, slices, context, steps, across=across)
+                first.append(there)
+                last.append(back)
+        return [*first, *(ZoneMessages(rows) for rows in _wave_messages(made, slices)), *last]
+
+    def largest_exchange(self, zone: SharedZone, context: Context) -> Ints:
+        """A group's keys and values, or those of the largest wave, with the heads of a rank."""
+        made = schedule(zone)
+        inside = made.run_tokens().sum(axis=1) * (made.size > 1)
+        needs, most = made.needs, inside
+        for wave in range(made.num_waves):
+            rows = needs[needs[:, Need.WAVE] == wave]
+            come = sums(rows[:, Need.TO], rows[:, Need.STOP] - rows[:, Need.START], len(made.groups))
+            most = np.maximum(most, come)
+        return (most[:, None] * _heads(_slices(made, context))[1] // context.num_kv_heads).ravel()
+
+    # Starting early
+
+    def startable(self, zone: SharedZone) -> Startable:
+        """The first all-to-alls, the gradients of what the last ones bring, and the replay of the
+        first in their place.
+        """
+        made = schedule(zone)
+        last = tuple(range(made.last, made.last + made.trades))
+        return Startable(forward=tuple(range(made.trades)), gradients=last, replays=last)
+
+    # Simulation
+
+    def rounds(self, zone: SharedZone, context: Context) -> ZoneRounds:
+        """Own launches and those of the waves; the all-to-alls of each group, and the messages of
+        each wave.
+        """
+        made = schedule(zone)
+        slices = _slices(made, context)
+        queries, keys = _heads(slices)
+        inside: list[GroupTraffic] = []
+        for held in made.run_tokens().astype(np.float64) if made.size > 1 else ():
+            inputs = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
+            outputs: dict[Kind, Floats] = {Kind.OUT: np.outer(queries, held)}
+            inside.append(GroupTraffic(inputs, outputs, gathers=False))
+        ranks = np.array(self.ranks(zone, context.num_ranks), dtype=np.int64)
+        traffic = WaveTraffic(tuple(inside), tuple(_wave_messages(made, slices)))
+        return ZoneRounds(ranks, _launches(made, slices), traffic)
+
+
+def _slices(made: Schedule, context: Context) -> list[list[HeadSlice]]:
+    return head_slices(context.num_heads, context.num_kv_heads, made.size)
+
+
+def _heads(slices: Sequence[Sequence[HeadSlice]]) -> tuple[Ints, Ints]:
+    """Numbers of query and of key-value heads of each place in a group: int64 [group size] each."""
+    queries = [own[-1].head_stop - own[0].head_start if own else 0 for own in slices]
+    keys = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in slices]
+    return np.array(queries, dtype=np.int64), np.array(keys, dtype=np.int64)
+
+
+def _transfers(made: Schedule, wave: int, place: int, heads: tuple[int, int]) -> Ints:
+    """Transfers of a wave between the ranks of one place."""
+    rows = made.needs[made.needs[:, Need.WAVE] == wave]
+    first = np.array(made.groups, dtype=np.int64) * made.size + place
+    return transfers_of(Kind.KV, rows[:, Need.SPAN], heads, first[rows[:, Need.FROM]], first[rows[:, Need.TO]])
+
+
+def _wave_messages(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> list[Ints]:
+    """`Message` rows of each wave, all ranks."""
+    tables: list[Ints] = []
+    for wave in range(made.num_waves):
+        rows = made.needs[made.needs[:, Need.WAVE] == wave]
+        num_tokens = rows[:, Need.STOP] - rows[:, Need.START]
+        parts: list[Ints] = [np.empty((0, Message.WIDTH), dtype=np.int64)]
+        for place, own in enumerate(slices):
+            if own:
+                first = np.array(made.groups, dtype=np.int64) * made.size + place
+                ends = first[rows[:, Need.FROM]], first[rows[:, Need.TO]]
+                parts.append(messages_from(made.trades + wave, *ends, Kind.KV, kv_heads_of(own), num_tokens))
+        tables.append(np.concatenate(parts))
+    return tables
+
+
+def _pairs(tasks: Ints, slices: Sequence[HeadSlice]) -> Ints:
+    """Pairs of tasks (seq, q_start, q_stop, k_start, k_stop), for each slice of the heads in turn."""
+    pairs = np.zeros((len(slices), len(tasks), Pair.WIDTH), dtype=np.int64)
+    pairs[:, :, Pair.QUERY_SPAN], pairs[:, :, Pair.K_SPAN] = tasks[:, :3], tasks[:, 3:]
+    heads = np.array(slices, dtype=np.int64).reshape(-1, 1, 4)
+    pairs[:, :, Pair.Q_HEADS], pairs[:, :, Pair.KV_HEADS] = heads[:, :, :2], heads[:, :, 2:]
+    return pairs.reshape(-1, Pair.WIDTH)
+
+
+def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches:
+    """Launches of all groups, own and by wave; those of places with as many heads are alike."""
+    alike, place = np.unique(np.stack(_heads(slices), axis=1), axis=0, return_inverse=True)
+    rounds = made.num_waves + 1
+    pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
+    launch: list[Ints] = [np.empty(0, dtype=np.int64)]
+    shape = (len(made.groups), len(alike), rounds)
+    for index, tasks in enumerate(made.tasks):
+        for kind, (queries, keys) in enumerate(alike.tolist()):
+            for at, rows in enumerate(tasks if queries else ()):
+                pairs.append(_pairs(rows, [HeadSlice(0, queries, 0, keys)]))
+                number = int(np.ravel_multi_index((index, kind, at), shape))
+                launch.append(np.full(len(rows), number, dtype=np.int64))
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    merging = np.zeros(shape)
+    merging[:, :, 1:] = 1.0
+    of_round = numbers[:, place.reshape(-1)].reshape(-1, rounds)
+    return Launches(np.concatenate(pairs), np.concatenate(launch), merging.ravel(), of_round)

@@ -1,0 +1,286 @@
+"""Uneven shares: which groups attend to each sequence, and to how much of it.
+
+A sequence that is cut over several groups is placed zigzag with chunks as wide as each group's share,
+so a share of the tokens is the same share of the work (`zigzag_edges`). What a group has to compute
+and what it holds are then linear in the shares, and both can be even at once:
+
+1. Longest first, a sequence goes whole to the group with the least work; one that is more than a
+   group's fair part is cut over as many groups as it needs.
+2. `level_work`: while a group has more work than the mean, it hands part of a sequence to the group
+   that has least.
+3. `level_tokens`: while a group holds more tokens than the mean, it trades with the group that holds
+   fewest: part of a sequence with little work a token for as much work of one with more.
+
+Every step cuts something and so costs keys that travel. Where links are slow the best placement lies
+on the way: whoever asks prices each and takes the cheapest. Another way to begin is to cut only the
+longest sequences, over all groups, and to deal the others whole (`_spread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import ceil
+
+_LEAST_SHARE = 1e-3
+"""Smaller shares are not worth a message."""
+
+_TOLERANCE = 0.01
+"""Work, and tokens, of a group above the mean that are taken as even."""
+
+_STEPS = 4
+"""Steps of each levelling, for each group, at most."""
+
+_LESS = 0.7
+"""A placement is offered whenever what is uneven has become this much less."""
+
+_MOST_ABOVE = 0.3
+"""Work above the mean, over it, of a group's whole sequences with which levelling still helps."""
+
+
+@dataclass(slots=True)
+class Shares:
+    """A placement under way. `of[seq]`: the share of each group that attends to it, summing to 1.
+
+    `work[seq]`, `tokens[seq]`: of the whole sequence; `load`, `held`, `on`: work, tokens and
+    sequences of each group.
+    """
+
+    work: Sequence[float]
+    tokens: Sequence[int]
+    of: list[dict[int, float]]
+    load: list[float]
+    held: list[float]
+    on: list[set[int]]
+
+    @classmethod
+    def empty(cls, work: Sequence[float], tokens: Sequence[int], num_groups: int) -> Shares:
+        groups = range(num_groups)
+        return cls(
+            work, tokens, [{} for _ in work], [0.0 for _ in groups], [0.0 for _ in groups], [set() for _ in groups]
+        )
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.load)
+
+    @property
+    def mean_work(self) -> float:
+        return sum(self.work) / self.num_groups
+
+    @property
+    def mean_tokens(self) -> float:
+        return sum(self.tokens) / self.num_groups
+
+    def uneven_work(self) -> float:
+        """Work of the fullest group above the mean."""
+        return max(self.load) - self.mean_work
+
+    def uneven_tokens(self) -> float:
+        """Tokens of the fullest group above the mean."""
+        return max(self.held) - self.mean_tokens
+
+    def copy(self) -> Shares:
+        """The same placement, to be kept."""
+        of, on = [dict(own) for own in self.of], [set(own) for own in self.on]
+        return Shares(self.work, self.tokens, of, list(self.load), list(self.held), on)
+
+    def give(self, seq: int, group: int, share: float) -> None:
+        """Add a share of a sequence (less than 0: take it away)."""
+        own = self.of[seq]
+        new = own.get(group, 0.0) + share
+        self.load[group] += share * self.work[seq]
+        self.held[group] += share * self.tokens[seq]
+        if new > _LEAST_SHARE:
+            own[group] = new
+            self.on[group].add(seq)
+        elif group in own:
+            del own[group]
+            self.on[group].discard(seq)
+
+    def hand(self, seq: int, src: int, dst: int, work: float) -> None:
+        """Move so much work of a sequence from one group to another."""
+        share = work / self.work[seq]
+        if self.of[seq][src] - share <= _LEAST_SHARE:
+            share = self.of[seq][src]
+        self.give(seq, src, -share)
+        self.give(seq, dst, share)
+
+
+def placements(
+    work: Sequence[float], tokens: Sequence[int], num_groups: int, above: float | None = 0.0
+) -> Iterator[Shares]:
+    """Placements of all sequences, from one with few cuts to the most even ones: objects that change
+    from turn to turn.
+
+    Args:
+        work: seconds of attention of each whole sequence on one group.
+        tokens: of each sequence.
+        num_groups: groups of ranks, all alike.
+        above: work above the mean, over it, that groups may have at first: cuts are fewer the more
+            it is. None: the longest sequence is spread over all groups at first.
+    """
+    order = sorted(range(len(work)), key=lambda seq: (-work[seq], seq))
+    placed = Shares.empty(work, tokens, num_groups)
+    if above is None:
+        if not _spread(placed, order):
+            return
+    else:
+        _fill(placed, order, above)
+    yield placed
+    if above:
+        even = placed.copy()
+        yield from _offered(even, level_tokens(even), even.uneven_tokens)
+    yield from _offered(placed, level_work(placed), placed.uneven_work)
+    yield from _offered(placed, level_tokens(placed), placed.uneven_tokens)
+
+
+def _offered(placed: Shares, steps: Iterator[None], uneven: Callable[[], float]) -> Iterator[Shares]:
+    """The placement whenever it has become clearly more even, and at the end."""
+    last = uneven()
+    behind = False
+    for _ in steps:
+        behind = uneven() > last * _LESS
+        if not behind:
+            last = uneven()
+            yield placed
+    if behind:
+        yield placed
+
+
+def _spread(placed: Shares, order: Sequence[int]) -> bool:
+    """The longest sequence over all groups, the others whole, so that work and tokens are even.
+
+    A share of the longest has its `density` of work a token. What a shorter one lacks of that is what
+    its group has to be made up for, so by these lacks the whole ones are dealt; then the shares of
+    the longest level the work. False: it is not enough for that.
+    """
+    work, tokens = placed.work, placed.tokens
+    longest, whole = order[0], order[1:]
+    density = work[longest] / tokens[longest]
+    lack = {seq: density * tokens[seq] - work[seq] for seq in whole}
+    heap = [(0.0, group) for group in range(placed.num_groups)]
+    for seq in sorted(whole, key=lambda seq: (-lack[seq], seq)):
+        so_far, group = heap[0]
+        placed.give(seq, group, 1.0)
+        heapreplace(heap, (so_far + lack[seq], group))
+    if max(placed.load) > (1 + _MOST_ABOVE) * placed.mean_work:
+        return False
+    for group, amount in enumerate(_levelled(placed.load, work[longest])):
+        if amount > _LEAST_SHARE * work[longest]:
+            placed.give(longest, group, amount / work[longest])
+    return True
+
+
+def _fill(placed: Shares, order: Sequence[int], above: float) -> None:
+    """Longest first, whole where that fits in the mean work and `above` of it."""
+    fair, mean = placed.mean_work, placed.mean_tokens
+    load, held, num_groups = placed.load, placed.held, placed.num_groups
+
+    def fullness(group: int) -> tuple[float, int]:
+        return load[group] / fair + 1e-3 * held[group] / mean, group
+
+    heap = [fullness(group) for group in range(num_groups)]
+    for seq in order:
+        parts = min(num_groups, ceil(placed.work[seq] / (fair * (1 + above)) - 0.1))
+        if parts <= 1:
+            group = heap[0][1]
+            placed.give(seq, group, 1.0)
+            heapreplace(heap, fullness(group))
+            continue
+        chosen = [group for _, group in sorted(heap)[:parts]]
+        for group, amount in zip(chosen, _levelled([load[n] for n in chosen], placed.work[seq]), strict=True):
+            if amount > _LEAST_SHARE * placed.work[seq]:
+                placed.give(seq, group, amount / placed.work[seq])
+        heap = [fullness(group) for group in range(num_groups)]
+        heapify(heap)
+
+
+def _levelled(levels: Sequence[float], amount: float) -> list[float]:
+    """Parts of an amount that bring the lowest `levels` to one height."""
+    ordered = sorted(levels)
+    total = top = 0.0
+    for count, level in enumerate(ordered, 1):
+        total += level
+        top = (amount + total) / count
+        if count == len(ordered) or top <= ordered[count]:
+            break
+    return [max(0.0, top - level) for level in levels]
+
+
+def level_work(placed: Shares) -> Iterator[None]:
+    """Hand work from the groups with most to those with least, step by step."""
+    mean, load = placed.mean_work, placed.load
+    for _ in range(_STEPS * placed.num_groups):
+        most, least = max(range(len(load)), key=load.__getitem__), min(range(len(load)), key=load.__getitem__)
+        if load[most] <= mean * (1 + _TOLERANCE):
+            return
+        need = min(load[most] - mean, mean - load[least])
+        parts = {seq: placed.of[seq][most] * placed.work[seq] for seq in sorted(placed.on[most])}
+        # One that both have already, else the shortest that is enough: fewest keys travel.
+        enough = [seq for seq in parts if least in placed.of[seq] and parts[seq] >= need]
+        enough = enough or [seq for seq in parts if parts[seq] >= need]
+        if enough:
+            seq = min(enough, key=lambda seq: (placed.tokens[seq], seq))
+        else:
+            seq = max(parts, key=parts.__getitem__)
+        placed.hand(seq, most, least, min(need, parts[seq]))
+        yield
+
+
+def level_tokens(placed: Shares) -> Iterator[None]:
+    """Trade equal work of other density between the groups with most and with fewest tokens, step by
+    step.
+    """
+    mean, held = placed.mean_tokens, placed.held
+    for _ in range(_STEPS * placed.num_groups):
+        most, least = max(range(len(held)), key=held.__getitem__), min(range(len(held)), key=held.__getitem__)
+        if held[most] <= mean * (1 + _TOLERANCE):
+            return
+        trade = _best_trade(placed, most, least, min(held[most] - mean, mean - held[least]))
+        if trade is None:
+            return
+        sparse, dense, amount = trade
+        placed.hand(sparse, most, least, amount)
+        placed.hand(dense, least, most, amount)
+        yield
+
+
+def _best_trade(placed: Shares, most: int, least: int, need: float) -> tuple[int, int, float] | None:
+    """(sequence from `most`, sequence from `least`, work to trade) that moves `need` tokens, or as
+    many as any does; of several, the one that cuts fewest tokens anew.
+    """
+    work, tokens, of = placed.work, placed.tokens, placed.of
+    best: tuple[float, float, int, int] | None = None
+    amount_of: dict[tuple[int, int], float] = {}
+    for sparse in placed.on[most]:
+        for dense in placed.on[least]:
+            gained = tokens[sparse] / work[sparse] - tokens[dense] / work[dense]  # by a second of work
+            if sparse == dense or gained <= 0:
+                continue
+            amount = min(need / gained, of[sparse][most] * work[sparse], of[dense][least] * work[dense])
+            cut = tokens[sparse] * (least not in of[sparse]) + tokens[dense] * (most not in of[dense])
+            rank = (min(need, amount * gained), -cut, -sparse, -dense)
+            amount_of[sparse, dense] = amount
+            best = rank if best is None else max(best, rank)
+    if best is None:
+        return None
+    sparse, dense = -best[2], -best[3]
+    return sparse, dense, amount_of[sparse, dense]
+
+
+def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:
+    """Edges of the 2 k - 1 chunks of a sequence: share i has chunks i and 2 k - 2 - i, which are half
+    as wide as it each, the last one the middle chunk. Their work is the same share of the sequence's.
+
+    Edges are multiples of `align` from either end where chunks are much wider.
+    """
+    total, so_far = sum(shares), 0.0
+    step = align if length > 8 * align * len(shares) else 1
+    edges = [0]
+    for share in shares[:-1]:
+        so_far += share
+        at = round(so_far / total * length / 2 / step) * step
+        edges.append(max(edges[-1], min(at, length // 2)))
+    return [*edges, *(length - edge for edge in reversed(edges))]

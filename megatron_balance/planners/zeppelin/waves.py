@@ -1,0 +1,163 @@
+"""Rule `waves`: sequences on groups of ranks in uneven shares, all attended in one schedule
+(`patterns.waves`; no such rule in the paper).
+
+A group exchanges heads, so that it attends like one wide rank. How wide is a matter of price: from a
+node on narrower groups are tried where keys hide, wider ones where they do not, until one is no
+better than the one before. Of each size the placements from the fewest cuts to the most even one are
+priced (`shares`, `estimate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Placed
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import SharedZone
+from megatron_balance.patterns.head_exchange import runs_of
+from megatron_balance.patterns.waves import ALIGN
+from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, estimate
+from megatron_balance.planners.zeppelin.shares import Shares, placements, zigzag_edges
+from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
+
+_STARTS = (0.0, None)
+"""Ways to begin (`shares.placements`) that are always tried."""
+
+_FEWER_CUTS = (0.15, 0.3, 0.5, 0.8)
+"""Those that are tried where keys are waited for."""
+
+_HIDDEN = 0.03
+"""Share of a layer's seconds up to which that is not so; then narrower groups may pay."""
+
+_EXPOSED = 0.1
+"""Share from which on wider groups may."""
+
+_BETTER = 0.995
+"""By how much another size must be cheaper to go on in its direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Limits and wishes. `capacity`: tokens that a rank holds at most; `remapped`: a remap may even
+    out tokens; `size`, `num_waves`: of groups of this many ranks, in this many waves.
+    """
+
+    capacity: int
+    remapped: bool = True
+    size: int | None = None
+    num_waves: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A placement over groups of `size` ranks and its predicted seconds."""
+
+    placed: Shares
+    size: int
+    estimate: Estimate
+
+
+def place(
+    lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked
+) -> tuple[SharedZone, ...] | None:
+    """The zone of the cheapest placement; None if none keeps to the capacity.
+
+    Raises:
+        ConfigError: groups of a size that does not tile the cluster.
+    """
+    chosen = choose(lengths, cluster, model, cost, asked)
+    if chosen is None:
+        return None
+    zone = shared_zone(chosen, cluster.node_size)
+    rows = as_array(zone.fragments)
+    held = sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], cluster.num_ranks)
+    return (zone,) if held.max() <= asked.capacity else None
+
+
+def choose(lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel, asked: Asked) -> Chosen | None:
+    """The cheapest placement within the capacity, over groups of the cheapest size."""
+    sizes = group_sizes(cluster)
+    if asked.size is not None:
+        if asked.size not in sizes:
+            raise ConfigError(
+                f"zeppelin: group_size {asked.size} does not tile {cluster.num_ranks} ranks in nodes of "
+                f"{cluster.node_size}; use one of {', '.join(map(str, sizes))}"
+            )
+        sizes = [asked.size]
+    at = max((at for at, size in enumerate(sizes) if size <= cluster.node_size), default=0)
+    chosen = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
+    step = 0 if chosen is None else _direction(chosen.estimate)
+    while step and 0 <= at + step < len(sizes):
+        at += step
+        other = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
+        if other is None or (chosen and other.estimate.seconds >= _BETTER * chosen.estimate.seconds):
+            break
+        chosen = other
+    return chosen
+
+
+def _direction(price: Estimate) -> int:
+    """Where a cheaper size of groups may be: wider groups exchange more heads and fewer keys."""
+    if price.exposed_s < _HIDDEN * price.seconds:
+        return -1
+    return int(price.exposed_s > _EXPOSED * price.seconds)
+
+
+def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen | None:
+    """The cheapest placement within the capacity over groups of one size."""
+    numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
+    work = [costs.work_s(length) for length in lengths]
+    found: Chosen | None = None
+    for above in (*_STARTS, *_FEWER_CUTS) if costs.num_groups > 1 else _STARTS[:1]:
+        if above in _FEWER_CUTS and found and found.estimate.exposed_s < _HIDDEN * found.estimate.seconds:
+            break
+        for placed in placements(work, lengths, costs.num_groups, above):
+            if max(placed.held) > asked.capacity * costs.size:
+                continue
+            price = estimate(placed, costs, numbers, remapped=asked.remapped)
+            if found is None or price.seconds < found.estimate.seconds:
+                found = Chosen(placed.copy(), costs.size, price)
+    return found
+
+
+def group_sizes(cluster: Cluster) -> list[int]:
+    """Sizes of groups that tile the cluster, ascending: parts of a node that share NICs evenly, a
+    node, and nodes in powers of two.
+    """
+    node, shared = cluster.node_size, cluster.ranks_per_nic
+    inside = [size for size in range(1, node + 1) if node % size == 0 and (size % shared == 0 or shared % size == 0)]
+    sizes = inside if inside[-1] == node else [*inside, node]
+    while 2 * sizes[-1] <= cluster.num_ranks:
+        sizes.append(2 * sizes[-1])
+    return [size for size in sizes if cluster.num_ranks % size == 0]
+
+
+def shared_zone(chosen: Chosen, node_size: int) -> SharedZone:
+    """The zone of a placement: every group's fragments in near-equal runs on its ranks."""
+    placed, size = chosen.placed, chosen.size
+    held: list[list[tuple[int, int, int]]] = [[] for _ in placed.load]
+    for seq, length in enumerate(placed.tokens):
+        groups = sorted(placed.of[seq])
+        edges = zigzag_edges(length, [placed.of[seq][group] for group in groups], ALIGN)
+        last = len(edges) - 2
+        for at, group in enumerate(groups):
+            for chunk in sorted({at, last - at}):
+                if edges[chunk] < edges[chunk + 1]:
+                    held[group].append((seq, edges[chunk], edges[chunk + 1]))
+    rows: list[Ints] = [np.empty((0, Placed.WIDTH), dtype=np.int64)]
+    for group, own in enumerate(held):
+        for place, run in enumerate(runs_of(np.array(own, dtype=np.int64).reshape(-1, 3), size)):
+            rows.append(np.column_stack([np.full(len(run), group * size + place), run]))
+    crosses = size > node_size or any(
+        min(groups) * size // node_size != max(groups) * size // node_size for groups in placed.of
+    )
+    together = size > 1 or any(len(groups) > 1 for groups in placed.of)
+    name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
+    return SharedZone(name, as_rows(np.concatenate(rows)), size, chosen.estimate.num_waves)
