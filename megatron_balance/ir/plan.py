@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from megatron_balance.errors import ConfigError
@@ -96,6 +96,7 @@ class MicrobatchPlan:
     moves: Rows = NO_MOVES
     routing: Routing | None = None
     mask: Mask = CAUSAL
+    note: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +104,7 @@ class MicrobatchPlan:
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that differ when any decision differs; equal on every host and Python."""
-        return hashlib.sha256(to_json(self).encode()).hexdigest()[:16]
+        return hashlib.sha256(to_json(replace(self, note="")).encode()).hexdigest()[:16]
 
 
 def to_json(plan: MicrobatchPlan) -> str:
@@ -118,6 +119,7 @@ def to_json(plan: MicrobatchPlan) -> str:
         "moves": list(plan.moves),
         "routing": None if plan.routing is None else asdict(plan.routing),
         **({} if plan.mask == CAUSAL else {"mask": plan.mask.name}),
+        **({"note": plan.note} if plan.note else {}),
     }
     return json.dumps(body, separators=(",", ":"))
 
@@ -161,6 +163,7 @@ def from_body(loaded: Any) -> MicrobatchPlan:
             moves=Rows.of(Move.WIDTH, body["moves"]),
             routing=_routing_from_json(body["routing"]),
             mask=mask_named(str(body.get("mask", CAUSAL.name))),
+            note=str(body.get("note", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None
