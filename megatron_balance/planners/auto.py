@@ -60,7 +60,7 @@ class _Priced:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """What is lower is better: plans that fit, by time; others by memory."""
+        """The order of plans, best first: those that fit, by time; then the others, by memory."""
         decision = self.estimate.backward
         return not decision.fits, self.estimate.layer_s if decision.fits else decision.peak_bytes
 

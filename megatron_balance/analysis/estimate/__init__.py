@@ -87,8 +87,8 @@ def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
 def _received(
     plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: Machine
 ) -> ReceivedBytes:
-    """What ranks hold of received inputs: as `analysis.received`, from what one rank of each zone
-    receives.
+    """Bytes of received inputs that ranks hold: as `analysis.received`, from those that one rank of
+    each zone receives.
     """
     row_bytes, num_kv = machine.row_bytes, plan.num_kv_heads
     taken, given = moved

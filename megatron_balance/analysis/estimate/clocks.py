@@ -1,7 +1,6 @@
 """The clocks of all ranks in one phase of a layer, zone by zone (`analysis.estimate`).
 
-The rules are those of `simulator.rounds`; here the ranks of a zone that waits for a collective or a
-ring are taken to be in step.
+The rules are those of `simulator.rounds`; here the ranks of a group that exchanges heads are in step.
 """
 
 from __future__ import annotations
@@ -18,6 +17,28 @@ from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import KEY_SIDE, Kind
 
 COPIED, MOVED = range(2)
+
+_SETTLED = 5
+"""Rounds of a ring after which each takes as long as the one before."""
+
+
+class _Ring:
+    """Hops round a ring of groups, `step` places on; `free`: when the links of each group are."""
+
+    def __init__(self, zone: ZoneTimes, hop: Hop, step: int, free: Floats, sharing: float = 1.0) -> None:
+        self.there_s, self.next_s = sharing * hop.there_s, sharing * hop.next_s
+        place = np.arange(zone.rounds)
+        self.there, self.before = (place + step) % zone.rounds, (place - step) % zone.rounds
+        self.free = zone.by_group(free)
+
+    def carry(self, posted: Floats) -> Floats:
+        """When each group has what the one before it sends once both are at it."""
+        begin = np.maximum(posted, self.free)
+        begin = np.maximum(begin, begin[self.there])
+        stop = begin + self.there_s
+        arrived = stop[self.before]
+        self.free = np.maximum(stop, arrived) - self.there_s + self.next_s
+        return arrived
 
 
 class Clocks:
@@ -75,7 +96,10 @@ class Clocks:
             self.done[ranks] = np.maximum(self.done[ranks], self.opened[ranks])
             self.ready[ranks] = np.maximum(self.ready[ranks] + packed, self.opened[ranks])
         posted = (self.ready if of == COPIED else self.done)[ranks]
-        arrived = max(float(posted.max()), float(self.free[of, ranks].max())) + machine.cost.call_s + bulk.seconds
+        begin = np.maximum(posted, self.free[of, ranks])
+        if isinstance(bulk.seconds, float):  # of a collective
+            begin = zone.by_rank(zone.by_group(begin))
+        arrived = begin + machine.cost.call_s + bulk.seconds
         self.free[of, ranks] = arrived
         if of == COPIED:
             self.done[ranks] = np.maximum(self.done[ranks], arrived) + placed
@@ -95,48 +119,65 @@ class Clocks:
         ranks, packed = zone.at, self.machine.pack_s(hop.num_bytes)
         if zone.inputs is not None:
             self.ready[ranks] = self.done[ranks]
-        done, posted = float(self.done[ranks].max()) + packed, float(self.ready[ranks].max()) + packed
-        done = max(done, float(self.opened[ranks].max()))
-        arrived = free = max(posted, float(self.free[COPIED, ranks].max())) + hop.there_s
+        ring = _Ring(zone, hop, 1, self.free[COPIED, ranks])
+        done, posted = (zone.by_group(clock[ranks]) + packed for clock in (self.done, self.ready))
+        done = np.maximum(done, zone.by_group(self.opened[ranks]))
+        arrived = ring.carry(posted)
         done += self._launch_s(float(zone.first[0]), hop)
         other = self._launch_s(zone.other[0], hop)
-        for at in range(1, zone.rounds):
-            done = max(done, arrived)
+        at = 1
+        while at < zone.rounds:
+            done = np.maximum(done, arrived)
             if at < zone.rounds - 1:
                 posted = done
-                free = max(free + hop.next_s - hop.there_s, posted) + hop.there_s
-                arrived = free
-            else:
-                other = zone.other[0]
-            done += other
-        self.done[ranks], self.ready[ranks], self.free[COPIED, ranks] = done, posted, free
+                arrived = ring.carry(posted)
+            done = done + (other if at < zone.rounds - 1 else zone.other[0])
+            if at == _SETTLED and (skipped := zone.rounds - 2 - at) > 0:
+                later = skipped * max(other, ring.next_s)
+                done, posted, arrived, ring.free = done + later, posted + later, arrived + later, ring.free + later
+                at += skipped
+            at += 1
+        self.free[COPIED, ranks] = zone.by_rank(ring.free)
+        self.done[ranks], self.ready[ranks] = zone.by_rank(done), zone.by_rank(posted)
 
     def _ring_back(self, zone: ZoneTimes, again: Hop | None, back: Hop) -> None:
-        ranks, machine = zone.at, self.machine
-        owed = ADD * machine.pack_s(back.num_bytes)
-        done, posted = float(self.done[ranks].max()), float(self.ready[ranks].max())
-        done = max(done, float(self.opened[ranks].max()))
-        arrived = returned = free = 0.0
-        sharing = 1.0
+        """Gradients walk back a round behind the launches; `again`: keys come again, and share the
+        links with them.
+        """
+        ranks, owed = zone.at, ADD * self.machine.pack_s(back.num_bytes)
+        done, posted = (zone.by_group(clock[ranks]) for clock in (self.done, self.ready))
+        done = np.maximum(done, zone.by_group(self.opened[ranks]))
+        sharing = 1.0 if again is None else 1 + again.num_bytes / max(back.num_bytes, again.num_bytes)
+        returning, coming = _Ring(zone, back, -1, self.free[MOVED, ranks], sharing), None
+        arrived, returned = done, np.full(zone.rounds, -np.inf)
         if again is not None:
-            packed = machine.pack_s(again.num_bytes)
+            coming = _Ring(zone, again, -1, self.free[COPIED, ranks], sharing)
+            packed = self.machine.pack_s(again.num_bytes)
             done, posted = done + packed, posted + packed
-            arrived = max(posted, float(self.free[COPIED, ranks].max())) + again.there_s
-            sharing = 1 + again.num_bytes / max(back.num_bytes, again.num_bytes)
-        beside = (back,) if again is None else (back, again)
-        launch_s = self._launch_s(zone.other[1], *beside)
-        for at in range(zone.rounds - 1, 0, -1):
-            done = max(done, arrived)
-            if again is not None and at > 1:
+            arrived = coming.carry(posted)
+        launch_s = self._launch_s(zone.other[1], *((back,) if again is None else (back, again)))
+        at = zone.rounds - 1
+        while at > 0:
+            done = np.maximum(done, arrived)
+            if coming is not None and at > 1:
                 posted = done
-                arrived = max(arrived + sharing * again.next_s - again.there_s, done) + sharing * again.there_s
-            done += launch_s
-            if returned:
-                done = max(done, returned) + owed
-            returned = free = max(done, free + back.next_s - back.there_s) + sharing * back.there_s
-        done += self._launch_s(float(zone.first[1]), back)
-        self.done[ranks], self.ready[ranks] = done, posted
-        self.late[ranks] = np.maximum(self.late[ranks], returned)
+                arrived = coming.carry(posted)
+            done = done + launch_s
+            if at < zone.rounds - 1:
+                done = np.maximum(done, returned) + owed
+            returned = returning.carry(done)
+            if zone.rounds - at == _SETTLED and (skipped := at - 2) > 0:
+                later = skipped * max(launch_s + owed, returning.next_s)
+                done, posted, arrived, returned = done + later, posted + later, arrived + later, returned + later
+                for ring in (returning, coming):
+                    if ring is not None:
+                        ring.free = ring.free + later
+                at -= skipped
+            at -= 1
+        done = done + self._launch_s(float(zone.first[1]), back)
+        self.done[ranks], self.ready[ranks] = zone.by_rank(done), zone.by_rank(posted)
+        self.free[MOVED, ranks] = zone.by_rank(returning.free)
+        self.late[ranks] = np.maximum(self.late[ranks], zone.by_rank(returned))
         self.late_s[ranks] += owed
 
     def _remap(self, kinds: Sequence[Kind], *, remap_in: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a zone takes, by closed forms: seconds of its launches and exchanges, and what it receives.
+"""Seconds of a zone's launches and exchanges by closed forms, and the inputs that it receives.
 
 Zones that place zigzag or exchange heads are alike on all their ranks, so one rank is priced. For
 others the pattern says launches and traffic (`CommPattern.rounds`).
@@ -104,6 +104,14 @@ class ZoneTimes:
     kv_heads: float = 0.0
     largest: float = 0.0
     sent: float = 0.0
+
+    def by_group(self, clock: Floats) -> Floats:
+        """The latest of each group [rounds] of the zone's ranks [G]."""
+        return clock.reshape(self.rounds, -1).max(axis=1)
+
+    def by_rank(self, clock: Floats) -> Floats:
+        """A group's time on all its ranks."""
+        return np.repeat(clock, len(self.ranks) // self.rounds)
 
 
 @dataclass(slots=True)
@@ -414,8 +422,7 @@ def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine)
         nic = machine.nics.nic(np.arange(ranks))
         between = by_rank(machine.nics.nic(end), num_bytes * across, int(nic.max()) + 1)
         busy[way] = np.maximum(inside, between[nic] / machine.inter.bytes_per_s)
-    arrived = busy[1].copy()
-    np.maximum.at(arrived, dst, busy[0][src])
+    arrived = busy.max(axis=0)
     alpha = np.zeros(ranks)
     np.maximum.at(alpha, dst, np.where(across, machine.inter.alpha_s, machine.intra.alpha_s))
     return np.where(totals[1] > 0, arrived + alpha, 0.0), totals[0], totals[1]
