@@ -27,16 +27,22 @@ from megatron_balance.planners.wlb_llm import tuning
 
 _WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays")
 _RINGS = (Try(least=Bounds.rings),)
+_IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
 _POOL_GATHER = (Try(least=Bounds.pool_gather),)
 
 PLANNERS: dict[str, Planner] = {
-    "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions, tries=_RINGS),
+    "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions, tries=(Try(least=Bounds.pool_ring),)),
     "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions, tries=_POOL_GATHER),
     "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=_POOL_GATHER),
     "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions, tries=(Try(least=Bounds.pool_heads),)),
-    "packing": Planner(packing.plan, packing.PackingOptions),
+    "packing": Planner(packing.plan, packing.PackingOptions, tries=(Try(least=Bounds.even_tokens),)),
     "hybrid_dp": Planner(
-        hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch, room=slack, tries=_RINGS
+        hybrid_dp.plan,
+        hybrid_dp.HybridDpOptions,
+        plan_batch=hybrid_dp.plan_batch,
+        room=slack,
+        tries=_RINGS,
+        left_out=_IN_ZEPPELIN,
     ),
     "flexsp": Planner(
         flexsp.plan,
@@ -51,6 +57,7 @@ PLANNERS: dict[str, Planner] = {
         plan_batch=megatron_dynamic.plan_batch,
         room=slack,
         tries=_RINGS,
+        left_out=_IN_ZEPPELIN,
         plan_with=megatron_dynamic.plan_by,
     ),
     "distca": Planner(
@@ -75,7 +82,7 @@ PLANNERS: dict[str, Planner] = {
         zeppelin.ZeppelinOptions,
         _WHERE_THEY_PAY,
         room=slack,
-        tries=(Try({"rule": "groups"}), Try(least=Bounds.rings)),
+        tries=(Try({"rule": "groups"}),),
     ),
     "auto": Planner(
         None,

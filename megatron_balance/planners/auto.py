@@ -5,8 +5,8 @@ implement: planners of the registry are asked in the order of a bound that is kn
 (`analysis.estimate.bounds`); one whose bound is no better than the best plan so far is not asked.
 Each plan is priced by closed forms (`analysis.estimate`), backward and memory included, and the
 fastest one that fits is taken. Planners say in their entry with which options they are asked, or why
-they are not: those that plan for longer than a step hides, and those that move sequences between
-microbatches.
+they are left out unless named: they plan for longer than a step hides, or another one's search has
+their plans too.
 
 What we leave out: parts of a microbatch by different planners. A zone's ranks are what a planner
 decides by the load of all the others, so plans of parts cannot be joined; a planner that has all
@@ -40,7 +40,7 @@ class AutoOptions:
     slack: float = 1.5
     """Without `tokens_per_rank`: what planners that spread tokens unevenly are given as theirs."""
     planners: Sequence[str] = ()
-    """The planners to ask; all that plan in time if not given."""
+    """The planners to ask, left-out ones too; all but those if not given."""
     margin: float = 0.005
     """A planner is not asked if its bound is not this much, relatively, below the best plan so far.
     """
@@ -112,7 +112,9 @@ def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
             raise ConfigError(
                 f"auto: planners: {name} is not one to ask; expected some of {', '.join(dict.fromkeys(known))}"
             )
-    return [each for each in context.candidates if not options.planners or each.name in options.planners]
+    if options.planners:
+        return [each for each in context.candidates if each.name in options.planners]
+    return [each for each in context.candidates if not each.left_out]
 
 
 def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: AutoOptions) -> MicrobatchPlan:

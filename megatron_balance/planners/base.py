@@ -116,12 +116,15 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A planner of the registry with options (`Try`). `spreads`: it takes an option `slack`."""
+    """A planner of the registry with options (`Try`). `spreads`: it takes an option `slack`;
+    `left_out`: as in its entry.
+    """
 
     name: str
     options: Mapping[str, Any]
     least: Callable[[Bounds], float]
     spreads: bool
+    left_out: str = ""
 
     @property
     def label(self) -> str:
@@ -194,7 +197,7 @@ class Planner:
     tries: tuple[Try, ...] = (Try(),)
     """How planners that choose among all others ask this one."""
     left_out: str = ""
-    """Why they do not ask it at all; empty: they do."""
+    """Why they do not ask it unless somebody names it; empty: they do."""
     plan_with: Callable[[Any], PlanWith | None] | None = None
     """Plan by another scheduler of context-parallel groups, if the options allow one: training
     hands it Megatron's own."""

@@ -138,9 +138,9 @@ class PlannerChoice(PlannerSection):
 
 def _candidates() -> tuple[Candidate, ...]:
     return tuple(
-        Candidate(name, each.options, each.least, planner.room is not None)
+        Candidate(name, each.options, each.least, planner.room is not None, planner.left_out)
         for name, planner in PLANNERS.items()
-        if not planner.left_out
+        if planner.plan is not None
         for each in planner.tries
     )
 

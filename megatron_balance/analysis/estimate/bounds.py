@@ -59,6 +59,31 @@ class Bounds:
         )
         return max(self.even(), float(np.min(seconds)) + self.linear_s)
 
+    def pool_ring(self) -> float:
+        """Of plans of one ring over all ranks: all keys pass all ranks, and each round launches."""
+        machine, num_ranks = self.machine, self.machine.cluster.num_ranks
+        cost, rounds = machine.cost, num_ranks - 1
+        shared = max(self.lengths, default=0) >= 2 * num_ranks  # shorter ones are on fewer ranks
+        if not shared or not rounds:
+            return self.even()
+        block = sum(n for n in self.lengths if n >= 2 * num_ranks) / num_ranks * machine.model.num_kv_heads
+        link, spread = (machine.inter, machine.nics.per_node) if machine.cluster.num_nodes > 1 else (machine.intra, 1)
+        seconds = self.linear_s
+        for attention_s, kind in zip(self.attention_s, (Kind.KV, Kind.KV_GRAD), strict=True):
+            moved_s = rounds * (link.alpha_s + block * machine.row_bytes[kind] / (spread * link.bytes_per_s))
+            seconds += max(attention_s / num_ranks + cost.launch_s(rounds), moved_s)
+        return max(self.even(), seconds)
+
+    def even_tokens(self) -> float:
+        """Of plans whose ranks hold even tokens in a row and attend to them: the end of the longest
+        sequence sees all of it.
+        """
+        longest, share = max(self.lengths, default=0), sum(self.lengths) / self.machine.cluster.num_ranks
+        last = min(longest, share / 2)  # at least so much of its end lies on one rank
+        pairs = last * longest - last**2 / 2
+        whole = sum(map(CAUSAL.num_pairs, self.lengths))
+        return max(self.even(), sum(self.attention_s) * pairs / max(whole, 1) + self.linear_s)
+
     def pool_gather(self) -> float:
         """Of plans in which all ranks gather all keys and values before they attend."""
         machine = self.machine

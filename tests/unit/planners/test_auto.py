@@ -88,8 +88,8 @@ def test_refusals_of_some_do_not_matter_and_that_of_all_is_the_first_ones() -> N
 
 
 def test_wrong_options_are_errors_that_say_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="flexsp is not one to ask; expected some of te_ring, "):
-        auto(SHORT, planners=["flexsp"])
+    with pytest.raises(ConfigError, match="wlb_llm is not one to ask; expected some of te_ring, "):
+        auto(SHORT, planners=["wlb_llm"])
     with pytest.raises(ConfigError, match="use at least 1"):
         auto(SHORT, slack=0.5)
     with pytest.raises(ConfigError, match="expected at least 0"):
