@@ -100,6 +100,7 @@ def _run_planner(
             "plan_ms": plan_ms,
             "verified": verified,
             "fingerprint": plan.fingerprint(),
+            "note": plan.note or None,
             "backward": memory.decision_of(plan, given).described(),
         }
         results.append((plan, result))
@@ -208,6 +209,9 @@ def _show(reports: Iterable[dict[str, Any]], given: inputs.Inputs) -> None:
             console.print(line)
         for line in report["memory"]:
             console.print(line)
+        for number, result in enumerate(results):
+            if result["note"]:
+                console.print(f"batch {number}: {result['note']}")
         console.print(
             f"planned in {report['summary']['plan_ms']:.2f} ms; {_verdict([result['verified'] for result in results])}"
         )

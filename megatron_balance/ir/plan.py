@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 from megatron_balance.errors import ConfigError
@@ -119,6 +119,7 @@ class MicrobatchPlan:
     moves: Rows = NO_MOVES
     routing: Routing | None = None
     mask: Mask = CAUSAL
+    note: str = ""
     _fingerprint: str = field(default="", init=False, repr=False, compare=False)
 
     @property
@@ -131,7 +132,8 @@ class MicrobatchPlan:
         Worked out once: large plans are long texts.
         """
         if not self._fingerprint:
-            object.__setattr__(self, "_fingerprint", hashlib.sha256(to_json(self).encode()).hexdigest()[:16])
+            text = to_json(replace(self, note=""))
+            object.__setattr__(self, "_fingerprint", hashlib.sha256(text.encode()).hexdigest()[:16])
         return self._fingerprint
 
 
@@ -147,6 +149,7 @@ def to_json(plan: MicrobatchPlan) -> str:
         "moves": list(plan.moves),
         "routing": None if plan.routing is None else asdict(plan.routing),
         **({} if plan.mask == CAUSAL else {"mask": plan.mask.name}),
+        **({"note": plan.note} if plan.note else {}),
     }
     return json.dumps(body, separators=(",", ":"))
 
@@ -193,6 +196,7 @@ def from_body(loaded: Any) -> MicrobatchPlan:
             moves=Rows.of(Move.WIDTH, body["moves"]),
             routing=_routing_from_json(body["routing"]),
             mask=mask_named(str(body.get("mask", CAUSAL.name))),
+            note=str(body.get("note", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"damaged plan: {type(error).__name__}: {error}") from None

@@ -6,8 +6,10 @@ To add one, write its functions and options in a module of its own and add a lin
 
 from __future__ import annotations
 
+from megatron_balance.analysis.estimate import Bounds
 from megatron_balance.ir.layers import Layers
 from megatron_balance.planners import (
+    auto,
     distca,
     flexsp,
     hybrid_dp,
@@ -20,26 +22,51 @@ from megatron_balance.planners import (
     wlb_sharding,
     zeppelin,
 )
-from megatron_balance.planners.base import Planner, slack
+from megatron_balance.planners.base import Planner, Try, slack
 from megatron_balance.planners.wlb_llm import tuning
 
+_WHERE_THEY_PAY = Layers(routing="pays", remap=True, remap_when="pays")
+_RINGS = (Try(least=Bounds.rings),)
+_IN_ZEPPELIN = "rings on groups of ranks, as in zeppelin's search; never within 1 % of that on the common batches"
+_POOL_GATHER = (Try(least=Bounds.pool_gather),)
+
 PLANNERS: dict[str, Planner] = {
-    "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions),
-    "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions),
-    "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions),
-    "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions),
-    "packing": Planner(packing.plan, packing.PackingOptions),
-    "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch, room=slack),
-    "flexsp": Planner(flexsp.plan, flexsp.FlexSpOptions, plan_batch=flexsp.plan_batch, room=slack),
+    "te_ring": Planner(te_ring.plan, te_ring.TeRingOptions, tries=(Try(least=Bounds.pool_ring),)),
+    "llama_all_gather": Planner(llama_all_gather.plan, llama_all_gather.LlamaAllGatherOptions, tries=_POOL_GATHER),
+    "wlb_sharding": Planner(wlb_sharding.plan, wlb_sharding.WlbShardingOptions, tries=_POOL_GATHER),
+    "ulysses": Planner(ulysses.plan, ulysses.UlyssesOptions, tries=(Try(least=Bounds.pool_heads),)),
+    "packing": Planner(packing.plan, packing.PackingOptions, tries=(Try(least=Bounds.even_tokens),)),
+    "hybrid_dp": Planner(
+        hybrid_dp.plan,
+        hybrid_dp.HybridDpOptions,
+        plan_batch=hybrid_dp.plan_batch,
+        room=slack,
+        tries=_RINGS,
+        left_out=_IN_ZEPPELIN,
+    ),
+    "flexsp": Planner(
+        flexsp.plan,
+        flexsp.FlexSpOptions,
+        plan_batch=flexsp.plan_batch,
+        room=slack,
+        left_out="its integer program takes longer than a step hides",
+    ),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,
         megatron_dynamic.MegatronDynamicOptions,
         plan_batch=megatron_dynamic.plan_batch,
         room=slack,
+        tries=_RINGS,
+        left_out=_IN_ZEPPELIN,
         plan_with=megatron_dynamic.plan_by,
     ),
     "distca": Planner(
-        distca.plan, distca.DistcaOptions, plan_owned=distca.plan_owned, num_holders=distca.num_holders, ping_pong=True
+        distca.plan,
+        distca.DistcaOptions,
+        plan_owned=distca.plan_owned,
+        num_holders=distca.num_holders,
+        ping_pong=True,
+        left_out="it hides its transfers behind a second nano-batch, and microbatches run whole here",
     ),
     "wlb_llm": Planner(
         None,
@@ -48,8 +75,21 @@ PLANNERS: dict[str, Planner] = {
         takes_waiting=True,
         tune=tuning.tune,
         room=slack,
+        left_out="it moves sequences between microbatches; inside one it is the planner named by its option within",
     ),
     "zeppelin": Planner(
-        zeppelin.plan, zeppelin.ZeppelinOptions, Layers(routing="pays", remap=True, remap_when="pays"), room=slack
+        zeppelin.plan,
+        zeppelin.ZeppelinOptions,
+        _WHERE_THEY_PAY,
+        room=slack,
+        tries=(Try({"rule": "groups"}),),
+    ),
+    "auto": Planner(
+        None,
+        auto.AutoOptions,
+        _WHERE_THEY_PAY,
+        plan_by_others=auto.plan,
+        room=slack,
+        left_out="it is the one that asks",
     ),
 }

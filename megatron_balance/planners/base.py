@@ -9,10 +9,11 @@ Whatever else is particular to a planner is a field of its entry, never its name
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from megatron_balance.cost.base import CostModel
+from megatron_balance.analysis.estimate import Bounds
+from megatron_balance.cost.base import CostModel, MachineCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
@@ -59,7 +60,7 @@ class JointStages:
     """Pipeline stages that attend together: the ranks of all stages, and the model chunks of each."""
 
     cluster: Cluster
-    cost: CostModel
+    cost: MachineCost
     num_chunks: int = 1
 
 
@@ -77,7 +78,7 @@ class StepContext:
 
     cluster: Cluster
     model: Model
-    cost: CostModel
+    cost: MachineCost
     joint: JointStages | None = None
     """All stages, where they attend together. None: each stage attends for itself."""
     ping_pong: bool = False
@@ -99,6 +100,37 @@ class StepContext:
     """Around the planner that is asked."""
     planner: Lookup = _no_registry
     """The registry, for planners that ask other planners."""
+    candidates: tuple[Candidate, ...] = ()
+    """Of the registry, for planners that choose among all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """Options with which a planner is worth asking, and the seconds of a layer that no plan it then
+    makes comes below.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    least: Callable[[Bounds], float] = Bounds.even
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A planner of the registry with options (`Try`). `spreads`: it takes an option `slack`;
+    `left_out`: as in its entry.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    least: Callable[[Bounds], float]
+    spreads: bool
+    left_out: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name and options, for people."""
+        given = ", ".join(f"{key} {value}" for key, value in self.options.items())
+        return f"{self.name} ({given})" if given else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +166,8 @@ class Planner:
     """
 
     plan: Callable[[Batch, Cluster, Model, CostModel, Any], MicrobatchPlan] | None
-    """Place one microbatch. None: `plan_step` is asked for a step of one microbatch."""
+    """Place one microbatch. None: `plan_by_others` does, or `plan_step` is asked for a step of one.
+    """
     options: type[Any]
     layers: Layers = NO_LAYERS
     plan_step: PlanStep | None = None
@@ -159,6 +192,12 @@ class Planner:
     room: Callable[[Any], float] | None = None
     """Tokens that a rank must have room for, over the mean tokens per rank; None: no more than the
     mean."""
+    plan_by_others: Callable[[Batch, StepContext], MicrobatchPlan] | None = None
+    """Place one microbatch by asking other planners, layers included, where there is no `plan`."""
+    tries: tuple[Try, ...] = (Try(),)
+    """How planners that choose among all others ask this one."""
+    left_out: str = ""
+    """Why they do not ask it unless somebody names it; empty: they do."""
     plan_with: Callable[[Any], PlanWith | None] | None = None
     """Plan by another scheduler of context-parallel groups, if the options allow one: training
     hands it Megatron's own."""

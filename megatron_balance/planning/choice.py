@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from megatron_balance.analysis.memory import activation_bytes_per_token, model_state_bytes
 from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.measured import MeasuredCost
 from megatron_balance.cost.table import load_table
 from megatron_balance.errors import ConfigError
@@ -26,7 +26,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.planners import PLANNERS
-from megatron_balance.planners.base import NO_LAYERS, Planner, PlanStep, StepContext
+from megatron_balance.planners.base import NO_LAYERS, Candidate, Planner, PlanStep, StepContext
 from megatron_balance.planning.place import place, place_microbatches
 from megatron_balance.planning.waiting import with_waiting
 from megatron_balance.strict_yaml import checked, unknown_name
@@ -48,7 +48,7 @@ class PlannerChoice(PlannerSection):
     planner: Planner = field(kw_only=True)
     """Its entry of the registry."""
 
-    def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: CostModel) -> MicrobatchPlan:
+    def plan(self, batch: Batch, cluster: Cluster, model: Model, cost: MachineCost) -> MicrobatchPlan:
         """The plan of one microbatch, layers included.
 
         Raises:
@@ -131,7 +131,18 @@ class PlannerChoice(PlannerSection):
         """`context` for this planner; rows come in multiples of what the one that asks needs."""
         align = lcm(self.layers.align, context.layers.align)
         layers = dataclasses.replace(self.layers, align=align)
-        return dataclasses.replace(context, options=self.options, layers=layers, planner=_look_up)
+        return dataclasses.replace(
+            context, options=self.options, layers=layers, planner=_look_up, candidates=_candidates()
+        )
+
+
+def _candidates() -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(name, each.options, each.least, planner.room is not None, planner.left_out)
+        for name, planner in PLANNERS.items()
+        if planner.plan is not None
+        for each in planner.tries
+    )
 
 
 def _look_up(name: str, options: Mapping[str, Any], layers: Layers | None = None, /) -> PlanStep:

@@ -79,6 +79,8 @@ def _place(planner: Planner, lengths: Lengths, context: StepContext) -> StepPlan
 
 def place(planner: Planner, batch: Batch, context: StepContext) -> MicrobatchPlan:
     """The plan of one microbatch or nano-batch, layers included."""
+    if planner.plan_by_others is not None:
+        return planner.plan_by_others(batch, context)
     assert planner.plan is not None
     plan = planner.plan(batch, context.cluster, context.model, context.cost, context.options)
     return with_layers(plan, context.cluster, context.cost, context.layers)

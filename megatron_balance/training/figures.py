@@ -59,6 +59,8 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
     buffers = job.pool.joint.buffers
     record: Json = {
         "planner": planned.planner or planned.plans[0].planner,
+        # Of every nano-batch, where its planner says why the plan is what it is.
+        "notes": [plan.note for plan in planned.plans if plan.note],
         "num_sequences": sum(f["num_sequences"] for f in each),
         "num_tokens": sum(f["num_tokens"] for f in each),
         "num_microbatches": len(planned.step.members),

@@ -233,6 +233,8 @@ def _log_line(record: Json) -> None:
         record["step_ms"],
         record["predicted_ms"],
     )
+    for at, note in enumerate(record["notes"]):
+        log.info("step %d: plan %d: %s", record["step"], at, note)
     if record["waiting_tokens"] or record["drawn_tokens"] != record["trained_tokens"]:
         log.info(
             "step %d: %d tokens drawn, %d trained, %d waiting in %d documents; since the run began %d = %d + %d",

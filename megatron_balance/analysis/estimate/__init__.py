@@ -1,0 +1,123 @@
+"""Seconds and memory of a layer of a plan by closed forms, in about a millisecond: what planners are
+compared by where simulating would take too long.
+
+One launch of each kind is priced, on one rank of each zone, and what the others wait for is summed
+up zone by zone with the clocks of the round engine (`simulator.rounds`): exchanges of copied rows
+begin before the work in front of them is done, outputs and gradients leave beside what follows.
+Left out: zones that share a NIC, ranks of a zone that drift apart. A test holds it against the
+simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.analysis.backward import Decision, MicrobatchBytes, Stage, decide, step_bytes
+from megatron_balance.analysis.estimate.bounds import Bounds
+from megatron_balance.analysis.estimate.clocks import Clocks
+from megatron_balance.analysis.estimate.zones import Machine, ZoneTimes, by_rank, zone_times
+from megatron_balance.analysis.memory import Sharding
+from megatron_balance.analysis.received import GRADIENT_COPIES, GRADIENT_ROUNDS, IN_USE_AND_ARRIVING, ReceivedBytes
+from megatron_balance.cost.base import Floats, MachineCost
+from megatron_balance.ir.arrays import as_array
+from megatron_balance.ir.columns import Move
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Kind
+
+__all__ = ["Bounds", "Estimate", "estimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one layer, modules outside attention included: seconds forward and backward.
+
+    `backward`: how many layers keep what they received, and whether a rank's memory holds the step,
+    by prediction.
+    """
+
+    forward_s: float
+    backward_s: float
+    backward: Decision
+
+    @property
+    def layer_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def estimate(plan: MicrobatchPlan, machine: Machine) -> Estimate | None:
+    """The seconds of a layer and its memory, one microbatch a step, no pipeline; None: a comm
+    pattern of the plan has traffic without a closed form.
+
+    Raises:
+        InvalidProgramError: an unknown comm pattern.
+    """
+    zones = zone_times(plan, machine)
+    if zones is None:
+        return None
+    cost = machine.cost
+    tokens = np.zeros(plan.num_ranks)
+    for zone in zones:
+        tokens[zone.at] += zone.tokens
+    moves = as_array(plan.moves)
+    taken, given = (by_rank(moves[:, end], moves[:, Move.TOKENS], plan.num_ranks) for end in (Move.DST, Move.SRC))
+    owned = tokens + taken - given
+    decision = _decision(_received(plan, zones, (taken, given), machine), owned, machine)
+    keeping = decision.keeping / max(1, decision.layers)
+    linear = [_linear_s(owned, cost, backward=backward) for backward in (False, True)]
+    forward_s = Clocks(plan, machine, linear[0]).forward(zones)
+    backward_s = sum(
+        share * Clocks(plan, machine, linear[1]).backward(zones, replay=replay)
+        for replay, share in ((False, keeping), (True, 1 - keeping))
+        if share
+    )
+    return Estimate(forward_s, backward_s, decision)
+
+
+def _linear_s(tokens: Floats, cost: MachineCost, *, backward: bool) -> Floats:
+    """Seconds of each rank's modules outside attention, taken as linear between the fewest tokens
+    and the most.
+    """
+    ends = [float(tokens.min()), float(tokens.max())]
+    return np.interp(tokens, ends, [cost.layer_s(n, backward=backward) for n in ends])
+
+
+def _received(
+    plan: MicrobatchPlan, zones: Sequence[ZoneTimes], moved: tuple[Floats, Floats], machine: Machine
+) -> ReceivedBytes:
+    """Bytes of received inputs that ranks hold: as `analysis.received`, from those that one rank of
+    each zone receives.
+    """
+    row_bytes, num_kv = machine.row_bytes, plan.num_kv_heads
+    taken, given = moved
+    queries, keys, sent, held = np.zeros((4, plan.num_ranks))
+    largest = np.zeros(plan.num_ranks)
+    for zone in zones:
+        queries[zone.at] += zone.query_heads
+        keys[zone.at] += zone.kv_heads
+        sent[zone.at] += zone.sent
+        held[zone.at] += zone.tokens
+        largest[zone.at] = np.maximum(largest[zone.at], zone.largest)
+    handed = given * (plan.num_heads * row_bytes[Kind.Q] + num_kv * row_bytes[Kind.KV])
+    kept = queries * row_bytes[Kind.Q] + keys * row_bytes[Kind.KV] + handed
+    of_rounds = IN_USE_AND_ARRIVING * largest * num_kv * row_bytes[Kind.KV]
+    replayed = np.minimum(queries * row_bytes[Kind.Q] + of_rounds + handed, kept)
+    held = held - given + taken
+    served, sent = queries + given * plan.num_heads, sent + taken * plan.num_heads
+    arriving = np.minimum(GRADIENT_ROUNDS * (largest + given) * num_kv, GRADIENT_COPIES * (keys + given * num_kv))
+    working = (
+        held * (plan.num_heads * row_bytes[Kind.Q_GRAD] + num_kv * row_bytes[Kind.KV_GRAD])
+        + (1.5 * served + 2 * sent + held * plan.num_heads * (sent > 0))
+        * (row_bytes[Kind.OUT_GRAD] + row_bytes[Kind.Q_GRAD])
+        + arriving * row_bytes[Kind.KV_GRAD]
+    )
+    return ReceivedBytes(*(each.astype(np.int64) for each in (kept, replayed, working)))
+
+
+def _decision(received: ReceivedBytes, owned: Floats, machine: Machine) -> Decision:
+    model, cluster = machine.model, machine.cluster
+    stage = Stage(model.num_layers, Sharding(optimizer=cluster.num_ranks))
+    microbatch = MicrobatchBytes(owned.round().astype(np.int64), received)
+    return decide([step_bytes([microbatch], model, stage)], "auto", cluster.memory_bytes)

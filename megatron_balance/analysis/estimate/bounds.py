@@ -1,0 +1,104 @@
+"""Seconds of a layer below which a system's plans cannot come, before one is planned: what tells
+which planners need not be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.analysis.estimate.zones import Machine, most_heads
+from megatron_balance.cost.base import MachineCost
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.program import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of a batch, forward and backward together. `attention_s`: of the whole batch on one
+    rank, forward and backward; `linear_s`: of a rank's even share of the tokens, both.
+    """
+
+    lengths: Sequence[int]
+    machine: Machine
+    attention_s: tuple[float, float]
+    linear_s: float
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], cluster: Cluster, model: Model, cost: MachineCost) -> Bounds:
+        """The bounds of a batch of these lengths."""
+        machine, launch = Machine.of(cluster, model, cost), np.zeros(len(lengths), dtype=np.int64)
+        pairs = machine.whole(np.array(lengths, dtype=np.int64))
+        forward, backward = (float(cost.attend_s(pairs, launch, 1, backward=b)[0]) for b in (False, True))
+        tokens = sum(lengths) / cluster.num_ranks
+        return cls(lengths, machine, (forward, backward), sum(cost.layer_s(tokens, backward=b) for b in (False, True)))
+
+    def even(self) -> float:
+        """Of any plan: all computation even, nothing moves (as `simulator.bound`)."""
+        return sum(self.attention_s) / self.machine.cluster.num_ranks + self.linear_s
+
+    def rings(self) -> float:
+        """Of plans of rings: a rank of the longest sequence's ring attends to its part of it and
+        receives the keys of all the others, on however many ranks it is.
+        """
+        machine, longest = self.machine, max(self.lengths, default=0)
+        cluster, cost, kv_heads = machine.cluster, machine.cost, machine.model.num_kv_heads
+        forward = cost.attention_s(CAUSAL.num_pairs(longest))
+        parts = forward, forward * self.attention_s[1] / max(self.attention_s[0], 1e-12)
+        ranks = np.arange(1, cluster.num_ranks + 1)
+        crossing = max(1 / machine.intra.bytes_per_s, 1 / (machine.nics.per_node * machine.inter.bytes_per_s))
+        byte_s = np.where(ranks > cluster.node_size, crossing, 1 / machine.intra.bytes_per_s)
+        token_s = (ranks - 1) / ranks * longest * kv_heads * byte_s
+        seconds = sum(
+            np.maximum(part / ranks, token_s * machine.row_bytes[kind])
+            for part, kind in zip(parts, (Kind.KV, Kind.KV_GRAD), strict=True)
+        )
+        return max(self.even(), float(np.min(seconds)) + self.linear_s)
+
+    def pool_ring(self) -> float:
+        """Of plans of one ring over all ranks: all keys pass all ranks, and each round launches."""
+        machine, num_ranks = self.machine, self.machine.cluster.num_ranks
+        cost, rounds = machine.cost, num_ranks - 1
+        shared = max(self.lengths, default=0) >= 2 * num_ranks  # shorter ones are on fewer ranks
+        if not shared or not rounds:
+            return self.even()
+        block = sum(n for n in self.lengths if n >= 2 * num_ranks) / num_ranks * machine.model.num_kv_heads
+        link, spread = (machine.inter, machine.nics.per_node) if machine.cluster.num_nodes > 1 else (machine.intra, 1)
+        seconds = self.linear_s
+        for attention_s, kind in zip(self.attention_s, (Kind.KV, Kind.KV_GRAD), strict=True):
+            moved_s = rounds * (link.alpha_s + block * machine.row_bytes[kind] / (spread * link.bytes_per_s))
+            seconds += max(attention_s / num_ranks + cost.launch_s(rounds), moved_s)
+        return max(self.even(), seconds)
+
+    def even_tokens(self) -> float:
+        """Of plans whose ranks hold even tokens in a row and attend to them: the end of the longest
+        sequence sees all of it.
+        """
+        longest, share = max(self.lengths, default=0), sum(self.lengths) / self.machine.cluster.num_ranks
+        last = min(longest, share / 2)  # at least so much of its end lies on one rank
+        pairs = last * longest - last**2 / 2
+        whole = sum(map(CAUSAL.num_pairs, self.lengths))
+        return max(self.even(), sum(self.attention_s) * pairs / max(whole, 1) + self.linear_s)
+
+    def pool_gather(self) -> float:
+        """Of plans in which all ranks gather all keys and values before they attend."""
+        machine = self.machine
+        cluster, row_bytes = machine.cluster, machine.row_bytes
+        tokens = sum(self.lengths) * (cluster.num_ranks - 1) / cluster.num_ranks
+        rate = machine.intra.bytes_per_s
+        rate = min(rate, machine.nics.per_node * machine.inter.bytes_per_s) if cluster.num_nodes > 1 else rate
+        moved = tokens * machine.model.num_kv_heads * (row_bytes[Kind.KV] + row_bytes[Kind.KV_GRAD])
+        shared = max(self.lengths, default=0) >= 2 * cluster.num_ranks  # shorter ones are on fewer ranks
+        return self.even() + (moved / rate if shared else 0.0)
+
+    def pool_heads(self) -> float:
+        """Of plans in which all ranks exchange heads: the rank with most heads attends to all
+        sequences.
+        """
+        model, num_ranks = self.machine.model, self.machine.cluster.num_ranks
+        share = most_heads(model, num_ranks)[0] / model.num_heads
+        return max(self.even(), share * sum(self.attention_s) + self.linear_s)

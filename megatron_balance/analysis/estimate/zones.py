@@ -1,0 +1,428 @@
+"""Seconds of a zone's launches and exchanges by closed forms, and the inputs that it receives.
+
+Zones that place zigzag or exchange heads are alike on all their ranks, so one rank is priced. For
+others the pattern says launches and traffic (`CommPattern.rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_balance.analysis.wire import NicOf, Payload, is_collective
+from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Message, Pair
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.program import Kind
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context, GroupTraffic, Launches, PointToPoint
+
+ADD = 1.5
+"""Adding to what is held reads two values and writes one, packing reads one and writes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A cluster at the prices of `cost`. `row_bytes`: of a token and head by kind, with its LSE."""
+
+    cluster: Cluster
+    model: Model
+    cost: MachineCost
+    row_bytes: tuple[int, ...]
+    intra: Link
+    inter: Link
+    nics: NicOf
+
+    @classmethod
+    def of(cls, cluster: Cluster, model: Model, cost: MachineCost) -> Machine:
+        row_bytes = tuple(Payload.of(model).with_lse().tolist())
+        nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
+        return cls(cluster, model, cost, row_bytes, cost.link(inter_node=False), cost.link(inter_node=True), nics)
+
+    def whole(self, lengths: Ints) -> Ints:
+        """`Pair` rows of whole sequences, all heads."""
+        zero = np.zeros_like(lengths)
+        return pairs_of((zero, lengths), (zero, lengths), (self.model.num_heads, self.model.num_kv_heads))
+
+    def pack_s(self, num_bytes: float) -> float:
+        """Seconds to pack bytes; nothing takes none."""
+        return self.cost.pack_s(num_bytes) if num_bytes > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Bulk:
+    """An exchange of all ranks of a zone or of a group: seconds on the links [G] or of all, bytes
+    that are packed before it and placed after it.
+    """
+
+    seconds: Floats | float
+    packed_bytes: Floats | float = 0.0
+    placed_bytes: Floats | float = 0.0
+    adds: bool = False
+
+
+@dataclass(slots=True)
+class Hop:
+    """A ring's transfer from rank to rank: seconds until it is there, and seconds until the next one
+    can follow it; `inside`, `between`: seconds that it keeps a rank's link and NIC busy.
+    """
+
+    there_s: float
+    next_s: float
+    inside_s: float
+    between_s: float
+    num_bytes: float
+
+
+@dataclass(slots=True)
+class ZoneTimes:
+    """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `first`, `other`:
+    forward and backward seconds of the launch of the first round and of each further one.
+
+    Exchanges by what they carry: inputs, outputs and the gradients of both; `hop`: of keys, `back`:
+    of their gradients. `kept`, `largest`, `served`, `sent`: of a rank, key-value and query bytes
+    received, key-value tokens of the largest exchange, token-heads of queries received and sent.
+    """
+
+    ranks: Ints
+    tokens: Floats | float
+    at: slice | Ints
+    rounds: int = 1
+    inputs: Bulk | None = None
+    outputs: Bulk | None = None
+    input_grads: Bulk | None = None
+    output_grads: Bulk | None = None
+    hop: Hop | None = None
+    back: Hop | None = None
+    first: tuple[Floats | float, Floats | float] = (0.0, 0.0)
+    other: tuple[float, float] = (0.0, 0.0)
+    query_heads: float = 0.0
+    kv_heads: float = 0.0
+    largest: float = 0.0
+    sent: float = 0.0
+
+    def by_group(self, clock: Floats) -> Floats:
+        """The latest of each group [rounds] of the zone's ranks [G]."""
+        return clock.reshape(self.rounds, -1).max(axis=1)
+
+    def by_rank(self, clock: Floats) -> Floats:
+        """A group's time on all its ranks."""
+        return np.repeat(clock, len(self.ranks) // self.rounds)
+
+
+@dataclass(slots=True)
+class _Prices:
+    """Launches to be priced, all at once. `merged`: tokens whose outputs a launch merges; `around`:
+    bytes of gradients that its backward adds up.
+    """
+
+    pairs: list[Ints] = field(default_factory=list[Ints])
+    launch: list[Ints] = field(default_factory=list[Ints])
+    merged: list[float] = field(default_factory=list[float])
+    around: list[float] = field(default_factory=list[float])
+
+    def add(self, pairs: Ints, merged: float, around: float) -> int:
+        """One launch; its number."""
+        self.pairs.append(pairs)
+        self.launch.append(np.full(len(pairs), len(self.merged), dtype=np.int64))
+        self.merged.append(merged)
+        self.around.append(around)
+        return len(self.merged) - 1
+
+    def seconds(self, machine: Machine) -> tuple[list[float], list[float]]:
+        """Of each launch, forward and backward."""
+        pairs, launch = np.concatenate(self.pairs), np.concatenate(self.launch)
+        cost, count = machine.cost, len(self.merged)
+        forward, backward = (cost.attend_s(pairs, launch, count, backward=b).tolist() for b in (False, True))
+        merges = [cost.merge_s(tokens) if tokens else 0.0 for tokens in self.merged]
+        adds = [ADD * machine.pack_s(num_bytes) for num_bytes in self.around]
+        return [a + b for a, b in zip(forward, merges, strict=True)], [
+            a + b for a, b in zip(backward, adds, strict=True)
+        ]
+
+
+def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None:
+    """The plan's zones, in issue order; None: the traffic of one has no closed form.
+
+    Raises:
+        InvalidProgramError: an unknown comm pattern.
+    """
+    prices = _Prices()
+    zones: list[ZoneTimes] = []
+    numbers: list[tuple[int, int]] = []
+    lengths = np.array(plan.lengths, dtype=np.int64)
+    for index, zone in enumerate(plan.zones):
+        if isinstance(zone, Zone) and (zone.pattern in ("ring", "head_exchange", "head_ring") or len(zone.ranks) == 1):
+            made, first, other = _even_zone(zone, lengths, machine, prices)
+            if zone.pattern == "ring" and plan.routing is not None and index in plan.routing.zones:
+                _route(made, machine, plan.routing.min_tokens)
+        else:
+            found, first, other = _uneven_zone(zone, Context.of(plan), machine), -1, -1
+            if found is None:
+                return None
+            made = found
+        zones.append(made)
+        numbers.append((first, other))
+    if prices.merged:
+        forward, backward = prices.seconds(machine)
+        for made, (first, other) in zip(zones, numbers, strict=True):
+            if first >= 0:
+                made.first, made.other = (forward[first], backward[first]), (forward[other], backward[other])
+    return zones
+
+
+def pairs_of(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], heads: tuple[int, int]) -> Ints:
+    """`Pair` rows: spans of queries and keys [n], of sequences 0 .. n - 1."""
+    rows = np.zeros((len(queries[0]), Pair.WIDTH), dtype=np.int64)
+    rows[:, Pair.SEQ] = np.arange(len(rows))
+    rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = queries
+    rows[:, Pair.K_START], rows[:, Pair.K_STOP] = keys
+    rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = heads
+    return rows
+
+
+def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
+    """Sums of values by rank, or by any other number below `size`."""
+    return np.bincount(ranks, weights=values, minlength=size).astype(np.float64)
+
+
+def _index(ranks: Sequence[int]) -> slice | Ints:
+    """An index of ranks in arrays by rank: ranks in a row are a slice, which is faster."""
+    first, last = ranks[0], ranks[-1]
+    in_a_row = list(ranks) == list(range(first, last + 1))
+    return slice(first, last + 1) if in_a_row else np.array(ranks)
+
+
+def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> tuple[ZoneTimes, int, int]:
+    """A zone whose ranks are alike: groups of `size` ranks that exchange heads, a ring over them."""
+    own, num_ranks = lengths[list(zone.seqs)], len(zone.ranks)
+    size = {"ring": 1, "head_exchange": num_ranks, "head_ring": zone.group_size}.get(zone.pattern, 1)
+    groups = num_ranks // size
+    made = ZoneTimes(np.array(zone.ranks), float(own.sum()) / num_ranks, _index(zone.ranks), rounds=groups)
+    num_tokens = float(own.sum()) / groups
+    model, row_bytes = machine.model, machine.row_bytes
+    heads = most_heads(model, size)
+    first, other = _ring_launches(own, groups, heads, num_tokens, machine, prices)
+    if size > 1:
+        _exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine)
+    if groups > 1:
+        block = num_tokens * heads[1]
+        crosses = machine.nics.node(np.array(zone.ranks))
+        between = bool((crosses != crosses[0]).any())
+        lanes = min(size, machine.cluster.ranks_per_nic) if between else 1
+        made.hop, made.back = (
+            _hop(block * row_bytes[kind], machine, lanes, between=between) for kind in (Kind.KV, Kind.KV_GRAD)
+        )
+        made.kv_heads += (groups - 1) * block
+        made.largest = max(made.largest, block / model.num_kv_heads)
+    return made, first, other
+
+
+def most_heads(model: Model, size: int) -> tuple[int, int]:
+    """Query and key-value heads of the rank of a group that has most."""
+    queries = -(-model.num_heads // size)
+    ratio = model.num_heads // model.num_kv_heads
+    return queries, min(model.num_kv_heads, -(-queries // ratio))
+
+
+def _ring_launches(
+    lengths: Ints, groups: int, heads: tuple[int, int], num_tokens: float, machine: Machine, prices: _Prices
+) -> tuple[int, int]:
+    """The launch of a rank's own keys, and one of another group's; zigzag."""
+    row_bytes, zero = machine.row_bytes, np.zeros_like(lengths)
+
+    def around(keys: float) -> float:
+        return num_tokens * heads[0] * row_bytes[Kind.Q_GRAD] + keys * heads[1] * row_bytes[Kind.KV_GRAD]
+
+    if groups == 1:
+        number = prices.add(pairs_of((zero, lengths), (zero, lengths), heads), 0.0, around(num_tokens))
+        return number, number
+    chunk = np.maximum(1, lengths // (2 * groups))
+    last = np.maximum(chunk, lengths - chunk)
+    own = [
+        pairs_of((zero, chunk), (zero, chunk), heads),
+        pairs_of((last, lengths), (zero, chunk), heads),
+        pairs_of((last, lengths), (last, lengths), heads),
+    ]
+    # Another group's block: its early chunk for both of ours, or both of its chunks for our late one.
+    others = [
+        pairs_of((chunk, 2 * chunk), (zero, chunk), heads),
+        pairs_of((last, lengths), (zero, chunk), heads),
+    ]
+    merged = num_tokens * heads[0] / machine.model.num_heads
+    return (
+        prices.add(np.concatenate(own), 0.0, around(num_tokens)),
+        prices.add(np.concatenate(others), merged, around(num_tokens / 2)),
+    )
+
+
+def _exchange_heads(
+    made: ZoneTimes, group: Sequence[int], num_tokens: float, heads: tuple[int, int], machine: Machine
+) -> None:
+    """The all-to-alls of a group before and after its launches."""
+    model, size, row_bytes = machine.model, len(group), machine.row_bytes
+    others = num_tokens * (size - 1) / size
+    trading = min(size, model.num_heads)
+    copies = trading * heads[1]  # key-value heads that all ranks of the group receive
+    queries, keys = others * heads[0], others * heads[1]
+    made.query_heads, made.kv_heads, made.largest = queries, keys, num_tokens * heads[1] / model.num_kv_heads
+    made.sent = num_tokens / size * (model.num_heads - heads[0])
+    away = num_tokens / size
+
+    def bulk(kinds: Sequence[tuple[Kind, float, float]], *, home: bool, placed: bool, adds: bool) -> Bulk:
+        """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
+        owners of tokens; `home`: the other way.
+        """
+        into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
+        out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
+        mean = sum(row_bytes[kind] * leaves * size for kind, _, leaves in kinds) / size
+        seconds = _all_to_all_s(group, max(into, out), mean, machine)
+        if home:
+            into, out = out, into
+        return Bulk(seconds, out, into if placed else 0.0, adds)
+
+    query_side = (queries, away * (model.num_heads - heads[0]))
+    key_side = (keys, away * (copies - heads[1]))
+    made.inputs = bulk([(Kind.Q, *query_side), (Kind.KV, *key_side)], home=False, placed=False, adds=False)
+    made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
+    made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
+    made.input_grads = bulk([(Kind.Q_GRAD, *query_side), (Kind.KV_GRAD, *key_side)], home=True, placed=True, adds=True)
+
+
+def _all_to_all_s(group: Sequence[int], most: float, mean: float, machine: Machine) -> float:
+    """Seconds of an all-to-all in which a rank moves at most `most` bytes, `mean` on average."""
+    size = len(group)
+    here = int(np.bincount(machine.nics.node(np.array(group))).max())
+    together = is_collective(tuple(group), machine.cluster.num_ranks, machine.cluster.node_size)
+    inside = most * (here - 1) / (size - 1)
+    seconds = (here - 1 if together else 1) * machine.intra.alpha_s + inside / machine.intra.bytes_per_s
+    if here == size:
+        return seconds
+    sharing = min(here, machine.cluster.ranks_per_nic)
+    between = max(most, mean * sharing) * (size - here) / (size - 1)
+    return max(seconds, (size - here if together else 1) * machine.inter.alpha_s + between / machine.inter.bytes_per_s)
+
+
+def _hop(num_bytes: float, machine: Machine, lanes: int, *, between: bool) -> Hop:
+    link = machine.inter if between else machine.intra
+    busy = link.alpha_s + num_bytes * (lanes if between else 1) / link.bytes_per_s
+    seconds = machine.cost.call_s + busy
+    return Hop(seconds, seconds, 0.0 if between else busy, busy if between else 0.0, num_bytes)
+
+
+def _route(made: ZoneTimes, machine: Machine, min_tokens: int) -> None:
+    """A ring between nodes whose transfers go over all NICs of both nodes."""
+    per_node = machine.nics.per_node
+    block = float(np.mean(made.tokens))
+    if made.hop is None or made.back is None or per_node == 1 or block < min_tokens or not made.hop.between_s:
+        return
+    call_s = machine.cost.call_s
+    for hop in (made.hop, made.back):
+        inside = machine.intra.alpha_s + hop.num_bytes * (per_node - 1) / per_node / machine.intra.bytes_per_s
+        across = machine.inter.alpha_s + hop.num_bytes / per_node / machine.inter.bytes_per_s
+        hop.there_s, hop.next_s = 2 * inside + across + 3 * call_s, max(inside, across) + call_s
+        hop.inside_s, hop.between_s = inside, across
+
+
+def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: Machine) -> ZoneTimes | None:
+    """A zone of one launch a rank, as its pattern says it."""
+    pattern = pattern_of(zone)
+    found = pattern.rounds(zone, context)
+    held = pattern.tokens([zone], context)[found.ranks].astype(np.float64)
+    forward, backward = _launch_seconds(found.launches, machine)
+    made = ZoneTimes(found.ranks, held, _index(found.ranks.tolist()), first=(forward, backward))
+    match found.traffic:
+        case GroupTraffic(inputs, _, True):
+            _gather(made, inputs[Kind.KV].max(initial=0.0), machine)
+        case PointToPoint(inputs, outputs):
+            _dispatch(made, (inputs, outputs), machine)
+        case None:
+            pass
+        case _:
+            return None
+    return made
+
+
+def _launch_seconds(launches: Launches, machine: Machine) -> tuple[Floats, Floats]:
+    """Of each rank, all its launches."""
+    count = len(launches.merging)
+    forward, backward = (
+        machine.cost.attend_s(launches.pairs, launches.launch, count, backward=b)[launches.of_round].sum(axis=1)
+        for b in (False, True)
+    )
+    return forward, backward
+
+
+def _gather(made: ZoneTimes, block: float, machine: Machine) -> None:
+    """One all-gather of blocks of so many token-heads, and a reduce-scatter of their gradients."""
+    size, model = len(made.ranks), machine.model
+    nodes = np.bincount(machine.nics.node(made.ranks))
+    nics = min(machine.nics.per_node, -(-int(nodes[nodes > 0].min()) // machine.cluster.ranks_per_nic))
+    crosses = (nodes > 0).sum() > 1
+    alpha = max(machine.intra.alpha_s, machine.inter.alpha_s) if crosses else machine.intra.alpha_s
+    rate = machine.intra.bytes_per_s
+    rate = min(rate, nics * machine.inter.bytes_per_s) if crosses else rate
+
+    def bulk(kind: Kind, *, back: bool) -> Bulk:
+        num_bytes = block * machine.row_bytes[kind]
+        seconds = (size - 1) * (alpha + num_bytes / rate)
+        return Bulk(seconds, num_bytes * (size - 1 if back else 1), num_bytes if back else 0.0, adds=back)
+
+    made.inputs, made.input_grads = bulk(Kind.KV, back=False), bulk(Kind.KV_GRAD, back=True)
+    made.kv_heads, made.largest = (size - 1) * block, size * block / model.num_kv_heads
+
+
+def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) -> None:
+    """Messages to the launches and from them."""
+    there, back = messages
+    grads = {Kind.Q: Kind.Q_GRAD, Kind.KV: Kind.KV_GRAD, Kind.OUT: Kind.OUT_GRAD}
+
+    def bulk(rows: Ints, *, turned: bool, placed: bool, adds: bool) -> Bulk | None:
+        if not len(rows):
+            return None
+        src, dst = rows[:, Message.SRC], rows[:, Message.DST]
+        src, dst = (dst, src) if turned else (src, dst)
+        of_kind = np.zeros(len(Kind))
+        for kind, grad in grads.items():
+            of_kind[kind] = machine.row_bytes[grad if turned else kind]
+        heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
+        num_bytes = of_kind[rows[:, Message.KIND]] * heads * rows[:, Message.TOKENS]
+        seconds, out, into = _point_to_point_s(src, dst, num_bytes, machine)
+        return Bulk(seconds, out, into if placed else 0.0, adds)
+
+    made.inputs = bulk(there, turned=False, placed=False, adds=False)
+    made.outputs = bulk(back, turned=False, placed=True, adds=False)
+    made.output_grads = bulk(back, turned=True, placed=True, adds=False)
+    made.input_grads = bulk(there, turned=True, placed=True, adds=True)
+    ranks = machine.cluster.num_ranks
+    heads = (there[:, Message.HEAD_STOP] - there[:, Message.HEAD_START]) * there[:, Message.TOKENS]
+    for kind, name in ((Kind.Q, "query_heads"), (Kind.KV, "kv_heads")):
+        own = there[:, Message.KIND] == kind
+        most = by_rank(there[own, Message.DST], heads[own], ranks).max(initial=0.0)
+        setattr(made, name, float(most))
+    made.largest = made.kv_heads / machine.model.num_kv_heads
+    made.sent = made.query_heads
+
+
+def _point_to_point_s(src: Ints, dst: Ints, num_bytes: Floats, machine: Machine) -> tuple[Floats, Floats, Floats]:
+    """Seconds until each rank has all it receives, if all messages go at once; bytes that ranks
+    send, and receive.
+    """
+    ranks = machine.cluster.num_ranks
+    across = machine.nics.node(src) != machine.nics.node(dst)
+    busy = np.zeros((2, ranks))
+    totals = np.zeros((2, ranks))
+    for way, end in enumerate((src, dst)):
+        totals[way] = by_rank(end, num_bytes, ranks)
+        inside = by_rank(end, num_bytes * ~across, ranks) / machine.intra.bytes_per_s
+        nic = machine.nics.nic(np.arange(ranks))
+        between = by_rank(machine.nics.nic(end), num_bytes * across, int(nic.max()) + 1)
+        busy[way] = np.maximum(inside, between[nic] / machine.inter.bytes_per_s)
+    arrived = busy.max(axis=0)
+    alpha = np.zeros(ranks)
+    np.maximum.at(alpha, dst, np.where(across, machine.inter.alpha_s, machine.intra.alpha_s))
+    return np.where(totals[1] > 0, arrived + alpha, 0.0), totals[0], totals[1]

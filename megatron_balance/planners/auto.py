@@ -1,0 +1,153 @@
+"""auto: the best of all planners for each microbatch, by one estimate.
+
+No paper: every system here is the fastest somewhere, by lengths, model and links. What we
+implement: planners of the registry are asked in the order of a bound that is known before they plan
+(`analysis.estimate.bounds`); one whose bound is no better than the best plan so far is not asked.
+Each plan is priced by closed forms (`analysis.estimate`), backward and memory included, and the
+fastest one that fits is taken. Planners say in their entry with which options they are asked, or why
+they are left out unless named: they plan for longer than a step hides, or another one's search has
+their plans too.
+
+What we leave out: parts of a microbatch by different planners. A zone's ranks are what a planner
+decides by the load of all the others, so plans of parts cannot be joined; a planner that has all
+comm patterns does that inside.
+
+A choice is a function of lengths, cluster, model and cost alone, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_balance.analysis.estimate import Bounds, Estimate, estimate
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import EMPTY
+from megatron_balance.planners.base import Candidate, StepContext
+
+_MOST_NAMED = 3
+"""Plans beside the chosen one that a note names."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutoOptions:
+    """Options of auto."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; `slack` decides if not given."""
+    slack: float = 1.5
+    """Without `tokens_per_rank`: what planners that spread tokens unevenly are given as theirs."""
+    planners: Sequence[str] = ()
+    """The planners to ask, left-out ones too; all but those if not given."""
+    margin: float = 0.005
+    """A planner is not asked if its bound is not this much, relatively, below the best plan so far.
+    """
+
+    def __post_init__(self) -> None:
+        """Keep a list from a YAML as a tuple, equal to one given in Python."""
+        object.__setattr__(self, "planners", tuple(self.planners))
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """A plan and its estimate, by the label of who made it."""
+
+    label: str
+    plan: MicrobatchPlan
+    estimate: Estimate
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The order of plans, best first: those that fit, by time; then the others, by memory."""
+        decision = self.estimate.backward
+        return not decision.fits, self.estimate.layer_s if decision.fits else decision.peak_bytes
+
+
+def plan(batch: Batch, context: StepContext) -> MicrobatchPlan:
+    """The best plan of one microbatch, with its layers; `note` says whose it is and why.
+
+    Raises:
+        InfeasibleError: no planner that is asked can place the batch; the error of the first one.
+        ConfigError: an option out of range, or a planner in `planners` that is not there to ask.
+    """
+    options: AutoOptions = context.options
+    candidates = _candidates(context, options)
+    bounds = Bounds.of(batch.lengths, context.cluster, context.model, context.cost)
+    ordered = sorted(((each.least(bounds), at) for at, each in enumerate(candidates)))
+    priced: list[_Priced] = []
+    passed_over: list[str] = []
+    refused: list[InfeasibleError] = []
+    for bound_s, at in ordered:
+        candidate = candidates[at]
+        best = min(priced, key=lambda each: each.rank, default=None)
+        if best is not None and not best.rank[0] and bound_s > best.rank[1] * (1 - options.margin):
+            passed_over.append(candidate.label)
+            continue
+        try:
+            made = _ask(candidate, batch, context, options)
+        except InfeasibleError as error:
+            refused.append(error)
+            continue
+        found = estimate(made, bounds.machine)
+        if found is None:
+            passed_over.append(f"{candidate.label} (no closed form)")
+            continue
+        priced.append(_Priced(candidate.label, made, found))
+    if not priced:
+        raise refused[0] if refused else ConfigError(_nothing(candidates, options))
+    priced.sort(key=lambda each: each.rank)
+    return replace(priced[0].plan, note=_note(priced, bounds.even(), passed_over))
+
+
+def _candidates(context: StepContext, options: AutoOptions) -> list[Candidate]:
+    if options.slack < 1:
+        raise ConfigError(f"auto: slack {options.slack}: a capacity below the average holds no batch; use at least 1")
+    if options.margin < 0:
+        raise ConfigError(f"auto: margin {options.margin}: expected at least 0")
+    known = [each.name for each in context.candidates]
+    for name in options.planners:
+        if name not in known:
+            raise ConfigError(
+                f"auto: planners: {name} is not one to ask; expected some of {', '.join(dict.fromkeys(known))}"
+            )
+    if options.planners:
+        return [each for each in context.candidates if each.name in options.planners]
+    return [each for each in context.candidates if not each.left_out]
+
+
+def _ask(candidate: Candidate, batch: Batch, context: StepContext, options: AutoOptions) -> MicrobatchPlan:
+    given = dict(candidate.options)
+    if options.tokens_per_rank is not None:
+        given["tokens_per_rank"] = options.tokens_per_rank
+    if candidate.spreads:
+        given["slack"] = options.slack
+    inside = replace(context, own_microbatches=False, may_carry=False, ping_pong=False)
+    step, carried = context.planner(candidate.name, given, context.layers)((batch.lengths,), inside, EMPTY)
+    assert carried.is_empty, "nothing may be carried inside a microbatch"
+    (made,) = step.plans
+    return made
+
+
+def _nothing(candidates: Sequence[Candidate], options: AutoOptions) -> str:
+    names = ", ".join(each.label for each in candidates) or ", ".join(options.planners)
+    return f"auto: no plan of {names} has an estimate; name other planners (option planners)"
+
+
+def _note(priced: Sequence[_Priced], least_s: float, passed_over: Sequence[str]) -> str:
+    """The choice and why, in a sentence or two."""
+    best, *others = priced
+    decision = best.estimate.backward
+    text = f"{best.label}: {1e3 * best.estimate.layer_s:.2f} ms a layer by estimate"
+    text += f", {best.estimate.layer_s / least_s:.3f} of even computation" if least_s else ""
+    text += "" if decision.fits else f", and {decision.peak_bytes / 1e9:.0f} GB a rank, which no plan fits better"
+    named = [f"{each.label} {1e3 * each.estimate.layer_s:.2f}{_unfit(each)}" for each in others[:_MOST_NAMED]]
+    text += f"; then {', '.join(named)}" if named else ""
+    more = len(others) - len(named)
+    text += f" and {more} more" if more else ""
+    return text + (f"; not faster by their bounds: {', '.join(passed_over)}" if passed_over else "")
+
+
+def _unfit(priced: _Priced) -> str:
+    return "" if priced.estimate.backward.fits else " (does not fit)"

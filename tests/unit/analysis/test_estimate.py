@@ -1,0 +1,77 @@
+"""The estimate of a layer against the simulator, and bounds below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
+from megatron_balance.analysis.estimate import Bounds, Estimate, estimate
+from megatron_balance.analysis.estimate.zones import Machine as Prices
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.planners import PLANNERS
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import Step, simulate_step
+
+LENGTHS = [20011, 9000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 1200, 900, 700, 400, 321]
+MODEL = load_model("llama3-8b")
+H200, A800 = (load_cluster(name).build(num_ranks=16, ranks_per_node=8) for name in ("h200", "a800"))
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("te_ring", "ulysses", "hybrid_dp", "megatron_dynamic", "packing", "zeppelin")),
+    *((name, {}) for name in ("llama_all_gather", "wlb_sharding")),
+    ("zeppelin", {"rule": "groups"}),
+    ("zeppelin", {"rule": "groups", "group_size": 4}),
+]
+
+
+def simulated(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Step:
+    machine = Machine(cluster, model, AnalyticCost(cluster, model))
+    return simulate_step([plan], machine, Setup(policy="auto", engine="rounds"))
+
+
+def layer_s(step: Step, model: Model) -> float:
+    around = ("head", "gradient_sync", "optimizer")
+    return (step.step_s - sum(step.phases_s[name] for name in around)) / model.num_layers
+
+
+def estimated(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Estimate:
+    found = estimate(plan, Prices.of(cluster, model, AnalyticCost(cluster, model)))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("cluster", [H200, A800], ids=lambda each: each.name)
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_an_estimate_is_near_what_the_simulator_says(name: str, options: dict[str, Any], cluster: Cluster) -> None:
+    plan = make_planner(name, cluster, MODEL, **options)(LENGTHS)
+    found, step = estimated(plan, cluster, MODEL), simulated(plan, cluster, MODEL)
+    rel = 0.1 if name == "packing" else 0.08  # messages of one rank that share a NIC end one by one
+    assert found.layer_s == pytest.approx(layer_s(step, MODEL), rel=rel)
+    assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.02)
+    assert found.backward.fits == step.backward.fits
+    assert abs(found.backward.keeping - step.backward.keeping) <= 1
+
+
+def test_no_plan_is_faster_than_the_bound_of_its_planner() -> None:
+    for cluster in (H200, A800):
+        bounds = Bounds.of(LENGTHS, cluster, MODEL, AnalyticCost(cluster, MODEL))
+        for name, planner in PLANNERS.items():
+            for each in planner.tries if not planner.left_out else ():
+                plan = make_planner(name, cluster, MODEL, **each.options)(LENGTHS)
+                assert each.least(bounds) <= 1.001 * layer_s(simulated(plan, cluster, MODEL), MODEL), name
+        assert bounds.even() <= min(bounds.rings(), bounds.pool_gather(), bounds.pool_heads())
+
+
+def test_what_the_bound_of_a_ring_counts() -> None:
+    """One long document: rings cannot bring its keys round in the time that attending to it takes."""
+    lengths, model = [16384], load_model("llama-7b")
+    bounds = Bounds.of(lengths, A800, model, AnalyticCost(A800, model))
+    assert bounds.rings() > 1.3 * bounds.even()
+
+
+def test_a_batch_of_nothing_has_an_estimate() -> None:
+    plan = make_planner("te_ring", H200, MODEL)([])
+    assert estimated(plan, H200, MODEL).layer_s >= 0

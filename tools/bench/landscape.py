@@ -1,0 +1,228 @@
+"""Every planner on nine sets of batches, four clusters and four models, simulated: step over the
+bound and over te_ring, memory, launches, plan time.
+
+python -m tools.bench.landscape BATCHES.json [--batches 1] [--cell h200/llama-7b] [--planner NAME]
+    [--results FILE.jsonl] [--out docs/measurements/landscape.md]
+
+BATCHES.json is that of `tools/bench/planners.py`. What `--results` holds already is not run again,
+so a run goes on where it stopped, and `--batches 20` adds to `--batches 1`. Steps run as training
+would run them: whole or as nano-batches, as many layers keep as fit the memory. Plan times are CPU
+time of one core, on whatever machine this runs on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import BalanceError
+from megatron_balance.ir.cluster import AttentionKernel, Cluster
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.base import Context
+from megatron_balance.planners import PLANNERS
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planning.choice import PlannerChoice, choose_planner, step_mode
+from megatron_balance.simulator.bound import bound_s
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.training import simulate_planned
+
+CLUSTERS: dict[str, AttentionKernel] = {
+    "h200": "flash_attn",
+    "h100": "flash_attn_3",
+    "a800": "flash_attn",
+    "a800-ib": "flash_attn",
+}
+"""Clusters, with the attention kernel that each runs."""
+
+MODELS = ("llama-7b", "llama3-8b", "llama-3b", "moe-8x550m")
+"""Models that fit a rank of every cluster without tensor parallelism."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in PLANNERS},
+    "zeppelin, printed rule": ("zeppelin", {"rule": "paper"}),
+    "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),
+}
+"""By label: a planner and its options."""
+
+BASELINE = "te_ring"
+SETUP = Setup(policy="auto")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch on one cluster and model, for one variant of a planner."""
+
+    cell: str
+    batches: str
+    number: int
+    label: str
+
+    @property
+    def key(self) -> tuple[str, str, int, str]:
+        return self.cell, self.batches, self.number, self.label
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("batches_file", type=Path, metavar="BATCHES.json")
+    parser.add_argument("--batches", type=int, default=1, metavar="N", help="of each set, the first N (default 1)")
+    parser.add_argument("--cell", action="append", metavar="CLUSTER/MODEL", help="only this one; repeatable")
+    parser.add_argument("--planner", action="append", choices=tuple(VARIANTS), help="only this one; repeatable")
+    parser.add_argument("--results", type=Path, default=Path("landscape.jsonl"), metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page (default: print it)")
+    options = parser.parse_args(argv)
+    document = json.loads(options.batches_file.read_text())
+    cells = options.cell or [f"{cluster}/{model}" for model in MODELS for cluster in CLUSTERS]
+    cases = [
+        Case(cell, batches, number, label)
+        for cell in cells
+        for batches in document["batches"]
+        for number in range(options.batches)
+        for label in options.planner or VARIANTS
+    ]
+    known = {_key(row): row for row in _read(options.results)}
+    missing = [case for case in cases if case.key not in known]
+    with options.results.open("a") as out:
+        for case in tqdm(missing, file=sys.stderr, disable=None):
+            row = run(case, document)
+            known[case.key] = row
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+    page = "\n".join(lines([known[case.key] for case in cases])) + "\n"
+    if options.out is None:
+        sys.stdout.write(page)
+    else:
+        options.out.write_text(page)
+    return 0
+
+
+def _read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _key(row: Row) -> tuple[str, str, int, str]:
+    return row["cell"], row["batches"], row["number"], row["label"]
+
+
+def run(case: Case, document: Row) -> Row:
+    """The figures of one case; `error` in their place where the planner refuses the batch."""
+    cluster, model_name = case.cell.split("/")
+    kernel = CLUSTERS.get(cluster)
+    num_ranks, per_node = document["gpus"][case.batches.split("/")[1]], document["gpus_per_node"]
+    built = load_cluster(cluster).build(num_ranks=num_ranks, ranks_per_node=per_node)
+    built = built if kernel is None else replace(built, attention_kernel=kernel)
+    model = load_model(model_name)
+    machine = Machine(built, model, AnalyticCost(built, model))
+    lengths = (tuple(document["batches"][case.batches][case.number]),)
+    row: Row = {"cell": case.cell, "batches": case.batches, "number": case.number, "label": case.label}
+    row["bound_s"] = bound_s(lengths, machine, SETUP)
+    name, given = VARIANTS[case.label]
+    choice = choose_planner(name, given)
+    try:
+        begin = time.process_time()
+        step, _ = choice.plan_step(lengths, _context(choice, machine))
+        row["plan_ms"] = 1e3 * (time.process_time() - begin)
+    except BalanceError as error:
+        return row | {"error": str(error)}
+    found, hosted = (simulate_planned(step, each, each, SETUP) for each in (machine, _with_host(machine)))
+    row |= {"step_s": found.step_s, "with_host_s": hosted.step_s, "peak_bytes": float(found.peak_bytes.max())}
+    row |= {"launches": max(map(launches, step.plans)) * len(step.plans), "fits": _fits(row, built)}
+    row["picked"] = step.plans[0].planner
+    return row
+
+
+def _context(choice: PlannerChoice, machine: Machine) -> StepContext:
+    ping_pong = step_mode(choice, 1).ping_pong
+    return StepContext(
+        machine.cluster, machine.model, machine.cost, ping_pong=ping_pong, own_microbatches=False, may_carry=False
+    )
+
+
+def _with_host(machine: Machine) -> Machine:
+    return replace(machine, host=machine.cost.host)
+
+
+def _fits(row: Row, cluster: Cluster) -> bool:
+    return row["peak_bytes"] <= cluster.memory_bytes
+
+
+def launches(plan: MicrobatchPlan) -> int:
+    """Attention launches of the rank that has most, of a layer's forward."""
+    count, context = np.zeros(plan.num_ranks, dtype=np.int64), Context.of(plan)
+    for zone in plan.zones:
+        found = pattern_of(zone).rounds(zone, context)
+        filled = np.bincount(found.launches.launch, minlength=int(found.launches.of_round.max(initial=-1)) + 1) > 0
+        count[found.ranks] += filled[found.launches.of_round].sum(axis=1)
+    return int(count.max(initial=0))
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The page, line by line."""
+    number = len({row["number"] for row in rows})
+    yield from (
+        "# Landscape: every planner on every cluster",
+        "",
+        f"Simulated, not measured: nine sets of batches (4,096 tokens a rank), {number} of each set, without hosts.",
+        "A cell of a set is the step over the bound (even computation, nothing moves), in the mean of its batches.",
+        "`hosts`: the same mean where devices wait for their hosts; `te_ring`: the mean of how often faster the step",
+        "is than te_ring's; `GB`: the largest peak of a rank, and `!` where it is more than a rank has; `launches`:",
+        "of attention, of the busiest rank in a layer's forward; `plan ms`: median, CPU time of a busy machine.",
+        "Attention runs by " + ", ".join(f"{kernel} on {name}" for name, kernel in CLUSTERS.items()) + ".",
+        "",
+        f"    python -m tools.bench.landscape BATCHES.json --batches {number} --out docs/measurements/landscape.md",
+    )
+    for cell in dict.fromkeys(row["cell"] for row in rows):
+        own = [row for row in rows if row["cell"] == cell]
+        yield from ("", f"## {' with '.join(reversed(cell.split('/')))}", "")
+        yield from _table(own)
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    sets = list(dict.fromkeys(row["batches"] for row in rows))
+    base = {(row["batches"], row["number"]): row.get("step_s") for row in rows if row["label"] == BASELINE}
+    yield f"| planner | mean | {' | '.join(sets)} | hosts | te_ring | GB | launches | plan ms |"
+    yield f"|---|{'---:|' * (len(sets) + 6)}"
+    by_label = {label: [row for row in rows if row["label"] == label] for label in (row["label"] for row in rows)}
+    for label, own in sorted(by_label.items(), key=lambda each: _mean_over_bound(each[1])):
+        done = [row for row in own if "error" not in row]
+        refused = "" if len(done) == len(own) else f" (refuses {len(own) - len(done)} of {len(own)})"
+        if not done:
+            yield f"| {label}{refused} |{' |' * (len(sets) + 6)}"
+            continue
+        cells = [f"{_mean_over_bound(row for row in done if row['batches'] == name):.2f}" for name in sets]
+        hosted = fmean(row["with_host_s"] / row["bound_s"] for row in done)
+        peak = f"{max(row['peak_bytes'] for row in done) / 1e9:.0f}{'' if all(row['fits'] for row in done) else ' !'}"
+        faster = [one / row["step_s"] for row in done if (one := base.get((row["batches"], row["number"])))]
+        figures = (
+            f"{hosted:.2f}",
+            f"{fmean(faster):.2f}" if faster else "",
+            peak,
+            f"{fmean(row['launches'] for row in done):.0f}",
+            f"{median(row['plan_ms'] for row in done):.1f}",
+        )
+        yield f"| {label}{refused} | {_mean_over_bound(done):.3f} | {' | '.join([*cells, *figures])} |"
+
+
+def _mean_over_bound(rows: Iterable[Row]) -> float:
+    ratios = [row["step_s"] / row["bound_s"] for row in rows if "error" not in row]
+    return fmean(ratios) if ratios else float("inf")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
