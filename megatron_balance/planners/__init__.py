@@ -11,6 +11,7 @@ from megatron_balance.planners import (
     distca,
     flexsp,
     hybrid_dp,
+    knapformer,
     llama_all_gather,
     megatron_dynamic,
     packing,
@@ -31,6 +32,7 @@ PLANNERS: dict[str, Planner] = {
     "packing": Planner(packing.plan, packing.PackingOptions),
     "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch, room=slack),
     "flexsp": Planner(flexsp.plan, flexsp.FlexSpOptions, plan_batch=flexsp.plan_batch, room=slack),
+    "knapformer": Planner(knapformer.plan, knapformer.KnapFormerOptions),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,
         megatron_dynamic.MegatronDynamicOptions,
@@ -39,7 +41,12 @@ PLANNERS: dict[str, Planner] = {
         plan_with=megatron_dynamic.plan_by,
     ),
     "distca": Planner(
-        distca.plan, distca.DistcaOptions, plan_owned=distca.plan_owned, num_holders=distca.num_holders, ping_pong=True
+        distca.plan,
+        distca.DistcaOptions,
+        plan_owned=distca.plan_owned,
+        num_holders=distca.num_holders,
+        ping_pong=True,
+        masks=("causal",),
     ),
     "wlb_llm": Planner(
         None,
