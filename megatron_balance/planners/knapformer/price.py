@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_balance.cost.base import CostModel, Floats, Ints
+from megatron_balance.cost.kernel import backward_factor
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planners.knapformer.topology import Topology
@@ -18,9 +19,14 @@ from megatron_balance.planners.knapformer.topology import Topology
 GRADIENT_BYTES = 4
 """Gradients travel in fp32."""
 
-LINEAR, ATTENTION = 3.0, 4.0
-"""Forward and backward over the forward alone: two products for each; five in the backward kernel
-for two (`cost.kernel.BACKWARD_FLOPS`), at a lower rate."""
+LINEAR, ATTENTION = 3.0, 1 + backward_factor()
+"""Forward and backward over the forward alone: two products for each; the backward kernel's factor."""
+
+PACKING = 0.4
+"""Seconds of packing and unpacking what is exchanged, over those of moving it inside a node: packed
+once, and unpacked or added up, each read and written, at the memory's rate on the GPUs of
+configs/cluster, which is some seven times the link's.
+"""
 
 
 class Prices:
@@ -54,8 +60,9 @@ class Prices:
             return 0.0
         both_ways = self.token_bytes * (1 + GRADIENT_BYTES / self.model.bytes_per_element)
         inside = sum(self.cluster.node(rank) == self.cluster.node(ranks[0]) for rank in ranks)
+        packing_s = PACKING * self.cost.intra_node_s(both_ways * (size - 1) / size, 0)
         inside_s = self.cost.intra_node_s(both_ways * (inside - 1) / size, 0)
         if inside == size:
-            return inside_s
+            return packing_s + inside_s
         nics = 1 / self.cluster.ranks_per_nic
-        return max(inside_s, self.cost.inter_node_s(both_ways * (size - inside) / size, 0, nics))
+        return packing_s + max(inside_s, self.cost.inter_node_s(both_ways * (size - inside) / size, 0, nics))
