@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from megatron_balance.errors import ConfigError
@@ -11,14 +12,17 @@ from megatron_balance.errors import ConfigError
 class Batch:
     """Lengths in tokens of the sequences of one microbatch (of the whole pool); the index is the
     sequence's id.
+
+    Integers of any library, such as NumPy's and torch's, become Python's.
     """
 
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if any(type(length) is not int for length in self.lengths):
+            whole = tuple(_whole(seq, length) for seq, length in enumerate(self.lengths))
+            object.__setattr__(self, "lengths", whole)
         for seq, length in enumerate(self.lengths):
-            if type(length) is not int:
-                raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")
             if length < 1:
                 raise ConfigError(
                     f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents "
@@ -28,3 +32,13 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+
+def _whole(seq: int, length: object) -> int:
+    """A length as Python's own integer."""
+    try:
+        if not isinstance(length, bool):
+            return operator.index(length)  # pyright: ignore[reportArgumentType]  what cannot be one raises
+    except TypeError:
+        pass
+    raise ConfigError(f"sequence {seq} has length {length!r}; a length is a whole number of tokens")

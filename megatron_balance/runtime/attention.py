@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.executor import BackwardRun, ForwardRun, run_backward, run_forward
+from megatron_balance.runtime.phase_run import Received
 
 
 @dataclass(slots=True)
@@ -41,13 +43,15 @@ class BackwardSlot:
         return self.bound
 
 
-def balanced_attention(
+def balanced_attention(  # noqa: PLR0913  three tensors and how to run them
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bound: Bound,
     softmax_scale: float | None = None,
     backward: BackwardSlot | None = None,
+    *,
+    hooked: bool = False,
 ) -> Tensor:
     """Causal attention of this rank's queries within their sequences, wherever the keys lie.
 
@@ -63,6 +67,9 @@ def balanced_attention(
         softmax_scale: default 1 / sqrt(D).
         backward: where the backward finds its plan, if that is not `bound`; then both are bound
             with policy `replay`.
+        hooked: save what was received by autograd's means, so that hooks on saved tensors see it:
+            activation checkpointing drops it and computes it again, offloading moves it. Otherwise
+            the backward lets it go piece by piece.
 
     Returns:
         The output [T, H, D].
@@ -72,7 +79,7 @@ def balanced_attention(
         InvalidProgramError: in the backward, as `BackwardSlot.bound_for`.
     """
     _check(q, k, v, bound)
-    return _Attention.apply(q, k, v, (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound)))
+    return _Attention.apply(q, k, v, (bound, backward or BackwardSlot(bound), _scale(softmax_scale, bound), hooked))
 
 
 class AttentionCall:
@@ -130,16 +137,23 @@ def _scale(softmax_scale: float | None, bound: Bound) -> float:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple[Bound, BackwardSlot, float]) -> Tensor:
-        bound, ctx.slot, ctx.scale = call
-        out, lse, ctx.received = run_forward(bound, q, k, v, ctx.scale)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple[Bound, BackwardSlot, float, bool]) -> Tensor:
+        bound, ctx.slot, ctx.scale, hooked = call
+        out, lse, received = run_forward(bound, q, k, v, ctx.scale)
+        ctx.received = Received() if hooked else received
+        ctx.saved = (tuple(received.q), tuple(received.kv)) if hooked else ((), ())
+        pairs = chain.from_iterable(received.kv.values()) if hooked else ()
+        ctx.save_for_backward(q, k, v, out, lse, *(received.q.values() if hooked else ()), *pairs)
         ctx.num_tokens = bound.num_tokens
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        queries, keys = ctx.saved
+        ctx.received.q.update(zip(queries, rest, strict=False))
+        pairs = rest[len(queries) :]
+        ctx.received.kv.update(zip(keys, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
         bound = ctx.slot.bound_for(ctx.num_tokens)
         grads = run_backward(bound, dout, (q, k, v), (out, lse), ctx.received, ctx.scale)
         ctx.received = None

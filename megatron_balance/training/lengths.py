@@ -126,8 +126,8 @@ def _check_numbers(numbers: Ints, pool: Pool) -> None:
         by_number.setdefault(of, []).append(pool.joint.ranks[rank])
     told = ", ".join(f"ranks {ranks} run {number}" for number, ranks in by_number.items())
     raise ConfigError(
-        f"every rank must run the same number of microbatches in a step, but {told}; start all ranks with the same "
-        "--global-batch-size, --micro-batch-size and --rampup-batch-size"
+        f"every rank must run the same number of microbatches in a step, but {told}; give all ranks as many (Megatron: "
+        "start all ranks with the same --global-batch-size, --micro-batch-size and --rampup-batch-size)"
     )
 
 

@@ -183,10 +183,11 @@ class StepPlans:
             f"{num_microbatches} microbatches each; train more steps (--train-iters)"
         )
 
-    def plan(self, lengths: Lengths) -> PlannedStep:
+    def plan(self, lengths: Lengths, *, may_delay: bool = True) -> PlannedStep:
         """The plan of a step of microbatches of these lengths, equal on all ranks.
 
-        `lengths`: by microbatch, as `draw` said they be read.
+        `lengths`: by microbatch, as `draw` said they be read. `may_delay`: whether documents may be
+        held back that would fit; where nothing was drawn, which says so itself.
 
         Raises:
             InfeasibleError: a microbatch that the pool cannot hold.
@@ -202,7 +203,7 @@ class StepPlans:
             planned = self._drawn[4]
         else:
             self.end_step()
-            planned = self._planned(consumed, lengths)
+            planned = self._planned(consumed, lengths, may_delay=may_delay)
             if self._drawn is not None and self._drawn[0] == consumed:
                 self._check_read(consumed, planned)
             planned = self._accounted(planned, lengths, consumed, len(lengths), 0)

@@ -70,11 +70,8 @@ class TokenExchange:
         if not self._pool.has_tokens:
             return list(rows.split(self.counts))
         if tensor_parallel.is_source:
-            routes = self._routes()
-            read = torch.cat([torch.empty(0, num_columns, dtype=torch.int64), *(each.rows for each in mine)]).to(device)
-            sent = read[torch.from_numpy(routes.sent).to(device)].contiguous()
-            received = self._all_to_all(sent, torch.empty_like(rows), routes.receive_counts, routes.send_counts)
-            rows = received[torch.from_numpy(routes.place).to(device)].contiguous()
+            read = torch.cat([torch.empty(0, num_columns, dtype=torch.int64), *(each.rows for each in mine)])
+            rows = self.there(read.to(device))
         if tensor_parallel.size > 1 and len(rows):
             dist.broadcast(rows, tensor_parallel.source, group=tensor_parallel.group)
         return list(rows.split(self.counts))
@@ -86,19 +83,38 @@ class TokenExchange:
         Returns by microbatch [rows read here, ...], in the order in which they were read.
         Collective over the pool; not differentiable.
         """
+        return list(self.back(torch.cat(list(values))).split(self.read_counts))
+
+    @property
+    def read_counts(self) -> list[int]:
+        """By microbatch: tokens that were read here."""
+        return [
+            int(np.array(lengths, dtype=np.int64)[owners == self._pool.rank].sum())
+            for lengths, owners in zip(self._shared.lengths, self._shared.owners, strict=True)
+        ]
+
+    def there(self, read: Tensor) -> Tensor:
+        """Values [rows read here, ...] of all microbatches to the ranks of the layouts.
+
+        Returns [rows of this rank's layouts, ...]. One dtype and form on all ranks. Collective over
+        the pool; not differentiable.
+        """
         routes = self._routes()
-        given = torch.cat(list(values))
-        sent = torch.empty_like(given)
+        sent = read[torch.from_numpy(routes.sent).to(read.device)].contiguous()
+        received = read.new_empty(len(routes.place), *read.shape[1:])
+        received = self._all_to_all(sent, received, routes.receive_counts, routes.send_counts)
+        return received[torch.from_numpy(routes.place).to(read.device)].contiguous()
+
+    def back(self, given: Tensor) -> Tensor:
+        """The inverse of `there`: [rows of this rank's layouts, ...] to [rows read here, ...]."""
+        routes = self._routes()
+        sent = torch.empty_like(given, memory_format=torch.contiguous_format)
         sent[torch.from_numpy(routes.place).to(given.device)] = given
         received = given.new_empty(len(routes.sent), *given.shape[1:])
         received = self._all_to_all(sent, received, routes.send_counts, routes.receive_counts)
         read = torch.empty_like(received)
         read[torch.from_numpy(routes.sent).to(given.device)] = received
-        own = [
-            int(np.array(lengths, dtype=np.int64)[owners == self._pool.rank].sum())
-            for lengths, owners in zip(self._shared.lengths, self._shared.owners, strict=True)
-        ]
-        return list(read.split(own))
+        return read
 
     def _all_to_all(self, sent: Tensor, received: Tensor, receive_counts: list[int], send_counts: list[int]) -> Tensor:
         if self._pool.size == 1:  # a pool of one has no process group

@@ -42,8 +42,8 @@ def test_every_rank_hears_of_one_that_cannot_read(pool: Pool) -> None:
     ("tensor_parallel", "odd", "heard"),
     [
         (2, None, "2 microbatches"),
-        (1, 1, "but ranks [0, 2, 3, 4, 5, 6, 7] run 2, ranks [1] run 3; start all ranks with the same --global-batch"),
-        (2, 6, "but ranks [0, 2, 4] run 2, ranks [6] run 2 to 3 (with their tensor-parallel ranks); start all"),
+        (1, 1, "but ranks [0, 2, 3, 4, 5, 6, 7] run 2, ranks [1] run 3; give all ranks as many (Megatron: start all"),
+        (2, 6, "but ranks [0, 2, 4] run 2, ranks [6] run 2 to 3 (with their tensor-parallel ranks); give all"),
     ],
 )
 def test_ranks_that_run_other_numbers_of_microbatches_are_named(

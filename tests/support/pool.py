@@ -54,10 +54,11 @@ class World:
 
 
 class Pool:
-    """Eight waiting ranks. `timeout_s`: what one job may take."""
+    """Waiting ranks, the world of torch.distributed. `timeout_s`: what one job may take."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
+    def __init__(self, timeout_s: float = 60.0, num_ranks: int = NUM_RANKS) -> None:
         self.timeout_s = timeout_s
+        self.num_ranks = num_ranks
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -69,8 +70,8 @@ class Pool:
         Raises RankError: with the traceback of the rank that failed first, or all stacks if none
         did in time.
         """
-        if num_ranks not in WORLDS:
-            raise ValueError(f"worlds of {WORLDS} ranks are prepared, got {num_ranks}")
+        if num_ranks not in WORLDS or num_ranks > self.num_ranks:
+            raise ValueError(f"worlds of {WORLDS} ranks up to {self.num_ranks} are prepared, got {num_ranks}")
         if not self.processes:
             self._start()
         for pipe in self.pipes[:num_ranks]:
@@ -91,17 +92,17 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([IMPORTS])
         self.starts += 1
-        for rank in range(NUM_RANKS):
+        for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            place = Path(self.folder.name)
+            store = Path(self.folder.name) / f"store{self.starts}"
             process = context.Process(
-                target=_serve, args=(rank, theirs, place / f"store{self.starts}", self._stacks(rank)), daemon=True
+                target=_serve, args=((rank, self.num_ranks), theirs, store, self._stacks(rank)), daemon=True
             )
             process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        self._replies(NUM_RANKS)
+        self._replies(self.num_ranks)
 
     def _stacks(self, rank: int) -> Path:
         return Path(self.folder.name) / f"stacks{rank}"
@@ -146,12 +147,12 @@ def _reply(pipe: Connection) -> tuple[bool, Any]:
         return False, "the process died"
 
 
-def _serve(rank: int, pipe: Connection, store: Path, stacks: Path) -> None:
-    """A rank: joins the worlds it is in, then runs jobs until the pipe closes."""
+def _serve(place: tuple[int, int], pipe: Connection, store: Path, stacks: Path) -> None:
+    """A rank joins its worlds, then runs jobs until the pipe closes. `place`: its number, and of how many."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        worlds = _join(rank, pipe, store)
+        worlds = _join(*place, pipe, store)
         while True:
             try:
                 job, size, args = pipe.recv()
@@ -168,7 +169,7 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _join(rank: int, pipe: Connection, store: Path) -> dict[int, World]:
+def _join(rank: int, num_ranks: int, pipe: Connection, store: Path) -> dict[int, World]:
     importlib.import_module(IMPORTS)  # if this process started its server for something else
     import torch
     import torch.distributed as dist
@@ -177,11 +178,11 @@ def _join(rank: int, pipe: Connection, store: Path) -> dict[int, World]:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
     )
     worlds: dict[int, World] = {}
-    for size in WORLDS:
-        pools = [range(size), range(size, NUM_RANKS)] if size < NUM_RANKS else [range(size)]
+    for size in (each for each in WORLDS if each <= num_ranks):
+        pools = [range(size), range(size, num_ranks)] if size < num_ranks else [range(size)]
         groups = make_groups(pools, RANKS_PER_NODE.get(size, 0))
         if rank < size:
             worlds[size] = World(rank, size, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError
@@ -22,6 +23,16 @@ from megatron_balance.ir.model import Model
 def test_a_length_that_is_none_is_refused_and_named(lengths: tuple[int, ...], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Batch(lengths)
+
+
+def test_lengths_are_integers_of_any_library() -> None:
+    wanted = Batch((3, 4))
+    assert Batch(tuple(np.array([3, 4], dtype=np.int32))) == wanted
+    assert [type(length) for length in Batch(tuple(np.array([3, 4]))).lengths] == [int, int]
+    torch = pytest.importorskip("torch")
+    assert Batch(tuple(torch.tensor([3, 4]))) == wanted
+    with pytest.raises(ConfigError, match="a length is a whole number"):
+        Batch(tuple(torch.tensor([3.0])))
 
 
 def test_a_batch_knows_its_tokens_and_may_be_empty() -> None:

@@ -1,0 +1,29 @@
+"""Balanced training in plain PyTorch: FSDP2, DDP, Transformers, torchtitan.
+
+    balancer = SequenceBalancer.for_model(config, planner="zeppelin", mesh=mesh)
+    for documents in loader:                      # of this rank
+        batch = balancer(documents)
+        logits = model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
+        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        batch.mean_loss(loss).backward()
+
+In the model's layers `balanced_attention(q, k, v, batch)` takes the place of causal attention.
+`megatron_balance.torch.hf` does that in Transformers' models. An adapter on `training`.
+"""
+
+from megatron_balance.torch.attention import balanced_attention
+from megatron_balance.torch.balancer import SequenceBalancer
+from megatron_balance.torch.batch import BalancedBatch
+from megatron_balance.torch.documents import IGNORED, Document
+from megatron_balance.torch.model import model_of
+from megatron_balance.torch.settings import Settings
+
+__all__ = [
+    "IGNORED",
+    "BalancedBatch",
+    "Document",
+    "SequenceBalancer",
+    "Settings",
+    "balanced_attention",
+    "model_of",
+]

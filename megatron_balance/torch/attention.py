@@ -1,0 +1,68 @@
+"""Attention of a balanced batch: the call in a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import disable
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.runtime import attention
+from megatron_balance.torch.batch import BalancedBatch
+
+
+def balanced_attention(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, scale: float | None = None) -> Tensor:
+    """Attention of this rank's queries within their documents, wherever the keys lie.
+
+    Differentiable. Collective: every rank of the pool calls it in every layer, in the forward, in
+    the backward, and where checkpointing computes a forward again. Under `torch.compile` the graph
+    breaks here. Rows of padding give zeros.
+
+    Args:
+        q: [T, H, D], or [1, T, H, D]; T as in `batch.tokens`.
+        k: [T, G, D]; G divides H. Positions are in it already.
+        v: [T, G, D].
+        batch: of the model's inputs.
+        scale: of the scores; default 1 / sqrt(D).
+
+    Returns:
+        The output, in the shape of `q`.
+
+    Raises:
+        ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
+            model.
+    """
+    return _outside_graphs(q, k, v, batch, scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, scale: float | None) -> Tensor:
+    if not isinstance(batch, BalancedBatch):
+        raise ConfigError(
+            f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
+            "model's forward to its attention"
+        )
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"expected q, k and v of one type, got {q.dtype}, {k.dtype} and {v.dtype}")
+    rows = [x[0] if x.ndim == 4 and len(x) == 1 else x for x in (q, k, v)]
+    for name, x in zip("qkv", rows, strict=True):
+        if x.ndim != 3 or len(x) != batch.num_rows:
+            raise ConfigError(
+                f"{name}: expected [rows, heads, head_dim] with the {batch.num_rows} rows of batch.tokens, got "
+                f"{list(x.shape)}"
+            )
+    bound = batch.bound(q.dtype, q.device)
+    owned = [x[: bound.num_tokens] for x in rows]
+    with torch.autocast(device, enabled=False):
+        out = attention.balanced_attention(owned[0], owned[1], owned[2], bound, scale, hooked=True)
+    return F.pad(out, (0, 0, 0, 0, 0, batch.num_rows - bound.num_tokens)).view(q.shape)
+
+
+_outside_graphs = cast("Callable[[Tensor, Tensor, Tensor, BalancedBatch, float | None], Tensor]", disable(_attend))

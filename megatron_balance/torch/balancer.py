@@ -1,0 +1,406 @@
+"""The balancer: from the documents that each rank read to the rows that each rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.step import Lengths
+from megatron_balance.planning.ahead import PlanAhead
+from megatron_balance.planning.choice import choose_planner
+from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
+from megatron_balance.runtime.bind import AttentionShape, Bound, bind
+from megatron_balance.runtime.lower.steps import BOTH_PHASES
+from megatron_balance.runtime.movers import build_variants
+from megatron_balance.torch.batch import BalancedBatch, Dealt, LossScale
+from megatron_balance.torch.documents import (
+    IGNORED,
+    LABEL,
+    TOKEN,
+    Document,
+    Form,
+    Parts,
+    agree_form,
+    check_form,
+    read,
+    to_sequences,
+)
+from megatron_balance.torch.model import model_of
+from megatron_balance.torch.ranks import Ranks, device_of, group_of, pool_of
+from megatron_balance.torch.settings import Settings
+from megatron_balance.torch.waiting import Dealing, Waiting
+from megatron_balance.training.agree import check_agreement
+from megatron_balance.training.ledger import Ledger
+from megatron_balance.training.lengths import PoolLengths, share_lengths
+from megatron_balance.training.microbatch import assemble
+from megatron_balance.training.nano_batches import by_nano_batch
+from megatron_balance.training.plans import PlannedStep, Samples, StepPlans
+from megatron_balance.training.pool import TensorParallel
+from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.tokens import TokenExchange
+
+ALONE = TensorParallel()
+DEFAULTS = Settings()
+
+
+class SequenceBalancer:
+    """Balances the documents of every step over the ranks that train together.
+
+    Each rank gives the documents that it read. Their lengths are exchanged, a planner places them,
+    the ranks agree on its plan, and tokens travel to the ranks that compute them.
+
+    Every method that plans is collective over the balancer's ranks, and so is the constructor over
+    the world.
+    """
+
+    def __init__(
+        self,
+        planner: str,
+        model: Model,
+        mesh: Ranks | None = None,
+        *,
+        averaged_over: Ranks | None = None,
+        settings: Settings = DEFAULTS,
+        **options: Any,
+    ) -> None:
+        """Make the process groups of the ranks, and the planner.
+
+        Args:
+            planner: its name (docs/planners.md).
+            model: heads, head dim and sizes, of the whole model.
+            mesh: ranks that share their documents; of a mesh all dimensions count. None: the world.
+            averaged_over: ranks over which FSDP or DDP averages gradients, if these are others.
+            settings: see there.
+            options: of the planner, such as `tokens_per_rank`.
+
+        Raises:
+            ConfigError: no such planner or option, ranks that are spread unevenly over nodes.
+        """
+        self.settings = settings
+        self.model = model
+        self.pool = pool_of(mesh, settings.ranks_per_node)
+        self.device = torch.device(settings.device) if settings.device is not None else device_of(mesh)
+        self._group = self.pool.groups.pool if averaged_over is None else group_of(averaged_over)
+        choice = choose_planner(planner, options, "SequenceBalancer", settings.layers)
+        cluster = settings.cluster_of(self.pool)
+        choice.num_holders(cluster)  # options that cannot be are told before a model is built
+        costs = None if settings.plan_costs is None else str(settings.plan_costs)
+        self._spec = PlanSpec(planner, cluster, model, choice.layers, dict(choice.given), costs)
+        self._form: Form | None = None
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._at = self._read = self._num_documents = 0
+        self._num_microbatches = 1
+        self._plans = self._make_plans(None)
+        self._evaluation: StepPlans | None = None
+        self._waiting = Waiting(self.pool.rank)
+        self._pending: list[Sequences] = []
+        self._last: BalancedBatch | None = None
+
+    @classmethod
+    def for_model(cls, config: object, planner: str = "zeppelin", mesh: Ranks | None = None, **keywords: Any) -> Self:
+        """The balancer for a model.
+
+        Args:
+            config: of a Transformers model, of torchtitan's, or a `megatron_balance.Model`
+                (`torch.model_of`).
+            planner: as for the constructor.
+            mesh: as for the constructor.
+            keywords: `averaged_over`, `settings` and the planner's options, as for the constructor.
+
+        Raises:
+            ConfigError: a configuration that does not say heads and sizes; as the constructor.
+        """
+        return cls(planner, model_of(config), mesh, **keywords)
+
+    def __call__(self, documents: Sequence[Document]) -> BalancedBatch:
+        """The rows that this rank computes of a step of one microbatch.
+
+        Args:
+            documents: that this rank read; none is fine. Token ids [n], or tuples (tokens, labels,
+                others [n, ...]). All ranks give the same number of other tensors, of the same types.
+
+        Raises:
+            DataError: documents that are none, on every rank.
+            InfeasibleError: documents that the ranks cannot hold.
+            PlanMismatchError: ranks that planned differently.
+        """
+        (batch,) = self.step([documents])
+        return batch
+
+    def step(self, microbatches: Sequence[Sequence[Document]]) -> list[BalancedBatch]:
+        """The rows that this rank computes of a step of several microbatches (gradient accumulation).
+
+        Errors as for one. `microbatches`: as many on every rank.
+        """
+        if self._pending:
+            raise ConfigError(
+                "expected steps(loader), since documents that were read ahead came with the checkpoint; got a step of "
+                "documents"
+            )
+        return self._run(self._share(microbatches))
+
+    def steps(self, loader: Iterable[Sequence[Document]], microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
+        """The steps of a loader, each planned in a background process while the one before computes.
+
+        Ends when the loaders of all ranks have ended; a rank whose loader ended before takes part
+        without documents. Then come steps of the documents that still wait (`flush`).
+
+        Args:
+            loader: gives the documents of one microbatch after the other.
+            microbatches: of a step.
+
+        Raises:
+            DataError: a loader that failed, on every rank.
+        """
+        if microbatches < 1:
+            raise ConfigError(f"microbatches: expected at least 1, got {microbatches}")
+        ledger = self._plans.end_step()
+        self._plans.close()
+        ahead = PlanAhead(self._spec)
+        self._plans = self._make_plans(ahead)
+        self._plans.restore(ledger)
+        feed = iter(loader)
+        try:
+            coming = self._share_again() if self._pending else self._draw(feed, microbatches)
+            while coming is not None:
+                now = coming
+                coming = self._draw(feed, microbatches)
+                self._pending = [] if coming is None else coming.mine
+                yield self._run(now)
+            yield from self.flush(microbatches)
+        finally:
+            ahead.close()
+
+    def flush(self, microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
+        """Steps of the documents that still wait, until none does; `microbatches` of a step."""
+        while self._plans.end_step().held:
+            yield self._run(self._share([[] for _ in range(microbatches)]), may_delay=False)
+
+    def evaluate(self, documents: Sequence[Document]) -> BalancedBatch:
+        """The rows that this rank computes of documents that are not trained: no backward follows.
+
+        Nothing is held back, and training's waiting documents keep waiting. Errors as for a step.
+        """
+        if self._evaluation is None:
+            self._evaluation = self._make_plans(None, evaluation=True)
+        dealing = self._share([documents], training=False)
+        planned = self._evaluation.plan(dealing.shared.lengths)
+        (batch,) = self._deal(dealing, planned, training=False)
+        return batch
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """`BalancedBatch.gather` of the batch that was made last.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._last is None:
+            raise ConfigError("expected a batch before gather, got none; call the balancer first")
+        return self._last.gather(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state for a checkpoint: documents that wait, or were read ahead by `steps`.
+
+        Each rank saves and loads its own; plain data and tensors on the host.
+        """
+        return {
+            "ledger": self._plans.saved(),
+            "ranks": self.pool.size,
+            "counts": [self._at, self._num_documents - sum(len(each.lengths) for each in self._pending)],
+            "waiting": self._waiting.state(),
+            "pending": [(each.rows, list(each.lengths)) for each in self._pending],
+            "form": None if self._form is None else [(dtype, list(shape)) for dtype, shape in self._form.others],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, with this rank's own state.
+
+        Raises:
+            ConfigError: documents wait that another number of ranks has, or that this planner cannot
+                train.
+        """
+        ledger, _ = Ledger.from_json(state["ledger"])
+        if state["ranks"] != self.pool.size and (state["waiting"] or state["pending"]):
+            raise ConfigError(
+                f"{len(state['waiting'])} documents that wait and {len(state['pending'])} microbatches read ahead are "
+                f"on {state['ranks']} ranks, this run has {self.pool.size}; go on with as many, or train them first "
+                "(flush) and then save"
+            )
+        self._plans.restore(ledger)
+        self._waiting.restore(state["waiting"])
+        self._pending = [Sequences(rows, tuple(lengths)) for rows, lengths in state["pending"]]
+        self._at, trained = state["counts"]
+        self._read, self._num_documents = self._at, trained + sum(len(each.lengths) for each in self._pending)
+        self._known.clear()
+        form = state["form"]
+        self._form = None if form is None else Form(tuple((dtype, tuple(shape)) for dtype, shape in form))
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self._plans.close()
+
+    # The steps of a step
+
+    def _make_plans(self, ahead: PlanAhead | None, *, evaluation: bool = False) -> StepPlans:
+        samples = _Known(
+            consumed=lambda: self._at,
+            num_microbatches=lambda: self._num_microbatches,
+            per_microbatch=1,
+            lengths=self._known.__getitem__,
+        )
+        return StepPlans(
+            StepPlanner(self._spec),
+            samples,
+            lambda fingerprint: check_agreement(fingerprint, self.pool.groups, self.device),
+            agreement_every=self.settings.agreement_every,
+            ahead=ahead,
+            evaluation=evaluation,
+        )
+
+    def _draw(self, feed: Iterator[Sequence[Document]], microbatches: int) -> Dealing | None:
+        """The next step of a loader, lengths shared; None: the loaders of all ranks have ended."""
+        drawn: list[Sequence[Document]] = []
+        failure: Exception | None = None
+        try:
+            drawn = list(islice(feed, microbatches))
+        except Exception as error:  # raised below, on all ranks
+            failure = error
+        most = torch.tensor([len(drawn) + (failure is not None)], device=self.device)
+        if self.pool.size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pool.groups.pool)
+        if not int(most):
+            return None
+        return self._share([*drawn, *([] for _ in range(microbatches - len(drawn)))], failure)
+
+    def _share(
+        self, microbatches: Sequence[Sequence[Document]], failure: Exception | None = None, *, training: bool = True
+    ) -> Dealing:
+        """Share the lengths of the documents of a step. `failure`: to read them, told to all ranks."""
+        documents: list[list[Parts]] = []
+        form: Form | None = None
+        try:
+            if failure is None:
+                documents = read(microbatches, shift_labels=self.settings.shift_labels)
+                form = check_form(documents, self._form)
+        except Exception as error:  # raised by share_lengths, on all ranks
+            failure = error
+        if self._form is None:
+            self._form = agree_form(None if failure is not None else form, self.pool)
+        mine = [] if failure is not None else to_sequences(documents, self._form or Form())
+        return self._share_sequences(mine, failure, len(microbatches), training=training)
+
+    def _share_again(self) -> Dealing:
+        """The step that was read ahead and not run."""
+        mine, self._pending = self._pending, []
+        self._read = self._at
+        self._num_documents -= sum(len(each.lengths) for each in mine)
+        return self._share_sequences(mine, None, len(mine))
+
+    def _share_sequences(
+        self, mine: list[Sequences], failure: Exception | None, num_microbatches: int, *, training: bool = True
+    ) -> Dealing:
+        shared = share_lengths(mine, failure, num_microbatches, self.pool, ALONE, self.device)
+        ends = list(accumulate((len(each.lengths) for each in mine), initial=self._num_documents if training else 0))
+        dealing = Dealing(self._read, mine, [tuple(range(a, b)) for a, b in pairwise(ends)], shared)
+        if training:
+            self._known |= dict(enumerate(shared.lengths, start=self._read))
+            self._read += num_microbatches
+            self._num_documents = ends[-1]
+        return dealing
+
+    def _run(self, dealing: Dealing, *, may_delay: bool = True) -> list[BalancedBatch]:
+        """Plan a training step, and deal its tokens."""
+        self._at, self._num_microbatches = dealing.first, len(dealing.mine)
+        planned = self._plans.plan(dealing.shared.lengths, may_delay=may_delay)
+        batches = self._deal(dealing, planned, training=True)
+        for number in range(self._at, self._at + self._num_microbatches):
+            del self._known[number]
+        self._at += self._num_microbatches
+        return batches
+
+    def _deal(self, dealing: Dealing, planned: PlannedStep, *, training: bool) -> list[BalancedBatch]:
+        """Move the tokens of a planned step."""
+        rank = self.pool.rank
+        recalled = self._waiting.recall(planned.recalled)
+        mine, apart = by_nano_batch(dealing.mine, dealing.shared, planned.step.members, rank, recalled)
+        own = np.flatnonzero(np.concatenate([*dealing.shared.owners, np.empty(0)]) == rank).tolist()
+        numbers = dict(zip(own, chain.from_iterable(dealing.numbers), strict=True))
+        again = {number for number, _ in recalled.rows}
+        numbers |= {held.number: self._waiting.number(held) for held in planned.recalled if held.number in again}
+        if training:
+            self._waiting.keep(planned.ledger.held, dealing)
+        form = self._form or Form()
+        exchange = TokenExchange(apart, planned.plans, self.pool)
+        rows = exchange.to_ranks(mine, form.num_columns, ALONE, self.device)
+        scale = self._loss_scale(rows)
+        bind = partial(self._bind, training=training)
+        batches: list[BalancedBatch] = []
+        for at, seqs in enumerate(chain.from_iterable(planned.step.members)):
+            local = assemble(rows[at], exchange.layouts[at], self.settings.row_multiple)
+            lengths = zip(seqs, apart.lengths[at], strict=True)
+            dealt = Dealt(
+                planned.plans[at],
+                PoolLengths((apart.lengths[at],), (apart.owners[at],)),
+                tuple((numbers[seq], length) for seq, length in lengths if seq in numbers),
+                self.pool,
+                self.model,
+            )
+            batches.append(
+                BalancedBatch(
+                    local.rows[:, TOKEN],
+                    local.positions,
+                    local.rows[:, LABEL].masked_fill(local.padding, IGNORED),
+                    form.others_of(local.rows),
+                    dealt=dealt,
+                    loss_scale=scale,
+                    bind=bind,
+                )
+            )
+        self._last = batches[-1]
+        return batches
+
+    def _loss_scale(self, rows: Sequence[Tensor]) -> LossScale:
+        targets = sum(
+            ((each[:, LABEL] != IGNORED).sum() for each in rows), torch.zeros((), device=self.device)
+        ).double()
+        if self._group is None:
+            return LossScale(targets, 1, None)
+        dist.all_reduce(targets, group=self._group)
+        return LossScale(targets, self._group.size(), self._group)
+
+    def _bind(self, plan: MicrobatchPlan, dtype: torch.dtype, device: torch.device, *, training: bool) -> Bound:
+        model = self.model
+        build_variants(device, dtype, model.head_dim)
+        return bind(
+            plan,
+            self.pool.rank,
+            AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim),
+            groups=self.pool.groups,
+            device=device,
+            dtype=dtype,
+            policy=self.settings.backward if training else "replay",
+            kernel=self.settings.kernel,
+            gradient_wire=self.settings.gradient_wire,
+            phases=BOTH_PHASES if training else ("forward",),
+        )
+
+
+class _Known(Samples):
+    """The microbatches whose lengths the ranks have shared; a microbatch of all ranks is a sample."""
+
+    def step(self, first: int, num_microbatches: int) -> Lengths | None:
+        assert self.lengths is not None
+        try:
+            return tuple(self.lengths(number) for number in range(first, first + num_microbatches))
+        except KeyError:
+            return None

@@ -1,0 +1,192 @@
+"""Documents as a user gives them, as rows of integers that travel through the pool.
+
+A row is a token: its id, its label, and the bytes of whatever else the document has for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_balance.errors import DataError
+from megatron_balance.training.pool import Pool
+from megatron_balance.training.sequences import Sequences
+
+Document: TypeAlias = Any
+"""Token ids [n], or a tuple of them and of other tensors per token: (tokens, labels, others [n, ...]).
+Whatever `torch.as_tensor` takes is a tensor here.
+"""
+
+IGNORED = -100
+"""The label of a token that has none, as `torch.nn.functional.cross_entropy` has it."""
+
+TOKEN, LABEL = range(2)
+"""Columns of a row; those of other tensors follow."""
+
+WORD = 8
+"""Bytes of a column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Names of types, and shapes for one token, of the tensors behind tokens and labels.
+
+    Equal on all ranks.
+    """
+
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def columns(self) -> list[int]:
+        """Of each tensor, the number of its columns."""
+        return [-(-_bytes(*each) // WORD) for each in self.others]
+
+    @property
+    def num_columns(self) -> int:
+        """Of a row: C."""
+        return LABEL + 1 + sum(self.columns)
+
+    def others_of(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The other tensors [T, ...] of rows [T, C]."""
+        made: list[Tensor] = []
+        parts = rows[:, LABEL + 1 :].split(self.columns, dim=1)
+        for (dtype, shape), part in zip(self.others, parts, strict=True):
+            held = part.contiguous().view(torch.uint8)[:, : _bytes(dtype, shape)].contiguous()
+            made.append(held.view(getattr(torch, dtype)).reshape(len(rows), *shape))
+        return tuple(made)
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return getattr(torch, dtype).itemsize * prod(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """A document as tensors: ids and labels int64 [n], others [n, ...]; on the host."""
+
+    tokens: Tensor
+    labels: Tensor
+    others: tuple[Tensor, ...] = ()
+
+    @property
+    def form(self) -> Form:
+        """Of the others."""
+        return Form(tuple((str(x.dtype).removeprefix("torch."), tuple(x.shape[1:])) for x in self.others))
+
+    def rows(self) -> Tensor:
+        """Rows [n, C]."""
+        columns = [torch.stack([self.tokens, self.labels], dim=1)]
+        for x in self.others:
+            held = x.reshape(len(x), -1).contiguous().view(torch.uint8)
+            columns.append(F.pad(held, (0, -held.shape[1] % WORD)).view(torch.int64))
+        return torch.cat(columns, dim=1)
+
+
+def parts_of(document: Document, *, shift_labels: bool) -> Parts:
+    """The tensors of a document.
+
+    Args:
+        document: as given. Labels are the token ids, unless others are given.
+        shift_labels: whether the label of a token is the next one's, and that of the last `IGNORED`;
+            else labels are already those of the model's outputs, and must be given.
+
+    Raises:
+        DataError: no tokens, tokens that are no integers, or tensors of other lengths.
+    """
+    given = document if isinstance(document, tuple) else (document,)
+    if not given:
+        raise DataError("expected token ids [n] or a tuple that begins with them, got an empty tuple")
+    try:
+        tokens, *rest = (torch.as_tensor(each).detach().cpu() for each in given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"expected tensors of integers, got {type(document).__name__}: {error}") from None
+    if tokens.ndim != 1 or not len(tokens) or not _is_integer(tokens):
+        raise DataError(
+            f"expected token ids [n] of integers, at least one, got {tuple(tokens.shape)} of {tokens.dtype}; give each "
+            "document by itself and without padding, and leave out empty ones"
+        )
+    lengths = [len(each) if each.ndim else 0 for each in rest]
+    if any(length != len(tokens) for length in lengths):
+        raise DataError(
+            f"expected tensors with one entry for each of {len(tokens)} tokens, got {lengths}; a document is a tuple "
+            "(tokens, labels, others ...)"
+        )
+    if not rest and not shift_labels:
+        raise DataError("expected (tokens, labels, ...) with shift_labels=False, got tokens alone; give labels too")
+    labels = rest[0] if rest else tokens
+    if labels.ndim != 1 or not _is_integer(labels):
+        raise DataError(f"expected labels [n] of integers, got {tuple(labels.shape)} of {labels.dtype}")
+    labels = F.pad(labels[1:].long(), (0, 1), value=IGNORED) if shift_labels else labels.long()
+    return Parts(tokens.long(), labels, tuple(rest[1:]))
+
+
+def _is_integer(values: Tensor) -> bool:
+    return not values.is_floating_point() and not values.is_complex() and values.dtype != torch.bool
+
+
+def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> list[list[Parts]]:
+    """The documents of each microbatch.
+
+    Raises:
+        DataError: one is not a document; says which.
+    """
+    made: list[list[Parts]] = []
+    for microbatch in microbatches:
+        if isinstance(microbatch, (Tensor, str, bytes)):
+            raise DataError(f"expected a list of documents, got a {type(microbatch).__name__}; put it into a list")
+        made.append([])
+        for at, document in enumerate(microbatch):
+            try:
+                made[-1].append(parts_of(document, shift_labels=shift_labels))
+            except DataError as error:
+                raise DataError(f"document {at}: {error}") from None
+    return made
+
+
+def check_form(documents: Sequence[Sequence[Parts]], form: Form | None) -> Form | None:
+    """The form of this rank's documents, or `form` where it has none.
+
+    Raises:
+        DataError: documents of different forms.
+    """
+    for microbatch in documents:
+        for at, document in enumerate(microbatch):
+            form = form or document.form
+            if document.form != form:
+                raise DataError(
+                    f"document {at}: expected for each token, behind token and label, {_told(form)}, as the documents "
+                    f"before it; got {_told(document.form)}"
+                )
+    return form
+
+
+def agree_form(mine: Form | None, pool: Pool) -> Form | None:
+    """The form of all ranks' documents; None: nobody has any yet. Collective over the pool.
+
+    Raises:
+        DataError: ranks with other forms, on every rank.
+    """
+    forms: list[Form | None] = [mine] * pool.size
+    if pool.size > 1:
+        dist.all_gather_object(forms, mine, group=pool.groups.pool)
+    known = {form: pool.groups.ranks[rank] for rank, form in reversed(list(enumerate(forms))) if form is not None}
+    if len(known) > 1:
+        told = ", ".join(f"rank {rank} has {_told(form)}" for form, rank in known.items())
+        raise DataError(f"expected documents with the same tensors for each token on all ranks, but {told}")
+    return next(iter(known), None)
+
+
+def _told(form: Form) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in form.others) or "nothing"
+
+
+def to_sequences(documents: Sequence[Sequence[Parts]], form: Form) -> list[Sequences]:
+    """By microbatch, the rows of its documents."""
+    return [Sequences.of([each.rows() for each in microbatch], form.num_columns) for microbatch in documents]

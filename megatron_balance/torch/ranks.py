@@ -1,0 +1,72 @@
+"""The ranks of a mesh or a process group as a pool."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.runtime.groups import single
+from megatron_balance.training.pool import Membership, Pool, make_pool
+
+Ranks: TypeAlias = DeviceMesh | dist.ProcessGroup
+
+
+def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
+    """The pool of this rank, whose ranks each read documents of their own.
+
+    Collective over the world: every rank gives the ranks that it shares documents with.
+
+    Args:
+        ranks: a mesh, of which all dimensions count, or a group; None: the world, or this process
+            alone where torch.distributed is not set up.
+        ranks_per_node: as for `training.pool.make_pool`.
+
+    Raises:
+        ConfigError: this rank is not among `ranks`, or nodes hold different numbers of them.
+    """
+    if not dist.is_initialized():
+        if ranks is not None:
+            raise ConfigError("expected torch.distributed to be set up before the balancer; call init_process_group")
+        return Pool(single(), 1, (0,), (0,))
+    members, me = members_of(ranks), dist.get_rank()
+    if me not in members:
+        raise ConfigError(f"rank {me} is not among the ranks {list(members)} of the mesh or group that it gave")
+    return make_pool(Membership(members, replica=members.index(me)), ranks_per_node)
+
+
+def members_of(ranks: Ranks | None) -> tuple[int, ...]:
+    """Global ranks, in the order of the mesh."""
+    if ranks is None:
+        return tuple(range(dist.get_world_size()))
+    if isinstance(ranks, DeviceMesh):
+        return tuple(ranks.mesh.flatten().tolist())
+    return tuple(dist.get_process_group_ranks(ranks))
+
+
+def group_of(ranks: Ranks) -> dist.ProcessGroup:
+    """The process group of a mesh of one dimension, or the group itself.
+
+    Raises:
+        ConfigError: a mesh of several dimensions.
+    """
+    if not isinstance(ranks, DeviceMesh):
+        return ranks
+    if ranks.ndim != 1:
+        raise ConfigError(
+            f"averaged_over: expected a mesh of one dimension or a process group, got a mesh of {list(ranks.shape)}; "
+            "give the process group of these ranks"
+        )
+    return ranks.get_group()
+
+
+def device_of(ranks: Ranks | None) -> torch.device:
+    """The device of this rank's tensors, by what its groups communicate with."""
+    if isinstance(ranks, DeviceMesh):
+        cuda = ranks.device_type == "cuda"
+    else:
+        cuda = dist.is_initialized() and "nccl" in dist.get_backend(ranks)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -1,0 +1,81 @@
+"""Settings of a balancer, beside its planner, its model and its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_balance.compile.transpose import Policy
+from megatron_balance.config import load_cluster
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.model import GradientWire
+from megatron_balance.training.pool import Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of a `SequenceBalancer`; equal on all ranks. Every one has a default.
+
+    Attributes:
+        ranks_per_node: ranks of the job on a node; None: nodes are told apart by host name.
+        cluster: the machine that planners count on: a `Cluster`, a preset such as "h200", or a
+            YAML file. Sizes are the job's.
+        layers: remapping and routing around the planner; None: what its own system does.
+        plan_costs: cost table of `megatron-balance profile`; None: data sheets.
+        mask: of attention within a document: "causal".
+        shift_labels: whether a document's labels are those of its own tokens, as Transformers has
+            them, so that the label of an output is the next token's; else they are the outputs'.
+        row_multiple: a rank's rows are padded to a multiple of it, for linear layers that need one.
+        backward: "keep" keys and values that a rank received until the backward, or "replay": receive
+            them again.
+        kernel: of attention, by name, or "auto".
+        gradient_wire: type that gradients of queries, keys and values travel in.
+        agreement_every: ranks compare their plans in the first steps, and then every so many.
+        device: of the batches; None: of the mesh.
+    """
+
+    ranks_per_node: int | None = None
+    cluster: str | Cluster | None = None
+    layers: Layers | None = None
+    plan_costs: str | Path | None = None
+    mask: str = "causal"
+    shift_labels: bool = True
+    row_multiple: int = 1
+    backward: Policy = "keep"
+    kernel: str = "auto"
+    gradient_wire: GradientWire = "fp32"
+    agreement_every: int = 100
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what no planner checks.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        if self.mask != "causal":
+            raise ConfigError(f"mask: expected 'causal', got {self.mask!r}; other masks are not planned yet")
+        if self.row_multiple < 1 or self.agreement_every < 1:
+            raise ConfigError(
+                "row_multiple and agreement_every: expected at least 1, got "
+                f"{self.row_multiple} and {self.agreement_every}"
+            )
+        if self.backward not in ("keep", "replay"):
+            raise ConfigError(f"backward: expected 'keep' or 'replay', got {self.backward!r}")
+
+    def cluster_of(self, pool: Pool) -> Cluster:
+        """The pool as planners see it."""
+        if isinstance(self.cluster, str):
+            return load_cluster(self.cluster).build(num_ranks=pool.size, ranks_per_node=pool.ranks_per_node)
+        if self.cluster is None:
+            return Cluster(pool.size, pool.ranks_per_node, name="job")
+        if (self.cluster.num_ranks, self.cluster.node_size) != (pool.size, min(pool.ranks_per_node, pool.size)):
+            raise ConfigError(
+                f"cluster {self.cluster.name} has {self.cluster.num_ranks} ranks, {self.cluster.node_size} on a node; "
+                f"the balancer's ranks are {pool.size}, {pool.ranks_per_node} on a node"
+            )
+        return self.cluster

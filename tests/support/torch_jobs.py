@@ -1,0 +1,242 @@
+"""Training in plain PyTorch on the ranks of a pool that is their whole world, and by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from megatron_balance import Model
+from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf
+from tests.support.pool import World
+
+HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
+MODEL = Model(HEADS, KV_HEADS, HEAD_DIM, num_layers=LAYERS, hidden_size=WIDTH, ffn_size=4 * WIDTH)
+LENGTHS = (200, 33, 2, 61, 17, 9, 1, 90, 45)
+"""Of the documents of a step; the first is longer than a rank's share."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train. `accumulate`: microbatches of a step; `steps`: of the run."""
+
+    model: str = "gpt"
+    planner: str = "zeppelin"
+    parallel: str = "fsdp2"
+    checkpointed: bool = False
+    compiled: bool = False
+    accumulate: int = 1
+    steps: int = 20
+    backward: str = "keep"
+    backend: str = "aot_eager"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses and gradient norms by step, the first step's gradients by parameter, and counts:
+    graphs that were compiled, attention calls of a rank.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    graphs: int = 0
+
+
+class Block(nn.Module):
+    """Attention and MLP on rows [T, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, positions: Tensor, balanced: BalancedBatch | None) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(len(x), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        q, k = rotated(q, positions), rotated(k, positions)
+        attended = alone(q, k, v) if balanced is None else balanced_attention(q, k, v, balanced)
+        x = x + self.out(attended.flatten(1))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """A GPT on rows [T]; `checkpointed` computes each layer again in the backward."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, balanced: BalancedBatch | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(layer, x, position_ids, balanced, use_reentrant=False)
+            else:
+                x = layer(x, position_ids, balanced)
+        return self.head(x)
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    angles = positions[:, None, None] * 1e4 ** (-torch.arange(0, HEAD_DIM, 2, device=x.device) / HEAD_DIM)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one document on one rank."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+
+def make_model(way: Way, *, balanced: bool) -> nn.Module:
+    """The model of a way, with the same parameters on every rank."""
+    torch.manual_seed(0)
+    if way.model == "gpt":
+        return Gpt(checkpointed=way.checkpointed)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=1024,
+    )
+    config._attn_implementation = hf.register() if balanced else "sdpa"
+    model = LlamaForCausalLM(config)
+    if way.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def logits_of(way: Way, model: nn.Module, batch: BalancedBatch) -> Tensor:
+    if way.model == "gpt":
+        return model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
+    return model(**hf.inputs(batch)).logits[0]
+
+
+def documents(step: int, microbatch: int) -> list[Tensor]:
+    """The documents of all ranks."""
+    g = torch.Generator().manual_seed(100 * step + microbatch)
+    return [torch.randint(0, VOCABULARY, (n + step % 3,), generator=g) for n in LENGTHS]
+
+
+def reference(way: Way) -> Trained:
+    """Every document alone, on one rank, without torch.distributed."""
+    model = make_model(way, balanced=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    done = Trained()
+    for step in range(way.steps):
+        drawn = [document for m in range(way.accumulate) for document in documents(step, m)]
+        targets = sum(len(document) - 1 for document in drawn)
+        total = torch.zeros(())
+        for document in (each for each in drawn if len(each) > 1):
+            positions = torch.arange(len(document) - 1)
+            if way.model == "gpt":
+                logits = model(document[:-1], position_ids=positions)
+            else:
+                logits = model(input_ids=document[None, :-1], use_cache=False).logits[0]
+            total = total + F.cross_entropy(logits, document[1:], reduction="sum") / targets
+        total.backward()
+        _note(done, total, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return done
+
+
+def train(world: World, ways: Sequence[Way]) -> list[Trained]:
+    """Train in each of `ways` on all ranks of the world."""
+    return [_train(way, world) for way in ways]
+
+
+def _train(way: Way, world: World) -> Trained:
+    with compiling() if way.compiled else nullcontext():
+        return _train_compiled(way, world)
+
+
+def _train_compiled(way: Way, world: World) -> Trained:
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
+    settings = Settings(ranks_per_node=2, backward=way.backward)  # pyright: ignore[reportArgumentType]
+    config = MODEL if way.model == "gpt" else make_model(way, balanced=True).config
+    balancer = SequenceBalancer.for_model(config, planner=way.planner, mesh=mesh, settings=settings)
+    model = make_model(way, balanced=True)
+    layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
+    counted = CountGraphs(way.backend)
+    if way.compiled:
+        for layer in layers:
+            layer.compile(backend=counted)
+    parallel: Any = model
+    if way.parallel == "fsdp2":
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    done = Trained()
+    for step in range(way.steps):
+        drawn = [documents(step, m)[world.rank :: world.size] for m in range(way.accumulate)]
+        loss = torch.zeros((), dtype=torch.float64)
+        for batch in balancer.step(drawn):
+            summed = F.cross_entropy(logits_of(way, parallel, batch), batch.labels, reduction="sum")
+            batch.mean_loss(summed).backward()
+            loss += batch.global_loss(summed)
+        _note(done, loss, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    balancer.close()
+    return Trained(done.losses, done.norms, done.gradients, counted.graphs)
+
+
+def _note(done: Trained, loss: Tensor, model: nn.Module, step: int) -> None:
+    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    done.losses.append(loss.item())
+    done.norms.append(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item())
+    if step == 0:
+        done.gradients.update({name: g.clone() for name, g in gradients.items()})
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    full: Callable[[], Tensor] | None = getattr(gradient, "full_tensor", None)
+    return gradient if full is None else full()
+
+
+class CountGraphs:
+    """A backend of torch.compile that counts the graphs that it is given."""
+
+    def __init__(self, name: str) -> None:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        self.graphs = 0
+        self._compile = lookup_backend(name)
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        self.graphs += 1
+        return self._compile(graph, inputs, **options)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """TorchDynamo on, whatever the environment says."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(disable=False):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
