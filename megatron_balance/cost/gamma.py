@@ -54,10 +54,10 @@ def sequence_work(lengths: Floats, model: Model, gamma: float) -> Floats:
     return model.linear_flops_per_token * lengths + gamma * model.attention_flops_per_pair * pairs
 
 
-def gamma_of(cost: CostModel, model: Model) -> float:
-    """Gamma of a cost model: least squares in relative error over its forward times at `LENGTHS`."""
+def gamma_of(cost: CostModel, model: Model, lengths: Sequence[int] = LENGTHS) -> float:
+    """Gamma of a cost model: least squares in relative error over its forward times at `lengths`."""
     mask = model.mask
-    seconds = [cost.linear_s(n) + cost.attention_s(mask.num_pairs(n), n) for n in LENGTHS]
-    flops = [[model.linear_flops_per_token * n, model.attention_flops_per_pair * mask.num_pairs(n)] for n in LENGTHS]
+    seconds = [cost.linear_s(n) + cost.attention_s(mask.num_pairs(n), n) for n in lengths]
+    flops = [[model.linear_flops_per_token * n, model.attention_flops_per_pair * mask.num_pairs(n)] for n in lengths]
     k, k_gamma = least_squares(flops, seconds, what="gamma", needed=(0,))
     return k_gamma / k
