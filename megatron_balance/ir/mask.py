@@ -63,7 +63,7 @@ class Mask(ABC):
         """
         return self._first_query(seq, key, stops=True), self._first_query(seq, key, stops=False)
 
-    def num_pairs(self, length: int) -> int:
+    def num_pairs(self, length: Positions) -> Positions:
         """Visible (query, key) pairs of a sequence of `length` tokens."""
         runs = (self.keys(0, query) for query in range(length))
         return sum(min(stop, length) - first for first, stop in runs)

@@ -318,7 +318,7 @@ class ChunkExchange(HeadExchange):
 
     def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
-        tables = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
         for index, zone in zones:
             for rank, own in zip(zone.ranks, self.runs(zone, lengths), strict=True):
                 if wanted[rank]:

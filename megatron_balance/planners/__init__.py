@@ -32,7 +32,7 @@ PLANNERS: dict[str, Planner] = {
     "packing": Planner(packing.plan, packing.PackingOptions),
     "hybrid_dp": Planner(hybrid_dp.plan, hybrid_dp.HybridDpOptions, plan_batch=hybrid_dp.plan_batch, room=slack),
     "flexsp": Planner(flexsp.plan, flexsp.FlexSpOptions, plan_batch=flexsp.plan_batch, room=slack),
-    "knapformer": Planner(knapformer.plan, knapformer.KnapFormerOptions),
+    "knapformer": Planner(knapformer.plan, knapformer.KnapFormerOptions, room=slack),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,
         megatron_dynamic.MegatronDynamicOptions,

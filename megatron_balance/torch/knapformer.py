@@ -14,7 +14,7 @@ The plan is that of planner `knapformer`. Whoever wants another planner, labels 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from megatron_balance.ir.intervals import ranges
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.planners.knapformer import KnapFormerOptions, plan
 from megatron_balance.planners.knapformer.topology import parse
 from megatron_balance.torch.exchange import back, there
@@ -76,7 +77,7 @@ class SequenceBalancer:
         for ranks in sizes.groups():
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if rank in ranks:
-                self._group, self._group_ranks = made, ranks
+                self._group = cast("dist.ProcessGroup | None", made)
         self._exchange: TokenExchange | None = None
         self._heads: _Heads | None = None
         self._seq_lens: list[int] = []
@@ -118,7 +119,8 @@ class SequenceBalancer:
             all_lengths = np.array(planned.lengths, dtype=np.int64)
             self._full_lens = all_lengths[list(zone.seqs)].tolist()
             if self._group is not None:
-                self._heads = _Heads(pattern_of(zone).runs(zone, all_lengths), self._full_lens, zone, pool.rank)
+                pattern = cast("HeadExchange", pattern_of(zone))
+                self._heads = _Heads(pattern.runs(zone, all_lengths), self._full_lens, zone, pool.rank)
         return planned
 
     def route(self, packed: Tensor, features: Sequence[Tensor] = ()) -> tuple[list[int], Tensor, list[Tensor]]:

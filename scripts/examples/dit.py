@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -214,7 +216,7 @@ class Block(nn.Module):
 
     def __init__(self, *, double: bool) -> None:
         super().__init__()
-        self.double = double
+        self.streams = double
         self.modulation = Streams(WIDTH, 6 * WIDTH) if double else nn.Linear(WIDTH, 3 * WIDTH)
         self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.q_norm, self.k_norm = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
@@ -225,7 +227,7 @@ class Block(nn.Module):
             self.inside, self.outside = nn.Linear(WIDTH, 7 * WIDTH), nn.Linear(5 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, vector: Tensor, place: Tensor, is_image: Tensor, attend: Attend) -> Tensor:
-        if not self.double:
+        if not self.streams:
             shift, scale, gate = self.modulation(vector).chunk(3, dim=-1)
             qkv, up = self.inside(self.norm(x) * (1 + scale) + shift).split([3 * WIDTH, 4 * WIDTH], dim=-1)
             attended = self._attention(qkv, place, attend)
@@ -267,7 +269,7 @@ class Dit(nn.Module):
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Full attention of one sequence."""
-    return F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
+    return F.scaled_dot_product_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
 
 
 def by_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
@@ -350,7 +352,7 @@ def train(
         (error * size / number).backward()  # FSDP averages over ranks
         if look is not None:
             look(model)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+        norm = cast("DTensor", nn.utils.clip_grad_norm_(model.parameters(), 1e9)).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
         loss = error.detach() / number
@@ -385,7 +387,9 @@ def main() -> None:
     arguments = parser.parse_args()
     pictures()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks, start_method="fork")
+        mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+            _rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def one_rank(train: Train) -> Run:
 def options_of(planner: str) -> dict[str, Any]:
     # Without slack the longer documents of these batches must leave their node, so all three of
     # zeppelin's queues run.
-    given = {"zeppelin": {"slack": 1.0}, "knapformer": {"topology": "g2n1+g1n2"}}
+    given = {"zeppelin": {"slack": 1.0}, "knapformer": {"topology": "g2n1+g1n2", "slack": 4.0}}
     return {"name": planner, **given.get(planner, {})}
 
 

@@ -51,6 +51,10 @@ class KnapFormerOptions:
 
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
+    slack: float = 2.0
+    """Room of a rank in a training job that does not say `tokens_per_rank`, over the mean tokens per
+    rank, at least 1. Planning alone knows no limit.
+    """
     topology: str = AUTO
     """Groups of ranks, `gGnN` terms joined by `+`; `auto` searches for those of the least predicted
     time for each batch; `node` makes each node a group.
@@ -135,5 +139,7 @@ def _check(options: KnapFormerOptions) -> None:
         raise ConfigError(f"knapformer: heads {options.heads!r} is not known; choose one of {', '.join(HEADS)}")
     if options.gamma is not None and options.gamma < 0:
         raise ConfigError(f"knapformer: gamma {options.gamma}: must be at least 0")
+    if options.slack < 1:
+        raise ConfigError(f"knapformer: slack {options.slack}: room below the mean holds no batch; use at least 1")
     if options.tries < 1:
         raise ConfigError(f"knapformer: tries {options.tries}: must be at least 1")
