@@ -107,6 +107,8 @@ class SequenceBalancer:
         self._waiting = Waiting(self.pool.rank)
         self._pending: list[Sequences] = []
         self._last: BalancedBatch | None = None
+        self.planned: PlannedStep | None = None
+        """The plan of the last step that was trained, and how long planning took."""
 
     @classmethod
     def for_model(cls, config: object, planner: str = "zeppelin", mesh: Ranks | None = None, **keywords: Any) -> Self:
@@ -168,8 +170,7 @@ class SequenceBalancer:
             raise ConfigError(f"microbatches: expected at least 1, got {microbatches}")
         ledger = self._plans.end_step()
         self._plans.close()
-        ahead = PlanAhead(self._spec)
-        self._plans = self._make_plans(ahead)
+        self._plans = self._make_plans(PlanAhead(self._spec))
         self._plans.restore(ledger)
         feed = iter(loader)
         try:
@@ -181,7 +182,7 @@ class SequenceBalancer:
                 yield self._run(now)
             yield from self.flush(microbatches)
         finally:
-            ahead.close()
+            self._plans.close()
 
     def flush(self, microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
         """Steps of the documents that still wait, until none does; `microbatches` of a step."""
@@ -323,7 +324,7 @@ class SequenceBalancer:
     def _run(self, dealing: Dealing, *, may_delay: bool = True) -> list[BalancedBatch]:
         """Plan a training step, and deal its tokens."""
         self._at, self._num_microbatches = dealing.first, len(dealing.mine)
-        planned = self._plans.plan(dealing.shared.lengths, may_delay=may_delay)
+        self.planned = planned = self._plans.plan(dealing.shared.lengths, may_delay=may_delay)
         batches = self._deal(dealing, planned, training=True)
         for number in range(self._at, self._at + self._num_microbatches):
             del self._known[number]

@@ -20,6 +20,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.torch.exchange import back
+from megatron_balance.training.figures import imbalance_after, imbalance_before
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import TokenExchange
@@ -142,18 +143,28 @@ class BalancedBatch:
     def gather(self, values: Tensor) -> list[Tensor]:
         """Per-token results [n, ...] of each of `documents`, back on the rank that gave them.
 
-        Differentiable. Collective over the pool, in the backward too.
+        Collective over the pool. For a loss on them take `gather_rows`.
 
         Args:
             values: [T, ...] or [1, T, ...], in the order of `tokens`, of one dtype on all ranks.
+
+        Raises:
+            ConfigError: values of another number of rows.
+        """
+        return list(self.gather_rows(values).split([length for _, length in self._dealt.documents]))
+
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """As `gather`, the documents one behind the other in one tensor, with a gradient.
+
+        The backward is collective too, so every rank calls it, one that gave no document on the sum
+        of its empty tensor.
         """
         rows = values
         if rows.ndim and len(rows) != self.num_rows and len(rows) == 1:
             rows = rows[0]
         if not rows.ndim or len(rows) != self.num_rows:
             raise ConfigError(f"expected one entry for each of {self.num_rows} rows, got {list(values.shape)}")
-        read = back(rows[: self.num_tokens], self._exchange)
-        return list(read.split([length for _, length in self._dealt.documents]))
+        return back(rows[: self.num_tokens], self._exchange)
 
     @cached_property
     def _exchange(self) -> TokenExchange:
@@ -172,13 +183,18 @@ class BalancedBatch:
         """Loads and traffic of the plan, as `megatron-balance plan --json` has them."""
         return plan_statistics(self.plan, self._dealt.model)
 
-    def imbalance(self) -> dict[str, float]:
-        """Largest load of a rank over the mean, of tokens and of attention pairs; 1 is even."""
-        loads = {
-            name: np.array(self.statistics[f"{key}_per_rank"])
-            for name, key in (("tokens", "tokens"), ("attention", "attention_pairs"))
+    def imbalance(self) -> dict[str, dict[str, float]]:
+        """Largest load of a rank over the mean, of `tokens` and of `attention` pairs; 1 is even.
+
+        `as_read`: if every rank had kept its documents; `planned`: as they are dealt.
+        """
+        loads = {"tokens": "tokens_per_rank", "attention": "attention_pairs_per_rank"}
+        return {
+            "as_read": imbalance_before(self._dealt.lengths, self._dealt.pool),
+            "planned": {
+                name: imbalance_after(np.array([self.statistics[key]], dtype=np.float64)) for name, key in loads.items()
+            },
         }
-        return {name: float(load.max() / load.mean()) if load.any() else 1.0 for name, load in loads.items()}
 
     def bound(self, dtype: torch.dtype, device: torch.device) -> Bound:
         """The plan looked up for this rank, for tensors of this type; made at the first call."""

@@ -25,7 +25,7 @@ def check_agreement(fingerprint: str, groups: Groups, device: torch.device | str
     words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
     mine = torch.tensor(words, dtype=torch.int64, device=device)
     every = torch.empty(2 * groups.size, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(every, mine, group=groups.pool)
+    dist.all_gather(list(every.view(-1, 2).unbind()), mine, group=groups.pool)
     fingerprints = [f"{a:08x}{b:08x}" for a, b in every.view(-1, 2).tolist()]
     common, count = Counter(fingerprints).most_common(1)[0]
     if count == groups.size:

@@ -148,7 +148,7 @@ def _reply(pipe: Connection) -> tuple[bool, Any]:
 
 
 def _serve(place: tuple[int, int], pipe: Connection, store: Path, stacks: Path) -> None:
-    """A rank joins its worlds, then runs jobs until the pipe closes. `place`: its number, and of how many."""
+    """A rank (`place`: number, of how many): join its worlds, run jobs until the pipe closes."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_balance import Model
+from megatron_balance.errors import BalanceError
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf
 from tests.support.pool import World
 
@@ -37,13 +42,19 @@ class Way:
     accumulate: int = 1
     steps: int = 20
     backward: str = "keep"
-    backend: str = "aot_eager"
+    backend: str = "eager"
+
+    def name(self) -> str:
+        """For people: what differs from the plainest way is said."""
+        said = [self.model, self.planner, self.parallel]
+        said += [word for word in ("checkpointed", "compiled") if getattr(self, word)]
+        return " ".join([*said, *(["accumulate"] if self.accumulate > 1 else [])])
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses and gradient norms by step, the first step's gradients by parameter, and counts:
-    graphs that were compiled, attention calls of a rank.
+    """Losses and gradient norms by step, the first step's gradients by parameter, and the number of
+    graphs that were compiled.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -180,7 +191,7 @@ def _train_compiled(way: Way, world: World) -> Trained:
     counted = CountGraphs(way.backend)
     if way.compiled:
         for layer in layers:
-            layer.compile(backend=counted)
+            layer.compile(backend=counted, dynamic=True)
     parallel: Any = model
     if way.parallel == "fsdp2":
         for layer in layers:
@@ -205,16 +216,16 @@ def _train_compiled(way: Way, world: World) -> Trained:
 
 
 def _note(done: Trained, loss: Tensor, model: nn.Module, step: int) -> None:
-    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    parts = [(g.to_local() if isinstance(g, DTensor) else g).double().square().sum() for g in gradients.values()]
+    norm = torch.stack(parts).sum()
+    if any(isinstance(g, DTensor) for g in gradients.values()):  # each rank has its share
+        dist.all_reduce(norm)
     done.losses.append(loss.item())
-    done.norms.append(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item())
+    done.norms.append(norm.sqrt().item())
     if step == 0:
-        done.gradients.update({name: g.clone() for name, g in gradients.items()})
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    full: Callable[[], Tensor] | None = getattr(gradient, "full_tensor", None)
-    return gradient if full is None else full()
+        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+        done.gradients.update({name: g.clone() for name, g in whole.items()})
 
 
 class CountGraphs:
@@ -236,7 +247,116 @@ def compiling() -> Iterator[None]:
     """TorchDynamo on, whatever the environment says."""
     import torch._dynamo
 
-    with torch._dynamo.config.patch(disable=False):
+    with patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"), torch._dynamo.config.patch(disable=False):
         torch._dynamo.reset()
         yield
         torch._dynamo.reset()
+
+
+def differences(trained: Trained, expected: Trained) -> tuple[float, float, float]:
+    """Largest differences of losses, of gradient norms (both relative), and of a parameter's
+    gradient, over its largest entry (or over 1e-3, if that is smaller).
+    """
+    pairs = ((trained.losses, expected.losses), (trained.norms, expected.norms))
+    loss, norm = (max(abs(a - b) / abs(b) for a, b in zip(x, y, strict=True)) for x, y in pairs)
+    assert trained.gradients.keys() == expected.gradients.keys()
+    gradient = max(
+        float((trained.gradients[name] - g).abs().max() / g.abs().max().clamp(min=1e-3))
+        for name, g in expected.gradients.items()
+    )
+    return loss, norm, gradient
+
+
+# What a balancer does with documents, without a model
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Of one rank: its documents' tokens and others as they came back, the gradient of what it gave,
+    and whether rows carried the right token, position and other.
+    """
+
+    tokens: list[list[int]]
+    others: list[list[float]]
+    gradient: list[float]
+    rows: int
+    right: bool
+
+
+def marked(rank: int, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Documents whose tokens tell them apart: 100 * rank + number; others: position, and two more."""
+    return [
+        (torch.full((n,), 100 * rank + at), torch.arange(n), torch.arange(n).float() / 7, torch.ones(n, 3).bool())
+        for at, n in enumerate(lengths)
+    ]
+
+
+def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gathered:
+    """Deal documents to all ranks and gather what the ranks say of every token."""
+    balancer = SequenceBalancer(planner, MODEL, settings=Settings(ranks_per_node=2))
+    batch = balancer(marked(world.rank, lengths[world.rank]))
+    position, flags = batch.others
+    n = batch.num_tokens
+    right = torch.equal(position[:n], batch.position_ids[:n].float() / 7) and bool(flags[:n].all())
+    right &= torch.equal(batch.labels[:n][batch.labels[:n] >= 0], batch.position_ids[:n][batch.labels[:n] >= 0] + 1)
+    weight = torch.arange(batch.num_rows).double().requires_grad_()
+    (batch.gather_rows(weight * 2).sum() * 3).backward()
+    assert weight.grad is not None
+    tokens = [each.tolist() for each in balancer.gather(batch.tokens)]
+    others = [each.tolist() for each in batch.gather(position[None])]
+    return Gathered(tokens, others, weight.grad.tolist(), batch.num_rows, right)
+
+
+def tell(world: World, given: Sequence[Any]) -> str:
+    """The error on this rank when rank r gives documents `given[r]`; then that all can still talk."""
+    balancer = SequenceBalancer("zeppelin", MODEL, settings=Settings(ranks_per_node=2))
+    said = "balanced"
+    try:
+        balancer(given[world.rank])
+    except BalanceError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert balancer([torch.arange(5)]).plan.lengths == (5,) * world.size
+    return said
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Of one rank: by step, the documents' numbers that it got back; and steps planned ahead."""
+
+    trained: list[list[int]]
+    waited: list[int]
+    ahead: int
+
+
+def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
+    """Train under wlb_llm, which delays long documents; save and go on in another balancer after
+    `resume_after` steps.
+    """
+
+    def make() -> SequenceBalancer:
+        return SequenceBalancer("wlb_llm", MODEL, settings=Settings(ranks_per_node=2), thresholds=(150,))
+
+    def feed(first: int) -> Iterator[list[Tensor]]:
+        for microbatch in range(first, 2 * num_steps):
+            drawn = documents(0, microbatch)[world.rank :: world.size]
+            yield drawn[1:] if world.rank == 0 and microbatch % 4 else drawn
+
+    balancer, done, at = make(), Delayed([], [], 0), 0
+    steps: Any = balancer.steps(feed(0), microbatches=2)
+    ahead = 0
+    while (batches := next(steps, None)) is not None:
+        at += 1
+        for batch in batches:
+            back = batch.gather(batch.tokens)
+            assert [len(each) for each in back] == [n for _, n in batch._dealt.documents]
+        done.trained.append([number for batch in batches for number in batch.documents])
+        assert balancer.planned is not None
+        done.waited.append(len(balancer.planned.ledger.held))
+        ahead += balancer.planned.wait_s != balancer.planned.plan_s
+        if at == resume_after:
+            state, read = balancer.state_dict(), 2 * (at + 1)  # one step was read ahead
+            steps.close()
+            balancer = make()
+            balancer.load_state_dict(state)
+            steps = balancer.steps(feed(read), microbatches=2)
+    return Delayed(done.trained, done.waited, ahead)
