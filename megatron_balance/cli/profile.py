@@ -147,6 +147,9 @@ def _progress(points: Iterable[Callable[[], None]], count: int, what: str) -> It
 
 def _show(table: CostTable, model: Model, out: Path | None) -> None:
     from megatron_balance.cost.fits import fit_link
+    from megatron_balance.cost.gamma import gamma_of
+    from megatron_balance.cost.measured import MeasuredCost
+    from megatron_balance.ir.cluster import Cluster
 
     source, attention = table.source, table.attention
     print(
@@ -177,6 +180,8 @@ def _show(table: CostTable, model: Model, out: Path | None) -> None:
         f"layer, {layer.tokens[-1]} tokens: {1e3 * layer.forward_s[-1]:.2f} ms forward, "
         f"{1e3 * layer.backward_s[-1]:.2f} ms backward"
     )
+    gamma = gamma_of(MeasuredCost(table, Cluster(1, 1), model), model, attention.q_tokens)
+    print(f"gamma, attention's share of FLOPs to time (KnapFormer, Eq. 2): {gamma:.2f}")
     for link in table.links:
         fitted = fit_link(link.sizes, link.seconds)
         print(f"{link.name} ({link.backend}): alpha {1e6 * fitted.alpha_s:.1f} us, {fitted.bytes_per_s / 1e9:.3f} GB/s")

@@ -77,7 +77,8 @@ class AnalyticCost:
             padded = ceil(run_tokens / TILE_TOKENS) * TILE_TOKENS
             # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs; without it the padded
             # work would fall as l grows.
-            factor = padded**2 / (run_tokens * (run_tokens + 1)) * (1 + BLOCK_TILES * TILE_TOKENS / padded)
+            square = run_tokens * (run_tokens + (self.model.attention == "causal"))
+            factor = padded**2 / square * (1 + BLOCK_TILES * TILE_TOKENS / padded)
         return factor * num_pairs * self._pair_s
 
     def launch_s(self, num_launches: float) -> float:
@@ -126,7 +127,7 @@ class AnalyticCost:
         """
         if not len(pairs):
             return np.zeros(num_launches)
-        tiles, blocks, longest = kernel.tiles(pairs)
+        tiles, blocks, longest = kernel.tiles(pairs, self.model.mask)
         heads = pairs[:, Pair.Q_HEAD_STOP] - pairs[:, Pair.Q_HEAD_START]
         work = np.bincount(launch, weights=heads * (tiles + BLOCK_TILES * blocks), minlength=num_launches)
         widest = np.zeros(num_launches)
@@ -135,7 +136,9 @@ class AnalyticCost:
         seconds *= kernel.backward_factor() if backward else 1.0
         if self.pads:
             head_dim, num_bytes = self.model.head_dim, self.model.bytes_per_element
-            elements = kernel.padding_elements(pairs, launch, num_launches, head_dim, backward=backward)
+            elements = kernel.padding_elements(
+                pairs, launch, num_launches, head_dim, backward=backward, mask=self.model.mask
+            )
             seconds += elements * num_bytes / self.cluster.memory_bytes_per_s
         return np.where(work > 0, LAUNCH_S + seconds, 0.0)
 

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.fits import least_squares
+from megatron_balance.ir.model import Model
 
 GAMMA_H100_FLUX = 0.49
 """Table 1: "The estimated gamma = 0.49 on H100 GPUs", FLUX."""
 
 GAMMA_H100_FLUX_FIGURE_2 = 0.385
 """Figure 2's estimate for the same model and GPU; the paper prints both."""
+
+
+LENGTHS = (512, 2048, 8192, 32768)
+"""Tokens of the sequences by which a cost model's gamma is fitted."""
 
 
 def gamma_work(length: float, hidden_size: int, gamma: float) -> float:
@@ -36,3 +42,22 @@ def fit_gamma(lengths: Sequence[float], seconds: Sequence[float], hidden_size: i
         needed=(0,),
     )
     return k_gamma / k, k
+
+
+def sequence_work(lengths: Floats, model: Model, gamma: float) -> Floats:
+    """Corrected FLOPs of each sequence in one layer of `model`: Eq. 2 with the model's own FLOPs.
+
+    For the paper's blocks (MHA, an MLP four times as wide, full attention) these are 24 l d^2 and
+    4 l^2 d.
+    """
+    pairs = model.mask.num_pairs(lengths)
+    return model.linear_flops_per_token * lengths + gamma * model.attention_flops_per_pair * pairs
+
+
+def gamma_of(cost: CostModel, model: Model, lengths: Sequence[int] = LENGTHS) -> float:
+    """Gamma of a cost model: least squares in relative error over its forward times at `lengths`."""
+    mask = model.mask
+    seconds = [cost.linear_s(n) + cost.attention_s(mask.num_pairs(n), n) for n in lengths]
+    flops = [[model.linear_flops_per_token * n, model.attention_flops_per_pair * mask.num_pairs(n)] for n in lengths]
+    k, k_gamma = least_squares(flops, seconds, what="gamma", needed=(0,))
+    return k_gamma / k

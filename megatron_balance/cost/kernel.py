@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.ir.columns import Pair, Region
 from megatron_balance.ir.intervals import key
-from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.visible import sees
 
 Ints = NDArray[np.int64]
@@ -53,17 +53,18 @@ A100's peak (the same, section 1).
 """
 
 
-def tiles(pairs: Ints) -> tuple[Ints, Ints, Ints]:
-    """Tiles, thread blocks, and tiles of the longest block [n] of each `Pair` row [n, 9], one head,
-    causal.
+def tiles(pairs: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints, Ints]:
+    """Tiles, thread blocks, and tiles of the longest block [n] of each `Pair` row [n, 9], one head.
 
     `pairs` [n, 9]: rows of `ir.program.Attend`, each a region of queries over one of keys.
 
-    The query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may be full,
-    causal or neither.
+    Causal: the query at position p sees the keys at [k_start, min(p + 1, k_stop)), so a region may
+    be full, causal or neither.
     """
     num_q, num_k, behind = _sizes(pairs)
     blocks, widest = -(-num_q // TILE_TOKENS), -(-num_k // TILE_TOKENS)
+    if mask != CAUSAL:
+        return blocks * widest, blocks, widest
     before = -(-behind // TILE_TOKENS)
     last = np.clip(-(-(behind + num_q) // TILE_TOKENS), 0, widest)  # the last block need not be full
     return _clipped_sum(before + blocks - 1, widest) - _clipped_sum(before, widest) + last, blocks, last
@@ -107,7 +108,9 @@ def distinct_rows(regions: Ints, launch: Ints, num_launches: int) -> Floats:
     return np.bincount(launch[fresh], weights=size[fresh], minlength=num_launches)
 
 
-def padding_elements(pairs: Ints, launch: Ints, num_launches: int, head_dim: int, *, backward: bool) -> Floats:
+def padding_elements(
+    pairs: Ints, launch: Ints, num_launches: int, head_dim: int, *, backward: bool, mask: Mask = CAUSAL
+) -> Floats:
     """Elements that each launch [num_launches] reads and writes to pad its operands' head dim and to
     cut its results'; 0 where the libraries take `head_dim`.
 
@@ -115,7 +118,7 @@ def padding_elements(pairs: Ints, launch: Ints, num_launches: int, head_dim: int
     """
     if head_dim % HEAD_DIM_MULTIPLE == 0 or not len(pairs):
         return np.zeros(num_launches)
-    seen = sees(pairs, CAUSAL)
+    seen = sees(pairs, mask)
     pairs, launch = pairs[seen], launch[seen]
     rows = distinct_rows(pairs[:, Pair.QUERY], launch, num_launches)
     rows = rows + distinct_rows(pairs[:, list(Pair.KEY)], launch, num_launches)

@@ -27,7 +27,7 @@ from megatron_balance.cost.table import CostTable, Curve, Grid
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.visible import trim_pairs
 
@@ -186,8 +186,9 @@ class MeasuredCost:
         runs of `run_tokens`.
         """
         runs, seconds = self._runs
+        diagonal = int(self.model.mask == CAUSAL)
         if run_tokens >= runs[-1]:
-            return num_pairs * seconds[-1] / (runs[-1] * (runs[-1] + 1))
+            return num_pairs * seconds[-1] / (runs[-1] * (runs[-1] + diagonal))
         at = bisect_right(runs, run_tokens)
         if at == 0:
             square_s = seconds[0]
@@ -196,7 +197,7 @@ class MeasuredCost:
             square_s = seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
         # run + 1: a causal square of l tokens has l (l + 1) / 2 pairs, and an extra token must not
         # take less.
-        return num_pairs * square_s / (run_tokens * (run_tokens + 1))
+        return num_pairs * square_s / (run_tokens * (run_tokens + diagonal))
 
     def launch_s(self, num_launches: float) -> float:
         """Seconds of fixed cost of `num_launches` attention launches and their merges."""
@@ -248,7 +249,7 @@ class MeasuredCost:
             attention.num_heads * self.tensor_parallel
         )
         seconds, entries = np.zeros(num_launches), np.zeros(num_launches, dtype=bool)
-        for causal, (num_q, second) in split_masks(pairs).items():
+        for causal, (num_q, second) in split_masks(pairs, self.model.mask).items():
             there = np.flatnonzero(num_q)
             times = self._grids[causal, backward].time_s(
                 num_q[there].astype(np.float64), second[there].astype(np.float64)
@@ -311,19 +312,19 @@ class MeasuredCost:
         )
 
 
-def split_masks(pairs: Ints) -> dict[bool, tuple[Ints, Ints]]:
+def split_masks(pairs: Ints, mask: Mask = CAUSAL) -> dict[bool, tuple[Ints, Ints]]:
     """Kernel entries of each pair of regions [n, 9]: full ones (queries, keys) and causal ones
     (queries, keys before).
 
     Rows and keys that take no part are left out; 0 queries: no such entry. Every query of a full
     entry sees all its keys.
     """
-    trimmed = trim_pairs(pairs, CAUSAL)
+    trimmed = trim_pairs(pairs, mask)
     q_start, q_stop = trimmed[:, Pair.Q_START], trimmed[:, Pair.Q_STOP]
     k_start, k_stop = trimmed[:, Pair.K_START], trimmed[:, Pair.K_STOP]
     # A single query over the keys up to its own is a triangle of one, so that a sequence's times
     # come from one grid from its first token.
-    masked = (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
+    masked = (mask == CAUSAL) & (k_stop > q_start + 1) | ((k_stop == q_start + 1) & (q_stop == k_stop))
     seen_whole = np.where(masked, np.maximum(q_start, k_stop), q_start)  # queries from here on see every key
     full = np.maximum(q_stop - seen_whole, 0)
     triangle = np.where(masked, k_stop - q_start, 0)

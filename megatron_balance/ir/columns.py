@@ -125,7 +125,8 @@ class Message:
 class Held:
     """A fragment that a rank attends to (`compile.layouts.fragments`).
 
-    `ZONE`: the index of its zone. `SENT_ON`: 1 where the first exchange of its zone sends it on.
+    `ZONE`: the index of its zone. `SENT_ON`: 1 where the first exchange of its zone sends it on, 2
+    where it does unless the mask is causal.
     """
 
     WIDTH = 6

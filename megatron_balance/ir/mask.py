@@ -6,8 +6,12 @@ it: the part of a (query, key) rectangle that counts (`ir.visible`), numbers of 
 is cut over ranks.
 
 Plans and programs carry a mask; it is causal unless they say otherwise. `verify`, `reference` and
-the passes of `compile` accept any mask. Planners, comm patterns and the executor handle causal
-masks only, and `runtime.bind` rejects others.
+the passes of `compile` accept any mask. A model names its mask (`ir.model.Model.attention`), which
+planners hand to their plans. Comm patterns, costs and the executor handle those of `MASKS`; a
+planner that cannot plan one of them refuses it (`planners.base.Planner.masks`).
+
+Text and image tokens of one sample that attend to one another (a diffusion transformer's joint
+attention) are one sequence under a full mask.
 
 Two masks that have their place here and are not built yet:
 
@@ -59,7 +63,7 @@ class Mask(ABC):
         """
         return self._first_query(seq, key, stops=True), self._first_query(seq, key, stops=False)
 
-    def num_pairs(self, length: int) -> int:
+    def num_pairs(self, length: Positions) -> Positions:
         """Visible (query, key) pairs of a sequence of `length` tokens."""
         runs = (self.keys(0, query) for query in range(length))
         return sum(min(stop, length) - first for first, stop in runs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import MASKS, Mask, mask_named
 
 GradientWire: TypeAlias = Literal["fp32", "bf16"]
 """The type that gradients of queries, keys and values travel in between ranks: fp32 (fp64 for fp64),
@@ -33,15 +34,27 @@ class Model:
     gradient_wire: GradientWire = "fp32"
     tokens_per_rank: int | None = None
     """Tokens a rank is given per microbatch in the published evaluation, if one is known."""
+    attention: str = "causal"
+    """Name of the mask of every sequence (`ir.mask.MASKS`): "causal", or "full" as in diffusion
+    transformers, whose text and image tokens of one sample are one sequence."""
 
     def __post_init__(self) -> None:
         for what in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "hidden_size", "ffn_size"):
             if getattr(self, what) < 1:
                 raise ConfigError(f"model {self.name}: {what} must be at least 1, got {getattr(self, what)}")
+        if self.attention not in MASKS:
+            raise ConfigError(
+                f"model {self.name}: attention {self.attention!r} is not a known mask; choose {' or '.join(MASKS)}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"
             )
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of every sequence."""
+        return mask_named(self.attention)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -13,7 +13,7 @@ from megatron_balance.patterns.all_gather import AllGather
 from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
 from megatron_balance.patterns.dispatch import Dispatch
 from megatron_balance.patterns.even_gather import GATHER_DOCUMENTS, GATHER_SEQUENCE
-from megatron_balance.patterns.head_exchange import HeadExchange
+from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
 from megatron_balance.patterns.head_ring import HeadRing
 from megatron_balance.patterns.ring import Ring
 from megatron_balance.patterns.waves import Waves
@@ -24,6 +24,7 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "gather_documents": GATHER_DOCUMENTS,
     "gather_sequence": GATHER_SEQUENCE,
     "head_exchange": HeadExchange(),
+    "chunk_exchange": ChunkExchange(),
     "head_ring": HeadRing(),
     "dispatch": Dispatch(),
     "waves": Waves(),

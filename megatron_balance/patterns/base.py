@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Fragment, Held, Message, Pair, RemoteHeld, Transfer
 from megatron_balance.ir.intervals import overlaps
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Collective, Exchange, Kind, Merge, Op
 
@@ -61,11 +62,12 @@ class Context:
     base: int = 0
     attends: bool = True
     replays: bool = True
+    mask: Mask = CAUSAL
 
     @classmethod
     def of(cls, plan: MicrobatchPlan) -> Context:
         lengths = np.array(plan.lengths, dtype=np.int64)
-        return cls(lengths, plan.num_heads, plan.num_kv_heads, plan.num_ranks, plan.ranks_per_node)
+        return cls(lengths, plan.num_heads, plan.num_kv_heads, plan.num_ranks, plan.ranks_per_node, mask=plan.mask)
 
     def crosses(self, src: Ints, dst: Ints | int) -> Bools:
         """Whether transfers go from node to node."""
@@ -109,7 +111,7 @@ class Load:
     """Per rank, int64 [num_ranks], over the zones of a pattern: attention pairs, and what reaches a
     rank.
 
-    `pairs`: causal pairs in units of all heads. `tokens` [kind]: tokens received, however many of
+    `pairs`: visible pairs in units of all heads. `tokens` [kind]: tokens received, however many of
     their heads; `token_heads` [kind]: tokens times heads. Kinds: Q, KV, OUT.
     """
 
@@ -326,7 +328,7 @@ class CommPattern(ABC, Generic[Z]):
         load = Load(context.num_ranks)
         for zone in zones:
             for rank, program in self._programs(zone, context):
-                load.pairs[rank] += _pairs_of(program.ops, context.num_heads)
+                load.pairs[rank] += _pairs_of(program.ops, context)
             for each in self.messages(zone, context):
                 rows = each.each_pair()
                 for kind in (Kind.Q, Kind.KV, Kind.OUT):
@@ -483,22 +485,29 @@ def causal_pairs(num_queries: Ints) -> Ints:
     return num_queries * (num_queries + 1) // 2
 
 
-def task_pairs(q_start: Ints, q_stop: Ints, k_start: Ints, k_stop: Ints) -> Ints:
-    """Visible pairs of rectangles: a trapezium once the queries start, cut off where the keys end."""
+def task_pairs(spans: tuple[Ints, Ints, Ints, Ints], mask: Mask) -> Ints:
+    """Visible pairs of rectangles, `spans` being where queries and keys begin and end. A causal one
+    is a trapezium once the queries start, cut off where the keys end.
+    """
+    q_start, q_stop, k_start, k_stop = spans
+    if mask != CAUSAL:
+        return np.maximum(q_stop - q_start, 0) * np.maximum(k_stop - k_start, 0)
     behind = causal_pairs(np.maximum(q_stop - k_start, 0)) - causal_pairs(np.maximum(q_start - k_start, 0))
     beyond = causal_pairs(np.maximum(q_stop - k_stop, 0)) - causal_pairs(np.maximum(q_start - k_stop, 0))
     return behind - beyond
 
 
-def _pairs_of(ops: Sequence[Op], num_heads: int) -> int:
+def _pairs_of(ops: Sequence[Op], context: Context) -> int:
     """Pairs of a rank's launches, in units of all heads."""
     total = 0
     for op in ops:
         if isinstance(op, Attend):
             rows = as_array(op.pairs)
-            each = task_pairs(rows[:, Pair.Q_START], rows[:, Pair.Q_STOP], rows[:, Pair.K_START], rows[:, Pair.K_STOP])
+            columns = (Pair.Q_START, Pair.Q_STOP, Pair.K_START, Pair.K_STOP)
+            q_start, q_stop, k_start, k_stop = (rows[:, column] for column in columns)
+            each = task_pairs((q_start, q_stop, k_start, k_stop), context.mask)
             total += int((each * (rows[:, Pair.Q_HEAD_STOP] - rows[:, Pair.Q_HEAD_START])).sum())
-    return total // num_heads
+    return total // context.num_heads
 
 
 def messages_of(step: int, transfers: Ints) -> Ints:
@@ -540,11 +549,13 @@ def transfers_of(kind: Kind, fragments: Ints, heads: tuple[int, int], src: Ints 
 
 
 def prefix_pairs(fragments: Ints, context: Context) -> Ints:
-    """Pairs of fragments, each over all keys up to its end, all heads."""
+    """Pairs of fragments, each over all keys that the mask shows of the sequence, all heads."""
     pairs = np.zeros((len(fragments), Pair.WIDTH), dtype=np.int64)
     pairs[:, Pair.QUERY_SPAN] = fragments
     pairs[:, Pair.Q_HEAD_STOP], pairs[:, Pair.KV_HEAD_STOP] = context.num_heads, context.num_kv_heads
-    pairs[:, Pair.K_STOP] = fragments[:, Fragment.STOP]
+    pairs[:, Pair.K_STOP] = (
+        fragments[:, Fragment.STOP] if context.mask == CAUSAL else context.lengths[fragments[:, Fragment.SEQ]]
+    )
     return pairs
 
 

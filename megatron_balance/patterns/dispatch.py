@@ -15,6 +15,7 @@ import numpy as np
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Held, Pair, Placed, Task, Transfer, Value
 from megatron_balance.ir.intervals import held_twice, union
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
@@ -64,12 +65,14 @@ class Dispatch(CommPattern[TaskTable]):
 
     def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
         """The ops of `rank`."""
-        there, back = (as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads))
+        there, back = (
+            as_array(rows) for rows in transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
+        )
         there, back = (
             rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)] for rows in (there, back)
         )
         ops: list[Op] = [exchange(context, 0, there)] if len(there) else []
-        tasks = _visible(zone, rank) if context.attends else np.empty((0, Task.WIDTH), dtype=np.int64)
+        tasks = _visible(zone, context.mask, rank) if context.attends else np.empty((0, Task.WIDTH), dtype=np.int64)
         if len(tasks):
             ops.append(attend(rank, _pairs(tasks, context)))
         if len(back):
@@ -111,9 +114,11 @@ class Dispatch(CommPattern[TaskTable]):
         load, everyone = Load(context.num_ranks), np.arange(context.num_ranks)
         for zone in zones:
             tasks = as_array(zone.tasks)
-            pairs = task_pairs(*(tasks[:, at] for at in (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)))
+            columns = (Task.Q_START, Task.Q_STOP, Task.K_START, Task.K_STOP)
+            q_start, q_stop, k_start, k_stop = (tasks[:, column] for column in columns)
+            pairs = task_pairs((q_start, q_stop, k_start, k_stop), context.mask)
             load.pairs += sums(tasks[:, Task.RANK], pairs, context.num_ranks)
-            for rows in transfers(zone, context.num_heads, context.num_kv_heads):
+            for rows in transfers(zone, context.num_heads, context.num_kv_heads, context.mask):
                 table = as_array(rows)
                 for kind in (Kind.Q, Kind.KV, Kind.OUT):
                     own = table[table[:, Transfer.KIND] == kind]
@@ -125,14 +130,14 @@ class Dispatch(CommPattern[TaskTable]):
     def messages(self, zone: TaskTable, context: Context, *, across: bool = False) -> list[ZoneMessages]:
         """Messages of the way in and of the way back, one a transfer."""
         del across
-        both = transfers(zone, context.num_heads, context.num_kv_heads)
+        both = transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
         return [ZoneMessages(messages_of(step, as_array(rows))) for step, rows in enumerate(both)]
 
     # The remap
 
     def first_transfers(self, zone: TaskTable, context: Context) -> Ints:
         """The way in."""
-        return as_array(transfers(zone, context.num_heads, context.num_kv_heads)[0])
+        return as_array(transfers(zone, context.num_heads, context.num_kv_heads, context.mask)[0])
 
     # Starting early, coupling
 
@@ -147,7 +152,7 @@ class Dispatch(CommPattern[TaskTable]):
 
     def coupled(self, zone: TaskTable, context: Context) -> Iterable[tuple[int, int]]:
         """Source and target of all inputs."""
-        there, _ = transfers(zone, context.num_heads, context.num_kv_heads)
+        there, _ = transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
         return ((src, dst) for src, dst in np.unique(as_array(there)[:, Transfer.ENDS], axis=0).tolist())
 
     # Simulation
@@ -156,13 +161,16 @@ class Dispatch(CommPattern[TaskTable]):
         """Inputs, one launch of every rank, outputs."""
         ranks = np.arange(context.num_ranks)
         launches = Launches(
-            _pairs(_visible(zone), context), as_array(zone.tasks)[:, Task.RANK], np.zeros(len(ranks)), ranks[:, None]
+            _pairs(_visible(zone, context.mask), context),
+            as_array(zone.tasks)[:, Task.RANK],
+            np.zeros(len(ranks)),
+            ranks[:, None],
         )
         there, back = self.messages(zone, context)
         return ZoneRounds(ranks, launches, PointToPoint(there.rows, back.rows))
 
 
-def _visible(zone: TaskTable, rank: int | None = None) -> Ints:
+def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:
     """The tasks (of a rank) without queries that see none of their keys and keys that none of their
     queries sees.
 
@@ -170,8 +178,9 @@ def _visible(zone: TaskTable, rank: int | None = None) -> Ints:
     """
     table = as_array(zone.tasks)
     tasks = table.copy() if rank is None else table[table[:, Task.RANK] == rank]
-    tasks[:, Task.Q_START] = np.maximum(tasks[:, Task.Q_START], tasks[:, Task.K_START])
-    tasks[:, Task.K_STOP] = np.minimum(tasks[:, Task.K_STOP], tasks[:, Task.Q_STOP])
+    if mask == CAUSAL:
+        tasks[:, Task.Q_START] = np.maximum(tasks[:, Task.Q_START], tasks[:, Task.K_START])
+        tasks[:, Task.K_STOP] = np.minimum(tasks[:, Task.K_STOP], tasks[:, Task.Q_STOP])
     return tasks
 
 
@@ -184,9 +193,9 @@ def _pairs(tasks: Ints, context: Context) -> Ints:
 
 
 @lru_cache(maxsize=64)
-def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int) -> tuple[Rows, Rows]:
+def transfers(zone: TaskTable, num_heads: int, num_kv_heads: int, mask: Mask = CAUSAL) -> tuple[Rows, Rows]:
     """All transfers in and all transfers back, for every rank."""
-    tasks, owned = _visible(zone), as_array(zone.fragments)
+    tasks, owned = _visible(zone, mask), as_array(zone.fragments)
     there: list[Ints] = []
     for kind, start_column, heads in ((Kind.Q, Task.Q_START, num_heads), (Kind.KV, Task.K_START, num_kv_heads)):
         needs = union(tasks[:, [Task.RANK, Task.SEQ, start_column, start_column + 1]])

@@ -32,9 +32,9 @@ from megatron_balance.patterns.base import (
     ZoneMessages,
     ZoneProgram,
     ZoneRounds,
-    causal_pairs,
     messages_from,
     prefix_pairs,
+    task_pairs,
 )
 from megatron_balance.patterns.even_chunks import INDEX, PLACE, START, STOP
 
@@ -108,7 +108,9 @@ class EvenGather(CommPattern[Zone]):
         for zone in zones:
             chunks = self.chunks(zone, context.lengths)
             ranks, (_, start, stop) = np.array(zone.ranks), chunks.fragments.T
-            load.pairs += sums(ranks[chunks.index], causal_pairs(stop) - causal_pairs(start), context.num_ranks)
+            first, last = np.zeros_like(start), context.lengths[chunks.fragments[:, Fragment.SEQ]]
+            pairs = task_pairs((start, stop, first, last), context.mask)
+            load.pairs += sums(ranks[chunks.index], pairs, context.num_ranks)
             shared = chunks.shared_tokens()
             load.receive(Kind.KV, ranks, shared.sum() - shared, context.num_kv_heads)
         return load

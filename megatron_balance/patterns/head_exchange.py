@@ -1,9 +1,11 @@
 """Head exchange: trade a slice of the tokens for a slice of the heads (DeepSpeed Ulysses).
 
 The tokens of the zone, one sequence after the other, are divided into G near-equal runs, one a
-rank. Query heads are divided into G near-equal spans; a rank gets the key-value heads that its span
-needs, so with fewer of those than ranks (GQA) a key-value head goes to several ranks and its
-gradients are summed at the owner. With fewer query heads than ranks some ranks attend nothing.
+rank; with `chunk_exchange` every sequence is divided into G near-equal contiguous chunks instead
+(KnapFormer, section 3.3), and tokens left over are dealt round robin over the zone. Query heads are
+divided into G near-equal spans; a rank gets the key-value heads that its span needs, so with fewer
+of those than ranks (GQA) a key-value head goes to several ranks and its gradients are summed at the
+owner. With fewer query heads than ranks some ranks attend nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from megatron_balance.patterns.base import (
     ZoneProgram,
     ZoneRounds,
     attend,
-    causal_pairs,
     exchange,
     messages_from,
     transfers_of,
@@ -149,11 +150,11 @@ class Shares(NamedTuple):
     kv_heads: Ints
 
     @classmethod
-    def of(cls, zone: Zone, context: Context) -> Shares:
+    def of(cls, runs: Ints, zone: Zone, context: Context) -> Shares:
         slices = _slices(zone, context)
         heads = [own[-1].head_stop - own[0].head_start if own else 0 for own in slices]
         kv_heads = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in slices]
-        return cls(_run_tokens(zone, context.lengths), np.array(heads), np.array(kv_heads))
+        return cls(runs, np.array(heads), np.array(kv_heads))
 
 
 class HeadExchange(CommPattern[Zone]):
@@ -173,8 +174,15 @@ class HeadExchange(CommPattern[Zone]):
 
     def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
         """Rows (seq, start, stop) of `rank`: its run of the concatenated tokens."""
-        whole = _sequences(np.array(zone.seqs, dtype=np.int64), lengths)
-        return run_of(whole, len(zone.ranks), zone.ranks.index(rank))
+        return run_of(_sequences(zone, lengths), len(zone.ranks), zone.ranks.index(rank))
+
+    def runs(self, zone: Zone, lengths: Ints) -> list[Ints]:
+        """Rows (seq, start, stop) of every group index."""
+        return runs_of(_sequences(zone, lengths), len(zone.ranks))
+
+    def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
+        """Tokens of every group index: int64 [G]."""
+        return np.diff(_run_bounds(zone, lengths))
 
     def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
         """Exchange q and kv, Attend whole sequences with the rank's heads, Exchange the outputs
@@ -182,7 +190,7 @@ class HeadExchange(CommPattern[Zone]):
         """
         index, seqs = zone.ranks.index(rank), np.array(zone.seqs, dtype=np.int64)
         slices = _slices(zone, context)
-        trade = Trade(zone.ranks, runs_of(_sequences(seqs, context.lengths), len(zone.ranks)), slices)
+        trade = Trade(zone.ranks, self.runs(zone, context.lengths), slices)
         ops: list[Op] = []
         if trade.moves:
             ops.append(exchange(context, 0, trade.there(index), "all_to_all", zone.ranks))
@@ -219,7 +227,7 @@ class HeadExchange(CommPattern[Zone]):
         """Tokens that the zones place on each rank: int64 [num_ranks]."""
         tokens = np.zeros(context.num_ranks, dtype=np.int64)
         for zone in zones:
-            tokens[np.array(zone.ranks)] += _run_tokens(zone, context.lengths)
+            tokens[np.array(zone.ranks)] += self.run_tokens(zone, context.lengths)
         return tokens
 
     # Plan statistics and traffic between nodes
@@ -229,10 +237,10 @@ class HeadExchange(CommPattern[Zone]):
         load = Load(context.num_ranks)
         for zone in zones:
             ranks, seqs = np.array(zone.ranks), np.array(zone.seqs, dtype=np.int64)
-            runs, queries, keys = Shares.of(zone, context)
+            runs, queries, keys = self._shares(zone, context)
             # Each rank computes all pairs of its share of the heads; cumulative rounding keeps the
             # sum exact.
-            pairs, stops = int(causal_pairs(context.lengths[seqs]).sum()), np.cumsum(queries)
+            pairs, stops = int(context.mask.num_pairs(context.lengths[seqs]).sum()), np.cumsum(queries)
             load.pairs[ranks] += [
                 pairs * b // context.num_heads - pairs * a // context.num_heads
                 for a, b in zip((stops - queries).tolist(), stops.tolist(), strict=True)
@@ -253,12 +261,12 @@ class HeadExchange(CommPattern[Zone]):
         """Messages of both all-to-alls: to and from every rank that has heads."""
         if len(zone.ranks) == 1:
             return []
-        runs, slices = _run_tokens(zone, context.lengths), _slices(zone, context)
+        runs, slices = self.run_tokens(zone, context.lengths), _slices(zone, context)
         return trade_messages(zone.ranks, runs, slices, context, (0, 1), across=across)
 
     def largest_exchange(self, zone: Zone, context: Context) -> Ints:
         """All keys and values with the heads of a rank."""
-        runs, _, keys = Shares.of(zone, context)
+        runs, _, keys = self._shares(zone, context)
         return runs.sum() * keys // context.num_kv_heads * (len(runs) > 1)
 
     # Starting early
@@ -279,10 +287,59 @@ class HeadExchange(CommPattern[Zone]):
         places = np.repeat(np.arange(size), [len(own) for own in slices])
         pairs = _whole_pairs(seqs, context.lengths, [each for own in slices for each in own])
         launches = Launches(pairs, np.repeat(places, len(seqs)), np.zeros(size), np.arange(size)[:, None])
-        runs, queries, keys = (values.astype(np.float64) for values in Shares.of(zone, context))
+        runs, queries, keys = (values.astype(np.float64) for values in self._shares(zone, context))
         inputs = {Kind.Q: np.outer(runs, queries), Kind.KV: np.outer(runs, keys)}
         outputs = {Kind.OUT: np.outer(queries, runs)}
         return ZoneRounds(np.array(zone.ranks), launches, GroupTraffic(inputs, outputs, gathers=False))
+
+    def _shares(self, zone: Zone, context: Context) -> Shares:
+        return Shares.of(self.run_tokens(zone, context.lengths), zone, context)
+
+
+class ChunkExchange(HeadExchange):
+    """Head exchange where every rank holds a contiguous chunk of each sequence."""
+
+    def place(self, zone: Zone, lengths: Ints, rank: int) -> Ints:
+        """Rows (seq, start, stop) of `rank`: its chunk of each sequence."""
+        return self.runs(zone, lengths)[zone.ranks.index(rank)]
+
+    def runs(self, zone: Zone, lengths: Ints) -> list[Ints]:
+        """Rows (seq, start, stop) of every group index."""
+        seqs = np.array(zone.seqs, dtype=np.int64)
+        edges = chunk_edges(lengths[seqs], len(zone.ranks))
+        rows = [np.stack([seqs, start, stop], 1) for start, stop in zip(edges.T[:-1], edges.T[1:], strict=True)]
+        return [own[own[:, Fragment.START] < own[:, Fragment.STOP]] for own in rows]
+
+    def run_tokens(self, zone: Zone, lengths: Ints) -> Ints:
+        """Tokens of every group index: int64 [G]."""
+        size = len(zone.ranks)
+        whole, over = divmod(int(lengths[np.array(zone.seqs, dtype=np.int64)].sum()), size)
+        return whole + (np.arange(size) < over)
+
+    def place_all(self, zones: Sequence[ZoneAt[Zone]], lengths: Ints, wanted: Bools) -> Ints:
+        """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
+        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+        for index, zone in zones:
+            for rank, own in zip(zone.ranks, self.runs(zone, lengths), strict=True):
+                if wanted[rank]:
+                    rows = np.zeros((len(own), Held.WIDTH), dtype=np.int64)
+                    rows[:, Held.RANK], rows[:, Held.FRAGMENT], rows[:, Held.ZONE] = rank, own, index
+                    tables.append(rows)
+        return np.concatenate(tables)
+
+
+def chunk_edges(lengths: Ints, size: int) -> Ints:
+    """Where the `size` contiguous chunks of each length begin and end: int64 [S, size + 1].
+
+    Tokens that `size` does not divide are dealt to the chunks round robin, from length to length,
+    so that the sums of all i-th chunks differ by one token at most.
+    """
+    whole, over = np.divmod(lengths, size)
+    first = ((np.cumsum(over) - over) % size)[:, None]
+    last = first + over[:, None]
+    chunk = np.arange(size + 1)
+    dealt = np.clip(chunk - first, 0, over[:, None]) + np.minimum(chunk, np.maximum(last - size, 0))
+    return whole[:, None] * chunk + np.minimum(dealt, over[:, None])
 
 
 def trade_messages(
@@ -332,12 +389,9 @@ def _run_bounds(zone: Zone, lengths: Ints) -> Ints:
     return total * np.arange(len(zone.ranks) + 1) // len(zone.ranks)
 
 
-def _run_tokens(zone: Zone, lengths: Ints) -> Ints:
-    return np.diff(_run_bounds(zone, lengths))
-
-
-def _sequences(seqs: Ints, lengths: Ints) -> Ints:
+def _sequences(zone: Zone, lengths: Ints) -> Ints:
     """Whole sequences as rows (seq, start, stop)."""
+    seqs = np.array(zone.seqs, dtype=np.int64)
     return np.stack([seqs, np.zeros_like(seqs), lengths[seqs]], 1)
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array
 from megatron_balance.ir.columns import Held, Message, Pair, Transfer, Value
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Exchange, Kind, Op
 from megatron_balance.ir.rows import Rows
@@ -76,7 +77,7 @@ class Shape:
     @classmethod
     def of(cls, zone: Zone, context: Context) -> Shape:
         groups = _groups(zone)
-        placed = _placed(zone, context.lengths)
+        placed = _placed(zone, context.lengths, context.mask)
         return cls(groups, placed, head_slices(context.num_heads, context.num_kv_heads, len(groups[0])))
 
     @property
@@ -335,8 +336,8 @@ def _groups(zone: Zone) -> tuple[tuple[int, ...], ...]:
     return tuple(zone.ranks[at : at + size] for at in range(0, len(zone.ranks), size))
 
 
-def _placed(zone: Zone, lengths: Ints) -> Zigzag:
-    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(_groups(zone)))
+def _placed(zone: Zone, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
+    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(_groups(zone)), mask)
 
 
 def _walked_to(shape: Shape) -> Ints:

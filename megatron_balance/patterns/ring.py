@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.columns import Pair, RemoteHeld, Transfer, Value
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind, Merge, Op
 from megatron_balance.ir.rows import Rows
@@ -64,7 +65,7 @@ class Ring(ZigzagPattern):
     def project(self, zone: Zone, context: Context, rank: int) -> ZoneProgram:
         """Ops of `rank`: G rounds of Exchange, Attend and Merge (the first round only attends)."""
         size, index = len(zone.ranks), zone.ranks.index(rank)
-        placed = of_zone(zone, context.lengths)
+        placed = of_zone(zone, context.lengths, context.mask)
         rounds = np.arange(size)
         blocks = Blocks(placed, (index - rounds) % size, (0, context.num_kv_heads))
         pairs, merges = attention(placed, index, blocks, context) if context.attends else ([b""] * size,) * 2
@@ -90,9 +91,11 @@ class Ring(ZigzagPattern):
         return ZoneProgram(ops, replays)
 
     def sends_on(self, held_by: Ints, position: Ints) -> tuple[Ints | int, Ints | int]:
-        """All that several ranks hold but the last chunk of a sequence, which no other rank needs."""
+        """All that several ranks hold; the last chunk of a sequence, which no other rank needs if the
+        mask is causal, only where it is not.
+        """
         shared = (held_by > 1).astype(np.int64)
-        return shared, shared * (position > 0)
+        return shared, shared * np.where(position > 0, 1, 2)
 
     # Plan statistics and traffic between nodes
 
@@ -114,7 +117,7 @@ class Ring(ZigzagPattern):
         edge = np.flatnonzero(context.crosses(ranks, after)) if across else np.arange(size)
         if not len(edge):
             return []
-        placed, rounds = of_zone(zone, context.lengths), np.arange(1, size)
+        placed, rounds = of_zone(zone, context.lengths, context.mask), np.arange(1, size)
         tokens = forward_hops(placed)[(edge[:, None] - rounds + 1) % size, rounds]
         heads = (0, context.num_kv_heads)
         rows = messages_from(rounds - 1, ranks[edge][:, None], after[edge][:, None], Kind.KV, heads, tokens)
@@ -135,7 +138,8 @@ class Ring(ZigzagPattern):
     def first_hops(self, zones: Sequence[ZoneAt[Zone]], context: Context, remote: Ints) -> FirstHops:
         """First hops to the rank after the holder, whole fragments divided by owner."""
         own = remote_of(zones, remote)
-        own = own[own[:, RemoteHeld.SENT_ON] == 1]
+        sent_on = own[:, RemoteHeld.SENT_ON]
+        own = own[(sent_on == 1) | ((sent_on == 2) & (context.mask != CAUSAL))]
         after: dict[tuple[int, int], int] = {}
         wanted = set(own[:, RemoteHeld.ZONE].tolist())
         for index, zone in zones:
@@ -164,7 +168,7 @@ class Ring(ZigzagPattern):
 
     def rounds(self, zone: Zone, context: Context) -> ZoneRounds:
         """Launches of all rounds, and the blocks that walk round."""
-        placed = of_zone(zone, context.lengths)
+        placed = of_zone(zone, context.lengths, context.mask)
         traffic = HopByHop(*walks(placed)) if placed.size > 1 else None
         return ZoneRounds(
             np.array(zone.ranks), ring_launches(placed, (context.num_heads, context.num_kv_heads)), traffic
@@ -238,19 +242,23 @@ def reach_forward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
 
     The low chunk at position j is needed by all other positions, the high one by those below j;
     turning forward, the last position before j again is j - 1. Position 0 has none behind it: its
-    low chunk ends at the last position and its high chunk stays.
+    low chunk ends at the last position and its high chunk stays. Under a full mask both are needed
+    by all.
     """
     first = position == 0
-    return np.where(first, placed.parts - 1, placed.size - 1), np.where(first, 0, placed.size - 1)
+    low = np.where(first, placed.parts - 1, placed.size - 1)
+    return low, np.where(first, 0, placed.size - 1) if placed.causal else low
 
 
 def reach_backward(placed: Zigzag, position: Ints) -> tuple[Ints, Ints]:
     """Hops [..., S] that both chunks make, turning the other way.
 
-    High chunks end at position 0; low ones go on to position j + 1 if there is one.
+    High chunks end at position 0; low ones, and under a full mask both, go on to position j + 1 if
+    there is one.
     """
     last = position >= placed.parts - 1
-    return np.where(last, position, placed.size - 1), position
+    low = np.where(last, position, placed.size - 1)
+    return low, position if placed.causal else low
 
 
 def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
@@ -264,7 +272,8 @@ def _in_turns(counts: Ints) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(int(ends[first]), int(ends[last]))
 
 
-_COMBINATIONS = np.array([(0, 0), (1, 0), (1, 1)])
+_CAUSAL = np.array([(0, 0), (1, 0), (1, 1)])
+_FULL = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 """(query chunk, key chunk) that may be visible; chunk 0 is the low one."""
 
 
@@ -275,10 +284,11 @@ def attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> t
     (lo0, lo1), (hi0, hi1) = placed.lo(mine), placed.hi(mine)
     theirs = blocks.position
     there = own & (theirs < placed.parts)
-    # What is visible follows from whose chunk comes first.
+    # What is visible follows from whose chunk comes first, if the mask is causal.
     same, earlier, later = there & (theirs == mine), there & (theirs < mine), there & (theirs > mine)
-    visible = np.stack([same | earlier, same | earlier | later, same | later], 2)
-    query, key = _COMBINATIONS.T
+    columns = [same | earlier, there, same | later] if placed.causal else [there] * len(_FULL)
+    visible = np.stack(columns, 2)
+    query, key = (_CAUSAL if placed.causal else _FULL).T
     q_start, q_stop = np.stack([lo0, hi0], 1)[:, query], np.stack([lo1, hi1], 1)[:, query]
     k_start, k_stop = blocks.start[:, :, key], blocks.stop[:, :, key]
     visible &= (q_start < q_stop) & (k_start < k_stop)
@@ -292,7 +302,7 @@ def attention(placed: Zigzag, index: int, blocks: Blocks, context: Context) -> t
     queries, k_start, k_stop = queries.reshape(-1, 5), k_start.ravel(), k_stop.ravel()
     # One merge row per query region and round: skip the second pair of the same query chunk.
     once = visible.copy()
-    once[:, :, 2] &= ~visible[:, :, 1]
+    once[:, :, 1:] &= ~(visible[:, :, :-1] & (query[1:] == query[:-1]))
     at, of_round, merged = np.flatnonzero(visible), visible.sum(axis=(1, 2)), once.sum(axis=(1, 2))
     first = once.ravel()[at]
     pairs: list[bytes] = []
@@ -323,9 +333,10 @@ def forward_hops(placed: Zigzag) -> Ints:
     size, several = placed.size, placed.parts > 1
     first = np.zeros_like(placed.lengths)
     (lo0, lo1), (hi0, hi1) = placed.lo(first), placed.hi(first)
-    stays = sums(placed.first[several], (hi1 - hi0)[several], size)
+    high = hi1 - hi0
+    stays = sums(placed.first[several], high[several] * placed.causal, size)
     gone = np.zeros((size, size + 1), dtype=np.int64)
-    np.add.at(gone, (placed.first[several], placed.parts[several]), (lo1 - lo0)[several])
+    np.add.at(gone, (placed.first[several], placed.parts[several]), (lo1 - lo0 + high * (not placed.causal))[several])
     tokens = (shared_tokens(placed) - stays)[:, None] - np.cumsum(gone[:, :size], axis=1)
     tokens[:, 0] = 0
     return tokens
@@ -374,7 +385,9 @@ def _each_launch(placed: Zigzag, heads: tuple[int, int]) -> Launches:
     same, earlier, later = both & (theirs == mine), both & (theirs < mine), both & (theirs > mine)
     pairs: list[Ints] = []
     launch: list[Ints] = []
-    for (query, key), visible in zip(_COMBINATIONS.tolist(), (same | earlier, both, same | later), strict=True):
+    combinations = _CAUSAL if placed.causal else _FULL
+    shown = (same | earlier, both, same | later) if placed.causal else (both,) * len(_FULL)
+    for (query, key), visible in zip(combinations.tolist(), shown, strict=True):
         i, t, s = np.nonzero(visible)
         j = source[i, t]
         rows = np.zeros((len(i), Pair.WIDTH), dtype=np.int64)
@@ -416,6 +429,8 @@ def _launches_by_kind(placed: Zigzag, heads: tuple[int, int]) -> Launches:
         ((_LO, _KEYS), (_HI, _KEYS)),
         ((_HI, _KEYS), (_HI, _KEYS_HI)),
     )
+    if not placed.causal:
+        combinations = (((_LO, _LO), (_LO, _HI), (_HI, _LO), (_HI, _HI)),) * len(combinations)
     pairs: list[Ints] = []
     launch: list[Ints] = []
     for number, (of, count) in enumerate(zip(order.tolist(), shared.tolist(), strict=True)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 
@@ -22,6 +22,7 @@ import numpy as np
 from megatron_balance.ir.arrays import Bools, Ints, sums
 from megatron_balance.ir.columns import Held
 from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import Zone
 from megatron_balance.patterns.base import CommPattern, Context, Load, ZoneAt, causal_pairs
 
@@ -33,6 +34,9 @@ _LISTED = 1 << 12
 zone for each rank.
 """
 
+_BY_SEQUENCE = ("seqs", "lengths", "parts", "first")
+"""Fields of `Zigzag` with an entry a sequence."""
+
 _NARROW = 1 << 15
 """With fewer ranks, 2 G^2 fits 32 bits."""
 
@@ -43,7 +47,7 @@ class Zigzag:
     sequences.
 
     `parts[s]`: ranks that hold sequence s; `first[s]`: the group index of the rank that holds its
-    chunk 0.
+    chunk 0. `causal`: the mask; full otherwise.
     """
 
     size: int
@@ -51,6 +55,7 @@ class Zigzag:
     lengths: Ints
     parts: Ints
     first: Ints
+    causal: bool = True
 
     def position(self, index: Ints) -> Ints:
         """Place of group index `index` [..., 1] in each sequence's own order: [..., S]; >= parts:
@@ -73,15 +78,15 @@ def chunk(lengths: Ints, parts: Ints, number: Ints) -> tuple[Ints, Ints]:
     return first // width, (first + lengths) // width
 
 
-def zigzag(lengths: Ints, seqs: Ints, size: int) -> Zigzag:
+def zigzag(lengths: Ints, seqs: Ints, size: int, mask: Mask = CAUSAL) -> Zigzag:
     """Divide `seqs` (ids into `lengths`) among `size` ranks."""
     own = lengths[seqs]
-    return Zigzag(size, seqs, own, *holders(own, np.full(len(own), size), np.zeros_like(own)))
+    return Zigzag(size, seqs, own, *holders(own, np.full(len(own), size), np.zeros_like(own)), mask == CAUSAL)
 
 
-def of_zone(zone: Zone, lengths: Ints) -> Zigzag:
+def of_zone(zone: Zone, lengths: Ints, mask: Mask = CAUSAL) -> Zigzag:
     """Divide the sequences of a zone among its ranks."""
-    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks))
+    return zigzag(lengths, np.array(zone.seqs, dtype=np.int64), len(zone.ranks), mask)
 
 
 def holders(lengths: Ints, sizes: Ints, begin: Ints) -> tuple[Ints, Ints]:
@@ -136,9 +141,17 @@ def fragments(placed: Zigzag, index: int) -> Ints:
 
 
 def pairs_per_rank(placed: Zigzag) -> Ints:
-    """Causal pairs of each group index, its queries with the keys before them: int64 [G]."""
+    """Visible pairs of each group index, its queries with the keys that they see: int64 [G]."""
     size, short = placed.size, placed.parts < placed.size
     pairs = np.zeros(size, dtype=np.int64)
+    if not placed.causal:
+        for seq in range(0, len(placed.seqs), max(1, _BLOCK // size)):
+            some = slice(seq, seq + max(1, _BLOCK // size))
+            block = replace(placed, **{name: getattr(placed, name)[some] for name in _BY_SEQUENCE})
+            position = block.position(np.arange(size)[:, None])
+            (lo0, lo1), (hi0, hi1) = block.lo(position), block.hi(position)
+            pairs += np.where(position < block.parts, (lo1 - lo0 + hi1 - hi0) * block.lengths, 0).sum(axis=1)
+        return pairs
     # Sequences that all ranks hold: group index i holds the chunks between edges i and i + 1 from
     # both ends.
     edges, whole = np.arange(size + 1), placed.lengths[~short, None]
@@ -239,10 +252,10 @@ class ZigzagPattern(CommPattern[Zone]):
         local = [zone for zone in zones if len(zone.ranks) == 1]
         ranks = np.repeat([zone.ranks[0] for zone in local], [len(zone.seqs) for zone in local])
         seqs = np.fromiter(chain.from_iterable(zone.seqs for zone in local), np.int64, len(ranks))
-        load.pairs += sums(ranks.astype(np.int64), causal_pairs(context.lengths[seqs]), context.num_ranks)
+        load.pairs += sums(ranks.astype(np.int64), context.mask.num_pairs(context.lengths[seqs]), context.num_ranks)
         for zone in zones:
             if len(zone.ranks) > 1:
-                placed = of_zone(zone, context.lengths)
+                placed = of_zone(zone, context.lengths, context.mask)
                 members = np.array(zone.ranks)
                 load.pairs[members] += pairs_per_rank(placed)
                 self.receive(load, members, placed, context)

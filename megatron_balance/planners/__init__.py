@@ -13,6 +13,7 @@ from megatron_balance.planners import (
     distca,
     flexsp,
     hybrid_dp,
+    knapformer,
     llama_all_gather,
     megatron_dynamic,
     packing,
@@ -51,6 +52,9 @@ PLANNERS: dict[str, Planner] = {
         room=slack,
         left_out="its integer program takes longer than a step hides",
     ),
+    "knapformer": Planner(
+        knapformer.plan, knapformer.KnapFormerOptions, room=slack, left_out="its topology is for the user to say"
+    ),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,
         megatron_dynamic.MegatronDynamicOptions,
@@ -66,6 +70,7 @@ PLANNERS: dict[str, Planner] = {
         plan_owned=distca.plan_owned,
         num_holders=distca.num_holders,
         ping_pong=True,
+        masks=("causal",),
         left_out="it hides its transfers behind a second nano-batch, and microbatches run whole here",
     ),
     "wlb_llm": Planner(

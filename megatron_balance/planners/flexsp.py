@@ -38,7 +38,6 @@ from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
@@ -196,7 +195,7 @@ class _Pricing:
         exchanges of q, k, v and outputs.
         """
         heads = ceil(self.model.num_heads / size) / self.model.num_heads
-        busy_s = heads * self.cost.attention_s(CAUSAL.num_pairs(length)) + self.cost.linear_s(length / size)
+        busy_s = heads * self.cost.attention_s(self.model.mask.num_pairs(length)) + self.cost.linear_s(length / size)
         inside, outside = min(size, self.cluster.node_size) - 1, max(0, size - self.cluster.node_size)
         part = (
             length / size / size

@@ -35,7 +35,6 @@ from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
@@ -120,7 +119,7 @@ def _problem(batch: Batch, cluster: Cluster, model: Model, options: HybridDpOpti
     if options.tolerance < 0:
         raise ConfigError(f"hybrid_dp: tolerance {options.tolerance}: must be at least 0")
     pair, token = model.attention_flops_per_pair, model.linear_flops_per_token
-    work = tuple(CAUSAL.num_pairs(n) * pair + n * token for n in batch.lengths)
+    work = tuple(model.mask.num_pairs(n) * pair + n * token for n in batch.lengths)
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
     return _Problem(batch.lengths, work, cluster, capacity)
 

@@ -48,4 +48,5 @@ def plan(
         model.num_heads,
         model.num_kv_heads,
         zones,
+        mask=model.mask,
     )

@@ -32,6 +32,7 @@ from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.rows import Rows
@@ -74,22 +75,30 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     left = [packs[rank] - sum(lengths[seq] for seq in whole[rank]) for rank in range(num_ranks)]
     cut_seqs = [seq for seq, pack in zip(order, pack_of, strict=True) if pack is None]
     zones: list[Zone | TaskTable] = (
-        [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left)] if cut_seqs else []
+        [_cut_zone([(seq, lengths[seq]) for seq in sorted(cut_seqs)], left, model.mask)] if cut_seqs else []
     )
     zones += [Zone(LOCAL, "ring", (rank,), tuple(sorted(seqs))) for rank, seqs in sorted(whole.items()) if seqs]
     return MicrobatchPlan(
-        "packing", lengths, num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, tuple(zones)
+        "packing",
+        lengths,
+        num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        tuple(zones),
+        mask=model.mask,
     )
 
 
-def _cut_zone(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> TaskTable:
+def _cut_zone(seqs: Sequence[tuple[int, int]], capacities: Sequence[int], mask: Mask) -> TaskTable:
     """Task table of sequences (id, length), one after the other into what ranks have left
     (`capacities`, tokens).
 
-    The rank of the queries attends to all keys before them.
+    The rank of the queries attends to all keys that they see.
     """
-    fragments = list(_fill(seqs, capacities))
-    return TaskTable(CUT, Rows.of(4, fragments), Rows.of(6, [(*fragment, 0, fragment[3]) for fragment in fragments]))
+    fragments, length_of = list(_fill(seqs, capacities)), dict(seqs)
+    tasks = [(*each, 0, min(length_of[each[1]], mask.keys(each[1], each[3] - 1)[1])) for each in fragments]
+    return TaskTable(CUT, Rows.of(4, fragments), Rows.of(6, tasks))
 
 
 def _fill(seqs: Sequence[tuple[int, int]], capacities: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

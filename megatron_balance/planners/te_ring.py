@@ -41,5 +41,12 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     ranks, seqs = tuple(range(cluster.num_ranks)), tuple(range(len(batch.lengths)))
     zones = (Zone("pool", "ring", ranks, seqs),) if seqs else ()
     return MicrobatchPlan(
-        "te_ring", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
+        "te_ring",
+        batch.lengths,
+        cluster.num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        zones,
+        mask=model.mask,
     )

@@ -39,5 +39,12 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     ranks, seqs = tuple(range(cluster.num_ranks)), tuple(range(len(batch.lengths)))
     zones = (Zone("pool", "head_exchange", ranks, seqs),) if seqs else ()
     return MicrobatchPlan(
-        "ulysses", batch.lengths, cluster.num_ranks, cluster.node_size, model.num_heads, model.num_kv_heads, zones
+        "ulysses",
+        batch.lengths,
+        cluster.num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        zones,
+        mask=model.mask,
     )

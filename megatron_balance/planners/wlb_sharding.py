@@ -82,7 +82,12 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     zones = tried[0]
     if len(tried) > 1:
         context = Context(
-            np.array(batch.lengths), model.num_heads, model.num_kv_heads, cluster.num_ranks, cluster.node_size
+            np.array(batch.lengths),
+            model.num_heads,
+            model.num_kv_heads,
+            cluster.num_ranks,
+            cluster.node_size,
+            mask=model.mask,
         )
         zones = min(tried, key=lambda zones: predicted_s(zones, context, cluster, model, cost))
     return MicrobatchPlan(
@@ -93,6 +98,7 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
         model.num_heads,
         model.num_kv_heads,
         zones,
+        mask=model.mask,
     )
 
 

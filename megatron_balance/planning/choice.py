@@ -55,6 +55,7 @@ class PlannerChoice(PlannerSection):
             InfeasibleError: a batch that the ranks cannot hold.
             ConfigError: as `num_holders`, or options out of range.
         """
+        self.check_mask(model)
         context = StepContext(cluster, model, cost, own_microbatches=False, may_carry=False)
         if self.planner.plan is not None:
             self.num_holders(cluster)
@@ -73,6 +74,7 @@ class PlannerChoice(PlannerSection):
                 another planner that this one cannot train.
         """
         self.num_holders(context.cluster)
+        self.check_mask(context.model)
         if context.joint is not None and not self.planner.joint:
             raise ConfigError(
                 f"planner {self.name} cannot plan several pipeline stages together; these can: {joint_planners()}"
@@ -101,6 +103,19 @@ class PlannerChoice(PlannerSection):
                 f"planner {self.name} cannot train the {len(carry.waiting)} sequences that planner "
                 f"{carry.planner or 'before it'} held back; go on with a planner that can, or start anew from the "
                 "weights alone (--finetune)"
+            )
+
+    def check_mask(self, model: Model) -> None:
+        """Reject a model whose attention the planner cannot plan.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if model.attention not in self.planner.masks:
+            able = ", ".join(name for name, planner in PLANNERS.items() if model.attention in planner.masks)
+            raise ConfigError(
+                f"planner {self.name} plans {' and '.join(self.planner.masks)} attention only, and model {model.name} "
+                f"has {model.attention} attention (attention: {model.attention}); choose one of {able}"
             )
 
     def num_holders(self, cluster: Cluster) -> int:

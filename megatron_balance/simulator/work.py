@@ -13,7 +13,6 @@ import numpy as np
 from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.cost.kernel import distinct_rows
 from megatron_balance.ir.columns import Pair
-from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.visible import sees
 from megatron_balance.simulator.machine import Machine
@@ -49,7 +48,7 @@ def launches(pairs: Ints, launch: Ints, merging: Floats, machine: Machine, *, ba
     merges.
     """
     kernel = machine.cost.attend_s(pairs, launch, len(merging), backward=backward)
-    seen = sees(pairs, CAUSAL)
+    seen = sees(pairs, machine.model.mask)
     pairs, launch = pairs[seen], launch[seen]
     queries = distinct_rows(pairs[:, Pair.QUERY], launch, len(merging))
     if not backward:

@@ -37,6 +37,7 @@ class Frame:
             model.num_heads,
             model.num_kv_heads,
             zones(placement, cluster, self.pattern),
+            mask=model.mask,
         )
 
     def batch(self, lengths: Sequence[int], placement: Placement, microbatch_of: Sequence[int]) -> StepPlan:

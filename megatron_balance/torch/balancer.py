@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any, Self
@@ -87,12 +88,13 @@ class SequenceBalancer:
             ConfigError: no such planner or option, ranks that are spread unevenly over nodes.
         """
         self.settings = settings
-        self.model = model
+        self.model = model = model if settings.mask is None else replace(model, attention=settings.mask)
         self.pool = pool_of(mesh, settings.ranks_per_node)
         self.device = torch.device(settings.device) if settings.device is not None else device_of(mesh)
         self._group = self.pool.groups.pool if averaged_over is None else group_of(averaged_over)
         choice = choose_planner(planner, options, "SequenceBalancer", settings.layers)
         cluster = settings.cluster_of(self.pool)
+        choice.check_mask(model)
         choice.num_holders(cluster)  # options that cannot be are told before a model is built
         costs = None if settings.plan_costs is None else str(settings.plan_costs)
         self._spec = PlanSpec(planner, cluster, model, choice.layers, dict(choice.given), costs)

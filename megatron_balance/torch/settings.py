@@ -12,6 +12,7 @@ from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.mask import mask_named
 from megatron_balance.ir.model import GradientWire
 from megatron_balance.training.pool import Pool
 
@@ -26,7 +27,7 @@ class Settings:
             YAML file. Sizes are the job's.
         layers: remapping and routing around the planner; None: what its own system does.
         plan_costs: cost table of `megatron-balance profile`; None: data sheets.
-        mask: of attention within a document: "causal".
+        mask: of attention within a document: "causal" or "full"; None: as the model has it.
         shift_labels: whether a document's labels are those of its own tokens, as Transformers has
             them, so that the label of an output is the next token's; else they are the outputs'.
         row_multiple: a rank's rows are padded to a multiple of it, for linear layers that need one.
@@ -42,7 +43,7 @@ class Settings:
     cluster: str | Cluster | None = None
     layers: Layers | None = None
     plan_costs: str | Path | None = None
-    mask: str = "causal"
+    mask: str | None = None
     shift_labels: bool = True
     row_multiple: int = 1
     backward: Policy = "keep"
@@ -57,8 +58,8 @@ class Settings:
         Raises:
             ConfigError: a value out of range.
         """
-        if self.mask != "causal":
-            raise ConfigError(f"mask: expected 'causal', got {self.mask!r}; other masks are not planned yet")
+        if self.mask is not None:
+            mask_named(self.mask)
         if self.row_multiple < 1 or self.agreement_every < 1:
             raise ConfigError(
                 "row_multiple and agreement_every: expected at least 1, got "

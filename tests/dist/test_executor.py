@@ -18,6 +18,7 @@ from megatron_balance.compile.pipeline import expand, layout, project
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import MASKS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Attend, Exchange
@@ -44,7 +45,7 @@ RUNS = tuple(Run(policy, dtype) for policy in POLICIES for dtype in TOLERANCE)
 def test_the_executor_equals_the_reference(
     pool: Pool, planner: str, num_ranks: int, data: st.DataObject, head_dim: int
 ) -> None:
-    case: Case = data.draw(cases([num_ranks], max_sequences=5))
+    case: Case = data.draw(cases([num_ranks], max_sequences=5, masks=tuple(MASKS)))
     planned = plan(planner, case)
     per_rank = pool.run(jobs.attend, num_ranks, planned, head_dim, RUNS)
     for index, run in enumerate(RUNS):

@@ -49,7 +49,8 @@ def one_rank(train: Train) -> Run:
 def options_of(planner: str) -> dict[str, Any]:
     # Without slack the longer documents of these batches must leave their node, so all three of
     # zeppelin's queues run.
-    return {"name": planner, "slack": 1.0} if planner == "zeppelin" else {"name": planner}
+    given = {"zeppelin": {"slack": 1.0}, "knapformer": {"topology": "g2n1+g1n2", "slack": 4.0}}
+    return {"name": planner, **given.get(planner, {})}
 
 
 # Every planner without layers (with both: below, on eight ranks); with any of them the planner that
@@ -97,9 +98,10 @@ COLLECTIVES = {
     "wlb_llm": {"exchanges_all_gather", "exchanges_reduce_scatter"},  # what is inside its microbatches
     "ulysses": {"exchanges_all_to_all"},
     "flexsp": {"exchanges_all_to_all"},
+    "knapformer": {"exchanges_all_to_all"},
 }
 PING_PONG = "distca"  # runs microbatches as two nano-batches, those of one document as they are
-TRADE_HEADS = ("ulysses", "flexsp")
+TRADE_HEADS = ("ulysses", "flexsp", "knapformer")
 # These cut tokens evenly, so there is nothing to remap; everybody else leaves some rank a token
 # more.
 EVEN = ("ulysses", "packing", "distca", "wlb_sharding")

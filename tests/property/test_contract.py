@@ -17,21 +17,24 @@ from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.compile.verify import verify
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.mask import MASKS
 from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
+from tests.support.masks import visible
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, cases, lengths, plan
 
 each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
+EITHER = tuple(MASKS)
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 @each_planner
 @each_policy
 @settings(max_examples=40)
-@given(case=cases())
+@given(case=cases(masks=EITHER))
 def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
     planner: str, policy: Policy, case: Case
 ) -> None:
@@ -44,13 +47,13 @@ def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
 @each_planner
 @each_policy
 @settings(max_examples=40)
-@given(case=cases(max_sequences=5))
+@given(case=cases(masks=EITHER, max_sequences=5))
 def test_outputs_and_gradients_equal_dense_attention(planner: str, policy: Policy, case: Case) -> None:
     assert_equals_dense(expand(plan(planner, case), policy))
 
 
 @each_planner
-@given(case=cases())
+@given(case=cases(masks=EITHER))
 def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     assert planned.lengths == case.batch.lengths
@@ -61,7 +64,7 @@ def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case
 
 
 @each_planner
-@given(case=cases())
+@given(case=cases(masks=EITHER))
 def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: str, case: Case) -> None:
     planned = plan(planner, case)
     assert plan(planner, case) == planned
@@ -72,7 +75,7 @@ def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: s
 @each_planner
 @each_policy
 @settings(max_examples=20)
-@given(case=cases(max_length=40, max_sequences=4))
+@given(case=cases(masks=EITHER, max_length=40, max_sequences=4))
 def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> None:
     program = expand(plan(planner, case), policy)
     tidied = tidy(program)
@@ -86,7 +89,7 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
 @each_policy
 @settings(max_examples=8)
 @given(
-    case=cases(max_length=80, max_sequences=4),
+    case=cases(masks=EITHER, max_length=80, max_sequences=4),
     other=lengths(max_length=80, max_sequences=4, min_sequences=0),
     passing=st.booleans(),
 )
@@ -110,6 +113,6 @@ def assert_equals_dense(program: Program) -> None:
     sequence.
     """
     x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
-    ours, theirs = reference.run(program, x.q, x.k, x.v, x.scale, x.dout), dense.attention(x)
+    ours, theirs = reference.run(program, x.q, x.k, x.v, x.scale, x.dout), dense.attention(x, visible(program.mask))
     for name in ("out", "q_grad", "k_grad", "v_grad"):
         assert dense.worst(getattr(ours, name), getattr(theirs, name)) < 1e-9, name

@@ -81,8 +81,8 @@ def worst(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
     1e-3 where there is nothing as large.
 
     A query that sees one key only has no gradient, and what rounding leaves of it on either side is
-    not worth comparing.
+    not worth comparing: where `theirs` is nothing else, differences are relative to 1, as inputs are.
     """
     scale = max((float(np.abs(t).max(initial=0.0)) for t in theirs), default=0.0)
     difference = max((float(np.abs(o - t).max(initial=0.0)) for o, t in zip(ours, theirs, strict=True)), default=0.0)
-    return difference / max(scale, 1e-3)
+    return difference / (max(scale, 1e-3) if scale > 1e-12 else 1.0)

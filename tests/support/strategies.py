@@ -21,9 +21,13 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice
-from tests.support.task_tables import random_task_table, random_zones
+from tests.support.task_tables import random_task_table, random_topology, random_zones
 
-TEST_PLANNERS = {"random_task_table": random_task_table, "random_zones": random_zones}
+TEST_PLANNERS = {
+    "random_task_table": random_task_table,
+    "random_zones": random_zones,
+    "knapformer, random groups": random_topology,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
     "zeppelin, rule cost": ("zeppelin", {"rule": "cost"}),
@@ -72,6 +76,7 @@ def cases(
     max_length: int = 300,
     max_sequences: int = 7,
     min_sequences: int = 0,
+    masks: Sequence[str] = ("causal",),
 ) -> Case:
     """Batches on clusters of one to several nodes; MHA, and GQA down to fewer key-value heads than
     ranks.
@@ -80,7 +85,14 @@ def cases(
     ranks = draw(st.sampled_from(list(num_ranks)))
     cluster = Cluster(ranks, draw(st.sampled_from(_PER_NODE[ranks])))
     kv_heads, ratio = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (2, 4), (3, 2), (8, 1)]))
-    model = Model(num_heads=kv_heads * ratio, num_kv_heads=kv_heads, head_dim=4, hidden_size=32, ffn_size=64)
+    model = Model(
+        num_heads=kv_heads * ratio,
+        num_kv_heads=kv_heads,
+        head_dim=4,
+        hidden_size=32,
+        ffn_size=64,
+        attention=draw(st.sampled_from(list(masks))),
+    )
     average = -(-batch.num_tokens // ranks)
     capacity = draw(st.sampled_from([None, average, average + max(1, average // 10), 2 * average]))
     routing = draw(st.sampled_from([None, (1, 1), (2, 1), (1, 8)]))
@@ -117,6 +129,9 @@ def random_moves(planned: MicrobatchPlan, seed: int) -> Rows:
 
 def bare_plan(planner: str, case: Case) -> MicrobatchPlan:
     """A planner's decision, without layers."""
+    model = case.model
+    if planner not in TEST_PLANNERS and model.attention not in PLANNERS[VARIANTS.get(planner, (planner, {}))[0]].masks:
+        case = replace(case, model=replace(model, attention="causal"))
     if planner in TEST_PLANNERS:
         return TEST_PLANNERS[planner](case.batch, case.cluster, case.model, case.seed)
     name, options = VARIANTS.get(planner, (planner, {}))

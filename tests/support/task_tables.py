@@ -5,17 +5,29 @@ task table and any mix of zones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.patterns import dispatch
+from megatron_balance.planners import knapformer
 from tests.support import by_hand
 
-PATTERNS = ("ring", "all_gather", "gather_documents", "gather_sequence", "head_exchange", "head_ring")
+PATTERNS = (
+    "ring",
+    "all_gather",
+    "gather_documents",
+    "gather_sequence",
+    "head_exchange",
+    "chunk_exchange",
+    "head_ring",
+)
 
 Rectangle = tuple[int, int, int, int]  # q_start, q_stop, k_start, k_stop
 
@@ -31,7 +43,7 @@ def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -
         fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
         tasks += [
             (_rank(rng, cluster), seq, *r)
-            for r in _rectangles(rng, (0, length, 0, length), depth=int(rng.integers(0, 5)))
+            for r in _rectangles(rng, (0, length, 0, length), int(rng.integers(0, 5)), model.mask)
         ]
     zone = dispatch.task_table("random", _shuffled(rng, fragments, 4), _shuffled(rng, tasks, 6))
     return _plan("random_task_table", batch, cluster, model, (zone,))
@@ -57,9 +69,21 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:
     heads = (model.num_heads, model.num_kv_heads)
-    return by_hand.plan(
+    planned = by_hand.plan(
         batch.lengths, cluster.num_ranks, *zones, ranks_per_node=cluster.ranks_per_node, heads=heads, name=name
     )
+    return replace(planned, mask=model.mask)
+
+
+def random_topology(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
+    """knapformer on groups of random sizes, of which some may be empty."""
+    rng = np.random.default_rng(seed)
+    cuts = np.flatnonzero(rng.integers(0, 2, cluster.num_ranks - 1)) + 1
+    sizes = np.diff([0, *cuts.tolist(), cluster.num_ranks])
+    options = knapformer.KnapFormerOptions(
+        topology="+".join(f"g{size}n1" for size in sizes), heads=("uneven", "ring")[int(rng.integers(2))]
+    )
+    return knapformer.plan(batch, cluster, model, AnalyticCost(cluster, model), options)
 
 
 def _rank(rng: np.random.Generator, cluster: Cluster) -> int:
@@ -76,10 +100,10 @@ def _pieces(rng: np.random.Generator, length: int) -> Iterator[tuple[int, int]]:
     yield from zip(cuts, cuts[1:], strict=False)
 
 
-def _rectangles(rng: np.random.Generator, whole: Rectangle, depth: int) -> Iterator[Rectangle]:
+def _rectangles(rng: np.random.Generator, whole: Rectangle, depth: int, mask: Mask) -> Iterator[Rectangle]:
     """`whole` cut again and again, along queries or keys; what no query may see is left out."""
     q0, q1, k0, k1 = whole
-    if k0 >= q1:
+    if mask == CAUSAL and k0 >= q1:
         return
     along_queries = bool(rng.integers(2))
     start, stop = (q0, q1) if along_queries else (k0, k1)
@@ -89,4 +113,4 @@ def _rectangles(rng: np.random.Generator, whole: Rectangle, depth: int) -> Itera
     at = int(rng.integers(start + 1, stop))
     halves = ((q0, at, k0, k1), (at, q1, k0, k1)) if along_queries else ((q0, q1, k0, at), (q0, q1, at, k1))
     for half in halves:
-        yield from _rectangles(rng, half, depth - 1)
+        yield from _rectangles(rng, half, depth - 1, mask)

@@ -109,7 +109,7 @@ def pack(
         now = [*remained, *longest_first(now)]
     else:
         now = [*longest_first([*remained, *queued]), *longest_first(new)]
-    work = workload(context.cost, context.cluster)
+    work = workload(context.cost, context.cluster, context.model.mask)
     if options.packing == "workload":
         packed = by_workload(now, len(lengths), most, work)
     elif options.packing == "original":

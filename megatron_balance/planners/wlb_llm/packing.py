@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import CAUSAL, Mask
 
 Work: TypeAlias = Callable[[int], float]
 """From a document's length to its workload."""
@@ -29,10 +30,10 @@ class Packed:
     left: tuple[Document, ...]
 
 
-def workload(cost: CostModel, cluster: Cluster) -> Work:
+def workload(cost: CostModel, cluster: Cluster, mask: Mask = CAUSAL) -> Work:
     """W_a + W_l of Eq. 2: seconds of one layer's forward pass of a document spread over all ranks.
 
-    Attention by the document's causal pairs; the modules outside of it, tensor-parallel
+    Attention by the document's visible pairs; the modules outside of it, tensor-parallel
     communication included, and the gathering of keys and values from the other ranks by its tokens.
     """
     ranks = cluster.num_ranks
@@ -42,7 +43,7 @@ def workload(cost: CostModel, cluster: Cluster) -> Work:
     attention_s = cost.attention_s
 
     def work(length: int) -> float:
-        return attention_s(length * (length + 1) / 2) / ranks + length * token_s
+        return attention_s(mask.num_pairs(length)) / ranks + length * token_s
 
     return work
 

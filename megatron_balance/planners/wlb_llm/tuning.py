@@ -74,7 +74,7 @@ def evaluate(steps: Iterable[Lengths], context: StepContext, thresholds: tuple[i
     from megatron_balance.planners.wlb_llm import NAME, REMAINED, pack
 
     context = replace(context, options=replace(context.options, thresholds=thresholds, packing="workload"))
-    work = workload(context.cost, context.cluster)
+    work = workload(context.cost, context.cluster, context.model.mask)
     carry = EMPTY
     imbalances: list[float] = []
     drawn = waited = delayed = 0

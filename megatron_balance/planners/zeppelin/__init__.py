@@ -121,7 +121,9 @@ def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options:
     capacity = options.tokens_per_rank or ceil(options.slack * batch.num_tokens / cluster.num_ranks)
     heads = model.num_heads, model.num_kv_heads
     placed = _zones(batch.lengths, cluster, model, cost, capacity, options) if batch.lengths else ()
-    return MicrobatchPlan("zeppelin", batch.lengths, cluster.num_ranks, cluster.node_size, *heads, placed)
+    return MicrobatchPlan(
+        "zeppelin", batch.lengths, cluster.num_ranks, cluster.node_size, *heads, placed, mask=model.mask
+    )
 
 
 def _zones(
@@ -135,19 +137,23 @@ def _zones(
         if found is not None:
             return found
     if options.rule in ("cost", "waves"):
-        return zones(_cheapest(lengths, cluster, cost, capacity, options), cluster)
+        return zones(_cheapest(lengths, cluster, (model, cost), capacity, options), cluster)
     size = wide.group_size(cluster, model, options.group_size)
     groups = wide_ranks(cluster, size)
-    placement = _cheapest(lengths, groups, WideCost(cost, cluster, model, size), capacity * size, options)
+    placement = _cheapest(lengths, groups, (model, WideCost(cost, cluster, model, size)), capacity * size, options)
     return wide.group_zones(placement, groups, size)
 
 
 def _cheapest(
-    lengths: Sequence[int], cluster: Cluster, cost: CostModel, capacity: int, options: ZeppelinOptions
+    lengths: Sequence[int],
+    cluster: Cluster,
+    priced: tuple[Model, CostModel],
+    capacity: int,
+    options: ZeppelinOptions,
 ) -> Placement:
     """The best placement with a remap or, where that hardly pays, without one."""
-    own = pricing(options)
-    prices = Prices(lengths, cluster, cost, own)
+    own, (model, cost) = pricing(options), priced
+    prices = Prices(lengths, cluster, cost, own, model.mask)
     search = costed.Search(prices)
     chosen = costed.place(search, capacity, own)
     if not options.remapped or options.weight_tokens is not None:

@@ -31,6 +31,7 @@ import numpy as np
 from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.remap import remap_s
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.solvers.groups import rank_tokens
 from megatron_balance.solvers.placed import Placement, members
 
@@ -79,12 +80,14 @@ class Prices:
     `pricing`: how it judges unless told otherwise.
     """
 
-    def __init__(self, lengths: Sequence[int], cluster: Cluster, cost: CostModel, pricing: Pricing) -> None:
-        self.lengths, self.cluster, self.cost, self.pricing = lengths, cluster, cost, pricing
+    def __init__(
+        self, lengths: Sequence[int], cluster: Cluster, cost: CostModel, pricing: Pricing, mask: Mask = CAUSAL
+    ) -> None:
+        self.lengths, self.cluster, self.cost, self.pricing, self.mask = lengths, cluster, cost, pricing, mask
         self.num_nics = ceil(cluster.node_size / cluster.ranks_per_nic)
         self.token_s = cost.linear_s(1.0)
         self.trivial_hops_s = cluster.num_ranks * self.hops_s(sum(lengths), cluster.num_ranks, cluster.num_nodes > 1)
-        self._times = {1: _Times(cost, 1)}
+        self._times = {1: _Times(cost, 1, mask)}
         self._shares: dict[tuple[int, int, bool], RankShare] = {}
         self.work_s = list(map(self._times[1].__getitem__, lengths))
         self._work, self._tokens = np.array(self.work_s, dtype=np.float64), np.array(lengths, dtype=np.float64)
@@ -108,7 +111,7 @@ class Prices:
 
     def _times_on(self, num_ranks: int) -> _Times:
         if num_ranks not in self._times:
-            self._times[num_ranks] = _Times(self.cost, num_ranks)
+            self._times[num_ranks] = _Times(self.cost, num_ranks, self.mask)
         return self._times[num_ranks]
 
     def share(self, length: int, num_ranks: int, inter_node: bool = False) -> RankShare:
@@ -194,12 +197,12 @@ class _Times(dict[int, float]):
     when asked for.
     """
 
-    def __init__(self, cost: CostModel, num_ranks: int) -> None:
+    def __init__(self, cost: CostModel, num_ranks: int, mask: Mask) -> None:
         super().__init__()
-        self.cost, self.num_ranks = cost, num_ranks
+        self.cost, self.num_ranks, self.mask = cost, num_ranks, mask
 
     def __missing__(self, length: int) -> float:
         num_ranks = self.num_ranks
         run = length / (2 * num_ranks) if num_ranks > 1 else length
-        self[length] = seconds = self.cost.attention_s(length * (length + 1) / (2 * num_ranks), run)
+        self[length] = seconds = self.cost.attention_s(self.mask.num_pairs(length) / num_ranks, run)
         return seconds

@@ -14,13 +14,16 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Bools, Ints, run_bounds
 from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.mask import CAUSAL, Mask
 
 
-def simple_pairs(pairs: Ints, launch: Ints) -> tuple[Ints, Ints]:
+def simple_pairs(pairs: Ints, launch: Ints, mask: Mask = CAUSAL) -> tuple[Ints, Ints]:
     """Simple pairs, each either full or causal at the bottom right, and their launches.
 
     `pairs`: `ir.columns.Pair`, transposed: [9, n]. Queries and keys that take no part are left out.
     """
+    if mask != CAUSAL:
+        return pairs, launch
     pairs = pairs.copy()
     pairs[Pair.Q_START] = np.maximum(pairs[Pair.Q_START], pairs[Pair.K_START])
     pairs[Pair.K_STOP] = np.minimum(pairs[Pair.K_STOP], pairs[Pair.Q_STOP])
@@ -56,7 +59,7 @@ class Fused:
         return len(self.q_start)
 
 
-def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
+def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints, mask: Mask = CAUSAL) -> Fused:
     """Join simple `pairs` [9, n] into entries.
 
     `launch` [n]: of each pair, ascending; `q_row`, `k_row` [n]: operand rows where its regions
@@ -64,7 +67,7 @@ def fuse(pairs: Ints, launch: Ints, q_row: Ints, k_row: Ints) -> Fused:
     """
     q_stop = q_row + pairs[Pair.Q_STOP] - pairs[Pair.Q_START]
     k_stop = k_row + pairs[Pair.K_STOP] - pairs[Pair.K_START]
-    causal = pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1
+    causal = (pairs[Pair.K_STOP] > pairs[Pair.Q_START] + 1) & (mask == CAUSAL)
     # One after the other, the keys of the same queries: all but the last must be full.
     linked = (q_row[1:] == q_row[:-1]) & (q_stop[1:] == q_stop[:-1]) & (k_stop[:-1] == k_row[1:]) & ~causal[:-1]
     linked &= (pairs[Pair.SEQ, 1:] == pairs[Pair.SEQ, :-1]) & (launch[1:] == launch[:-1])

@@ -16,6 +16,7 @@ from megatron_balance.ir.arrays import Ints, concat, run_bounds
 from megatron_balance.ir.columns import Pair, Region
 from megatron_balance.ir.intervals import key
 from megatron_balance.ir.intervals import union as union_of
+from megatron_balance.ir.mask import Mask
 from megatron_balance.ir.program import Attend, AttendGrad, Kind, Op, RankProgram
 from megatron_balance.runtime.kernels.base import Entries, Kernel
 from megatron_balance.runtime.lower.entries import Fused, fuse, simple_pairs
@@ -82,10 +83,10 @@ class LookedUp(NamedTuple):
 
 
 class Launching:
-    """Makes launches for one kernel on one device."""
+    """Makes launches for one kernel on one device, under one mask."""
 
-    def __init__(self, device: torch.device, kernel: Kernel) -> None:
-        self.device, self.kernel = device, kernel
+    def __init__(self, device: torch.device, kernel: Kernel, mask: Mask) -> None:
+        self.device, self.kernel, self.mask = device, kernel, mask
 
     def look_up(self, ops: Sequence[Op], values: Mapping[Kind, RegionIndex]) -> LookedUp | None:
         """The launches of a phase, or None where it has none.
@@ -98,11 +99,11 @@ class Launching:
             return None
         pairs, launch, op_of = _by_heads(concat(tables, Pair.WIDTH), np.repeat(indices, [len(t) for t in tables]))
         count = len(op_of)
-        pairs, launch = simple_pairs(pairs.T, launch)
+        pairs, launch = simple_pairs(pairs.T, launch, self.mask)
         sides = zip((pairs[Pair.QUERY], pairs[list(Pair.KEY)]), (values[kind] for kind in INPUTS), strict=True)
         queries, keys = (_Regions(regions, index, index.resolve(regions)) for regions, index in sides)
         (q, q_row), (k, k_row) = (self.operands(regions, launch, count) for regions in (queries, keys))
-        fused = fuse(pairs, launch, q_row, k_row)
+        fused = fuse(pairs, launch, q_row, k_row, self.mask)
         reads = [_reads(*operands) for operands in zip(q, k, strict=True)]
         return LookedUp(queries, keys, launch, fused, _entries(fused, count), q, k, reads, op_of)
 

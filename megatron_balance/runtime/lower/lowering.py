@@ -63,7 +63,7 @@ class Lowering:
         self.program = program
         self.ranks_per_node, self.orders, self.nano_batch, phases = setting
         self.messages = MessageLookup(program, self.ranks_per_node, self.nano_batch, device)
-        self.launching = Launching(device, kernel)
+        self.launching = Launching(device, kernel, program.mask)
         owned = as_array(program.owned)
         sizes = owned[:, Fragment.STOP] - owned[:, Fragment.START]
         heads = {Kind.Q: shape.num_heads, Kind.KV: shape.num_kv_heads}

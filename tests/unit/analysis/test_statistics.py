@@ -16,6 +16,7 @@ from megatron_balance.analysis.traffic import traffic
 from megatron_balance.analysis.wire import Payload
 from megatron_balance.compile.pipeline import attention_layout, expand, layout
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.mask import MASKS
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
 from megatron_balance.ir.program import Attend, Exchange, Kind
@@ -141,7 +142,7 @@ def test_figures_are_those_of_the_ops(seed: int) -> None:
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 @settings(max_examples=20)
-@given(case=cases(), ranks_per_nic=st.integers(1, 4), pieces=st.integers(1, 3))
+@given(case=cases(masks=tuple(MASKS)), ranks_per_nic=st.integers(1, 4), pieces=st.integers(1, 3))
 def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(
     planner: str, case: Case, ranks_per_nic: int, pieces: int
 ) -> None:

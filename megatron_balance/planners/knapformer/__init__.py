@@ -1,0 +1,145 @@
+"""knapformer: a knapsack of sequences to groups of ranks, even chunks and exchanged heads inside a
+group.
+
+Paper: KnapFormer: An Online Load Balancer for Efficient Diffusion Transformers Training, sections 3.1
+to 3.4. What we implement:
+
+- topologies `gGnN+...` (section 3.2, `topology`), a unit that is smaller than the pool repeated;
+- work of a sequence by the gamma-corrected model (section 3.1, `cost.gamma`);
+- the greedy first pass (section 3.3, `knapsack`), and contiguous even chunks in a group;
+- Ulysses attention inside a group (section 3.4, comm pattern `chunk_exchange`);
+- `topology: auto`: the topology of the least predicted time, groups of several sizes included, within
+  memory, nodes and heads (`auto`), which the paper leaves as future work.
+
+What we leave out: replicas that keep their sequences. Here the sequences of the pool go to all groups
+of all replicas, which is at least as even; who wants the paper's makes a pool of each replica.
+
+Where we differ and why: where no group has room the least occupied one takes a sequence (the paper
+leaves that open). Groups may be empty. The model's own FLOPs stand for 24 d^2 and 4 d, which is the
+same for the paper's blocks, and a causal model has half the pairs. Gamma is that of the cost model
+unless given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.gamma import gamma_of, sequence_work
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.planners.knapformer.auto import Search
+from megatron_balance.planners.knapformer.knapsack import assign
+from megatron_balance.planners.knapformer.topology import Topology, check_heads, parse
+from megatron_balance.solvers.capacity import check_pool
+from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
+
+AUTO, NODE = "auto", "node"
+HEADS = ("equal", "uneven", "ring")
+
+
+@dataclass(frozen=True, slots=True)
+class KnapFormerOptions:
+    """Options of knapformer."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; unlimited if not given."""
+    slack: float = 2.0
+    """Room of a rank in a training job that does not say `tokens_per_rank`, over the mean tokens per
+    rank, at least 1. Planning alone knows no limit.
+    """
+    topology: str = AUTO
+    """Groups of ranks, `gGnN` terms joined by `+`; `auto` searches for those of the least predicted
+    time for each batch; `node` makes each node a group.
+    """
+    heads: Literal["equal", "uneven", "ring"] = "equal"
+    """Groups whose ranks the heads do not divide among equally: an error; heads as equal as can be;
+    or keys and values go round them. `auto` takes none of these.
+    """
+    gamma: float | None = None
+    """Correction of attention's FLOPs in the work of a sequence; not given: that of the cost model.
+    The paper has 0.49 and 0.385 for FLUX on H100.
+    """
+    tries: int = 200
+    """`auto`: topologies that are tried at most."""
+
+
+def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: KnapFormerOptions) -> MicrobatchPlan:
+    """A zone for each group that has sequences.
+
+    Raises:
+        ConfigError: a topology that is none, or does not divide the ranks or the heads; an option
+            out of range.
+        InfeasibleError: a group, or all ranks, cannot hold what they would have to.
+    """
+    _check(options)
+    lengths = batch.lengths
+    check_pool(lengths, cluster.num_ranks, options.tokens_per_rank)
+    gamma = gamma_of(cost, model) if options.gamma is None else options.gamma
+    work = sequence_work(np.array(lengths, dtype=np.float64), model, gamma)
+    if options.topology == AUTO:
+        found = Search(lengths, work, cluster, model, cost, options.tokens_per_rank).best(options.tries)
+        return _planned(lengths, found.topology, found.group_of, (cluster, model), "uneven")
+    topology = topology_of(options, cluster)
+    if options.heads == "equal":
+        check_heads(topology.sizes, model.num_heads)
+    group_of = assign(work, lengths, topology.sizes, options.tokens_per_rank)
+    return _planned(lengths, topology, group_of, (cluster, model), options.heads)
+
+
+def topology_of(options: KnapFormerOptions, cluster: Cluster) -> Topology:
+    """The topology of the whole pool; not for `auto`.
+
+    Raises:
+        ConfigError: a topology that is none, or does not divide the ranks.
+    """
+    given = Topology((cluster.node_size,)) if options.topology == NODE else parse(options.topology)
+    return given.repeated(cluster.num_ranks)
+
+
+def _planned(
+    lengths: Sequence[int], topology: Topology, group_of: Sequence[int], on: tuple[Cluster, Model], heads: str
+) -> MicrobatchPlan:
+    cluster, model = on
+    seqs: dict[int, list[int]] = {}
+    for seq, group in enumerate(group_of):
+        seqs.setdefault(group, []).append(seq)
+    groups = topology.groups()
+    zones = [_zone(groups[group], own, cluster, model, heads) for group, own in seqs.items()]
+    order = {INTER_NODE: 0, INTRA_NODE: 1, LOCAL: 2}
+    zones.sort(key=lambda zone: (order[zone.name], -len(zone.ranks), zone.ranks[0]))
+    return MicrobatchPlan(
+        "knapformer",
+        tuple(lengths),
+        cluster.num_ranks,
+        cluster.node_size,
+        model.num_heads,
+        model.num_kv_heads,
+        tuple(zones),
+        mask=model.mask,
+    )
+
+
+def _zone(ranks: tuple[int, ...], seqs: Sequence[int], cluster: Cluster, model: Model, heads: str) -> Zone:
+    inside = cluster.node(ranks[0]) == cluster.node(ranks[-1])
+    name = LOCAL if len(ranks) == 1 else INTRA_NODE if inside else INTER_NODE
+    rings = heads == "ring" and model.num_heads % len(ranks)
+    return Zone(name, "ring" if rings else "chunk_exchange", ranks, tuple(seqs))
+
+
+def _check(options: KnapFormerOptions) -> None:
+    if options.heads not in HEADS:
+        raise ConfigError(f"knapformer: heads {options.heads!r} is not known; choose one of {', '.join(HEADS)}")
+    if options.gamma is not None and options.gamma < 0:
+        raise ConfigError(f"knapformer: gamma {options.gamma}: must be at least 0")
+    if options.slack < 1:
+        raise ConfigError(f"knapformer: slack {options.slack}: room below the mean holds no batch; use at least 1")
+    if options.tries < 1:
+        raise ConfigError(f"knapformer: tries {options.tries}: must be at least 1")

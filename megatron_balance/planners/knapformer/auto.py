@@ -1,0 +1,119 @@
+"""The topology of the least predicted time for a batch: KnapFormer's future work (section 5).
+
+Groups have sizes that divide the heads, lie in a node or are made of whole nodes, and hold their
+sequences in memory. Topologies of one size are priced first; from the best of them groups are split
+and merged, as long as that makes the slowest group faster. Every topology is filled by the same
+knapsack, so a price is that of the plan that would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.errors import InfeasibleError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.planners.knapformer.knapsack import assign
+from megatron_balance.planners.knapformer.price import Prices
+from megatron_balance.planners.knapformer.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A topology of the whole pool, the group of each sequence, and the predicted seconds of a
+    layer, forward and backward.
+    """
+
+    topology: Topology
+    group_of: tuple[int, ...]
+    seconds: float
+
+
+class Search:
+    """Topologies for one batch."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        work: Floats,
+        cluster: Cluster,
+        model: Model,
+        cost: CostModel,
+        tokens_per_rank: int | None,
+    ) -> None:
+        self.lengths, self.work, self.cluster, self.tokens_per_rank = lengths, work, cluster, tokens_per_rank
+        self.sizes = allowed_sizes(cluster, model.num_heads)
+        self._prices = Prices(lengths, cluster, model, cost)
+        self._known: dict[tuple[int, ...], Found | None] = {}
+
+    def best(self, tries: int) -> Found:
+        """The best topology of at most `tries` that are tried; one group of all ranks where memory
+        rules out the others.
+        """
+        uniform = [self._of((size,) * (self.cluster.num_ranks // size)) for size in self._uniform_sizes()]
+        found = [each for each in uniform if each is not None]
+        if not found:
+            everyone = (0,) * len(self.lengths)
+            topology = Topology((self.cluster.num_ranks,))
+            return Found(topology, everyone, self._prices.seconds(topology, np.zeros(len(everyone), dtype=np.int64)))
+        best = min(found, key=_rank)
+        while len(self._known) < tries:
+            near = [self._of(sizes) for sizes in self._neighbours(best.topology.sizes, tries)]
+            better = min((each for each in near if each is not None), key=_rank, default=best)
+            if _rank(better) >= _rank(best):
+                return best
+            best = better
+        return best
+
+    def _uniform_sizes(self) -> list[int]:
+        return [size for size in self.sizes if self.cluster.num_ranks % size == 0]
+
+    def _neighbours(self, sizes: tuple[int, ...], tries: int) -> Iterator[tuple[int, ...]]:
+        """Some or all groups of one size split into smaller ones, or merged to larger ones."""
+        counts = {size: sizes.count(size) for size in self.sizes}
+        for size, other in ((a, b) for a in self.sizes for b in self.sizes if a != b):
+            large, small = max(size, other), min(size, other)
+            if large % small:
+                continue
+            ratio = large // small
+            unit = 1 if size == large else ratio  # groups of `size` that are changed at a time
+            most = counts[size] // unit
+            for times in sorted({1, most // 4, most // 2, most}):
+                if not 0 < times <= most or len(self._known) >= tries:
+                    continue
+                changed = dict(counts)
+                changed[size] -= times * unit
+                changed[other] += times * (ratio if size == large else 1)
+                yield tuple(each for each in reversed(self.sizes) for _ in range(changed[each]))
+
+    def _of(self, sizes: tuple[int, ...]) -> Found | None:
+        """A topology filled and priced; None where memory does not hold it."""
+        if sizes not in self._known:
+            try:
+                group_of = assign(self.work, self.lengths, sizes, self.tokens_per_rank)
+            except InfeasibleError:
+                self._known[sizes] = None
+            else:
+                topology = Topology(sizes)
+                seconds = self._prices.seconds(topology, np.array(group_of, dtype=np.int64))
+                self._known[sizes] = Found(topology, tuple(group_of), seconds)
+        return self._known[sizes]
+
+
+def _rank(found: Found) -> tuple[float, int]:
+    """Of equally fast ones that of the most groups, which exchanges least."""
+    return found.seconds, -len(found.topology.sizes)
+
+
+def allowed_sizes(cluster: Cluster, num_heads: int) -> list[int]:
+    """Sizes of groups, ascending, that divide the heads and lie in a node or are whole nodes."""
+    node = cluster.node_size
+    return [
+        size
+        for size in range(1, min(cluster.num_ranks, num_heads) + 1)
+        if num_heads % size == 0 and (node % size == 0 or size % node == 0)
+    ]

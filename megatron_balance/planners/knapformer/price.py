@@ -1,0 +1,68 @@
+"""Predicted seconds of a layer under a topology, forward and backward: those of its slowest group.
+
+Ranks of a group are alike: each has an equal part of its tokens and of its heads. Attention, linear
+modules and the two all-to-alls of a group come one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_balance.cost.base import CostModel, Floats, Ints
+from megatron_balance.cost.kernel import backward_factor
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.planners.knapformer.topology import Topology
+
+GRADIENT_BYTES = 4
+"""Gradients travel in fp32."""
+
+LINEAR, ATTENTION = 3.0, 1 + backward_factor()
+"""Forward and backward over the forward alone: two products for each; the backward kernel's factor."""
+
+PACKING = 0.4
+"""Seconds of packing and unpacking what is exchanged, over those of moving it inside a node: packed
+once, and unpacked or added up, each read and written, at the memory's rate on the GPUs of
+configs/cluster, which is some seven times the link's.
+"""
+
+
+class Prices:
+    """Costs of a batch's sequences under any topology; holds no decisions."""
+
+    def __init__(self, lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostModel) -> None:
+        self.cluster, self.model, self.cost = cluster, model, cost
+        self.tokens = np.array(lengths, dtype=np.float64)
+        known = {n: cost.attention_s(model.mask.num_pairs(n), n) for n in set(lengths)}
+        self.attention_s = np.array([known[n] for n in lengths], dtype=np.float64)
+        self.token_s = cost.linear_s(1.0)
+        self.token_bytes = cost.kv_bytes(1.0) + 2 * cost.query_bytes(1.0)
+
+    def seconds(self, topology: Topology, group_of: Ints) -> float:
+        """Seconds of the slowest group; `group_of`: of each sequence."""
+        return float(self.each(topology, group_of).max(initial=0.0))
+
+    def each(self, topology: Topology, group_of: Ints) -> Floats:
+        """Seconds of each group."""
+        sizes = np.array(topology.sizes, dtype=np.float64)
+        tokens = np.bincount(group_of, weights=self.tokens, minlength=len(sizes)) / sizes
+        attention = np.bincount(group_of, weights=self.attention_s, minlength=len(sizes)) / sizes
+        heads = np.ceil(self.model.num_heads / sizes) / (self.model.num_heads / sizes)
+        exchange = np.array([self._exchange_s(ranks) for ranks in topology.groups()])
+        return LINEAR * self.token_s * tokens + ATTENTION * attention * heads + exchange * tokens
+
+    def _exchange_s(self, ranks: tuple[int, ...]) -> float:
+        """Seconds of all-to-alls, both ways and both passes, for each token that a rank holds."""
+        size = len(ranks)
+        if size == 1:
+            return 0.0
+        both_ways = self.token_bytes * (1 + GRADIENT_BYTES / self.model.bytes_per_element)
+        inside = sum(self.cluster.node(rank) == self.cluster.node(ranks[0]) for rank in ranks)
+        packing_s = PACKING * self.cost.intra_node_s(both_ways * (size - 1) / size, 0)
+        inside_s = self.cost.intra_node_s(both_ways * (inside - 1) / size, 0)
+        if inside == size:
+            return packing_s + inside_s
+        nics = 1 / self.cluster.ranks_per_nic
+        return packing_s + max(inside_s, self.cost.inter_node_s(both_ways * (size - inside) / size, 0, nics))

@@ -1,0 +1,260 @@
+"""KnapFormer's interface as its paper prints it (section 3.5), for packed sequences of any tensors.
+
+    balancer = SequenceBalancer("g1n2+g2n1+g4n1")
+    balancer.plan_routing(seq_lens, d_model)
+    chunk_lens, x, features = balancer.route(packed, features)
+    for block in blocks:                       # inside: pre_attn, attention, post_attn
+        x = block(x, chunk_lens, features, balancer)
+    seq_lens, out = balancer.reverse_route(x)
+
+The plan is that of planner `knapformer`. Whoever wants another planner, labels or a loss scale takes
+`megatron_balance.torch.SequenceBalancer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_balance.compile.pipeline import layout
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.gamma import GAMMA_H100_FLUX
+from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.ir.arrays import Ints
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Fragment
+from megatron_balance.ir.intervals import ranges
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.patterns import pattern_of
+from megatron_balance.patterns.head_exchange import HeadExchange
+from megatron_balance.planners.knapformer import KnapFormerOptions, plan
+from megatron_balance.planners.knapformer.topology import parse
+from megatron_balance.torch.exchange import back, there
+from megatron_balance.torch.ranks import device_of
+from megatron_balance.training.lengths import share_lengths
+from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
+from megatron_balance.training.sequences import Sequences
+from megatron_balance.training.tokens import TokenExchange
+
+
+class SequenceBalancer:
+    """Balances packed sequences over groups of ranks, and exchanges heads inside a group.
+
+    Ranks in one unit of the topology share their sequences; a unit smaller than the world repeats,
+    each replica for itself. `plan_routing`, `route` and `reverse_route` are collective over the
+    replica, `pre_attn` and `post_attn` over the rank's group; all in the backward too.
+    """
+
+    def __init__(self, topology: str, *, gamma: float = GAMMA_H100_FLUX, ranks_per_node: int | None = None) -> None:
+        """Make the process groups. Collective over the world.
+
+        Args:
+            topology: groups of a unit, such as `g1n2+g2n1+g4n1`.
+            gamma: correction of attention's FLOPs in the work of a sequence (Eq. 2).
+            ranks_per_node: as for `training.pool.make_pool`.
+
+        Raises:
+            ConfigError: not a topology, or one whose unit does not divide the world.
+        """
+        self.topology = parse(topology)
+        self.gamma = gamma
+        world, rank = dist.get_world_size(), dist.get_rank()
+        sizes = self.topology.repeated(world)
+        unit = self.topology.num_ranks
+        first = rank // unit * unit
+        self._pool: Pool = make_pool(
+            Membership(tuple(range(first, first + unit)), replica=rank - first), ranks_per_node
+        )
+        self._device = device_of(None)
+        self._group: dist.ProcessGroup | None = None
+        for ranks in sizes.groups():
+            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if rank in ranks:
+                self._group = cast("dist.ProcessGroup | None", made)
+        self._exchange: TokenExchange | None = None
+        self._heads: _Heads | None = None
+        self._seq_lens: list[int] = []
+        self._chunk_lens: list[int] = []
+        self._full_lens: list[int] = []
+
+    def plan_routing(self, seq_lens: Sequence[int], d_model: int) -> MicrobatchPlan:
+        """Share lengths and plan.
+
+        Args:
+            seq_lens: of the sequences that this rank loaded, in tokens; none is fine.
+            d_model: channels of a token outside attention.
+
+        Returns:
+            The plan of the replica, in its own ranks.
+
+        Raises:
+            DataError: a length below 1, on every rank.
+        """
+        lengths = [int(length) for length in seq_lens]
+        failure = None
+        if any(length < 1 for length in lengths):
+            failure = DataError(f"expected lengths of 1 token or more, got {lengths}; leave out empty sequences")
+        # The exchange of lengths takes sequences; it does not look at their rows.
+        mine = [Sequences(torch.empty(0, 1, dtype=torch.int64), tuple(lengths))]
+        shared = share_lengths(mine, failure, 1, self._pool, TensorParallel(), self._device)
+        pool = self._pool
+        cluster = Cluster(pool.size, pool.ranks_per_node, name="job")
+        model = Model(1, 1, d_model, hidden_size=d_model, ffn_size=4 * d_model, gated_ffn=False, attention="full")
+        options = KnapFormerOptions(topology=str(self.topology), gamma=self.gamma, heads="uneven")
+        planned = plan(Batch(shared.lengths[0]), cluster, model, AnalyticCost(cluster, model), options)
+        self._exchange = TokenExchange(shared, [planned], pool)
+        self._seq_lens = lengths
+        own = layout(planned, pool.rank)
+        self._chunk_lens = (own[:, Fragment.STOP] - own[:, Fragment.START]).tolist()
+        self._full_lens, self._heads = list(self._chunk_lens), None
+        zone = next((zone for zone in planned.zones if isinstance(zone, Zone) and pool.rank in zone.ranks), None)
+        if zone is not None:
+            all_lengths = np.array(planned.lengths, dtype=np.int64)
+            self._full_lens = all_lengths[list(zone.seqs)].tolist()
+            if self._group is not None:
+                pattern = cast("HeadExchange", pattern_of(zone))
+                self._heads = _Heads(pattern.runs(zone, all_lengths), self._full_lens, zone, pool.rank)
+        return planned
+
+    def route(self, packed: Tensor, features: Sequence[Tensor] = ()) -> tuple[list[int], Tensor, list[Tensor]]:
+        """Chunks to their ranks, differentiable.
+
+        Args:
+            packed: [l1 + l2 + ... + ln, ...], the sequences of this rank.
+            features: tensors of as many rows.
+
+        Returns:
+            Lengths of this rank's chunks, their rows [l'1 + l'2 + ..., ...], and those of each
+            feature. A rank of an empty group has none.
+
+        Raises:
+            ConfigError: nothing is planned, or rows that do not fit the plan.
+        """
+        exchange, total = self._planned(), sum(self._seq_lens)
+        for x in (packed, *features):
+            if len(x) != total:
+                raise ConfigError(f"expected {total} rows as the lengths in plan_routing, got {list(x.shape)}")
+        return list(self._chunk_lens), there(packed, exchange), [there(x, exchange) for x in features]
+
+    def reverse_route(self, balanced: Tensor) -> tuple[list[int], Tensor]:
+        """The inverse of `route`: lengths and rows of the sequences that this rank loaded."""
+        exchange = self._planned()
+        if len(balanced) != sum(self._chunk_lens):
+            raise ConfigError(f"expected {sum(self._chunk_lens)} rows as route returned, got {list(balanced.shape)}")
+        return list(self._seq_lens), back(balanced, exchange)
+
+    def pre_attn(
+        self, packed_q: Tensor, packed_k: Tensor, packed_v: Tensor
+    ) -> tuple[list[int], Tensor, Tensor, Tensor]:
+        """Chunks with all heads to whole sequences with this rank's heads, differentiable.
+
+        Args:
+            packed_q: [T', H, D], rows as from `route`.
+            packed_k: [T', G, D].
+            packed_v: [T', G, D].
+
+        Returns:
+            Lengths of the sequences of this rank's group, and their rows with H (G) over the group's
+            ranks heads. In a group of one rank all is as it was.
+
+        Raises:
+            ConfigError: heads that the group's ranks do not divide.
+        """
+        self._planned()
+        if self._heads is None:
+            return list(self._full_lens), packed_q, packed_k, packed_v
+        heads, parts = self._heads, (packed_q, packed_k, packed_v)
+        for name, x in zip("qkv", parts, strict=True):
+            if x.ndim != 3 or len(x) != sum(self._chunk_lens):
+                raise ConfigError(
+                    f"{name}: expected [{sum(self._chunk_lens)}, heads, head_dim], rows as from route, got "
+                    f"{list(x.shape)}"
+                )
+            if x.shape[1] % heads.size:
+                raise ConfigError(
+                    f"{name} has {x.shape[1]} heads, which a group of {heads.size} ranks cannot share equally; choose "
+                    "a topology whose groups divide the heads"
+                )
+        by_rank = [x.unflatten(1, (heads.size, -1)) for x in parts]
+        counts = [x.shape[2] for x in by_rank]
+        whole = _ToHeads.apply(torch.cat(by_rank, dim=2), heads, self._group)
+        q, k, v = whole.split(counts, dim=1)
+        return list(self._full_lens), q, k, v
+
+    def post_attn(self, packed_x: Tensor) -> tuple[list[int], Tensor]:
+        """The inverse of `pre_attn`: whole sequences [T, H / ranks, D] to chunks [T', H, D]."""
+        self._planned()
+        if self._heads is None:
+            return list(self._chunk_lens), packed_x
+        return list(self._chunk_lens), _ToTokens.apply(packed_x, self._heads, self._group).flatten(1, 2)
+
+    def _planned(self) -> TokenExchange:
+        if self._exchange is None:
+            raise ConfigError("expected a plan, got none; call plan_routing(seq_lens, d_model) for every batch first")
+        return self._exchange
+
+
+class _Heads:
+    """Rows of a group: tokens of its ranks' chunks against whole sequences.
+
+    `tokens` [G]: of each rank; `own`: of this one; `place` [T]: of each row of the chunks, rank by
+    rank, its row in the whole sequences.
+    """
+
+    def __init__(self, runs: Sequence[Ints], lengths: Sequence[int], zone: Zone, rank: int) -> None:
+        self.size = len(runs)
+        self.tokens = [int((rows[:, Fragment.STOP] - rows[:, Fragment.START]).sum()) for rows in runs]
+        self.own = self.tokens[zone.ranks.index(rank)]
+        first = np.zeros(max(zone.seqs) + 1, dtype=np.int64)
+        first[list(zone.seqs)] = np.cumsum(lengths) - lengths
+        rows = np.concatenate(list(runs))
+        at = first[rows[:, Fragment.SEQ]]
+        _, place = ranges(at + rows[:, Fragment.START], at + rows[:, Fragment.STOP])
+        self.place = torch.from_numpy(place)
+
+    def to_heads(self, chunks: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """[own tokens, G, heads, D] to [tokens of all, heads, D]."""
+        sent = chunks.transpose(0, 1).reshape(-1, *chunks.shape[2:]).contiguous()
+        received = sent.new_empty(sum(self.tokens), *sent.shape[1:])
+        dist.all_to_all_single(received, sent, self.tokens, [self.own] * self.size, group=group)
+        whole = torch.empty_like(received)
+        whole[self.place.to(whole.device)] = received
+        return whole
+
+    def to_tokens(self, whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """The inverse of `to_heads`."""
+        sent = whole[self.place.to(whole.device)].contiguous()
+        received = sent.new_empty(self.size * self.own, *sent.shape[1:])
+        dist.all_to_all_single(received, sent, [self.own] * self.size, self.tokens, group=group)
+        return received.unflatten(0, (self.size, self.own)).transpose(0, 1).contiguous()
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunks: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.on = heads, group
+        return heads.to_heads(chunks, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        heads, group = ctx.on
+        return heads.to_tokens(grad, group), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.on = heads, group
+        return heads.to_tokens(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        heads, group = ctx.on
+        return heads.to_heads(grad, group), None, None

@@ -1,0 +1,77 @@
+"""KnapFormer's printed interface, and a diffusion transformer that trains as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.support import dit_jobs
+from tests.support.pool import Pool
+from tests.support.torch_jobs import Trained
+
+pytestmark = pytest.mark.dist
+
+TOPOLOGIES = ("g1n4", "g2n2", "g4n1", "g2n1+g1n2", "g1n1+g3n1", "g1n1", "g2n1")
+"""The last two repeat as replicas."""
+HEADS_DIVIDE = tuple(topology for topology in TOPOLOGIES if "g3" not in topology)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Pool]:
+    ranks = Pool(num_ranks=4)
+    yield ranks
+    ranks.close()
+
+
+lengths_by_rank = st.lists(st.lists(st.integers(1, 30), max_size=3), min_size=4, max_size=4)
+
+
+@settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
+@given(drawn=st.lists(st.tuples(st.sampled_from(HEADS_DIVIDE), lengths_by_rank), min_size=4, max_size=4))
+def test_route_and_head_exchange_have_exact_inverses_and_gradients(
+    world: Pool, drawn: list[tuple[str, list[list[int]]]]
+) -> None:
+    edge: list[tuple[str, list[list[int]]]] = [
+        ("g2n1+g1n2", [[], [5], [], []]),  # one sequence, empty ranks
+        ("g4n1", [[], [], [], [1]]),  # fewer tokens than ranks
+        ("g1n4", [[], [], [3, 2], []]),  # more groups than sequences
+        ("g2n2", [[], [], [], []]),  # none
+    ]
+    for zeros in world.run(dit_jobs.round_trips, 4, [*edge, *drawn]):
+        assert all(float(x.abs().sum()) == 0 or float(x.abs().max()) < 1e-12 for case in zeros for x in case)
+
+
+@pytest.mark.parametrize("topology", ["g2n1+g1n2", "g4n1"])
+def test_attention_between_pre_attn_and_post_attn_is_that_of_whole_sequences(world: Pool, topology: str) -> None:
+    worst = world.run(dit_jobs.attention, 4, topology, [[40, 3], [], [17], [1, 2, 9]])
+    assert max(worst) < 1e-12
+
+
+@cache
+def truth() -> Trained:
+    return dit_jobs.reference(dit_jobs.arguments())
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        dit_jobs.arguments("g2n1+g1n2"),
+        dit_jobs.arguments("g4n1", checkpoint=True),
+        dit_jobs.arguments(planner="knapformer"),
+        dit_jobs.arguments(planner="zeppelin", checkpoint=True),
+    ],
+    ids=lambda way: f"{way.planner or way.topology}{'-checkpointed' * way.checkpoint}",
+)
+def test_a_diffusion_transformer_trains_as_on_one_rank(world: Pool, way: dit_jobs.argparse.Namespace) -> None:
+    expected = truth()
+    for (trained,) in world.run(dit_jobs.train, 4, [way]):
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert trained.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert trained.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            largest = gradient.abs().max().item()
+            assert (trained.gradients[name] - gradient).abs().max().item() <= 1e-5 * max(largest, 1e-3), name

@@ -1,0 +1,207 @@
+"""knapformer: topologies, the knapsack, and the search for a topology."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance import Batch, Cluster, Model, make_planner, verify
+from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.config import load_cluster, load_model
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.gamma import gamma_of, gamma_work, sequence_work
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.plan import MicrobatchPlan, Zone
+from megatron_balance.planners.knapformer import KnapFormerOptions, plan
+from megatron_balance.planners.knapformer.auto import Search, allowed_sizes
+from megatron_balance.planners.knapformer.knapsack import assign
+from megatron_balance.planners.knapformer.topology import Topology, parse
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.setup import Setup
+from megatron_balance.simulator.step import simulate_step
+from megatron_balance.workloads import datacodes
+
+MODEL = Model(8, 8, 16, attention="full")
+FLUX = load_model("flux-12b")
+H100 = load_cluster("h100").build(num_ranks=32, ranks_per_node=8)
+
+
+def plan_of(lengths: list[int], cluster: Cluster, **options: Any) -> MicrobatchPlan:
+    return make_planner("knapformer", cluster, MODEL, **options)(lengths)
+
+
+def groups_of(planned: MicrobatchPlan) -> dict[tuple[int, ...], tuple[int, ...]]:
+    return {zone.ranks: zone.seqs for zone in planned.zones if isinstance(zone, Zone)}
+
+
+# Topologies
+
+
+def test_a_topology_is_groups_on_neighbouring_ranks_in_its_order() -> None:
+    topology = parse("g1n2+g2n1+g4n1")
+    assert topology.groups() == [(0,), (1,), (2, 3), (4, 5, 6, 7)]
+    assert str(topology) == "g1n2+g2n1+g4n1"
+    assert (topology.num_ranks, topology.repeated(16).sizes) == (8, (1, 1, 2, 4) * 2)
+
+
+@given(terms=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=6))
+def test_a_topology_prints_what_it_parses_to(terms: list[tuple[int, int]]) -> None:
+    sizes = tuple(size for size, count in terms for _ in range(count))
+    assert parse("+".join(f"g{size}n{count}" for size, count in terms)) == Topology(sizes)
+    assert parse(str(Topology(sizes))) == Topology(sizes)
+
+
+@pytest.mark.parametrize("text", ["", "g1", "g0n1", "g1n0", "g01n1", "g1n1+", "g1n1 + g2n1", "G1n1", "g1n1,g2n1", "8"])
+def test_what_is_no_topology_is_refused_with_the_wrong_term(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected terms gGnN joined by '\+'.*such as g1n2\+g2n1\+g4n1; got"):
+        parse(text)
+
+
+def test_a_unit_that_does_not_divide_the_ranks_and_groups_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a unit of 3 ranks does not divide the 4 ranks of the pool"):
+        plan_of([5], Cluster(4, 4), topology="g3n1")
+    with pytest.raises(ConfigError, match=r"a group of 3 ranks cannot share 8 heads equally; use groups of 1, 2, 4, 8"):
+        plan_of([5], Cluster(6, 6), topology="g3n2")
+    uneven, ring = (plan_of([50, 40], Cluster(6, 6), topology="g3n2", heads=heads) for heads in ("uneven", "ring"))
+    assert {zone.pattern for zone in uneven.zones} == {"chunk_exchange"}
+    assert {zone.pattern for zone in ring.zones} == {"ring"}
+    for planned in (uneven, ring):
+        verify(planned)
+
+
+# The knapsack
+
+
+def test_sequences_go_in_descending_work_to_the_least_occupied_group_with_room() -> None:
+    # Capacities: 10 a rank. 20 fits the pair alone; 7 and 6 the single ranks; 4 fits none of them
+    # and no pair, and the least occupied takes it: 6 of 10.
+    assert assign(np.array([6.0, 20.0, 4.0, 7.0, 3.0]), [1] * 5, [1, 1, 2], None) == [1, 2, 1, 0, 0]
+
+
+def test_a_sequence_that_no_group_has_room_for_goes_to_the_least_occupied() -> None:
+    assert assign(np.array([90.0, 5.0, 5.0]), [1] * 3, [1, 1], None) == [0, 1, 1]
+
+
+def test_groups_may_be_empty_and_sequences_fewer_than_groups() -> None:
+    assert groups_of(plan_of([9], Cluster(4, 4), topology="g1n4")) == {(0,): (0,)}
+    assert plan_of([], Cluster(4, 4), topology="g1n4").zones == ()
+
+
+def test_memory_comes_before_work_and_is_an_error_where_no_group_has_it() -> None:
+    # By work each group would take one long and one short one: 13 tokens.
+    assert assign(np.array([4.0, 4.0, 1.0, 1.0]), [10, 6, 3, 1], [1, 1], 10) == [0, 1, 1, 1]
+    with pytest.raises(InfeasibleError, match=r"sequence 0 has 30 tokens; .* of 1 ranks x 20 tokens, has room for 20"):
+        plan_of([30, 1], Cluster(2, 2), topology="g1n2", tokens_per_rank=20)
+
+
+@given(
+    work=st.lists(st.floats(0.1, 100), max_size=30),
+    sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=8),
+)
+def test_the_knapsack_is_the_printed_first_pass(work: list[float], sizes: list[int]) -> None:
+    mean, loads = sum(work) / sum(sizes), [0.0] * len(sizes)
+    expected = [0] * len(work)
+    for seq in sorted(range(len(work)), key=lambda seq: (-work[seq], seq)):
+        room = [g for g, size in enumerate(sizes) if loads[g] + work[seq] <= size * mean * (1 + 1e-9)]
+        group = min(room or range(len(sizes)), key=lambda g: (loads[g] / (sizes[g] * mean), g))
+        expected[seq] = group
+        loads[group] += work[seq]
+    assert assign(np.array(work), [1] * len(work), sizes, None) == expected
+
+
+# Chunks
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6), size=st.sampled_from([1, 2, 4, 8]))
+def test_every_rank_of_a_group_has_a_contiguous_even_chunk_of_each_sequence(lengths: list[int], size: int) -> None:
+    planned = plan_of(lengths, Cluster(8, 8), topology=f"g{size}n{8 // size}")
+    held = plan_statistics(planned, MODEL)["tokens_per_rank"]
+    for ranks, seqs in groups_of(planned).items():
+        tokens = [held[rank] for rank in ranks]
+        assert sum(tokens) == sum(lengths[seq] for seq in seqs)
+        assert max(tokens) - min(tokens) <= 1
+
+
+# Work
+
+
+def test_work_is_equation_2_for_flux_and_half_the_pairs_for_a_causal_model() -> None:
+    lengths = np.array([100.0, 5000.0])
+    assert sequence_work(lengths, FLUX, 0.49).tolist() == [gamma_work(n, 3072, 0.49) for n in lengths.tolist()]
+    causal = replace(FLUX, attention="causal")
+    halved = sequence_work(lengths, causal, 1.0) - sequence_work(lengths, causal, 0.0)
+    assert halved.tolist() == [4.0 * 3072 * n * (n + 1) / 2 for n in lengths.tolist()]
+
+
+def test_gamma_of_a_cost_model_is_the_ratio_of_its_rates() -> None:
+    slow, fast = (
+        gamma_of(AnalyticCost(replace(H100, attention_kernel=None, attention_efficiency=share), FLUX), FLUX)
+        for share in (0.3, 0.6)
+    )
+    assert slow == pytest.approx(2 * fast, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{"gamma": -1.0}, {"slack": 0.5}, {"tries": 0}, {"heads": "even"}])
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        plan(Batch((5,)), Cluster(1, 1), MODEL, AnalyticCost(Cluster(1, 1), MODEL), KnapFormerOptions(**options))
+
+
+# The search
+
+
+def test_sizes_divide_the_heads_and_lie_in_a_node_or_are_whole_nodes() -> None:
+    assert allowed_sizes(H100, 24) == [1, 2, 4, 8, 24]
+    assert allowed_sizes(Cluster(6, 3), 12) == [1, 3, 6]
+
+
+def seconds(topology: str, lengths: list[int]) -> float:
+    cost = AnalyticCost(H100, FLUX)
+    planned = plan(Batch(tuple(lengths)), H100, FLUX, cost, KnapFormerOptions(topology=topology))
+    return simulate_step([planned], Machine(H100, FLUX, cost), Setup(recompute="full")).step_s
+
+
+def drawn(codes: str, seed: int) -> list[int]:
+    (batch,) = datacodes.draw_by_gpu(codes, 1, seed)
+    return [length for samples in batch for length in samples]
+
+
+@pytest.mark.parametrize("codes", [datacodes.LOW_RESOLUTION, datacodes.MIXED_RESOLUTION, datacodes.IMAGES_AND_VIDEOS])
+def test_auto_is_as_fast_as_any_of_the_papers_topologies(codes: str) -> None:
+    for seed in range(2):
+        lengths = drawn(codes, seed)
+        best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
+        assert seconds("auto", lengths) <= best * (1 + 1e-9)
+
+
+def test_auto_is_five_percent_faster_on_the_workload_fixed_before() -> None:
+    for seed in range(2):
+        lengths = drawn(datacodes.IMAGES_AND_A_LONG_CLIP, seed)
+        best = min(seconds(topology, lengths) for topology in ("g1n32", "g2n16", "g4n8", "g8n4"))
+        assert seconds("auto", lengths) <= 0.95 * best
+
+
+def test_auto_keeps_within_memory_and_takes_all_ranks_where_nothing_else_does() -> None:
+    cluster, cost = Cluster(4, 4), AnalyticCost(Cluster(4, 4), MODEL)
+    lengths = (100, 10, 10, 8)
+    search = Search(lengths, sequence_work(np.array(lengths, dtype=float), MODEL, 1.0), cluster, MODEL, cost, 40)
+    found = search.best(100)
+    held = np.bincount(found.group_of, weights=lengths, minlength=len(found.topology.sizes))
+    assert (held <= 40 * np.array(found.topology.sizes)).all()
+    tight = plan_of([100, 10, 10, 8], cluster, tokens_per_rank=32)
+    assert groups_of(tight) == {(0, 1, 2, 3): (0, 1, 2, 3)}
+
+
+# Masks
+
+
+def test_a_planner_that_cuts_the_causal_triangle_refuses_full_attention() -> None:
+    with pytest.raises(ConfigError, match=r"planner distca plans causal attention only, .* full attention .* te_ring"):
+        make_planner("distca", Cluster(4, 4), MODEL)([10, 20])
+    with pytest.raises(ConfigError, match="attention 'half' is not a known mask; choose causal or full"):
+        replace(MODEL, attention="half")
