@@ -102,7 +102,7 @@ def plan(name: str, num_ranks: int, lengths: Sequence[int]) -> MicrobatchPlan:
     place = PLANNERS[name].plan
     assert place is not None, "a planner of whole steps"
     options = PLANNERS[name].options(tokens_per_rank=room)
-    planned = place(Batch(lengths), cluster, model, AnalyticCost(cluster, model), options)
+    planned = place(Batch(tuple(lengths)), cluster, model, AnalyticCost(cluster, model), options)
     return replace(planned, routing=Routing(1, (REMAP, *range(len(planned.zones)))))
 
 
