@@ -105,7 +105,7 @@ def github(ranks: int, per_node: int, *, remapped: bool, seed: int) -> Microbatc
     lengths = draw("github", 4096 * ranks, 1, seed)[0]
     batch = Batch(tuple(max(1, length // 128) for length in lengths))
     case = Case(batch, Cluster(ranks, per_node), Model(4, 2, 8), None, seed, remapped, (1, 1))
-    return plan("zeppelin", case)
+    return plan("zeppelin, rule cost", case)
 
 
 @pytest.fixture
