@@ -48,8 +48,8 @@ def one_rank(train: Train) -> Run:
 
 def options_of(planner: str) -> dict[str, Any]:
     # Without slack the longer documents of these batches must leave their node, so all three of
-    # zeppelin's queues run.
-    given = {"zeppelin": {"slack": 1.0}, "knapformer": {"topology": "g2n1+g1n2", "slack": 4.0}}
+    # zeppelin's queues run, under the rule that has them.
+    given = {"zeppelin": {"slack": 1.0, "rule": "cost"}, "knapformer": {"topology": "g2n1+g1n2", "slack": 4.0}}
     return {"name": planner, **given.get(planner, {})}
 
 
@@ -88,6 +88,21 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
     assert_layers_ran(
         run, planner, routing="always" if num_ranks > 2 else "never", remap=True
     )  # a node of one rank has one NIC
+
+
+@pytest.mark.parametrize(("num_ranks", "group_size"), [(4, None), (4, 2), (8, 4)])
+def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
+    """Uneven shares, heads exchanged in groups and keys in waves; remapped too."""
+    steps = 6
+    planner = {"name": "zeppelin", "slack": 2.0, "group_size": group_size, "num_waves": 2}
+    planner = {key: value for key, value in planner.items() if value is not None}
+    config = {**two_nodes(num_ranks), "remap": True}
+    run = train(num_ranks, planner, {"train-iters": steps}, config=config)
+    assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
+    counted = each_rank(run)
+    assert counted["kv_tokens_received"].sum() > 0
+    if group_size:
+        assert counted["exchanges_all_to_all"].sum() > 0
 
 
 # By planner that does not go by rings: the exchanges it is made of (forward and backward) where

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_balance.ir.columns import Move
-from megatron_balance.ir.plan import MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, Routing, TaskTable, Zone
 from megatron_balance.ir.rows import Rows
 
 FRAGMENT_ROW, TASK_ROW = 4, 6
@@ -17,7 +17,7 @@ k_stop).
 def plan(
     lengths: Sequence[int],
     ranks: int,
-    *zones: Zone | TaskTable,
+    *zones: AnyPlanZone,
     ranks_per_node: int | None = None,
     heads: tuple[int, int] = (2, 1),
     moves: Iterable[Sequence[int]] = (),

@@ -1,4 +1,4 @@
-"""Cases that the contract suite draws, and every planner that it tests: the product's and two that
+"""Cases that the contract suite draws, and every planner that it tests: the product's and some that
 only tests have.
 """
 
@@ -21,18 +21,18 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice
-from tests.support.task_tables import random_task_table, random_topology, random_zones
+from tests.support.task_tables import random_shares, random_task_table, random_topology, random_zones
 
 TEST_PLANNERS = {
     "random_task_table": random_task_table,
     "random_zones": random_zones,
     "knapformer, random groups": random_topology,
+    "random_shares": random_shares,
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
     "zeppelin, rule cost": ("zeppelin", {"rule": "cost"}),
     "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),
-    "zeppelin, three waves": ("zeppelin", {"num_waves": 3, "slack": 3.0}),
     "distca, small blocks": ("distca", {"block": 4, "tolerance": 0.0}),
     "distca, a pool": ("distca", {"block": 4, "servers": "pool"}),
 }

@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.arrays import as_rows
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.patterns import dispatch
 from megatron_balance.planners import knapformer
 from tests.support import by_hand
@@ -65,6 +66,22 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
         group_size = int(rng.choice(sizes)) if pattern == "head_ring" else 0
         zones.append(by_hand.zone(f"zone{i}", pattern, ranks.tolist(), seqs.tolist(), group_size))
     return _plan("random_zones", batch, cluster, model, tuple(zones))
+
+
+def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
+    """Sequences cut anywhere over groups of any size, in up to three waves, some in a second zone."""
+    rng = np.random.default_rng(seed)
+    sizes = [size for size in range(1, cluster.num_ranks + 1) if cluster.num_ranks % size == 0]
+    fragments: list[list[tuple[int, ...]]] = [[], []]
+    for seq, length in enumerate(batch.lengths):
+        own = [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
+        fragments[int(rng.integers(0, 2))] += own
+    zones = tuple(
+        SharedZone("random", as_rows(_shuffled(rng, own, 4)), int(rng.choice(sizes)), int(rng.integers(1, 4)))
+        for own in fragments
+        if own
+    )
+    return _plan("random_shares", batch, cluster, model, zones)
 
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:

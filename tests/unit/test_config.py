@@ -213,7 +213,7 @@ def test_int_becomes_float_and_an_exponent_without_a_point_is_a_number(write):
         ("planner: {rule: cost}", "DIR/run.yaml: planner.name: missing; one of te_ring"),
         (
             "planner: {name: zeppelin, rule: papr}",
-            "DIR/run.yaml: planner.rule: expected 'cost', 'groups' or 'paper', got 'papr'",
+            "DIR/run.yaml: planner.rule: expected 'waves', 'cost', 'groups' or 'paper', got 'papr'",
         ),
         (
             "planner: {name: zeppelin, tokens_per_rank: 0}",

@@ -82,7 +82,7 @@ def measurements() -> Iterator[Measurement]:
     ):
         cluster, lengths = Cluster(num_ranks, 8), long_tailed(num_seqs, num_ranks * tokens_per_rank)
         size = f"{num_ranks} ranks x {num_seqs} sequences, {sum(lengths) / 1e6:.1f}M tokens"
-        for rule in ("cost", "paper"):
+        for rule in ("waves", "cost", "paper"):
             for slack in (1.0, 1.25):
                 make = make_planner("zeppelin", cluster, MODEL, tokens_per_rank=int(slack * tokens_per_rank), rule=rule)
                 yield Measurement(
@@ -114,7 +114,9 @@ def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[s
     """Plans that are projected and bound: zeppelin alone, with routing where it pays and a remap,
     and with all of it routed.
     """
-    zeppelin = partial(make_planner, "zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank))
+    zeppelin = partial(
+        make_planner, "zeppelin", cluster, MODEL, tokens_per_rank=int(1.25 * tokens_per_rank), rule="cost"
+    )
     return {
         "te_ring": make_planner("te_ring", cluster, MODEL)(lengths),
         "zeppelin": zeppelin(layers=Layers())(lengths),

@@ -109,9 +109,10 @@ def _variants(slacks: Sequence[float]) -> Iterator[Variant]:
         yield Variant(f"distca {tolerance:g}", "distca", None, {"tolerance": tolerance})
     for slack in slacks:
         yield Variant("zeppelin paper", "zeppelin", slack, {"rule": "paper"})
+        yield Variant("zeppelin cost", "zeppelin", slack, {"rule": "cost"})
         yield Variant("zeppelin", "zeppelin", slack, {})
-        yield Variant("zeppelin unrouted", "zeppelin", slack, {}, Layers(remap=True))
-        yield Variant("zeppelin unremapped", "zeppelin", slack, {}, Layers(routing="pays"))
+        yield Variant("zeppelin unrouted", "zeppelin", slack, {"rule": "cost"}, Layers(remap=True))
+        yield Variant("zeppelin unremapped", "zeppelin", slack, {"rule": "cost"}, Layers(routing="pays"))
 
 
 def _rows(document: dict[str, Any], options: argparse.Namespace) -> Iterator[Row]:

@@ -106,7 +106,7 @@ PRINTED: dict[str, Any] = {"rule": "paper"}
 ENGINE = System("Zeppelin's engine", "zeppelin", PRINTED, routing="never", remap=False)
 ENGINE_ROUTED = System("engine and routing", "zeppelin", PRINTED, routing="always", remap=False)
 ZEPPELIN = System("Zeppelin", "zeppelin", PRINTED, routing="always", remap=True)
-OURS = System("zeppelin, rule cost", "zeppelin")
+OURS = System("zeppelin, rule cost", "zeppelin", {"rule": "cost"})
 
 
 def tokens_per_s(system: System, case: Case, batches: Sequence[Lengths]) -> float:

@@ -49,7 +49,7 @@ class GroupCosts:
     backward: float = field(init=False)
     """Seconds of attention of a backward over those of its forward."""
     key_s: float = field(init=False)
-    """Seconds a key of a lone thread block: a launch of few queries over many keys ends on its longest."""
+    """Seconds a key of a lone thread block: a launch of few queries ends on its longest one."""
 
     def __post_init__(self) -> None:
         pairs = np.zeros((2, Pair.WIDTH), dtype=np.int64)

@@ -82,7 +82,7 @@ class Shares:
         return max(self.held) - self.mean_tokens
 
     def copy(self) -> Shares:
-        """The same placement, to be kept."""
+        """Copy, to be kept while this one changes."""
         of, on = [dict(own) for own in self.of], [set(own) for own in self.on]
         return Shares(self.work, self.tokens, of, list(self.load), list(self.held), on)
 

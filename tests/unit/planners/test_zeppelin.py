@@ -26,7 +26,8 @@ RULES = ("cost", "paper")
 
 
 def plan_of(lengths: list[int], cluster: Cluster, **options: Any) -> MicrobatchPlan:
-    return make_planner("zeppelin", cluster, MODEL, **options)(lengths)
+    """A plan of the rule `cost`, unless another is named."""
+    return make_planner("zeppelin", cluster, MODEL, **{"rule": "cost", **options})(lengths)
 
 
 def zones_of(plan: MicrobatchPlan) -> list[tuple[str, tuple[int, ...], list[int]]]:

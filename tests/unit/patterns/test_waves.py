@@ -1,0 +1,115 @@
+"""The pattern waves: what groups need of one another, in which wave, and what programs look like."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_balance.compile.order import Run, Start
+from megatron_balance.compile.pipeline import compile_rank, expand
+from megatron_balance.compile.verify import verify
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
+from megatron_balance.ir.program import Attend, Exchange, Merge
+from megatron_balance.ir.rows import Rows
+from megatron_balance.patterns.waves import ALIGN, Need, schedule
+from megatron_balance.simulator.attention import attention_call
+from tests.support import by_hand
+from tests.support.flat_cost import flat_machine
+
+UNEVEN = ((0, 0, 0, 100), (0, 0, 1100, 1200), (1, 0, 100, 300), (1, 0, 900, 1100), (2, 0, 300, 900), (2, 1, 0, 50))
+"""Sequence 0 in shares of 1, 2 and 3 sixths, zigzag; sequence 1 whole."""
+
+
+def zone(*fragments: tuple[int, int, int, int], size: int = 1, waves: int = 1) -> SharedZone:
+    return SharedZone("shared", Rows.of(4, list(fragments)), size, waves)
+
+
+def plan(own: SharedZone, lengths: tuple[int, ...], num_ranks: int, heads: int = 4) -> MicrobatchPlan:
+    return by_hand.plan(lengths, num_ranks, own, heads=(heads, heads))
+
+
+def spread(tokens: int, num_ranks: int, size: int) -> tuple[tuple[int, int, int, int], ...]:
+    """One sequence zigzag over groups in even shares, each group's chunks in runs on its ranks."""
+    groups = num_ranks // size
+    step = tokens // (2 * groups)
+    chunks = [(g, c * step, (c + 1) * step) for g in range(groups) for c in (g, 2 * groups - 1 - g)]
+    runs = [np.linspace(a, b, size + 1).astype(int).tolist() for _, a, b in chunks]
+    return tuple(
+        (g * size + place, 0, run[place], run[place + 1])
+        for (g, _, _), run in zip(chunks, runs, strict=True)
+        for place in range(size)
+    )
+
+
+def test_shares_of_a_zigzag_are_shares_of_its_work() -> None:
+    made = schedule(zone(*UNEVEN))
+    pairs = []
+    for tasks in made.tasks:
+        rows = np.concatenate(tasks)
+        rows = rows[rows[:, 0] == 0]
+        own = (rows[:, 1] == rows[:, 3]) / 2  # causal squares
+        pairs.append(int(((rows[:, 2] - rows[:, 1]) * (rows[:, 4] - rows[:, 3]) * (1 - own)).sum()))
+    assert pairs == [120_000, 240_000, 360_000]
+
+
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_a_wave_brings_every_group_the_same_part_of_what_it_needs_of_every_other(waves: int) -> None:
+    needs = schedule(zone(*UNEVEN, waves=waves)).needs
+    for to in range(3):
+        for source in range(3):
+            rows = needs[(needs[:, Need.TO] == to) & (needs[:, Need.FROM] == source)]
+            num_tokens = np.bincount(rows[:, Need.WAVE], rows[:, Need.STOP] - rows[:, Need.START], waves)
+            assert np.ptp(num_tokens) <= ALIGN * len(rows) / waves, (to, source)
+    # Of the first group's last chunk nobody needs anything, and it needs all others' keys, once.
+    first = needs[needs[:, Need.TO] == 0]
+    assert int((first[:, Need.STOP] - first[:, Need.START]).sum()) == 1000
+    assert not (needs[needs[:, Need.FROM] == 0][:, Need.STOP] > 100).any()
+
+
+def test_a_group_does_its_own_work_first_and_ends_with_outputs() -> None:
+    made = plan(zone(*spread(64, 4, 2), size=2, waves=2), (64,), 4)
+    verify(expand(made, "keep"))
+    ops = compile_rank(made, 1, "keep").program.forward
+    kinds = [type(op).__name__ for op in ops]
+    assert kinds == ["Exchange", "Attend", "Exchange", "Attend", "Merge", "Exchange", "Attend", "Merge", "Exchange"]
+    assert [op.collective for op in ops if isinstance(op, Exchange)] == ["all_to_all", "p2p", "p2p", "all_to_all"]
+    assert not [op for op in ops if not isinstance(op, Attend | Exchange | Merge)]
+
+
+def test_the_next_wave_is_under_way_before_the_launch_that_it_hides_behind() -> None:
+    compiled = compile_rank(plan(zone(*spread(64, 4, 1), waves=2), (64,), 4), 1, "keep")
+    steps = [step for step in compiled.forward.steps if isinstance(step, Start | Run)]
+    assert [type(step).__name__ for step in steps] == ["Start", "Start", "Run", "Run", "Run"]
+    # The backward's gradients of a wave leave as soon as its launch is done, the last behind own work.
+    steps = [step for step in compiled.backward.steps if isinstance(step, Start | Run)]
+    assert [type(step).__name__ for step in steps] == ["Run", "Start", "Run", "Start", "Run"]
+
+
+def test_keys_of_neighbouring_sources_are_one_piece() -> None:
+    (_, wave), *_ = schedule(zone((0, 0, 30, 40), (1, 0, 0, 10), (2, 0, 10, 20), (1, 0, 20, 30))).tasks
+    assert wave.tolist() == [[0, 30, 40, 0, 30]]
+
+
+def test_a_group_that_needs_nothing_of_others_takes_no_part_in_waves() -> None:
+    made = plan(zone((0, 0, 0, 8), (0, 0, 8, 16), (1, 1, 0, 6), size=1, waves=3), (16, 6), 2)
+    assert not expand(made).forward or all(not isinstance(op, Exchange) for op in expand(made).forward)
+
+
+def test_groups_and_waves_are_at_least_one() -> None:
+    for wrong in (zone((0, 0, 0, 8), size=0), zone((0, 0, 0, 8), waves=0)):
+        with pytest.raises(InvalidProgramError, match="expected one or more of each"):
+            expand(plan(wrong, (8,), 2))
+
+
+@pytest.mark.parametrize("policy", ["keep", "replay"])
+@pytest.mark.parametrize(("num_ranks", "per_node", "size"), [(4, 4, 1), (4, 2, 2), (8, 4, 4), (8, 2, 2)])
+def test_both_engines_agree_on_waves(policy, num_ranks: int, per_node: int, size: int) -> None:
+    machine = flat_machine(num_ranks, per_node, launch=0.01, pair=1e-6)
+    own = zone(*spread(960, num_ranks, size), size=size, waves=3)
+    made = by_hand.plan((960,), num_ranks, own, ranks_per_node=per_node, heads=(4, 4))
+    exact, rounds = (attention_call(made, machine, policy, None, engine) for engine in ("events", "rounds"))
+    for a, b in zip(exact, rounds, strict=True):
+        # Replayed keys and gradients take no NIC from one another in the round engine.
+        assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.03 if policy == "keep" else 0.1)
+        assert b.compute_s == pytest.approx(a.compute_s, rel=1e-6)

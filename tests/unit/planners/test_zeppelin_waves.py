@@ -1,0 +1,128 @@
+"""Zeppelin's rule `waves`: shares that are even in work and tokens, priced, within the capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from megatron_balance import make_planner
+from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.compile.batches import verify_order_of
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
+from megatron_balance.planners.zeppelin.estimate import GroupCosts, estimate
+from megatron_balance.planners.zeppelin.shares import Shares, placements, zigzag_edges
+from megatron_balance.planners.zeppelin.waves import Asked, choose, group_sizes
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.step import simulate_step
+
+MODEL = Model(32, 32, 128, num_layers=1)
+MIXED = (60698, 59330, 47518, 43678, 13144, 7420, 6199, 5543, 4986, 3068, 3036, 1698, 1676, 1543, 1513, 1094)
+"""A batch of 262,144 tokens, as drawn for Zeppelin's Table 2 (github)."""
+
+
+def cluster(num_ranks: int = 64) -> Cluster:
+    """Nodes of eight H200."""
+    return Cluster(num_ranks, 8, attention_efficiency=0.374)
+
+
+def plan_of(lengths: Sequence[int], own: Cluster | None = None, **options: int | str | None) -> MicrobatchPlan:
+    return make_planner("zeppelin", own or cluster(), MODEL, **options)(list(lengths))
+
+
+def zone_of(plan: MicrobatchPlan) -> SharedZone:
+    (zone,) = plan.zones
+    assert isinstance(zone, SharedZone)
+    return zone
+
+
+def step_s(plan: MicrobatchPlan, own: Cluster) -> float:
+    return simulate_step([plan], Machine(own, MODEL, AnalyticCost(own, MODEL))).step_s
+
+
+def test_by_default_work_and_tokens_are_even_at_once() -> None:
+    plan = plan_of(MIXED)
+    statistics = plan_statistics(plan, MODEL)
+    assert zone_of(plan).group_size == 8
+    assert statistics["imbalance"]["attention"] < 1.03
+    assert statistics["imbalance"]["tokens"] < 1.03
+    verify_order_of(plan, "keep")
+
+
+def test_it_is_faster_than_rings_and_than_rings_of_groups() -> None:
+    seconds = {rule: step_s(plan_of(MIXED, rule=rule), cluster()) for rule in ("waves", "groups", "cost")}
+    assert seconds["waves"] < 0.95 * seconds["groups"] < 0.95 * seconds["cost"]
+
+
+def test_short_sequences_stay_whole_on_single_ranks() -> None:
+    zone = zone_of(plan_of([4096] * 64))
+    assert (zone.name, zone.group_size) == ("local", 1)
+    assert sorted(zone.fragments) == [(rank, rank, 0, 4096) for rank in range(64)] or len(zone.fragments) == 64
+
+
+def test_over_slow_links_fewer_keys_travel() -> None:
+    slow = replace(cluster(), nic_bytes_per_s=5e9)
+    plans = plan_of(MIXED), plan_of(MIXED, slow)
+    received = [sum(plan_statistics(plan, MODEL)["kv_tokens_received_inter_node_per_rank"]) for plan in plans]
+    assert received[1] < 0.6 * received[0]
+
+
+def test_group_size_and_number_of_waves_can_be_named() -> None:
+    zone = zone_of(plan_of(MIXED, group_size=4, num_waves=3))
+    assert (zone.group_size, zone.waves) == (4, 3)
+    with pytest.raises(ConfigError, match="group_size 3 does not tile 64 ranks"):
+        plan_of(MIXED, group_size=3)
+    with pytest.raises(ConfigError, match="num_waves 0: must be at least 1"):
+        plan_of(MIXED, num_waves=0)
+
+
+def test_sizes_of_groups_share_nics_evenly_and_go_beyond_a_node() -> None:
+    assert group_sizes(Cluster(32, 8)) == [1, 2, 4, 8, 16, 32]
+    assert group_sizes(Cluster(24, 6, ranks_per_nic=2)) == [1, 2, 6, 12, 24]
+
+
+@pytest.mark.parametrize("room", [1.0, 1.02, 1.5])
+def test_no_rank_holds_more_than_the_capacity(room: float) -> None:
+    capacity = int(room * 4096)
+    held = plan_statistics(plan_of(MIXED, tokens_per_rank=capacity), MODEL)["attention_tokens_per_rank"]
+    assert max(held) <= capacity + 2 * len(MIXED) * (room == 1.0)  # all over all ranks, where nothing else fits
+
+
+def test_shares_of_every_placement_add_up_and_the_last_is_even() -> None:
+    costs = GroupCosts(AnalyticCost(cluster(), MODEL), cluster(), MODEL, 8)
+    work = [costs.work_s(length) for length in MIXED]
+    placed: Shares | None = None
+    for placed in placements(work, MIXED, 8):
+        assert all(sum(groups.values()) == pytest.approx(1.0, abs=1e-2) for groups in placed.of)
+        for group in range(8):
+            shares = {seq: groups[group] for seq, groups in enumerate(placed.of) if group in groups}
+            assert placed.load[group] == pytest.approx(sum(p * work[seq] for seq, p in shares.items()), rel=0.01)
+            assert placed.on[group] == set(shares)
+    assert placed is not None
+    assert max(placed.load) < 1.02 * placed.mean_work
+    assert max(placed.held) < 1.02 * placed.mean_tokens
+
+
+def test_the_estimate_is_near_the_simulator() -> None:
+    own = cluster()
+    chosen = choose(MIXED, own, MODEL, AnalyticCost(own, MODEL), Asked(capacity=10**6))
+    assert chosen is not None
+    simulated = simulate_step([plan_of(MIXED)], Machine(own, MODEL, AnalyticCost(own, MODEL)))
+    layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
+    assert chosen.estimate.seconds == pytest.approx(layer_s, rel=0.1)
+    costs = GroupCosts(AnalyticCost(own, MODEL), own, MODEL, 8)
+    assert estimate(chosen.placed, costs, (8,)).seconds >= chosen.estimate.seconds
+
+
+def test_edges_of_a_zigzag_are_as_wide_as_the_shares() -> None:
+    assert zigzag_edges(1200, [1, 2, 3], 128) == [0, 100, 300, 900, 1100, 1200]
+    edges = zigzag_edges(100_000, [0.5, 0.25, 0.25], 128)
+    assert [edge % 128 for edge in edges[:3]] == [0, 0, 0]
+    assert edges[0] == 0
+    assert edges[-1] == 100_000
+    assert zigzag_edges(1, [0.5, 0.5], 128) == [0, 0, 1, 1]
