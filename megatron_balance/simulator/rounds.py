@@ -266,7 +266,7 @@ class _Run:
             self.clocks.busy[ranks] += placed
 
     def _point_to_point(self, table: ZoneTable, traffic: PointToPoint) -> None:
-        there, back = _stages(traffic.inputs), traffic.outputs
+        there, back = stages(traffic.inputs), traffic.outputs
         if not self.clocks.backward:
             self._one_by_one(table, there)
             self._compute(table)
@@ -301,7 +301,7 @@ class _Run:
             self.clocks.busy += placed
 
 
-def _stages(messages: Ints) -> list[Ints]:
+def stages(messages: Ints) -> list[Ints]:
     """Messages by exchange, in order; of none one exchange."""
     steps = np.unique(messages[:, Message.EXCHANGE])
     return [messages[messages[:, Message.EXCHANGE] == step] for step in steps] or [messages]
