@@ -21,9 +21,13 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice
-from tests.support.task_tables import random_task_table, random_zones
+from tests.support.task_tables import random_once_per_node, random_task_table, random_zones
 
-TEST_PLANNERS = {"random_task_table": random_task_table, "random_zones": random_zones}
+TEST_PLANNERS = {
+    "random_task_table": random_task_table,
+    "random_once_per_node": random_once_per_node,
+    "random_zones": random_zones,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeppelin, rule paper": ("zeppelin", {"rule": "paper"}),
     "zeppelin, rule groups": ("zeppelin", {"rule": "groups"}),

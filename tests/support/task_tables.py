@@ -5,6 +5,7 @@ task table and any mix of zones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,13 @@ def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -
         ]
     zone = dispatch.task_table("random", _shuffled(rng, fragments, 4), _shuffled(rng, tasks, 6))
     return _plan("random_task_table", batch, cluster, model, (zone,))
+
+
+def random_once_per_node(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
+    """A random task table whose rows cross once to each node."""
+    planned = random_task_table(batch, cluster, model, seed)
+    zones = tuple(replace(zone, pattern="dispatch_once") for zone in planned.zones)
+    return replace(planned, planner="random_once_per_node", zones=zones)
 
 
 def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
