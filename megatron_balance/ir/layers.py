@@ -37,6 +37,7 @@ class Layers:
     sides: Sides = "both"
     align: int = 1
     pieces: int = 1
+    once_per_node: bool = False
 
     def __post_init__(self) -> None:
         if self.pieces < 1:

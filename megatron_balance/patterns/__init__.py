@@ -12,6 +12,7 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.patterns.all_gather import AllGather
 from megatron_balance.patterns.base import AnyZone, CommPattern, ZoneAt
 from megatron_balance.patterns.dispatch import Dispatch
+from megatron_balance.patterns.dispatch_once import DispatchOnce
 from megatron_balance.patterns.even_gather import GATHER_DOCUMENTS, GATHER_SEQUENCE
 from megatron_balance.patterns.head_exchange import ChunkExchange, HeadExchange
 from megatron_balance.patterns.head_ring import HeadRing
@@ -27,6 +28,7 @@ PATTERNS: dict[str, CommPattern[Any]] = {
     "chunk_exchange": ChunkExchange(),
     "head_ring": HeadRing(),
     "dispatch": Dispatch(),
+    "dispatch_once": DispatchOnce(),
     "waves": Waves(),
 }
 

@@ -200,7 +200,9 @@ class GroupTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PointToPoint:
-    """Messages to the launch and from it: rows of `ir.columns.Message`."""
+    """Messages to the launch and from it: rows of `ir.columns.Message`. Inputs of several exchanges
+    travel one exchange after the other.
+    """
 
     inputs: Ints
     outputs: Ints

@@ -28,6 +28,7 @@ from math import ceil
 import numpy as np
 
 from megatron_balance.analysis.statistics import tokens_per_rank
+from megatron_balance.analysis.wire import NicOf
 from megatron_balance.cost.base import CostModel
 from megatron_balance.cost.remap import remap_s
 from megatron_balance.cost.remap import token_bytes as _token_bytes
@@ -35,7 +36,7 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.layers import Layers, When
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns import pattern_of
@@ -49,8 +50,35 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers:
         held = tokens_per_rank(plan)
         if layers.remap_when == "always" or remap_saves_s(held, cluster, cost) > 0:
             plan = replace(plan, moves=_moves(held, cluster, cost, layers))
+    if layers.once_per_node and cluster.num_nodes > 1 and cluster.node_size > 1:
+        zones = (_once_per_node(plan, index, cluster, cost) for index in range(len(plan.zones)))
+        plan = replace(plan, zones=tuple(zones))
     routing = _routing(plan, cluster, cost, layers.routing)
     return replace(plan, routing=None if routing is None else replace(routing, pieces=layers.pieces))
+
+
+def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel) -> Zone | TaskTable:
+    """The zone, or a task table that sends rows once to a node if its busiest NIC gains more than
+    the ranks that pass them on take.
+    """
+    zone = plan.zones[index]
+    if not isinstance(zone, TaskTable) or zone.pattern != "dispatch":
+        return zone
+    once = replace(zone, pattern="dispatch_once")
+    tried = replace(plan, zones=(*plan.zones[:index], once, *plan.zones[index + 1 :]))
+    before, after = (_busiest_nic(_zone_loads(index, each, cluster, cost), cluster) for each in (plan, tried))
+    context = Context.of(plan)
+    rows = pattern_of(once).messages(once, context)[1].rows
+    passed_on = np.bincount(rows[:, Message.SRC], rows[:, Message.TOKENS], plan.num_ranks).max()
+    on_s = cost.intra_node_s(cost.kv_bytes(float(passed_on))) if len(rows) else 0.0
+    return once if cost.inter_node_s(before) > cost.inter_node_s(after) + on_s else zone
+
+
+def _busiest_nic(loads: Sequence[Ints], cluster: Cluster) -> float:
+    """The most bytes of a NIC in an exchange, over all exchanges and both ways."""
+    nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
+    ranks = np.arange(cluster.num_ranks)
+    return max((float(nics.sums(ranks, load).max()) for load in loads), default=0.0)
 
 
 def _moves(held: Ints, cluster: Cluster, cost: CostModel, layers: Layers) -> Rows:

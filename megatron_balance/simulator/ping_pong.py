@@ -35,7 +35,7 @@ from megatron_balance.simulator.engine import Transport
 from megatron_balance.simulator.events import Outcome
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.phase import Phase, phase_of
-from megatron_balance.simulator.rounds import turned
+from megatron_balance.simulator.rounds import stages, turned
 from megatron_balance.simulator.tables import Tables, ZoneTable
 
 SIMULATED = 3
@@ -297,6 +297,10 @@ class _OnClocks:
     def attend(self) -> None:
         entered = self.run.done
         self._receive()
+        copied = not self.clocks.backward or self.run.mode.policy == "replay"
+        for index, messages in self._passed_on() if copied else ():  # before anything else
+            self.coming = [self._send(messages, index, COPIED)]
+            self._receive()
         for table in self.tables.zones:
             seconds = np.zeros(self.run.machine.num_ranks)
             seconds[table.ranks] = (table.backward_s if self.clocks.backward else table.forward_s)[:, 0]
@@ -305,6 +309,9 @@ class _OnClocks:
             self.run.done = self.clocks.done
             self.run.compute(seconds)
         self.clocks.entered = entered
+        for index, messages in self._passed_on() if self.clocks.backward else ():
+            self.coming = [self._send(turned(messages), index, MOVED)]
+            self._receive()
         self.coming = [self._send(messages, index, MOVED) for index, messages in self._results()]
 
     def end(self) -> None:
@@ -324,13 +331,17 @@ class _OnClocks:
             if self.clocks.backward:
                 messages.append((table.index, turned(back)))
             if not self.clocks.backward or self.run.mode.policy == "replay":
-                messages.append((table.index, there))
+                messages.append((table.index, there[0]))
         return messages
+
+    def _passed_on(self) -> list[tuple[int, Ints]]:
+        """Messages of inputs that are passed on where they come to, by zone."""
+        return [(table.index, on) for table in self.tables.zones for on in _point_to_point(table)[0][1:]]
 
     def _results(self) -> list[tuple[int, Ints]]:
         """Messages of what the launches compute, by zone."""
         both = [(table.index, _point_to_point(table)) for table in self.tables.zones]
-        return [(index, turned(there) if self.clocks.backward else back) for index, (there, back) in both]
+        return [(index, turned(there[0]) if self.clocks.backward else back) for index, (there, back) in both]
 
     def _send(self, messages: Ints, index: int, traffic_class: int) -> _Coming:
         """Issue an exchange.
@@ -348,7 +359,7 @@ class _OnClocks:
         return _Coming(arrived, placed)
 
 
-def _point_to_point(table: ZoneTable) -> tuple[Ints, Ints]:
-    """Messages to a zone's launches, and from them."""
+def _point_to_point(table: ZoneTable) -> tuple[list[Ints], Ints]:
+    """Messages to a zone's launches, exchange by exchange, and from them."""
     assert isinstance(table.traffic, PointToPoint), "point-to-point messages only"
-    return table.traffic.inputs, table.traffic.outputs
+    return stages(table.traffic.inputs), table.traffic.outputs

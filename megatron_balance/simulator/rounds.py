@@ -312,18 +312,28 @@ class _Run:
             self.clocks.busy[ranks] += placed
 
     def _point_to_point(self, table: ZoneTable, traffic: PointToPoint) -> None:
-        there, back = traffic.inputs, traffic.outputs
+        there, back = stages(traffic.inputs), traffic.outputs
         if not self.clocks.backward:
-            self._messages(table, there, COPIED)
+            self._one_by_one(table, there)
             self._compute(table)
             self._messages(table, back, MOVED)
             return
         self.clocks.open(table.ranks, table.waits, sends=True)
         self._messages(table, turned(back), COPIED)
         if self.clocks.policy == "replay":
-            self._messages(table, there, COPIED)
+            self._one_by_one(table, there)
         self._compute(table)
-        self._messages(table, turned(there), MOVED)
+        for at, stage in enumerate(reversed(there)):
+            if at:  # what the exchange before brings is passed on
+                self.clocks.settle(table.ranks)
+            self._messages(table, turned(stage), MOVED)
+
+    def _one_by_one(self, table: ZoneTable, stages: list[Ints]) -> None:
+        """Exchanges of which each passes on what the one before brings."""
+        for at, stage in enumerate(stages):
+            if at:
+                self.clocks.ready[table.ranks] = self.clocks.done[table.ranks]
+            self._messages(table, stage, COPIED)
 
     def _messages(self, table: ZoneTable, messages: Ints, traffic_class: int) -> None:
         """One exchange of a zone whose messages go from rank to rank."""
@@ -335,6 +345,12 @@ class _Run:
             self.clocks.ready = posted
             self.clocks.done = np.maximum(self.clocks.done, arrived) + placed
             self.clocks.busy += placed
+
+
+def stages(messages: Ints) -> list[Ints]:
+    """Messages by exchange, in order; of none one exchange."""
+    steps = np.unique(messages[:, Message.EXCHANGE])
+    return [messages[messages[:, Message.EXCHANGE] == step] for step in steps] or [messages]
 
 
 def turned(messages: Ints) -> Ints:

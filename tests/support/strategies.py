@@ -21,10 +21,17 @@ from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
 from megatron_balance.ir.rows import Rows
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice
-from tests.support.task_tables import random_shares, random_task_table, random_topology, random_zones
+from tests.support.task_tables import (
+    random_once_per_node,
+    random_shares,
+    random_task_table,
+    random_topology,
+    random_zones,
+)
 
 TEST_PLANNERS = {
     "random_task_table": random_task_table,
+    "random_once_per_node": random_once_per_node,
     "random_zones": random_zones,
     "knapformer, random groups": random_topology,
     "random_shares": random_shares,

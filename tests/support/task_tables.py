@@ -50,6 +50,13 @@ def random_task_table(batch: Batch, cluster: Cluster, model: Model, seed: int) -
     return _plan("random_task_table", batch, cluster, model, (zone,))
 
 
+def random_once_per_node(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
+    """A random task table whose rows cross once to each node."""
+    planned = random_task_table(batch, cluster, model, seed)
+    zones = tuple(replace(zone, pattern="dispatch_once") for zone in planned.zones)
+    return replace(planned, planner="random_once_per_node", zones=zones)
+
+
 def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
     """Sequences dealt to a few zones, each on a random ordered choice of ranks with a random comm
     pattern (a task table is one).

@@ -183,7 +183,9 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         "`hosts`: the same mean where devices wait for their hosts; `te_ring`: the mean of how often faster the step",
         "is than te_ring's; `GB`: the largest peak of a rank, and `!` where it is more than a rank has; `launches`:",
         "of attention, of the busiest rank in a layer's forward; `plan ms`: median, CPU time of a busy machine.",
-        "Attention runs by " + ", ".join(f"{kernel} on {name}" for name, kernel in CLUSTERS.items()) + ".",
+        "`auto` names in its note whose plan it takes. Attention runs by "
+        + ", ".join(f"{kernel} on {name}" for name, kernel in CLUSTERS.items())
+        + ".",
         "",
         f"    python -m tools.bench.landscape BATCHES.json --batches {number} --out docs/measurements/landscape.md",
     )

@@ -391,7 +391,12 @@ def _dispatch(made: ZoneTimes, messages: tuple[Ints, Ints], machine: Machine) ->
             of_kind[kind] = machine.row_bytes[grad if turned else kind]
         heads = rows[:, Message.HEAD_STOP] - rows[:, Message.HEAD_START]
         num_bytes = of_kind[rows[:, Message.KIND]] * heads * rows[:, Message.TOKENS]
-        seconds, out, into = _point_to_point_s(src, dst, num_bytes, machine)
+        steps = rows[:, Message.EXCHANGE]
+        each = [
+            _point_to_point_s(src[own], dst[own], num_bytes[own], machine)
+            for own in (steps == s for s in set(steps.tolist()))
+        ]
+        seconds, out, into = (np.sum(parts, axis=0) for parts in zip(*each, strict=True))
         return Bulk(seconds, out, into if placed else 0.0, adds)
 
     made.inputs = bulk(there, turned=False, placed=False, adds=False)

@@ -1,0 +1,150 @@
+"""Dispatch, once per node: rows that several ranks of a node need cross to one of them, and it
+passes them on inside.
+
+A comm pattern of task tables (`patterns.dispatch`) with one exchange more: in, on, back. The rank
+that passes rows on needs them too, so no rank holds what it does not use. In the backward the way is
+turned: gradients of the rows are sent to that rank inside the node, added to its own there, and
+cross once.
+
+A replayed backward brings the rows the same way, the first exchange before anything else, since the
+second one needs what it brings.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from megatron_balance.ir.arrays import Ints, as_array, as_rows
+from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.plan import TaskTable
+from megatron_balance.ir.program import Exchange, Kind, Op
+from megatron_balance.ir.rows import Rows
+from megatron_balance.patterns.base import (
+    Context,
+    PointToPoint,
+    Startable,
+    ZoneMessages,
+    ZoneProgram,
+    ZoneRounds,
+    exchange,
+    messages_of,
+)
+from megatron_balance.patterns.dispatch import Dispatch, transfers
+
+_IN, _ON, _BACK = range(3)
+_NONE = np.empty((0, Transfer.WIDTH), dtype=np.int64)
+
+
+class DispatchOnce(Dispatch):
+    """Every rank sends what the tasks of others need, once to each node; it is passed on inside."""
+
+    merges_remap = False
+
+    def num_exchanges(self, zone: TaskTable) -> int:
+        """In, on and back, whether or not anything moves (unused ids cost nothing)."""
+        return 3 if zone.fragments else 0
+
+    def project(self, zone: TaskTable, context: Context, rank: int) -> ZoneProgram:
+        """The ops of `rank`: those of the dispatch, their exchange in cut in two."""
+        there, on = (_of_rank(as_array(rows), rank) for rows in _of_zone(zone, context))
+        ops: list[Op] = [exchange(context, step, rows) for step, rows in ((_IN, there), (_ON, on)) if len(rows)]
+        for op in super().project(zone, context, rank).ops:
+            if not isinstance(op, Exchange):
+                ops.append(op)
+            elif op.id == context.base + 1:
+                ops.append(replace(op, id=context.base + _BACK))
+        # A replayed backward begins where the forward ended: there it brings what crosses, and
+        # nothing where the forward did.
+        again = (context.base + _BACK, exchange(context, _BACK, there))
+        nothing = (context.base + _IN, exchange(context, _IN, _NONE))
+        return ZoneProgram(ops, [nothing, again] if len(there) else [])
+
+    def messages(self, zone: TaskTable, context: Context, *, across: bool = False) -> list[ZoneMessages]:
+        """Messages of the way in, of what is passed on, and of the way back, one a transfer."""
+        del across
+        _, back = transfers(zone, context.num_heads, context.num_kv_heads)
+        tables = (*_of_zone(zone, context), back)
+        return [ZoneMessages(messages_of(step, as_array(rows))) for step, rows in enumerate(tables)]
+
+    def first_transfers(self, zone: TaskTable, context: Context) -> Ints:
+        """The way in."""
+        return as_array(_of_zone(zone, context)[0])
+
+    def startable(self, zone: TaskTable) -> Startable:
+        """The way in, its replay in the place of the way back, and the gradients of the outputs."""
+        del zone
+        return Startable(forward=(_IN,), gradients=(_BACK,), replays=(_BACK,))
+
+    def rounds(self, zone: TaskTable, context: Context) -> ZoneRounds:
+        """Inputs in two exchanges, one launch of every rank, outputs."""
+        there, on, back = (each.rows for each in self.messages(zone, context))
+        launches = Dispatch().rounds(zone, context).launches
+        return ZoneRounds(np.arange(context.num_ranks), launches, PointToPoint(np.concatenate([there, on]), back))
+
+
+def _of_rank(rows: Ints, rank: int) -> Ints:
+    return rows[(rows[:, Transfer.SRC] == rank) | (rows[:, Transfer.DST] == rank)]
+
+
+def _of_zone(zone: TaskTable, context: Context) -> tuple[Rows, Rows]:
+    """All transfers in, and all that pass them on."""
+    return once(zone, (context.num_heads, context.num_kv_heads), context.ranks_per_node)
+
+
+@lru_cache(maxsize=64)
+def once(zone: TaskTable, heads: tuple[int, int], ranks_per_node: int) -> tuple[Rows, Rows]:
+    """All transfers in, each row once to a node, and all inside nodes that pass them on; `heads`: of
+    queries and of keys.
+    """
+    rows = as_array(transfers(zone, *heads)[0])
+    src_node, dst_node = (rows[:, Transfer.ENDS] // ranks_per_node).T
+    crossing = src_node != dst_node
+    needed: defaultdict[tuple[int, int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    columns = [Transfer.KIND, Transfer.SEQ, Transfer.SRC, Transfer.DST, Transfer.START, Transfer.STOP]
+    for kind, seq, src, dst, start, stop in rows[crossing][:, columns].tolist():
+        needed[kind, seq, src, dst // ranks_per_node].append((start, stop, dst))
+    load: defaultdict[int, int] = defaultdict(int)
+    alone: list[tuple[int, ...]] = []
+    shared: list[tuple[int, tuple[int, int, int], tuple[int, int], tuple[int, ...]]] = []
+    for (kind, seq, src, _), spans in sorted(needed.items()):
+        weight = heads[0] if kind == Kind.Q else 2 * heads[1]
+        for start, stop, ranks in _pieces(spans):
+            if len(ranks) == 1:
+                alone.append((kind, seq, start, stop, 0, heads[kind != Kind.Q], src, ranks[0]))
+                load[ranks[0]] += weight * (stop - start)
+            else:
+                shared.append((weight * (stop - start), (kind, seq, src), (start, stop), ranks))
+    on: list[tuple[int, ...]] = []
+    for size, (kind, seq, src), span, ranks in sorted(shared, reverse=True):
+        first = min(ranks, key=lambda rank: (load[rank], rank))
+        load[first] += size
+        region = (kind, seq, *span, 0, heads[kind != Kind.Q])
+        alone.append((*region, src, first))
+        on += [(*region, first, other) for other in ranks if other != first]
+    there = np.concatenate([rows[~crossing], _table(alone)])
+    return as_rows(there), as_rows(_table(on))
+
+
+def _table(rows: Sequence[tuple[int, ...]]) -> Ints:
+    return np.array(sorted(rows), dtype=np.int64).reshape(-1, Transfer.WIDTH)
+
+
+def _pieces(spans: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Spans (start, stop, rank) cut where any begins or ends: each piece with all its ranks; of
+    neighbours with the same ranks one.
+    """
+    edges = sorted({edge for start, stop, _ in spans for edge in (start, stop)})
+    begin, holders = 0, ()
+    for a, b in zip(edges, edges[1:], strict=False):
+        ranks = tuple(sorted(rank for start, stop, rank in spans if start <= a and b <= stop))
+        if ranks != holders:
+            if holders:
+                yield begin, a, holders
+            begin, holders = a, ranks
+    if holders:
+        yield begin, edges[-1], holders
