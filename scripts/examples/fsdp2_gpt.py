@@ -128,7 +128,7 @@ def main() -> None:
         for name in ("tokens", "attention"):
             means = [sum(step[when][name] for step in spread) / len(spread) for when in ("as_read", "planned")]
             table.add_row(name, *(f"{mean:.2f}" for mean in means))
-        Console().print(table)
+        Console(width=100).print(table)
         print(f"Loss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last.")
     balancer.close()
     dist.destroy_process_group()

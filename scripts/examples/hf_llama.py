@@ -88,7 +88,7 @@ def main() -> None:
     if rank == 0:
         for number, of in of_documents.items():
             table.add_row(str(number), str(len(of)), f"{of.sum() / max(1, len(of) - 1):.3f}")
-        Console().print(table)
+        Console(width=100).print(table)
     balancer.close()
     dist.destroy_process_group()
 
