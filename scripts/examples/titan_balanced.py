@@ -27,16 +27,16 @@ class BalancedAttention(Module):
 
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q_TNH: Tensor,
+        k_TNH: Tensor,
+        v_TNH: Tensor,
         *,
         attention_masks: BalancedBatch,
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attention of q [T, N, H], k and v [T, G, H]."""
-        return balanced_attention(q, k, v, attention_masks, scale)
+        """Attention of rows [T, heads, head dim]. torchtitan knows the arguments by these names."""
+        return balanced_attention(q_TNH, k_TNH, v_TNH, attention_masks, scale)
 
 
 class BalancedTrainer(Trainer):
