@@ -21,7 +21,7 @@ WAYS = [
     Way(planner="wlb_llm", accumulate=2, checkpointed=True, backward="replay"),
     Way(model="llama", planner="distca", parallel="ddp", checkpointed=True, accumulate=2),
     Way(model="llama", compiled=True),
-    Way(model="llama", planner="te_ring", checkpointed=True),
+    Way(model="llama", planner="te_ring", checkpointed=True, pools=2),
 ]
 """Every two choices meet in one of them at least; all of them together: tools/torch_parity.py."""
 

@@ -46,12 +46,15 @@ class Way:
     steps: int = 20
     backward: str = "keep"
     backend: str = "eager"
+    pools: int = 1
+    """Parts of the world that share documents, each for itself."""
 
     def name(self) -> str:
         """For people: what differs from the plainest way is said."""
         said = [self.model, self.planner, self.parallel]
         said += [word for word in ("checkpointed", "compiled") if getattr(self, word)]
-        return " ".join([*said, *(["accumulate"] if self.accumulate > 1 else [])])
+        said += [word for word in ("accumulate", "pools") if getattr(self, word) > 1]
+        return " ".join(said)
 
 
 @dataclass(frozen=True)
@@ -186,9 +189,13 @@ def _train(way: Way, world: World) -> Trained:
 
 def _train_compiled(way: Way, world: World) -> Trained:
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
+    shape = (way.pools, world.size // way.pools)
+    shared = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))["cp"] if way.pools > 1 else mesh
     settings = Settings(ranks_per_node=2, backward=way.backward)  # pyright: ignore[reportArgumentType]
     config = MODEL if way.model == "gpt" else make_model(way, balanced=True).config
-    balancer = SequenceBalancer.for_model(config, planner=way.planner, mesh=mesh, settings=settings)
+    balancer = SequenceBalancer.for_model(
+        config, planner=way.planner, mesh=shared, averaged_over=mesh if way.pools > 1 else None, settings=settings
+    )
     model = make_model(way, balanced=True)
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
     counted = CountGraphs(way.backend)
