@@ -59,6 +59,12 @@ def test_results_come_back_to_the_ranks_that_gave_the_documents(world: Pool, pla
     assert given.count(0.0) == len(given) - given.count(6.0)
 
 
+def test_received_keys_are_saved_where_checkpointing_sees_them(world: Pool) -> None:
+    kept, replayed = (world.run(torch_jobs.save, RANKS, backward) for backward in ("keep", "replay"))
+    assert all(tokens > 0 for tokens, _ in kept), "every rank receives keys in a ring"
+    assert all(k > r for (_, k), (_, r) in zip(kept, replayed, strict=True)), (kept, replayed)
+
+
 GOOD = [torch.arange(4)]
 
 

@@ -317,6 +317,24 @@ def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gath
     return Gathered(tokens, others, weight.grad.tolist(), batch.num_rows, right)
 
 
+def save(world: World, backward: str) -> tuple[int, int]:
+    """Of one attention call: tokens received, and tensors that autograd saved through its hooks."""
+    settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
+    batch = SequenceBalancer("te_ring", MODEL, settings=settings)([torch.arange(40)])
+    saved: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(len(x))
+        return x
+
+    q = torch.randn(batch.num_rows, HEADS, HEAD_DIM, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = balanced_attention(q, q[:, :KV_HEADS], q[:, :KV_HEADS], batch)
+        of_call = len(saved)
+    out.sum().backward()
+    return batch.bound(q.dtype, q.device).counters.kv_tokens_received, of_call
+
+
 def tell(world: World, given: Sequence[Any]) -> str:
     """The error on this rank when rank r gives documents `given[r]`; then that all can still talk."""
     balancer = SequenceBalancer("zeppelin", MODEL, settings=Settings(ranks_per_node=2))
