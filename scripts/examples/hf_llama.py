@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_balance.torch import SequenceBalancer, Settings, hf
 
@@ -58,9 +58,8 @@ def main() -> None:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        attn_implementation=hf.register(),  # balance
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.register())  # balance
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -69,7 +68,7 @@ def main() -> None:
     settings = Settings(ranks_per_node=max(1, world // 2))  # as if there were two nodes
     balancer = SequenceBalancer.for_model(config, options.planner, mesh, settings=settings)  # balance
 
-    table = Table(title=f"{options.planner}, {world} ranks: rank 0's documents in the last step")
+    table = Table()
     for column in ("document", "tokens", "mean loss"):
         table.add_column(column, justify="right")
     of_documents: dict[int, Tensor] = {}
@@ -88,6 +87,7 @@ def main() -> None:
     if rank == 0:
         for number, of in of_documents.items():
             table.add_row(str(number), str(len(of)), f"{of.sum() / max(1, len(of) - 1):.3f}")
+        print(f"{options.planner}, {world} ranks: rank 0's documents in the last step")
         Console().print(table)
     balancer.close()
     dist.destroy_process_group()

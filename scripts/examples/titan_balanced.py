@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.protocols.module import Module
-from torchtitan.trainer import Trainer
+from torchtitan.protocols.module import Module  # pyright: ignore[reportMissingImports]
+from torchtitan.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention
 
@@ -27,16 +27,16 @@ class BalancedAttention(Module):
 
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q_TNH: Tensor,
+        k_TNH: Tensor,
+        v_TNH: Tensor,
         *,
         attention_masks: BalancedBatch,
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attention of q [T, N, H], k and v [T, G, H]."""
-        return balanced_attention(q, k, v, attention_masks, scale)
+        """Attention of rows [T, heads, head dim]. torchtitan knows the arguments by these names."""
+        return balanced_attention(q_TNH, k_TNH, v_TNH, attention_masks, scale)
 
 
 class BalancedTrainer(Trainer):
@@ -103,6 +103,7 @@ def balanced(config: Trainer.Config, planner: str = "zeppelin", **options: Any) 
         layer.attention.inner_attention = BalancedAttention.Config()
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     made = BalancedTrainer.Config(**fields, planner=planner, planner_options=options)
+    made.parallelism.spmd_backend = "partial_dtensor"  # the other one wants to type what a trainer feeds
     made.training.disable_cuda_graphs = True  # rows differ from step to step
     made.compile.enable = False  # torchtitan compiles whole layers as one graph; attention breaks it
     return made

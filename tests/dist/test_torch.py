@@ -21,7 +21,7 @@ WAYS = [
     Way(planner="wlb_llm", accumulate=2, checkpointed=True, backward="replay"),
     Way(model="llama", planner="distca", parallel="ddp", checkpointed=True, accumulate=2),
     Way(model="llama", compiled=True),
-    Way(model="llama", planner="te_ring", checkpointed=True),
+    Way(model="llama", planner="te_ring", checkpointed=True, pools=2),
 ]
 """Every two choices meet in one of them at least; all of them together: tools/torch_parity.py."""
 
@@ -57,6 +57,12 @@ def test_results_come_back_to_the_ranks_that_gave_the_documents(world: Pool, pla
     given = [value for gathered in ranks for value in gathered.gradient]
     assert given.count(6.0) == sum(map(sum, LENGTHS)), "the gradient of every token, and of no padding"
     assert given.count(0.0) == len(given) - given.count(6.0)
+
+
+def test_received_keys_are_saved_where_checkpointing_sees_them(world: Pool) -> None:
+    kept, replayed = (world.run(torch_jobs.save, RANKS, backward) for backward in ("keep", "replay"))
+    assert all(tokens > 0 for tokens, _ in kept), "every rank receives keys in a ring"
+    assert all(k > r for (_, k), (_, r) in zip(kept, replayed, strict=True)), (kept, replayed)
 
 
 GOOD = [torch.arange(4)]
