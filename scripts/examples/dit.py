@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -278,16 +278,15 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat([q[:0], *(dense(*part) for part in parts)])
 
 
-# A step: sum of squared errors over this rank's patches, and their number on all ranks
+# A microbatch: the sum of squared errors over the patches of this rank
 
 
-def alone(model: nn.Module, drawn: list[Rows]) -> tuple[Tensor, int]:
-    """Every sample by itself, on one rank."""
-    errors = [squared_error(model(each, dense), each.target, each.text == 0) for each in drawn]
-    return torch.stack(errors).sum(), sum(int((each.text == 0).sum()) for each in drawn)
+def alone(model: nn.Module, drawn: list[Rows]) -> Tensor:
+    """Every sample by itself, on one rank, no torch.distributed."""
+    return torch.stack([squared_error(model(each, dense), each.target, each.text == 0) for each in drawn]).sum()
 
 
-def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.SequenceBalancer) -> tuple[Tensor, int]:
+def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.SequenceBalancer) -> Tensor:
     """Samples routed to their groups, outputs routed back for the loss (KnapFormer, section 3.5)."""
     mine = Rows.join(drawn)
     balancer.plan_routing([len(each) for each in drawn], WIDTH)
@@ -298,12 +297,10 @@ def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.Se
         return balancer.post_attn(by_sequence(q, k, v, seq_lens))[1]
 
     _, out = balancer.reverse_route(model(Rows(text, noisy, torch.empty(0), place, when), attend))
-    number = (mine.text == 0).sum()
-    dist.all_reduce(number)
-    return squared_error(out, mine.target, mine.text == 0), int(number)
+    return squared_error(out, mine.target, mine.text == 0)
 
 
-def with_planner(model: nn.Module, drawn: list[Rows], balancer: SequenceBalancer) -> tuple[Tensor, int]:
+def with_planner(model: nn.Module, drawn: list[Rows], balancer: SequenceBalancer) -> Tensor:
     """Samples placed by any planner; the loss is computed where the tokens are."""
     documents = [
         (each.text, torch.where(each.text == 0, 0, IGNORED), each.noisy, each.target, each.place, each.when)
@@ -313,7 +310,7 @@ def with_planner(model: nn.Module, drawn: list[Rows], balancer: SequenceBalancer
     noisy, target, place, when = batch.others
     rows = Rows(batch.tokens, noisy, target, place, when)
     out = model(rows, lambda q, k, v: balanced_attention(q, k, v, batch))
-    return squared_error(out, target, batch.labels != IGNORED), int(batch.num_targets)
+    return squared_error(out, target, batch.labels != IGNORED)
 
 
 def squared_error(out: Tensor, target: Tensor, counts: Tensor) -> Tensor:
@@ -337,25 +334,37 @@ def train(
     `look`: is shown the model with its gradients.
     """
     torch.manual_seed(0)
-    model = Dit(checkpointed=arguments.checkpoint)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = whole = Dit(checkpointed=arguments.checkpoint)
+    if arguments.compile:
+        for block in whole.blocks:
+            block.compile(dynamic=True, backend=arguments.compile)
+    if arguments.ddp:
+        model = DistributedDataParallel(whole)
+    else:
+        for block in whole.blocks:
+            fully_shard(block)
+        fully_shard(whole)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     balancer = make_balancer(arguments.topology, arguments.planner)
     for step in range(arguments.steps):
-        drawn = samples(step, arguments.samples)[rank::size]
-        if isinstance(balancer, SequenceBalancer):
-            error, number = with_planner(model, drawn, balancer)
-        else:
-            error, number = with_knapformer(model, drawn, balancer)
-        (error * size / number).backward()  # FSDP averages over ranks
+        drawn = samples(step, arguments.samples)
+        number = sum(int((each.text == 0).sum()) for each in drawn)  # every rank draws all, and takes some
+        error = torch.zeros(())
+        for part in range(arguments.accumulate):
+            mine = drawn[part :: arguments.accumulate][rank::size]
+            if isinstance(balancer, SequenceBalancer):
+                one = with_planner(model, mine, balancer)
+            else:
+                one = with_knapformer(model, mine, balancer)
+            (one * size / number).backward()  # FSDP and DDP average over ranks
+            error += one.detach()
         if look is not None:
-            look(model)
-        norm = cast("DTensor", nn.utils.clip_grad_norm_(model.parameters(), 1e9)).full_tensor()
+            look(whole)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         optimizer.step()
         optimizer.zero_grad()
-        loss = error.detach() / number
+        loss = error / number
         dist.all_reduce(loss)
         yield float(loss), float(norm)
 
@@ -384,6 +393,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=12, help="of all ranks, in a step")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of every block")
+    parser.add_argument("--ddp", action="store_true", help="DDP in place of FSDP2")
+    parser.add_argument("--compile", default="", metavar="BACKEND", help="torch.compile every block: inductor")
+    parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
     arguments = parser.parse_args()
     pictures()
     with tempfile.TemporaryDirectory() as folder:

@@ -62,7 +62,7 @@ def truth() -> Trained:
         dit_jobs.arguments("g2n1+g1n2"),
         dit_jobs.arguments("g4n1", checkpoint=True),
         dit_jobs.arguments(planner="knapformer"),
-        dit_jobs.arguments(planner="zeppelin", checkpoint=True),
+        dit_jobs.arguments(planner="zeppelin", checkpoint=True, ddp=True, accumulate=2),
     ],
     ids=lambda way: f"{way.planner or way.topology}{'-checkpointed' * way.checkpoint}",
 )
