@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -196,6 +197,20 @@ def turned(x: Tensor, place: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
+class ByKind(NamedTuple):
+    """Indices of the rows of text and of image, and of each row in both, one behind the other."""
+
+    text: Tensor
+    image: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, is_image: Tensor) -> ByKind:
+        """`is_image` [T]."""
+        text, image = torch.nonzero(~is_image)[:, 0], torch.nonzero(is_image)[:, 0]
+        return cls(text, image, torch.cat([text, image]).argsort())
+
+
 class Streams(nn.Module):
     """A linear layer with weights of its own for text and for image."""
 
@@ -203,10 +218,8 @@ class Streams(nn.Module):
         super().__init__()
         self.text, self.image = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs)
 
-    def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
-        order = torch.cat([torch.nonzero(~is_image)[:, 0], torch.nonzero(is_image)[:, 0]])
-        text, image = x[order].split([len(x) - int(is_image.sum()), int(is_image.sum())])
-        return torch.cat([self.text(text), self.image(image)])[order.argsort()]
+    def forward(self, x: Tensor, rows: ByKind) -> Tensor:
+        return torch.cat([self.text(x[rows.text]), self.image(x[rows.image])])[rows.back]
 
 
 class Block(nn.Module):
@@ -226,17 +239,17 @@ class Block(nn.Module):
         else:
             self.inside, self.outside = nn.Linear(WIDTH, 7 * WIDTH), nn.Linear(5 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, vector: Tensor, place: Tensor, is_image: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, vector: Tensor, place: Tensor, rows: ByKind, attend: Attend) -> Tensor:
         if not self.streams:
             shift, scale, gate = self.modulation(vector).chunk(3, dim=-1)
             qkv, up = self.inside(self.norm(x) * (1 + scale) + shift).split([3 * WIDTH, 4 * WIDTH], dim=-1)
             attended = self._attention(qkv, place, attend)
             return x + gate * self.outside(torch.cat([attended, F.gelu(up)], dim=-1))
-        shift, scale, gate, shift2, scale2, gate2 = self.modulation(vector, is_image).chunk(6, dim=-1)
-        qkv = self.qkv(self.norm(x) * (1 + scale) + shift, is_image)
-        x = x + gate * self.out(self._attention(qkv, place, attend), is_image)
-        up = self.up(self.norm(x) * (1 + scale2) + shift2, is_image)
-        return x + gate2 * self.down(F.gelu(up), is_image)
+        shift, scale, gate, shift2, scale2, gate2 = self.modulation(vector, rows).chunk(6, dim=-1)
+        qkv = self.qkv(self.norm(x) * (1 + scale) + shift, rows)
+        x = x + gate * self.out(self._attention(qkv, place, attend), rows)
+        up = self.up(self.norm(x) * (1 + scale2) + shift2, rows)
+        return x + gate2 * self.down(F.gelu(up), rows)
 
     def _attention(self, qkv: Tensor, place: Tensor, attend: Attend) -> Tensor:
         q, k, v = qkv.view(-1, 3, HEADS, HEAD_DIM).unbind(1)
@@ -257,11 +270,12 @@ class Dit(nn.Module):
 
     def forward(self, rows: Rows, attend: Attend) -> Tensor:
         is_image = rows.text == 0
+        by_kind = ByKind.of(is_image)
         x = torch.where(is_image[:, None], self.patches(rows.noisy), self.words(rows.text))
         angles = 1e3 * rows.when * 1e4 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
         vector = F.silu(self.time(torch.cat([angles.cos(), angles.sin()], dim=-1)))
         for block in self.blocks:
-            inputs = (x, vector, rows.place, is_image, attend)
+            inputs = (x, vector, rows.place, by_kind, attend)
             x = checkpoint(block, *inputs, use_reentrant=False) if self.checkpointed else block(*inputs)
         shift, scale = self.modulation(vector).chunk(2, dim=-1)
         return self.head(self.norm(x) * (1 + scale) + shift)
