@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup_env.sh
 source scripts/setup_env.sh
-setup_env train dev
+setup_env train torch dev
 
 step() { printf '\n== %s\n' "$1" >&2; }
 bin=.venv/bin
@@ -15,6 +15,7 @@ step "lint";     "$bin/ruff" check .
 step "spelling"; "$bin/codespell"
 step "types";    "$bin/pyright" --pythonpath "$PYTHON"
 step "layers";   "$bin/lint-imports"
+step "site";     "$bin/mkdocs" build --strict --quiet
 
 step "tests"
 # One thread per rank: many ranks share the cores. Megatron asserts on one device connection; the jit fuser needs a compiler.

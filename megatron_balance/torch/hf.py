@@ -30,7 +30,8 @@ def register() -> str:
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         raise ConfigError(
-            f"expected transformers 4.54 or later, with its AttentionInterface: {error}; pip install -U transformers"
+            f"expected transformers 5.0 or later, with its AttentionInterface: {error}; pip install "
+            "megatron-balance[torch]"
         ) from None
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, no_mask)

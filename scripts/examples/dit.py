@@ -1,8 +1,8 @@
 """Train a small diffusion transformer on pictures of different sizes, balanced over ranks.
 
-    python scripts/examples/dit.py                                       # 4 ranks on CPU, KnapFormer
-    python scripts/examples/dit.py --topology g4n1 --checkpoint
-    python scripts/examples/dit.py --planner zeppelin                    # another planner
+    torchrun --standalone --nproc-per-node 4 scripts/examples/dit.py     # on CPU, with KnapFormer
+    ... --topology g4n1 --checkpoint
+    ... --planner zeppelin                                               # another planner
 
 The model is FLUX's in small: double-stream blocks with weights for text and for image,
 single-stream blocks, adaLN by the time of each sample, rotary positions of text, row and column, RMS
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
@@ -383,25 +381,9 @@ def train(
         yield float(loss), float(norm)
 
 
-def _rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
-    began = time.perf_counter()
-    bar = tqdm(train(rank, arguments.ranks, arguments), total=arguments.steps, disable=rank > 0, desc="steps")
-    found = list(bar)
-    if rank == 0:
-        table = Table("step", "loss", "gradient norm")
-        for step in sorted({0, arguments.steps // 2, arguments.steps - 1}):
-            table.add_row(str(step), *(f"{value:.6f}" for value in found[step]))
-        how = arguments.planner or f"KnapFormer {arguments.topology}"
-        Console().print(f"{how} on {arguments.ranks} ranks, {time.perf_counter() - began:.1f} s", table, sep="\n")
-    dist.destroy_process_group()
-
-
 def main() -> None:
-    """Start ranks on this machine."""
+    """Train on the ranks that torchrun started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--topology", default="g2n1+g1n2", help="groups of ranks (KnapFormer)")
     parser.add_argument("--planner", default="", help="another planner than KnapFormer's")
     parser.add_argument("--steps", type=int, default=20)
@@ -411,11 +393,19 @@ def main() -> None:
     parser.add_argument("--compile", default="", metavar="BACKEND", help="torch.compile every block: inductor")
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
     arguments = parser.parse_args()
-    pictures()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
-            _rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks, start_method="fork"
-        )
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    began = time.perf_counter()
+    found = list(tqdm(train(rank, size, arguments), total=arguments.steps, disable=rank > 0, unit="step"))
+    if rank == 0:
+        table = Table("step", "loss", "gradient norm")
+        for step in sorted({0, arguments.steps // 2, arguments.steps - 1}):
+            table.add_row(str(step), *(f"{value:.6f}" for value in found[step]))
+        how = arguments.planner or f"KnapFormer {arguments.topology}"
+        print(f"{how}, {size} ranks, {arguments.steps} steps in {time.perf_counter() - began:.1f} s")
+        Console().print(table)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

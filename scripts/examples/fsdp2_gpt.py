@@ -122,12 +122,13 @@ def main() -> None:
         bar.update()
     bar.close()
     if rank == 0:
-        table = Table(title=f"{options.planner}, {world} ranks, {len(losses)} steps; largest load over the mean")
+        table = Table()
         for column in ("", "as read", "balanced"):
             table.add_column(column, justify="right" if column else "left")
         for name in ("tokens", "attention"):
             means = [sum(step[when][name] for step in spread) / len(spread) for when in ("as_read", "planned")]
             table.add_row(name, *(f"{mean:.2f}" for mean in means))
+        print(f"{options.planner}, {world} ranks, {len(losses)} steps: largest load of a rank over the mean")
         Console().print(table)
         print(f"Loss {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last.")
     balancer.close()

@@ -69,7 +69,7 @@ def main() -> None:
     settings = Settings(ranks_per_node=max(1, world // 2))  # as if there were two nodes
     balancer = SequenceBalancer.for_model(config, options.planner, mesh, settings=settings)  # balance
 
-    table = Table(title=f"{options.planner}, {world} ranks: rank 0's documents in the last step")
+    table = Table()
     for column in ("document", "tokens", "mean loss"):
         table.add_column(column, justify="right")
     of_documents: dict[int, Tensor] = {}
@@ -88,6 +88,7 @@ def main() -> None:
     if rank == 0:
         for number, of in of_documents.items():
             table.add_row(str(number), str(len(of)), f"{of.sum() / max(1, len(of) - 1):.3f}")
+        print(f"{options.planner}, {world} ranks: rank 0's documents in the last step")
         Console().print(table)
     balancer.close()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,3 +96,23 @@ def test_every_document_is_trained_once_though_some_wait(world: Pool, resume_aft
     assert first != sorted(first), "rank 0 read those that wait"
     straight = world.run(torch_jobs.delay, RANKS, 6, None)
     assert [delayed.trained for delayed in ranks] == [delayed.trained for delayed in straight]
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("fsdp2_gpt.py", "in the last."), ("hf_llama.py", "rank 0's documents in the last step")]
+)
+def test_an_example_trains_shows_its_progress_and_prints_a_table(world: Pool, name: str, last: str) -> None:
+    if name.startswith("hf"):
+        pytest.importorskip("transformers")
+    script = EXAMPLES / name
+    source = script.read_text(encoding="utf-8")
+    assert f"torchrun --standalone --nproc-per-node 4 scripts/examples/{name}" in source
+    assert source.count("\n") < 150
+    printed, *others = world.run(torch_jobs.run_example, RANKS, str(script), ["--steps", "2"])
+    assert "2/2" in printed
+    assert last in printed
+    assert "┃" in printed
+    assert set(others) == {""}, "one rank prints"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -360,3 +363,17 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
             balancer.load_state_dict(state)
             steps = balancer.steps(feed(read), microbatches=2)
     return Delayed(done.trained, done.waited, ahead)
+
+
+def run_example(world: World, script: str, arguments: Sequence[str]) -> str:
+    """Run an example on this rank, in the world that is there; what it prints."""
+    printed = io.StringIO()
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        patch.object(sys, "argv", [script, *arguments]),
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()

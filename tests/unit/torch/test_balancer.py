@@ -1,0 +1,195 @@
+"""A balancer of one process: batches, errors, and Transformers' attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra 'torch' brings it")
+
+import torch
+import torch.nn.functional as F
+
+from megatron_balance import Cluster, Model
+from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
+from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf
+
+MODEL = Model(4, 2, 8)
+DOCUMENTS = [torch.tensor([5, 6, 7]), torch.tensor([8]), [1, 2]]
+
+
+def balancer(planner: str = "zeppelin", **settings: Any) -> SequenceBalancer:
+    return SequenceBalancer(planner, MODEL, settings=Settings(**settings))
+
+
+def test_a_batch_has_tokens_positions_and_the_next_tokens_labels() -> None:
+    batch = balancer()(DOCUMENTS)
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 2]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.labels.tolist() == [6, 7, IGNORED, IGNORED, 2, IGNORED]
+    rows = [(document, at) for document, start, stop in batch.layout(0).tolist() for at in range(start, stop)]
+    assert rows == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    assert batch.documents == (0, 1, 2)
+    assert batch.imbalance() == {
+        "as_read": {"tokens": 1.0, "attention": 1.0},
+        "planned": {"tokens": 1.0, "attention": 1.0},
+    }
+    assert "6 tokens of 6 in 3 documents" in repr(batch)
+
+
+def test_given_labels_are_shifted_or_taken_as_they_are() -> None:
+    document = (torch.tensor([5, 6, 7]), torch.tensor([IGNORED, 60, 70]))
+    assert balancer()([document]).labels.tolist() == [60, 70, IGNORED]
+    assert balancer(shift_labels=False)([document]).labels.tolist() == [IGNORED, 60, 70]
+
+
+def test_the_mean_loss_counts_the_targets_of_all_microbatches() -> None:
+    batches = balancer().step([DOCUMENTS, [torch.arange(4)]])
+    logits = [torch.randn(batch.num_rows, 10, requires_grad=True) for batch in batches]
+    sums = [F.cross_entropy(x, b.labels, reduction="sum") for x, b in zip(logits, batches, strict=True)]
+    for batch, summed in zip(batches, sums, strict=True):
+        batch.mean_loss(summed).backward()
+    labels = torch.cat([batch.labels for batch in batches])
+    whole = torch.cat(logits).detach().requires_grad_()
+    mean = F.cross_entropy(whole, labels)
+    mean.backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(torch.cat([x.grad for x in logits if x.grad is not None]), whole.grad)
+    shares = [float(batch.global_loss(summed)) for batch, summed in zip(batches, sums, strict=True)]
+    assert sum(shares) == pytest.approx(mean.item())
+
+
+def test_a_step_without_documents_is_a_row_of_padding() -> None:
+    batch = balancer(row_multiple=4)([])
+    assert (batch.num_rows, batch.num_tokens, batch.num_targets.item()) == (4, 0, 0)
+    q = torch.randn(4, 4, 8, requires_grad=True)
+    out = balanced_attention(q, q[:, :2], q[:, :2], batch)
+    loss = F.cross_entropy(out.flatten(1), batch.labels, reduction="sum")
+    batch.mean_loss(loss).backward()
+    assert q.grad is not None
+    assert loss.item() == q.grad.abs().sum().item() == 0
+
+
+@pytest.mark.parametrize("leading", [False, True])
+def test_attention_is_that_of_every_document_alone(leading: bool) -> None:
+    batch = balancer()(DOCUMENTS)
+    q, k, v = torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    given = [x[None] if leading else x for x in (q, k, v)]
+    out = balanced_attention(given[0], given[1], given[2], batch, 0.5)
+    assert out.shape == given[0].shape
+    for a, b in ((0, 3), (3, 4), (4, 6)):
+        alone = (x[a:b].transpose(0, 1) for x in (q, k, v))
+        wanted = F.scaled_dot_product_attention(*alone, is_causal=True, scale=0.5, enable_gqa=True).transpose(0, 1)  # pyright: ignore
+        torch.testing.assert_close(out.view(6, 4, 8)[a:b], wanted)
+
+
+def test_attention_runs_in_the_type_of_autocast() -> None:
+    batch = balancer()(DOCUMENTS)
+    q, k = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert balanced_attention(q, k, k, batch).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"expected q, k and v of one type, got torch.float32, torch.bfloat16"):
+        balanced_attention(q, k.bfloat16(), k, batch)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "complaint"),
+    [
+        (
+            (5, 4, 8),
+            (6, 2, 8),
+            r"q: expected \[rows, heads, head_dim\] with the 6 rows of batch.tokens, got \[5, 4, 8\]",
+        ),
+        ((6, 4, 8), (6, 16), r"k: expected \[rows, heads, head_dim\]"),
+        ((6, 8, 8), (6, 2, 8), r"q is \(6, 8, 8\), the plan gives this rank \(6, 4, 8\)"),
+    ],
+)
+def test_attention_of_other_shapes_is_refused(q: tuple[int, ...], k: tuple[int, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        balanced_attention(torch.zeros(q), torch.zeros(k), torch.zeros(k), balancer()(DOCUMENTS))
+
+
+def test_attention_without_a_batch_is_refused() -> None:
+    x: Any = torch.zeros(1, 4, 8)
+    with pytest.raises(ConfigError, match="expected the BalancedBatch that the balancer returned, got NoneType"):
+        balanced_attention(x, x, x, None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "complaint"),
+    [
+        (lambda: balancer("zepelin"), ConfigError, "did you mean 'zeppelin'"),
+        (lambda: SequenceBalancer("zeppelin", MODEL, tokens=3), ConfigError, "SequenceBalancer: tokens: unknown key"),
+        (lambda: balancer(mask="full"), ConfigError, "mask: expected 'causal', got 'full'"),
+        (lambda: balancer(backward="auto"), ConfigError, "backward: expected 'keep' or 'replay', got 'auto'"),
+        (lambda: balancer(row_multiple=0), ConfigError, "expected at least 1, got 0 and 100"),
+        (lambda: balancer(cluster=Cluster(8, 4)), ConfigError, "custom has 8 ranks, 4 on a node; the balancer's ranks"),
+        (
+            lambda: SequenceBalancer("zeppelin", MODEL, tokens_per_rank=4)(DOCUMENTS),
+            InfeasibleError,
+            "tokens_per_rank",
+        ),
+        (lambda: balancer()(DOCUMENTS).gather(torch.zeros(5)), ConfigError, r"one entry for each of 6 rows, got \[5\]"),
+        (lambda: balancer().gather(torch.zeros(5)), ConfigError, "expected a batch before gather, got none"),
+        (lambda: next(balancer().steps([], microbatches=0)), ConfigError, "microbatches: expected at least 1, got 0"),
+    ],
+)
+def test_mistakes_are_told(make: Any, error: type[BalanceError], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        make()
+
+
+def test_a_loader_that_fails_is_told() -> None:
+    def loader() -> Any:
+        yield DOCUMENTS
+        raise OSError("disk gone")
+
+    steps = balancer().steps(loader())
+    with pytest.raises(BalanceError, match="could not read their microbatches") as told:
+        list(steps)
+    assert isinstance(told.value.__cause__, OSError)
+
+
+def test_evaluation_holds_nothing_back() -> None:
+    made = SequenceBalancer("wlb_llm", MODEL, settings=Settings(), thresholds=(3,))
+    assert made([torch.arange(5), torch.arange(2)]).plan.lengths == (5, 2), "one outlier for the one microbatch"
+    batches = made.step([[torch.arange(5), torch.arange(2)], []])
+    assert sum(batch.plan.num_tokens for batch in batches) == 2, "it waits for another one"
+    batch = made.evaluate([torch.arange(5)])
+    assert (batch.plan.lengths, batch.documents) == ((5,), (0,))
+    (flushed,) = made.flush()
+    assert (flushed[0].plan.lengths, flushed[0].documents) == ((5,), (2,))
+
+
+def test_waiting_documents_stay_on_as_many_ranks() -> None:
+    state = SequenceBalancer("wlb_llm", MODEL, thresholds=(3,))
+    state.step([[torch.arange(5)], []])
+    saved = state.state_dict() | {"ranks": 2}
+    with pytest.raises(
+        ConfigError, match="1 documents that wait and 0 microbatches read ahead are on 2 ranks, this run"
+    ):
+        SequenceBalancer("wlb_llm", MODEL).load_state_dict(saved)
+
+
+def call(batch: Any, **given: Any) -> Any:
+    x = torch.zeros(1, 4, 6, 8)
+    return hf.attend(torch.nn.Linear(1, 1), x, x[:, :2], x[:, :2], None, balanced=batch, **given)
+
+
+def test_transformers_attention_runs_and_names_what_it_cannot() -> None:
+    batch = balancer()(DOCUMENTS)
+    assert call(batch, sliding_window=None, dropout=0.0, is_causal=True)[0].shape == (1, 6, 4, 8)
+    assert call(batch, sliding_window=3)[0].shape == (1, 6, 4, 8), "a window that no document exceeds"
+    for given, complaint in (
+        ({"dropout": 0.1}, "Linear asks for dropout; balanced attention is causal"),
+        ({"sliding_window": 2}, "a sliding window of 2 tokens"),
+        ({"softcap": 30.0, "is_causal": False}, "soft-capped scores, attention that is not causal"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            call(batch, **given)
+    with pytest.raises(ConfigError, match=r"Linear was called without a batch; call model\(\*\*hf.inputs\(batch\)\)"):
+        call(None)
+    assert hf.inputs(batch)["input_ids"].tolist() == [[5, 6, 7, 8, 1, 2]]
+    assert SimpleNamespace(**hf.inputs(batch)).balanced is batch

@@ -1,0 +1,46 @@
+"""Models read from configurations of other libraries."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra 'torch' brings it")
+
+from megatron_balance import Model
+from megatron_balance.errors import ConfigError
+from megatron_balance.torch import model_of
+
+
+def test_a_configuration_of_transformers_is_read() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=96, intermediate_size=200, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2
+    )
+    model = model_of(config)
+    assert (model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers) == (6, 2, 16, 3)
+    assert (model.hidden_size, model.ffn_size, model.gated_ffn, model.name) == (96, 200, True, "llama")
+    gpt2 = model_of(transformers.GPT2Config(n_embd=64, n_head=4, n_layer=2))
+    assert (gpt2.num_heads, gpt2.num_kv_heads, gpt2.head_dim, gpt2.num_layers, gpt2.ffn_size) == (4, 4, 16, 2, 256)
+
+
+def test_names_of_torchtitan_and_mappings_are_read() -> None:
+    titan = SimpleNamespace(dim=128, n_heads=8, n_kv_heads=None, n_layers=4, vocab_size=100)
+    assert model_of(titan).head_dim == 16
+    assert model_of({"num_heads": 8, "num_kv_heads": 2, "head_dim": 16}).hidden_size == 128
+    model = Model(4, 2, 8)
+    assert model_of(model) is model
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"hidden_size": 64}, r"dict does not say num_heads \(num_attention_heads, n_heads, num_heads, n_head\); give"),
+        ({"n_heads": 4}, r"does not say hidden_size \(hidden_size, dim"),
+        ({"num_heads": 4, "num_kv_heads": 3, "head_dim": 8}, "num_kv_heads 3 does not divide num_heads 4"),
+    ],
+)
+def test_what_is_missing_is_named(config: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        model_of(config)
