@@ -29,9 +29,9 @@ class Zone:
     """Sequences that share a group of ranks, a placement and a comm pattern.
 
     `pattern` names a comm pattern (`patterns`): "ring" and "all_gather" place zigzag,
-    "gather_documents" and "gather_sequence" in even chunks, "head_exchange" contiguously,
-    "head_ring" zigzag over groups. A zone on one rank is local whatever its comm pattern. `name`
-    is for people and reports (inter-node, intra-node, local, pool).
+    "gather_documents" and "gather_sequence" in even chunks, "head_exchange" and
+    "chunk_exchange" contiguously, "head_ring" zigzag over groups. A zone on one rank is local
+    whatever its comm pattern. `name` is for people and reports (inter-node, intra-node, local, pool).
 
     `group_size`: for a pattern that nests another one ("head_ring"), how many ranks in a row form a
     group; 0: there are no groups. JSON names it where it is not 0.

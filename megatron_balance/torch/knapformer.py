@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import disable
 
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.cost.analytic import AnalyticCost
@@ -184,7 +185,7 @@ class SequenceBalancer:
                 )
         by_rank = [x.unflatten(1, (heads.size, -1)) for x in parts]
         counts = [x.shape[2] for x in by_rank]
-        whole = _ToHeads.apply(torch.cat(by_rank, dim=2), heads, self._group)
+        whole = _to_heads(torch.cat(by_rank, dim=2), heads, self._group)
         q, k, v = whole.split(counts, dim=1)
         return list(self._full_lens), q, k, v
 
@@ -193,7 +194,7 @@ class SequenceBalancer:
         self._planned()
         if self._heads is None:
             return list(self._chunk_lens), packed_x
-        return list(self._chunk_lens), _ToTokens.apply(packed_x, self._heads, self._group).flatten(1, 2)
+        return list(self._chunk_lens), _to_tokens(packed_x, self._heads, self._group).flatten(1, 2)
 
     def _planned(self) -> TokenExchange:
         if self._exchange is None:
@@ -234,6 +235,17 @@ class _Heads:
         received = sent.new_empty(self.size * self.own, *sent.shape[1:])
         dist.all_to_all_single(received, sent, [self.own] * self.size, self.tokens, group=group)
         return received.unflatten(0, (self.size, self.own)).transpose(0, 1).contiguous()
+
+
+@disable
+def _to_heads(chunks: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
+    """A collective, which breaks graphs of torch.compile."""
+    return _ToHeads.apply(chunks, heads, group)
+
+
+@disable
+def _to_tokens(whole: Tensor, heads: _Heads, group: dist.ProcessGroup | None) -> Tensor:
+    return _ToTokens.apply(whole, heads, group)
 
 
 class _ToHeads(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Train a small diffusion transformer on pictures of different sizes, balanced over ranks.
 
-    python scripts/examples/dit.py                                       # 4 ranks on CPU, KnapFormer
-    python scripts/examples/dit.py --topology g4n1 --checkpoint
-    python scripts/examples/dit.py --planner zeppelin                    # another planner
+    torchrun --standalone --nproc-per-node 4 scripts/examples/dit.py     # on CPU, with KnapFormer
+    ... --topology g4n1 --checkpoint
+    ... --planner zeppelin                                               # another planner
 
 The model is FLUX's in small: double-stream blocks with weights for text and for image,
 single-stream blocks, adaLN by the time of each sample, rotary positions of text, row and column, RMS
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,12 +22,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
@@ -36,6 +34,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -196,6 +195,20 @@ def turned(x: Tensor, place: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
+class ByKind(NamedTuple):
+    """Indices of the rows of text and of image, and of each row in both, one behind the other."""
+
+    text: Tensor
+    image: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, is_image: Tensor) -> ByKind:
+        """`is_image` [T]."""
+        text, image = torch.nonzero(~is_image)[:, 0], torch.nonzero(is_image)[:, 0]
+        return cls(text, image, torch.cat([text, image]).argsort())
+
+
 class Streams(nn.Module):
     """A linear layer with weights of its own for text and for image."""
 
@@ -203,10 +216,8 @@ class Streams(nn.Module):
         super().__init__()
         self.text, self.image = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs)
 
-    def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
-        order = torch.cat([torch.nonzero(~is_image)[:, 0], torch.nonzero(is_image)[:, 0]])
-        text, image = x[order].split([len(x) - int(is_image.sum()), int(is_image.sum())])
-        return torch.cat([self.text(text), self.image(image)])[order.argsort()]
+    def forward(self, x: Tensor, rows: ByKind) -> Tensor:
+        return torch.cat([self.text(x[rows.text]), self.image(x[rows.image])])[rows.back]
 
 
 class Block(nn.Module):
@@ -226,21 +237,27 @@ class Block(nn.Module):
         else:
             self.inside, self.outside = nn.Linear(WIDTH, 7 * WIDTH), nn.Linear(5 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, vector: Tensor, place: Tensor, is_image: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, vector: Tensor, place: Tensor, rows: ByKind, attend: Attend) -> Tensor:
         if not self.streams:
             shift, scale, gate = self.modulation(vector).chunk(3, dim=-1)
             qkv, up = self.inside(self.norm(x) * (1 + scale) + shift).split([3 * WIDTH, 4 * WIDTH], dim=-1)
             attended = self._attention(qkv, place, attend)
             return x + gate * self.outside(torch.cat([attended, F.gelu(up)], dim=-1))
-        shift, scale, gate, shift2, scale2, gate2 = self.modulation(vector, is_image).chunk(6, dim=-1)
-        qkv = self.qkv(self.norm(x) * (1 + scale) + shift, is_image)
-        x = x + gate * self.out(self._attention(qkv, place, attend), is_image)
-        up = self.up(self.norm(x) * (1 + scale2) + shift2, is_image)
-        return x + gate2 * self.down(F.gelu(up), is_image)
+        shift, scale, gate, shift2, scale2, gate2 = self.modulation(vector, rows).chunk(6, dim=-1)
+        qkv = self.qkv(self.norm(x) * (1 + scale) + shift, rows)
+        x = x + gate * self.out(self._attention(qkv, place, attend), rows)
+        up = self.up(self.norm(x) * (1 + scale2) + shift2, rows)
+        return x + gate2 * self.down(F.gelu(up), rows)
 
     def _attention(self, qkv: Tensor, place: Tensor, attend: Attend) -> Tensor:
         q, k, v = qkv.view(-1, 3, HEADS, HEAD_DIM).unbind(1)
-        return attend(turned(self.q_norm(q), place), turned(self.k_norm(k), place), v).flatten(1)
+        return outside_graphs(attend, turned(self.q_norm(q), place), turned(self.k_norm(k), place), v).flatten(1)
+
+
+@torch.compiler.disable
+def outside_graphs(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention, whose function is another one in every step: torch.compile shall not look inside."""
+    return attend(q, k, v)
 
 
 class Dit(nn.Module):
@@ -257,11 +274,12 @@ class Dit(nn.Module):
 
     def forward(self, rows: Rows, attend: Attend) -> Tensor:
         is_image = rows.text == 0
+        by_kind = ByKind.of(is_image)
         x = torch.where(is_image[:, None], self.patches(rows.noisy), self.words(rows.text))
         angles = 1e3 * rows.when * 1e4 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
         vector = F.silu(self.time(torch.cat([angles.cos(), angles.sin()], dim=-1)))
         for block in self.blocks:
-            inputs = (x, vector, rows.place, is_image, attend)
+            inputs = (x, vector, rows.place, by_kind, attend)
             x = checkpoint(block, *inputs, use_reentrant=False) if self.checkpointed else block(*inputs)
         shift, scale = self.modulation(vector).chunk(2, dim=-1)
         return self.head(self.norm(x) * (1 + scale) + shift)
@@ -278,16 +296,15 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat([q[:0], *(dense(*part) for part in parts)])
 
 
-# A step: sum of squared errors over this rank's patches, and their number on all ranks
+# A microbatch: the sum of squared errors over the patches of this rank
 
 
-def alone(model: nn.Module, drawn: list[Rows]) -> tuple[Tensor, int]:
-    """Every sample by itself, on one rank."""
-    errors = [squared_error(model(each, dense), each.target, each.text == 0) for each in drawn]
-    return torch.stack(errors).sum(), sum(int((each.text == 0).sum()) for each in drawn)
+def alone(model: nn.Module, drawn: list[Rows]) -> Tensor:
+    """Every sample by itself, on one rank, no torch.distributed."""
+    return torch.stack([squared_error(model(each, dense), each.target, each.text == 0) for each in drawn]).sum()
 
 
-def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.SequenceBalancer) -> tuple[Tensor, int]:
+def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.SequenceBalancer) -> Tensor:
     """Samples routed to their groups, outputs routed back for the loss (KnapFormer, section 3.5)."""
     mine = Rows.join(drawn)
     balancer.plan_routing([len(each) for each in drawn], WIDTH)
@@ -298,12 +315,10 @@ def with_knapformer(model: nn.Module, drawn: list[Rows], balancer: knapformer.Se
         return balancer.post_attn(by_sequence(q, k, v, seq_lens))[1]
 
     _, out = balancer.reverse_route(model(Rows(text, noisy, torch.empty(0), place, when), attend))
-    number = (mine.text == 0).sum()
-    dist.all_reduce(number)
-    return squared_error(out, mine.target, mine.text == 0), int(number)
+    return squared_error(out, mine.target, mine.text == 0)
 
 
-def with_planner(model: nn.Module, drawn: list[Rows], balancer: SequenceBalancer) -> tuple[Tensor, int]:
+def with_planner(model: nn.Module, drawn: list[Rows], balancer: SequenceBalancer) -> Tensor:
     """Samples placed by any planner; the loss is computed where the tokens are."""
     documents = [
         (each.text, torch.where(each.text == 0, 0, IGNORED), each.noisy, each.target, each.place, each.when)
@@ -313,7 +328,7 @@ def with_planner(model: nn.Module, drawn: list[Rows], balancer: SequenceBalancer
     noisy, target, place, when = batch.others
     rows = Rows(batch.tokens, noisy, target, place, when)
     out = model(rows, lambda q, k, v: balanced_attention(q, k, v, batch))
-    return squared_error(out, target, batch.labels != IGNORED), int(batch.num_targets)
+    return squared_error(out, target, batch.labels != IGNORED)
 
 
 def squared_error(out: Tensor, target: Tensor, counts: Tensor) -> Tensor:
@@ -337,59 +352,66 @@ def train(
     `look`: is shown the model with its gradients.
     """
     torch.manual_seed(0)
-    model = Dit(checkpointed=arguments.checkpoint)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = whole = Dit(checkpointed=arguments.checkpoint)
+    if arguments.compile:
+        for block in whole.blocks:
+            block.compile(dynamic=True, backend=arguments.compile)
+    if arguments.ddp:
+        model = DistributedDataParallel(whole)
+    else:
+        for block in whole.blocks:
+            fully_shard(block)
+        fully_shard(whole)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     balancer = make_balancer(arguments.topology, arguments.planner)
     for step in range(arguments.steps):
-        drawn = samples(step, arguments.samples)[rank::size]
-        if isinstance(balancer, SequenceBalancer):
-            error, number = with_planner(model, drawn, balancer)
-        else:
-            error, number = with_knapformer(model, drawn, balancer)
-        (error * size / number).backward()  # FSDP averages over ranks
+        drawn = samples(step, arguments.samples)
+        number = sum(int((each.text == 0).sum()) for each in drawn)  # every rank draws all, and takes some
+        error = torch.zeros(())
+        for part in range(arguments.accumulate):
+            mine = drawn[part :: arguments.accumulate][rank::size]
+            if isinstance(balancer, SequenceBalancer):
+                one = with_planner(model, mine, balancer)
+            else:
+                one = with_knapformer(model, mine, balancer)
+            (one * size / number).backward()  # FSDP and DDP average over ranks
+            error += one.detach()
         if look is not None:
-            look(model)
-        norm = cast("DTensor", nn.utils.clip_grad_norm_(model.parameters(), 1e9)).full_tensor()
+            look(whole)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         optimizer.step()
         optimizer.zero_grad()
-        loss = error.detach() / number
+        loss = error / number
         dist.all_reduce(loss)
         yield float(loss), float(norm)
 
 
-def _rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
-    began = time.perf_counter()
-    bar = tqdm(train(rank, arguments.ranks, arguments), total=arguments.steps, disable=rank > 0, desc="steps")
-    found = list(bar)
-    if rank == 0:
-        table = Table("step", "loss", "gradient norm")
-        for step in sorted({0, arguments.steps // 2, arguments.steps - 1}):
-            table.add_row(str(step), *(f"{value:.6f}" for value in found[step]))
-        how = arguments.planner or f"KnapFormer {arguments.topology}"
-        Console().print(f"{how} on {arguments.ranks} ranks, {time.perf_counter() - began:.1f} s", table, sep="\n")
-    dist.destroy_process_group()
-
-
 def main() -> None:
-    """Start ranks on this machine."""
+    """Train on the ranks that torchrun started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--topology", default="g2n1+g1n2", help="groups of ranks (KnapFormer)")
     parser.add_argument("--planner", default="", help="another planner than KnapFormer's")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=12, help="of all ranks, in a step")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of every block")
+    parser.add_argument("--ddp", action="store_true", help="DDP in place of FSDP2")
+    parser.add_argument("--compile", default="", metavar="BACKEND", help="torch.compile every block: inductor")
+    parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
     arguments = parser.parse_args()
-    pictures()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
-            _rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks, start_method="fork"
-        )
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    began = time.perf_counter()
+    found = list(tqdm(train(rank, size, arguments), total=arguments.steps, disable=rank > 0, unit="step"))
+    if rank == 0:
+        table = Table("step", "loss", "gradient norm")
+        for step in sorted({0, arguments.steps // 2, arguments.steps - 1}):
+            table.add_row(str(step), *(f"{value:.6f}" for value in found[step]))
+        how = arguments.planner or f"KnapFormer {arguments.topology}"
+        print(f"{how}, {size} ranks, {arguments.steps} steps in {time.perf_counter() - began:.1f} s")
+        Console().print(table)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

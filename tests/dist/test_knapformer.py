@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.support import dit_jobs
+from tests.support import dit_jobs, torch_jobs
 from tests.support.pool import Pool
 from tests.support.torch_jobs import Trained
 
@@ -51,6 +51,15 @@ def test_attention_between_pre_attn_and_post_attn_is_that_of_whole_sequences(wor
     assert max(worst) < 1e-12
 
 
+def test_the_example_shows_its_progress_and_prints_a_table(world: Pool) -> None:
+    source = dit_jobs.EXAMPLE.read_text(encoding="utf-8")
+    assert "torchrun --standalone --nproc-per-node 4 scripts/examples/dit.py" in source
+    printed, *others = world.run(torch_jobs.run_example, 4, str(dit_jobs.EXAMPLE), ["--steps", "2", "--samples", "5"])
+    assert "2/2" in printed
+    assert "gradient norm" in printed
+    assert set(others) == {""}, "one rank prints"
+
+
 @cache
 def truth() -> Trained:
     return dit_jobs.reference(dit_jobs.arguments())
@@ -62,7 +71,7 @@ def truth() -> Trained:
         dit_jobs.arguments("g2n1+g1n2"),
         dit_jobs.arguments("g4n1", checkpoint=True),
         dit_jobs.arguments(planner="knapformer"),
-        dit_jobs.arguments(planner="zeppelin", checkpoint=True),
+        dit_jobs.arguments(planner="zeppelin", checkpoint=True, ddp=True, accumulate=2),
     ],
     ids=lambda way: f"{way.planner or way.topology}{'-checkpointed' * way.checkpoint}",
 )

@@ -6,14 +6,16 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.support.pool import World
-from tests.support.torch_jobs import Trained
+from tests.support.torch_jobs import Trained, compiling
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "dit.py"
 
@@ -29,12 +31,11 @@ def example() -> ModuleType:
     return sys.modules["dit_example"]
 
 
-def arguments(
-    topology: str = "g2n1+g1n2", planner: str = "", *, checkpoint: bool = False, steps: int = 20, samples: int = 7
-) -> argparse.Namespace:
+def arguments(topology: str = "g2n1+g1n2", planner: str = "", **others: Any) -> argparse.Namespace:
     """Of the example; fewer samples than two a rank."""
+    given: dict[str, Any] = {"checkpoint": False, "ddp": False, "compile": "", "accumulate": 1, **others}
     return argparse.Namespace(
-        topology=topology, planner=planner, checkpoint=checkpoint, steps=steps, samples=samples, ranks=4
+        **{"steps": 20, "samples": 7, "ranks": 4, "topology": topology, "planner": planner, **given}
     )
 
 
@@ -46,9 +47,10 @@ def reference(given: argparse.Namespace) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     done = Trained()
     for step in range(given.steps):
-        error, number = dit.alone(model, dit.samples(step, given.samples))
-        (error / number).backward()
-        done.losses.append(float(error.detach()) / number)
+        drawn = dit.samples(step, given.samples)
+        loss = dit.alone(model, drawn) / sum(int((each.text == 0).sum()) for each in drawn)
+        loss.backward()
+        done.losses.append(float(loss.detach()))
         if step == 0:
             _note(done, model)
         done.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
@@ -68,9 +70,10 @@ def train(world: World, ways: Sequence[argparse.Namespace]) -> list[Trained]:
             if not done.gradients:
                 _note(done, model)
 
-        for loss, norm in dit.train(world.rank, world.size, way, look):
-            done.losses.append(loss)
-            done.norms.append(norm)
+        with compiling() if way.compile else nullcontext():
+            for loss, norm in dit.train(world.rank, world.size, way, look):
+                done.losses.append(loss)
+                done.norms.append(norm)
         found.append(done)
     return found
 

@@ -13,11 +13,11 @@ from megatron_balance.compile.pipeline import Pass as CompilerPass
 from megatron_balance.compile.transpose import POLICIES, Policy, transpose
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, Zone
 from megatron_balance.ir.program import Merge, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.text import parse, text
+from tests.support.masks import Window
 
 PLAN = MicrobatchPlan(
     planner="test",
@@ -101,11 +101,11 @@ def test_a_phase_that_will_not_run_has_no_steps() -> None:
     assert proof.forward.steps == proof.backward.steps == ()
 
 
-def test_the_executor_refuses_a_mask_that_is_not_causal() -> None:
+def test_the_executor_refuses_a_mask_that_it_does_not_know() -> None:
     pytest.importorskip("torch")
     from megatron_balance.runtime.bind import AttentionShape, bind
     from megatron_balance.runtime.groups import Groups
 
     groups = Groups(0, PLAN.num_ranks, tuple(range(PLAN.num_ranks)), None)
-    with pytest.raises(ConfigError, match="mask 'causal' only, got 'full'"):
-        bind(replace(PLAN, mask=FULL), 0, AttentionShape(2, 1, 4), groups=groups)
+    with pytest.raises(ConfigError, match="masks causal, full, got 'window_3'"):
+        bind(replace(PLAN, mask=Window(3)), 0, AttentionShape(2, 1, 4), groups=groups)

@@ -18,6 +18,7 @@ from megatron_balance.cost.base import Link
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Kind
@@ -62,11 +63,13 @@ def test_one_zone_over_all_ranks_takes_the_same_in_both_engines(lengths, shape, 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    case=cases(num_ranks=(4, 8), max_length=200, max_sequences=5, min_sequences=1), name=st.sampled_from(ALL_PLANNERS)
+    case=cases(num_ranks=(4, 8), max_length=200, max_sequences=5, min_sequences=1, masks=("causal", "full")),
+    name=st.sampled_from(ALL_PLANNERS),
 )
 def test_every_nic_carries_the_same_bytes_in_both_engines(case: Case, name: str):
     planned = plan(name, case)
-    collectives = ("all_gather", "gather_documents", "gather_sequence", "head_exchange")
+    case = replace(case, model=replace(case.model, attention=planned.mask.name))
+    collectives = ("all_gather", "gather_documents", "gather_sequence", "head_exchange", "chunk_exchange")
     if planned.routing is not None and any(zone.pattern in collectives for zone in planned.zones):
         # collectives are routed by `always` only, and the round engine leaves them whole
         planned = replace(planned, routing=None)
@@ -127,9 +130,13 @@ def test_planners_take_about_as_long_in_both_engines(name: str, batch: str, poli
         assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.15)
 
 
-@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5), size=st.integers(2, 9))
-def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size):
-    cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    size=st.integers(2, 9),
+    mask=st.sampled_from([CAUSAL, FULL]),
+)
+def test_blocks_walk_as_far_as_the_ops_of_a_ring_take_them(lengths, size, mask):
+    cut = zigzag.zigzag(np.array(lengths), np.arange(len(lengths)), size, mask)
     forward, back = ring.walks(cut)
     blocks = ring.Blocks(cut, np.arange(size), (0, 1))
     tokens = np.where(blocks.there, blocks.stop - blocks.start, 0)
