@@ -202,7 +202,6 @@ class Waves(CommPattern[SharedZone]):
 
     routing = "never"
     merges_remap = False
-    starts_beside = True
     traffic = WaveTraffic
 
     def ranks(self, zone: SharedZone, num_ranks: int) -> Sequence[int]:

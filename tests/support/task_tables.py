@@ -76,18 +76,14 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
 
 
 def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Sequences cut anywhere over groups of any size, in up to three waves, some in a second zone."""
+    """Sequences cut anywhere over groups of any size, in up to three waves."""
     rng = np.random.default_rng(seed)
     sizes = [size for size in range(1, cluster.num_ranks + 1) if cluster.num_ranks % size == 0]
-    fragments: list[list[tuple[int, ...]]] = [[], []]
+    fragments: list[tuple[int, ...]] = []
     for seq, length in enumerate(batch.lengths):
-        own = [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
-        fragments[int(rng.integers(0, 2))] += own
-    zones = tuple(
-        SharedZone("random", as_rows(_shuffled(rng, own, 4)), int(rng.choice(sizes)), int(rng.integers(1, 4)))
-        for own in fragments
-        if own
-    )
+        fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
+    size, waves = int(rng.choice(sizes)), int(rng.integers(1, 4))
+    zones = (SharedZone("random", as_rows(_shuffled(rng, fragments, 4)), size, waves),) if fragments else ()
     return _plan("random_shares", batch, cluster, model, zones)
 
 

@@ -10,9 +10,8 @@ keep; gradient synchronisation and optimizer, which no plan changes, are left ou
 busiest rank over the mean.
 
 Rows: rings (`rule: cost`), rings of groups (`rule: groups`), the same zones in waves, and uneven
-shares
-(`rule: waves`, the default). Batches on which the default is more than 2 % slower than one of the
-others are listed.
+shares (`rule: waves`, the default). Batches on which the default is more than 2 % slower than one of
+the others are listed.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ partitioning).
 What we implement: the hierarchical sequence partitioner. Zones `inter_node`, `intra_node` and
 `local`, in that issue order (the three queues of section 3.2); sequences on the same ranks share
 one ring; zigzag inside a ring. `rule: paper` is the printed algorithm: thresholds s1 and s0 start
-at a node's and a rank's capacity and fall until everything shorter fits. `rule: cost`, the default,
-asks for each sequence what the paper asks for a threshold: does a wider zone pay.
+at a node's and a rank's capacity and fall until everything shorter fits. `rule: cost` asks for each
+sequence what the paper asks for a threshold: does a wider zone pay. `rule: waves`, the default,
+leaves the paper's rings: sequences lie in uneven shares on groups of ranks that exchange heads, and
+all of them are attended in one schedule (`planners.zeppelin.waves`, `patterns.waves`).
 
 What we leave out: the routing layer (section 3.3) and the remapping layer (section 3.4), which work
 on any plan and are not this planner's business; it only prices what they do (`price`).

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import ceil
 
-_LEAST_SHARE = 1e-3
-"""Smaller shares are not worth a message."""
+_NOTHING = 1e-3
+"""Shares up to this are none."""
 
 _TOLERANCE = 0.01
 """Work, and tokens, of a group above the mean that are taken as even."""
@@ -92,18 +92,33 @@ class Shares:
         new = own.get(group, 0.0) + share
         self.load[group] += share * self.work[seq]
         self.held[group] += share * self.tokens[seq]
-        if new > _LEAST_SHARE:
+        if new > _NOTHING:
             own[group] = new
             self.on[group].add(seq)
         elif group in own:
             del own[group]
             self.on[group].discard(seq)
 
+    def trimmed(self, least: float) -> Shares:
+        """Copy, without shares below `least`; the others of their sequences are so much larger.
+
+        A group that has a small share of a sequence receives nearly all of its keys.
+        """
+        of: list[dict[int, float]] = []
+        other = Shares.empty(self.work, self.tokens, self.num_groups)
+        for own in self.of:
+            kept = {group: share for group, share in own.items() if share >= least}
+            kept = kept or {max(own, key=own.__getitem__): 1.0}
+            total = sum(kept.values())
+            of.append({group: share / total for group, share in kept.items()})
+        for seq, shares in enumerate(of):
+            for group, share in shares.items():
+                other.give(seq, group, share)
+        return other
+
     def hand(self, seq: int, src: int, dst: int, work: float) -> None:
         """Move so much work of a sequence from one group to another."""
-        share = work / self.work[seq]
-        if self.of[seq][src] - share <= _LEAST_SHARE:
-            share = self.of[seq][src]
+        share = min(work / self.work[seq], self.of[seq][src])
         self.give(seq, src, -share)
         self.give(seq, dst, share)
 
@@ -167,10 +182,16 @@ def _spread(placed: Shares, order: Sequence[int]) -> bool:
         heapreplace(heap, (so_far + lack[seq], group))
     if max(placed.load) > (1 + _MOST_ABOVE) * placed.mean_work:
         return False
-    for group, amount in enumerate(_levelled(placed.load, work[longest])):
-        if amount > _LEAST_SHARE * work[longest]:
-            placed.give(longest, group, amount / work[longest])
+    _cut(placed, longest, range(placed.num_groups))
     return True
+
+
+def _cut(placed: Shares, seq: int, groups: Sequence[int]) -> None:
+    """Give shares of a sequence to groups so that their work comes level."""
+    work = placed.work[seq]
+    for group, amount in zip(groups, _levelled([placed.load[group] for group in groups], work), strict=True):
+        if amount > _NOTHING * work:
+            placed.give(seq, group, amount / work)
 
 
 def _fill(placed: Shares, order: Sequence[int], above: float) -> None:
@@ -189,10 +210,7 @@ def _fill(placed: Shares, order: Sequence[int], above: float) -> None:
             placed.give(seq, group, 1.0)
             heapreplace(heap, fullness(group))
             continue
-        chosen = [group for _, group in sorted(heap)[:parts]]
-        for group, amount in zip(chosen, _levelled([load[n] for n in chosen], placed.work[seq]), strict=True):
-            if amount > _LEAST_SHARE * placed.work[seq]:
-                placed.give(seq, group, amount / placed.work[seq])
+        _cut(placed, seq, [group for _, group in sorted(heap)[:parts]])
         heap = [fullness(group) for group in range(num_groups)]
         heapify(heap)
 
@@ -248,12 +266,11 @@ def level_tokens(placed: Shares) -> Iterator[None]:
 
 
 def _best_trade(placed: Shares, most: int, least: int, need: float) -> tuple[int, int, float] | None:
-    """(sequence from `most`, sequence from `least`, work to trade) that moves `need` tokens, or as
-    many as any does; of several, the one that cuts fewest tokens anew.
+    """(sequence from `most`, sequence from `least`, work to trade) with the most tokens that move for
+    the tokens that are cut anew; at most `need` move.
     """
-    work, tokens, of = placed.work, placed.tokens, placed.of
-    best: tuple[float, float, int, int] | None = None
-    amount_of: dict[tuple[int, int], float] = {}
+    work, tokens, of, mean = placed.work, placed.tokens, placed.of, placed.mean_tokens
+    best: tuple[float, int, int, float] | None = None
     for sparse in placed.on[most]:
         for dense in placed.on[least]:
             gained = tokens[sparse] / work[sparse] - tokens[dense] / work[dense]  # by a second of work
@@ -261,13 +278,9 @@ def _best_trade(placed: Shares, most: int, least: int, need: float) -> tuple[int
                 continue
             amount = min(need / gained, of[sparse][most] * work[sparse], of[dense][least] * work[dense])
             cut = tokens[sparse] * (least not in of[sparse]) + tokens[dense] * (most not in of[dense])
-            rank = (min(need, amount * gained), -cut, -sparse, -dense)
-            amount_of[sparse, dense] = amount
+            rank = (amount * gained / (mean + cut), -sparse, -dense, amount)
             best = rank if best is None else max(best, rank)
-    if best is None:
-        return None
-    sparse, dense = -best[2], -best[3]
-    return sparse, dense, amount_of[sparse, dense]
+    return None if best is None else (-best[1], -best[2], best[3])
 
 
 def zigzag_edges(length: int, shares: Sequence[float], align: int) -> list[int]:

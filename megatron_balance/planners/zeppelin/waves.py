@@ -9,19 +9,17 @@ priced (`shares`, `estimate`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
-from megatron_balance.ir.arrays import Ints, as_array, as_rows, sums
+from megatron_balance.ir.arrays import as_array, sums
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Placed
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import SharedZone
-from megatron_balance.patterns.head_exchange import runs_of
+from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, estimate
 from megatron_balance.planners.zeppelin.shares import Shares, placements, zigzag_edges
@@ -33,8 +31,15 @@ _STARTS = (0.0, None)
 _FEWER_CUTS = (0.15, 0.3, 0.5, 0.8)
 """Those that are tried where keys are waited for."""
 
+_LEAST_SHARE = 0.03
+_LEAST_OF_FEW = 0.1
+"""Smaller shares of a sequence are left out; the second where cuts are to be fewer."""
+
 _HIDDEN = 0.03
 """Share of a layer's seconds up to which that is not so; then narrower groups may pay."""
+
+_FITTING = 0.5
+"""Narrower groups are tried where one of them holds this much of the longest sequence."""
 
 _EXPOSED = 0.1
 """Share from which on wider groups may."""
@@ -96,6 +101,8 @@ def choose(lengths: Sequence[int], cluster: Cluster, model: Model, cost: CostMod
     step = 0 if chosen is None else _direction(chosen.estimate)
     while step and 0 <= at + step < len(sizes):
         at += step
+        if step < 0 and max(lengths, default=0) * _FITTING * cluster.num_ranks > sum(lengths) * sizes[at]:
+            break
         other = _cheapest(lengths, GroupCosts(cost, cluster, model, sizes[at]), asked)
         if other is None or (chosen and other.estimate.seconds >= _BETTER * chosen.estimate.seconds):
             break
@@ -119,11 +126,12 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen
         if above in _FEWER_CUTS and found and found.estimate.exposed_s < _HIDDEN * found.estimate.seconds:
             break
         for placed in placements(work, lengths, costs.num_groups, above):
-            if max(placed.held) > asked.capacity * costs.size:
+            trimmed = placed.trimmed(_LEAST_SHARE if above in _STARTS else _LEAST_OF_FEW)
+            if max(trimmed.held) > asked.capacity * costs.size:
                 continue
-            price = estimate(placed, costs, numbers, remapped=asked.remapped)
+            price = estimate(trimmed, costs, numbers, remapped=asked.remapped)
             if found is None or price.seconds < found.estimate.seconds:
-                found = Chosen(placed.copy(), costs.size, price)
+                found = Chosen(trimmed, costs.size, price)
     return found
 
 
@@ -151,13 +159,30 @@ def shared_zone(chosen: Chosen, node_size: int) -> SharedZone:
             for chunk in sorted({at, last - at}):
                 if edges[chunk] < edges[chunk + 1]:
                     held[group].append((seq, edges[chunk], edges[chunk + 1]))
-    rows: list[Ints] = [np.empty((0, Placed.WIDTH), dtype=np.int64)]
-    for group, own in enumerate(held):
-        for place, run in enumerate(runs_of(np.array(own, dtype=np.int64).reshape(-1, 3), size)):
-            rows.append(np.column_stack([np.full(len(run), group * size + place), run]))
+    rows = [
+        (group * size + place, *run)
+        for group, own in enumerate(held)
+        for place, runs in enumerate(_runs(own, size))
+        for run in runs
+    ]
     crosses = size > node_size or any(
         min(groups) * size // node_size != max(groups) * size // node_size for groups in placed.of
     )
     together = size > 1 or any(len(groups) > 1 for groups in placed.of)
     name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
-    return SharedZone(name, as_rows(np.concatenate(rows)), size, chosen.estimate.num_waves)
+    return SharedZone(name, Rows.of(Placed.WIDTH, rows), size, chosen.estimate.num_waves)
+
+
+def _runs(rows: Sequence[tuple[int, int, int]], size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Near-equal runs of the tokens of rows (seq, start, stop), one a rank."""
+    total, at, taken, so_far = sum(stop - start for _, start, stop in rows), 0, 0, 0
+    for place in range(size):
+        wanted, run = total * (place + 1) // size, list[tuple[int, int, int]]()
+        while so_far < wanted:
+            seq, start, stop = rows[at]
+            amount = min(wanted - so_far, stop - start - taken)
+            run.append((seq, start + taken, start + taken + amount))
+            so_far, taken = so_far + amount, taken + amount
+            if start + taken == stop:
+                at, taken = at + 1, 0
+        yield run
