@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_balance.planners import PLANNERS
 from tests.support import torch_jobs
 from tests.support.pool import Pool
 from tests.support.torch_jobs import Way
@@ -41,6 +42,14 @@ def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> No
     for (trained,) in world.run(torch_jobs.train, RANKS, [way]):
         assert torch_jobs.differences(trained, expected) == pytest.approx((0, 0, 0), abs=1e-5)
         assert (trained.graphs > 0) == way.compiled
+
+
+def test_every_planner_trains(world: Pool) -> None:
+    ways = [Way(planner=planner, parallel="ddp", steps=2) for planner in PLANNERS]
+    expected = torch_jobs.reference(ways[0])
+    for trained in world.run(torch_jobs.train, RANKS, ways):
+        found = {way.planner: torch_jobs.differences(each, expected) for way, each in zip(ways, trained, strict=True)}
+        assert {planner: max(each) for planner, each in found.items() if max(each) > 1e-5} == {}
 
 
 LENGTHS = ((300, 3), (), (90, 1, 33), (7,))
