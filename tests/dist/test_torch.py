@@ -17,12 +17,11 @@ pytestmark = pytest.mark.dist
 
 RANKS = 4
 WAYS = [
-    Way(),
-    Way(parallel="ddp", planner="te_ring", compiled=True, checkpointed=True),
-    Way(planner="wlb_llm", accumulate=2, checkpointed=True, backward="replay"),
-    Way(model="llama", planner="distca", parallel="ddp", checkpointed=True, accumulate=2),
-    Way(model="llama", compiled=True),
-    Way(model="llama", planner="te_ring", checkpointed=True, pools=2),
+    Way(compiled=True),
+    Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=8),
+    Way(model="llama", planner="distca", parallel="ddp"),
+    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=8),
+    Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=4),
 ]
 """Every two choices meet in one of them at least; all of them together: tools/torch_parity.py."""
 
