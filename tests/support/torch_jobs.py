@@ -29,7 +29,7 @@ from tests.support.pool import World
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
 MODEL = Model(HEADS, KV_HEADS, HEAD_DIM, num_layers=LAYERS, hidden_size=WIDTH, ffn_size=4 * WIDTH)
-LENGTHS = (200, 33, 2, 61, 17, 9, 1, 90, 45)
+LENGTHS = (200, 33, 2, 61, 1, 90)
 """Of the documents of a step; the first is longer than a rank's share."""
 
 
@@ -142,6 +142,15 @@ def make_model(way: Way, *, balanced: bool) -> nn.Module:
     return model
 
 
+def compiled_parts(way: Way, layers: Any) -> list[nn.Module]:
+    """Modules to compile: layers, or their parts where Transformers' own checkpointing calls layers
+    past their compiled form.
+    """
+    if way.model == "gpt" or not way.checkpointed:
+        return list(layers)
+    return [part for layer in layers for part in (layer.self_attn, layer.mlp)]
+
+
 def logits_of(way: Way, model: nn.Module, batch: BalancedBatch) -> Tensor:
     if way.model == "gpt":
         return model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
@@ -200,8 +209,8 @@ def _train_compiled(way: Way, world: World) -> Trained:
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
     counted = CountGraphs(way.backend)
     if way.compiled:
-        for layer in layers:
-            layer.compile(backend=counted, dynamic=True)
+        for part in compiled_parts(way, layers):
+            part.compile(backend=counted, dynamic=True)
     parallel: Any = model
     if way.parallel == "fsdp2":
         for layer in layers:
