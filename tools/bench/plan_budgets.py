@@ -19,6 +19,7 @@ from typing import Any
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import project
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.patterns import dispatch
 from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
@@ -26,6 +27,7 @@ from megatron_balance.runtime.bind import AttentionShape, bind
 from megatron_balance.runtime.groups import Groups
 from megatron_balance.runtime.lower import routes
 from megatron_balance.runtime.lower.steps import BOTH_PHASES, PhaseName
+from megatron_balance.workloads.datacodes import IMAGES_AND_VIDEOS, MIXED_RESOLUTION, draw_by_gpu
 
 MODEL = Model(num_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = AttentionShape(MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim)
@@ -101,6 +103,7 @@ def measurements() -> Iterator[Measurement]:
             yield Measurement(
                 f"plan {size}: distca, tolerance {tolerance:g}", budget_ms, lambda make=make, batch=lengths: make(batch)
             )
+    yield from _topologies()
     yield from _pipeline_step(num_stages=4, stage=Cluster(16, 8), num_microbatches=8, tokens_per_rank=8192)
     cluster, lengths = Cluster(64, 8), [100 + seq for seq in range(64)]
     for name in ("te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"):
@@ -108,6 +111,23 @@ def measurements() -> Iterator[Measurement]:
         yield Measurement(
             f"expand and verify 64 ranks x 64 sequences, backward: {name}", 1000.0, lambda plan=made: verify(plan)
         )
+
+
+def _topologies() -> Iterator[Measurement]:
+    """knapformer on KnapFormer's workloads, topology given."""
+    model = load_model("flux-12b")
+    for num_ranks, budget_ms in ((32, 1.0), (1024, 20.0)):
+        cluster = load_cluster("h100").build(num_ranks=num_ranks, ranks_per_node=8)
+        for name, codes in (("mixed resolution", MIXED_RESOLUTION), ("images and videos", IMAGES_AND_VIDEOS)):
+            drawn = draw_by_gpu(codes, num_ranks // 32, 0)
+            lengths = [length for batch in drawn for samples in batch for length in samples]
+            for topology in ("g1n32", "g8n4", "g8n1+g4n2+g2n4+g1n8"):
+                make = make_planner("knapformer", cluster, model, topology=topology)
+                yield Measurement(
+                    f"plan {num_ranks} ranks x {len(lengths)} sequences, {name}: knapformer {topology}",
+                    budget_ms,
+                    lambda make=make, batch=lengths: make(batch),
+                )
 
 
 def _plans(cluster: Cluster, lengths: list[int], tokens_per_rank: int) -> dict[str, MicrobatchPlan]:

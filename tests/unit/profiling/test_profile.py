@@ -41,6 +41,7 @@ def test_the_report_says_what_was_measured(run: CommandLine) -> None:
     lines = run.printed(TINY).splitlines()
     assert lines[0].endswith("of 2 samples")
     assert any(line.startswith("attention kernel cpu_flash, float32, 8 heads") for line in lines)
+    assert any(line.startswith("gamma, attention's share of FLOPs to time (KnapFormer, Eq. 2): ") for line in lines)
     assert lines[-1] == "not written; --out FILE keeps it"
 
 
