@@ -81,6 +81,13 @@ class _Slab:
     free: list[Extent]
     fenced: deque[tuple[Extent, list[Fence]]] = field(default_factory=deque)
     guards: list[tuple[Extent, list[Fence]]] = field(default_factory=list)
+    typed: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    def of(self, dtype: torch.dtype) -> Tensor:
+        """The memory as elements of a type."""
+        if dtype not in self.typed:
+            self.typed[dtype] = self.memory.view(dtype)
+        return self.typed[dtype]
 
     def put(self, extent: Extent) -> None:
         start, stop = extent
@@ -179,7 +186,7 @@ class BufferPool:
             fences = slab.fences(extent)
             self.used_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            raw = slab.memory[extent[0] : extent[0] + num_elements * dtype.itemsize].view(dtype)
+            raw = slab.of(dtype).narrow(0, extent[0] // dtype.itemsize, num_elements)
             # A tensor of its own storage on the slab's memory: that storage ends with the last
             # tensor on it, in C++ or in Python.
             lent: Tensor = torch._C._from_dlpack(torch._C._to_dlpack(raw))

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megatron_balance.analysis import wire
-from megatron_balance.analysis.wire import Carried, padded
+from megatron_balance.analysis.wire import ALIGN, Carried, padded
 from megatron_balance.ir.model import GradientWire
 
 Shape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -55,9 +56,41 @@ def shapes(message: Carried, form: Form) -> tuple[Shape, ...]:
     return tuple([(shape, types[element]) for shape, element in wire.tensor_shapes(message, form.dim)])
 
 
+class Place(NamedTuple):
+    """A contiguous tensor in packed bytes, from byte `begin` on."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """Messages packed one after the other: bytes of all, and the tensors of each."""
+
+    num_bytes: int
+    places: tuple[tuple[Place, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def layout(messages: tuple[Carried, ...], form: Form) -> Layout:
+    """The layout of messages; every layer asks for the same ones."""
+    places: list[tuple[Place, ...]] = []
+    begin = end = 0
+    for message in messages:
+        own: list[Place] = []
+        for shape, dtype in shapes(message, form):
+            strides = tuple(prod(shape[at:]) for at in range(1, len(shape) + 1))
+            own.append(Place(begin, dtype, shape, strides))
+            end = begin + prod(shape) * dtype.itemsize
+            begin = padded(end)
+        places.append(tuple(own))
+    return Layout(end, tuple(places))
+
+
 def parcel_bytes(messages: Sequence[Carried], form: Form) -> int:
     """Bytes of all messages from one rank to another in one exchange, packed."""
-    return wire.parcel_bytes(messages, form.sizes)
+    return layout(tuple(messages), form).num_bytes
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -96,13 +129,16 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Tensor]]:
     """The tensors of each message, as views of the bytes that `pack` made of them."""
+    whole = raw.narrow(0, 0, raw.shape[0] // ALIGN * ALIGN)  # what can be seen as elements of any type
+    seen: dict[torch.dtype, tuple[Tensor, int]] = {}
     unpacked: list[list[Tensor]] = []
-    at = 0
-    for message in messages:
+    for places in layout(tuple(messages), form).places:
         tensors: list[Tensor] = []
-        for shape, dtype in shapes(message, form):
-            stop = at + prod(shape) * dtype.itemsize
-            tensors.append(raw[at:stop].view(dtype).view(shape))
-            at = padded(stop)
+        for begin, dtype, shape, strides in places:
+            if dtype not in seen:
+                typed = whole.view(dtype)
+                seen[dtype] = typed, typed.storage_offset()
+            typed, first = seen[dtype]
+            tensors.append(typed.as_strided(shape, strides, first + begin // dtype.itemsize))
         unpacked.append(tensors)
     return unpacked

@@ -18,6 +18,7 @@ def test_a_layer_keeps_its_budget_of_host_time(name):
     found = counted.count(plan, plans.rank_of(name, plan))
     assert found.group_calls > 0
     assert found.launches > 0
+    assert found.copies == 1  # all tables of the microbatch
     host = budget.host_time(found, plan, budget.PYTHON_S[name])
     assert host.ratio <= budget.BUDGETS[name], f"{found}, {host}"
 
@@ -42,6 +43,13 @@ def test_layers_behind_the_first_copy_no_table(name, policy):
         counted.layer(bound)
     assert counts["launches"] > 0
     assert counts["copies"] == 0
+
+
+def test_a_head_exchange_copies_nothing_for_its_calls():
+    """Messages are written into the call's own memory by the mover, and read where they arrive."""
+    plan = plans.plan("head exchange in a node", num_ranks=16)
+    found = counted.count(plan, plans.rank_of("head exchange in a node", plan))
+    assert found.operators <= 8, "a copy of torch for a message"
 
 
 def test_prices_and_python_make_host_time():

@@ -195,6 +195,8 @@ def _aligned(tensors: Iterable[Tensor]) -> bool:
 
 def _in_rows(x: Tensor) -> bool:
     """Whether the elements of a row of [T, H, ...] have no gaps."""
+    if x.is_contiguous():
+        return True
     expected = 1
     for size, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
         if stride != expected and size > 1:
