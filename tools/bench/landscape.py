@@ -175,23 +175,28 @@ def launches(plan: MicrobatchPlan) -> int:
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     """The page, line by line."""
     number = len({row["number"] for row in rows})
+    cells = list(dict.fromkeys(row["cell"] for row in rows))
+    missing = [f"{cluster}/{model}" for model in MODELS for cluster in CLUSTERS if f"{cluster}/{model}" not in cells]
     yield from (
         "# Landscape: every planner on every cluster",
         "",
-        f"Simulated, not measured: nine sets of batches (4,096 tokens a rank), {number} of each set, without hosts.",
-        "A cell of a set is the step over the bound (even computation, nothing moves), in the mean of its batches.",
-        "`hosts`: the same mean where devices wait for their hosts; `te_ring`: the mean of how often faster the step",
-        "is than te_ring's; `GB`: the largest peak of a rank, and `!` where it is more than a rank has; `launches`:",
-        "of attention, of the busiest rank in a layer's forward; `plan ms`: median, CPU time of a busy machine.",
-        "`auto` names in its note whose plan it takes. Attention runs by "
-        + ", ".join(f"{kernel} on {name}" for name, kernel in CLUSTERS.items())
-        + ".",
+        f"Simulated, not measured: nine sets of batches (4,096 tokens a rank), {number} of each set.",
         "",
-        f"    python -m tools.bench.landscape BATCHES.json --batches {number} --out docs/measurements/landscape.md",
+        "- Columns of sets: the step over the bound (even computation, nothing moves), without hosts.",
+        "- `hosts`: the mean where devices wait for their hosts.",
+        "- `te_ring`: how often faster the step is than te_ring's, in the mean.",
+        "- `GB`: the largest peak of a rank; `!`: more than a rank has.",
+        "- `launches`: of attention, of the busiest rank in a layer's forward.",
+        "- `plan ms`: median, CPU time on a busy machine.",
+        "",
+        "Attention: " + ", ".join(f"{kernel} on {name}" for name, kernel in CLUSTERS.items()) + ".",
+        *([f"Not run: {', '.join(missing)}."] if missing else []),
+        "",
+        f"    python -m tools.bench.landscape BATCHES.json --batches {number} --out FILE",
     )
-    for cell in dict.fromkeys(row["cell"] for row in rows):
+    for cell in cells:
         own = [row for row in rows if row["cell"] == cell]
-        yield from ("", f"## {' with '.join(reversed(cell.split('/')))}", "")
+        yield from ("", f"## {' on '.join(reversed(cell.split('/')))}", "")
         yield from _table(own)
 
 

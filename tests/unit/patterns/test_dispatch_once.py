@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner, verify
@@ -27,7 +28,7 @@ def small() -> MicrobatchPlan:
     """Rank 0 owns the keys; ranks 2 and 3 of the other node own queries that see them."""
     fragments = [(0, 0, 0, 8), (2, 0, 8, 12), (3, 0, 12, 16)]
     tasks = [(0, 0, 0, 8, 0, 8), (2, 0, 8, 12, 0, 12), (3, 0, 12, 16, 0, 16)]
-    zone = task_table("tasks", by_hand.table(fragments, 4), by_hand.table(tasks, 6))
+    zone = task_table("tasks", np.array(fragments), np.array(tasks))
     return by_hand.plan((16,), 4, zone, ranks_per_node=2, heads=(1, 1))
 
 
