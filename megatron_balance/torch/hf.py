@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.torch.attention import balanced_attention
 from megatron_balance.torch.batch import BalancedBatch
 
@@ -78,19 +79,21 @@ def attend(  # noqa: PLR0913  Transformers' signature
             "through to its attention"
         )
     window = given.get("sliding_window")
+    causal = given["is_causal"] if given.get("is_causal") is not None else getattr(module, "is_causal", None)
     asked = {
         "an attention mask": attention_mask is not None,
         "dropout": bool(given.get("dropout")),
         f"a sliding window of {window} tokens": window is not None and window < max(balanced.plan.lengths, default=0),
         "soft-capped scores": given.get("softcap") is not None,
         "attention sinks": given.get("s_aux") is not None,
-        "attention that is not causal": given.get("is_causal") is False or getattr(module, "is_causal", True) is False,
+        "attention that is not causal": balanced.plan.mask == CAUSAL and causal is False,
+        "causal attention, and the batch is planned for another mask": balanced.plan.mask != CAUSAL and causal is True,
     }
     wrong = [what for what, is_asked in asked.items() if is_asked]
     if wrong:
         raise ConfigError(
-            f"{name} asks for {', '.join(wrong)}; balanced attention is causal attention within each document. Use a "
-            "configuration without it, such as attention_dropout=0"
+            f"{name} asks for {', '.join(wrong)}; balanced attention is {balanced.plan.mask.name} attention within "
+            "each document. Use a configuration without it, such as attention_dropout=0"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return balanced_attention(q, k, v, balanced, scaling), None

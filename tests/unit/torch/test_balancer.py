@@ -141,7 +141,7 @@ def test_attention_without_a_batch_is_refused() -> None:
     [
         (lambda: balancer("zepelin"), ConfigError, "did you mean 'zeppelin'"),
         (lambda: SequenceBalancer("zeppelin", MODEL, tokens=3), ConfigError, "SequenceBalancer: tokens: unknown key"),
-        (lambda: balancer(mask="full"), ConfigError, "mask: expected 'causal', got 'full'"),
+        (lambda: balancer(mask="windowed"), ConfigError, "mask.* 'windowed'"),
         (lambda: balancer(backward="auto"), ConfigError, "backward: expected 'keep' or 'replay', got 'auto'"),
         (lambda: balancer(row_multiple=0), ConfigError, "expected at least 1, got 0 and 100"),
         (lambda: balancer(cluster=Cluster(8, 4)), ConfigError, "custom has 8 ranks, 4 on a node; the balancer's ranks"),
