@@ -54,7 +54,7 @@ def model_of(config: object) -> Model:
     found.setdefault("head_dim", found["hidden_size"] // found["num_heads"])
     found.setdefault("ffn_size", 4 * found["hidden_size"])
     activation = str(_value(config, "hidden_act") or "")
-    dtype = _value(config, "dtype") or _value(config, "torch_dtype")
+    dtype = _value(config, "dtype")
     described = Model(
         found.pop("num_heads"),
         found.pop("num_kv_heads"),

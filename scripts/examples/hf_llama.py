@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_balance.torch import SequenceBalancer, Settings, hf
 
@@ -58,9 +58,8 @@ def main() -> None:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        attn_implementation=hf.register(),  # balance
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.register())  # balance
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

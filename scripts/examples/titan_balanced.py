@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.protocols.module import Module
-from torchtitan.trainer import Trainer
+from torchtitan.protocols.module import Module  # pyright: ignore[reportMissingImports]
+from torchtitan.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
 from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention
 
@@ -103,6 +103,7 @@ def balanced(config: Trainer.Config, planner: str = "zeppelin", **options: Any) 
         layer.attention.inner_attention = BalancedAttention.Config()
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     made = BalancedTrainer.Config(**fields, planner=planner, planner_options=options)
+    made.parallelism.spmd_backend = "partial_dtensor"  # the other one wants to type what a trainer feeds
     made.training.disable_cuda_graphs = True  # rows differ from step to step
     made.compile.enable = False  # torchtitan compiles whole layers as one graph; attention breaks it
     return made

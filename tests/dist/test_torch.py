@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_balance.planners import PLANNERS
 from tests.support import torch_jobs
 from tests.support.pool import Pool
 from tests.support.torch_jobs import Way
@@ -16,12 +17,11 @@ pytestmark = pytest.mark.dist
 
 RANKS = 4
 WAYS = [
-    Way(),
-    Way(parallel="ddp", planner="te_ring", compiled=True, checkpointed=True),
-    Way(planner="wlb_llm", accumulate=2, checkpointed=True, backward="replay"),
-    Way(model="llama", planner="distca", parallel="ddp", checkpointed=True, accumulate=2),
-    Way(model="llama", compiled=True),
-    Way(model="llama", planner="te_ring", checkpointed=True),
+    Way(compiled=True),
+    Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=8),
+    Way(model="llama", planner="distca", parallel="ddp"),
+    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=8),
+    Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=4),
 ]
 """Every two choices meet in one of them at least; all of them together: tools/torch_parity.py."""
 
@@ -43,6 +43,14 @@ def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> No
         assert (trained.graphs > 0) == way.compiled
 
 
+def test_every_planner_trains(world: Pool) -> None:
+    ways = [Way(planner=planner, parallel="ddp", steps=2) for planner in PLANNERS]
+    expected = torch_jobs.reference(ways[0])
+    for trained in world.run(torch_jobs.train, RANKS, ways):
+        found = {way.planner: torch_jobs.differences(each, expected) for way, each in zip(ways, trained, strict=True)}
+        assert {planner: max(each) for planner, each in found.items() if max(each) > 1e-5} == {}
+
+
 LENGTHS = ((300, 3), (), (90, 1, 33), (7,))
 """By rank. One gives no document; the first document does not fit one rank."""
 
@@ -57,6 +65,12 @@ def test_results_come_back_to_the_ranks_that_gave_the_documents(world: Pool, pla
     given = [value for gathered in ranks for value in gathered.gradient]
     assert given.count(6.0) == sum(map(sum, LENGTHS)), "the gradient of every token, and of no padding"
     assert given.count(0.0) == len(given) - given.count(6.0)
+
+
+def test_received_keys_are_saved_where_checkpointing_sees_them(world: Pool) -> None:
+    kept, replayed = (world.run(torch_jobs.save, RANKS, backward) for backward in ("keep", "replay"))
+    assert all(tokens > 0 for tokens, _ in kept), "every rank receives keys in a ring"
+    assert all(k > r for (_, k), (_, r) in zip(kept, replayed, strict=True)), (kept, replayed)
 
 
 GOOD = [torch.arange(4)]

@@ -29,7 +29,7 @@ from tests.support.pool import World
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
 MODEL = Model(HEADS, KV_HEADS, HEAD_DIM, num_layers=LAYERS, hidden_size=WIDTH, ffn_size=4 * WIDTH)
-LENGTHS = (200, 33, 2, 61, 17, 9, 1, 90, 45)
+LENGTHS = (200, 33, 2, 61, 1, 90)
 """Of the documents of a step; the first is longer than a rank's share."""
 
 
@@ -46,12 +46,15 @@ class Way:
     steps: int = 20
     backward: str = "keep"
     backend: str = "eager"
+    pools: int = 1
+    """Parts of the world that share documents, each for itself."""
 
     def name(self) -> str:
         """For people: what differs from the plainest way is said."""
         said = [self.model, self.planner, self.parallel]
         said += [word for word in ("checkpointed", "compiled") if getattr(self, word)]
-        return " ".join([*said, *(["accumulate"] if self.accumulate > 1 else [])])
+        said += [word for word in ("accumulate", "pools") if getattr(self, word) > 1]
+        return " ".join(said)
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,15 @@ def make_model(way: Way, *, balanced: bool) -> nn.Module:
     return model
 
 
+def compiled_parts(way: Way, layers: Any) -> list[nn.Module]:
+    """Modules to compile: layers, or their parts where Transformers' own checkpointing calls layers
+    past their compiled form.
+    """
+    if way.model == "gpt" or not way.checkpointed:
+        return list(layers)
+    return [part for layer in layers for part in (layer.self_attn, layer.mlp)]
+
+
 def logits_of(way: Way, model: nn.Module, batch: BalancedBatch) -> Tensor:
     if way.model == "gpt":
         return model(batch.tokens, position_ids=batch.position_ids, balanced=batch)
@@ -186,15 +198,19 @@ def _train(way: Way, world: World) -> Trained:
 
 def _train_compiled(way: Way, world: World) -> Trained:
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
+    shape = (way.pools, world.size // way.pools)
+    shared = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))["cp"] if way.pools > 1 else mesh
     settings = Settings(ranks_per_node=2, backward=way.backward)  # pyright: ignore[reportArgumentType]
     config = MODEL if way.model == "gpt" else make_model(way, balanced=True).config
-    balancer = SequenceBalancer.for_model(config, planner=way.planner, mesh=mesh, settings=settings)
+    balancer = SequenceBalancer.for_model(
+        config, planner=way.planner, mesh=shared, averaged_over=mesh if way.pools > 1 else None, settings=settings
+    )
     model = make_model(way, balanced=True)
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
     counted = CountGraphs(way.backend)
     if way.compiled:
-        for layer in layers:
-            layer.compile(backend=counted, dynamic=True)
+        for part in compiled_parts(way, layers):
+            part.compile(backend=counted, dynamic=True)
     parallel: Any = model
     if way.parallel == "fsdp2":
         for layer in layers:
@@ -308,6 +324,24 @@ def gather(world: World, lengths: Sequence[Sequence[int]], planner: str) -> Gath
     tokens = [each.tolist() for each in balancer.gather(batch.tokens)]
     others = [each.tolist() for each in batch.gather(position[None])]
     return Gathered(tokens, others, weight.grad.tolist(), batch.num_rows, right)
+
+
+def save(world: World, backward: str) -> tuple[int, int]:
+    """Of one attention call: tokens received, and tensors that autograd saved through its hooks."""
+    settings = Settings(ranks_per_node=2, backward=backward)  # pyright: ignore[reportArgumentType]
+    batch = SequenceBalancer("te_ring", MODEL, settings=settings)([torch.arange(40)])
+    saved: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(len(x))
+        return x
+
+    q = torch.randn(batch.num_rows, HEADS, HEAD_DIM, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = balanced_attention(q, q[:, :KV_HEADS], q[:, :KV_HEADS], batch)
+        of_call = len(saved)
+    out.sum().backward()
+    return batch.bound(q.dtype, q.device).counters.kv_tokens_received, of_call
 
 
 def tell(world: World, given: Sequence[Any]) -> str:

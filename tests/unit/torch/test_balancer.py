@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="the extra 'torch' brings it")
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron_balance import Cluster, Model
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
@@ -83,6 +84,24 @@ def test_attention_is_that_of_every_document_alone(leading: bool) -> None:
         alone = (x[a:b].transpose(0, 1) for x in (q, k, v))
         wanted = F.scaled_dot_product_attention(*alone, is_causal=True, scale=0.5, enable_gqa=True).transpose(0, 1)  # pyright: ignore
         torch.testing.assert_close(out.view(6, 4, 8)[a:b], wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_is_computed_again_in_the_backward(reentrant: bool) -> None:
+    batch = balancer()(DOCUMENTS)
+    x = torch.randn(6, 4, 8, requires_grad=True)
+
+    def layer(x: torch.Tensor, batch: Any) -> torch.Tensor:
+        return balanced_attention(x, x[:, :2], 2 * x[:, 2:], batch).square().sum()
+
+    (wanted,) = torch.autograd.grad(layer(x, batch), x)
+    counters = batch.bound(x.dtype, x.device).counters
+    assert (counters.forward_calls, counters.backward_calls) == (1, 1)
+    again: Any = checkpoint(layer, x, batch, use_reentrant=reentrant)
+    again.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, wanted)
+    assert (counters.forward_calls, counters.backward_calls) == (3, 2)
 
 
 def test_attention_runs_in_the_type_of_autocast() -> None:
