@@ -40,7 +40,7 @@ Sizes: TypeAlias = Mapping[int, tuple[int, int]]
 
 
 class Handling(NamedTuple):
-    """What a transport says of an exchange.
+    """Questions about an exchange that its transport answers.
 
     Attributes:
         sent: the messages that are packed.
