@@ -22,7 +22,7 @@ from megatron_balance.config import (
     names,
 )
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.cost.base import CostModel
+from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.batch import Batch
@@ -61,7 +61,7 @@ class Inputs:
     tensor_parallel: int = 1
     """GPUs of a rank of `cluster` (`cost.parallel.wide_ranks`)."""
 
-    def planning_cost(self, cluster: Cluster | None = None) -> CostModel:
+    def planning_cost(self, cluster: Cluster | None = None) -> MachineCost:
         """The cost model planners plan by: a measured table, or data sheets. `cluster`: other ranks
         of the same kind.
         """

@@ -106,7 +106,8 @@ class MicrobatchPlan:
 
     `moves`: the remap (Zeppelin, section 3.4), `Move` rows by src, then dst: the last tokens of
     what the zones place on src are owned by dst outside attention. Empty: the linear layout is the
-    attention layout. `mask`: of all sequences; JSON names it where it is not causal.
+    attention layout. `mask`: of all sequences; JSON names it where it is not causal. `note`: why a
+    planner decided so, for the log; no decision, and not in the fingerprint.
     """
 
     planner: str

@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.columns import Transfer
+from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.plan import TaskTable
 from megatron_balance.ir.program import Exchange, Kind, Op
 from megatron_balance.ir.rows import Rows
@@ -67,7 +68,7 @@ class DispatchOnce(Dispatch):
     def messages(self, zone: TaskTable, context: Context, *, across: bool = False) -> list[ZoneMessages]:
         """Messages of the way in, of what is passed on, and of the way back, one a transfer."""
         del across
-        _, back = transfers(zone, context.num_heads, context.num_kv_heads)
+        _, back = transfers(zone, context.num_heads, context.num_kv_heads, context.mask)
         tables = (*_of_zone(zone, context), back)
         return [ZoneMessages(messages_of(step, as_array(rows))) for step, rows in enumerate(tables)]
 
@@ -93,15 +94,15 @@ def _of_rank(rows: Ints, rank: int) -> Ints:
 
 def _of_zone(zone: TaskTable, context: Context) -> tuple[Rows, Rows]:
     """All transfers in, and all that pass them on."""
-    return once(zone, (context.num_heads, context.num_kv_heads), context.ranks_per_node)
+    return once(zone, (context.num_heads, context.num_kv_heads), context.ranks_per_node, context.mask)
 
 
 @lru_cache(maxsize=64)
-def once(zone: TaskTable, heads: tuple[int, int], ranks_per_node: int) -> tuple[Rows, Rows]:
+def once(zone: TaskTable, heads: tuple[int, int], ranks_per_node: int, mask: Mask = CAUSAL) -> tuple[Rows, Rows]:
     """All transfers in, each row once to a node, and all inside nodes that pass them on; `heads`: of
     queries and of keys.
     """
-    rows = as_array(transfers(zone, *heads)[0])
+    rows = as_array(transfers(zone, *heads, mask)[0])
     src_node, dst_node = (rows[:, Transfer.ENDS] // ranks_per_node).T
     crossing = src_node != dst_node
     needed: defaultdict[tuple[int, int, int, int], list[tuple[int, int, int]]] = defaultdict(list)

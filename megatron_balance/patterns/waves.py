@@ -18,7 +18,7 @@ rows for the same ones, whatever the order. Keys of a wave are sent while the on
 backward, which is the transpose, go home wave by wave behind the launches.
 
 Nothing but keys, values and their gradients crosses between groups, each once for every group that
-needs it; queries and outputs stay in their group.
+needs it; queries and outputs stay in their group. Causal attention only.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
 from megatron_balance.ir.columns import Held, Message, Pair, Placed, Transfer, Value
 from megatron_balance.ir.intervals import ranges, union
+from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.program import Exchange, Kind, Op
 from megatron_balance.patterns.base import (
@@ -161,9 +162,11 @@ def schedule(zone: SharedZone) -> Schedule:
 def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
     """`Need` rows by wave; `held`: rows (group, seq, start, stop) of disjoint tokens."""
     held = held[np.lexsort((held[:, Placed.START], held[:, Placed.SEQ]))]
-    group, seq, start, stop = held.T
+    columns = (Placed.RANK, Placed.SEQ, Placed.START, Placed.STOP)
+    group, seq, start, stop = (np.asarray(held[:, column], dtype=np.int64) for column in columns)
     # Of every run of queries, the runs of keys before it in other groups, each once a group.
-    query, key = ranges(np.searchsorted(seq, seq), np.arange(len(held)))
+    first = np.searchsorted(seq, seq)
+    query, key = ranges(first, np.arange(len(held)))
     other = group[query] != group[key]
     to, key = np.divmod(np.unique(group[query[other]] * len(held) + key[other]), len(held))
     # The nearest next group first, so that messages leave in another order in each group.
@@ -174,7 +177,7 @@ def _needs(held: Ints, num_groups: int, num_waves: int) -> Ints:
     edges[:, 1:-1] = np.where(length[:, None] >= 2 * ALIGN * num_waves, edges[:, 1:-1] // ALIGN * ALIGN, edges[:, 1:-1])
     rows = np.empty((num_waves, len(key), Need.WIDTH), dtype=np.int64)
     # Every second run begins with its end, so that neighbours meet and are one piece of keys.
-    turned = (key - np.searchsorted(seq, seq)[key]) % 2 == 0
+    turned = (key - first[key]) % 2 == 0
     rows[:, :, Need.WAVE] = np.where(turned, np.arange(num_waves)[::-1, None], np.arange(num_waves)[:, None])
     rows[:, :, Need.TO], rows[:, :, Need.SEQ], rows[:, :, Need.FROM] = to, seq[key], group[key]
     rows[:, :, Need.START], rows[:, :, Need.STOP] = start[key] + edges[:, :-1].T, start[key] + edges[:, 1:].T
@@ -224,7 +227,14 @@ class Waves(CommPattern[SharedZone]):
     def project(self, zone: SharedZone, context: Context, rank: int) -> ZoneProgram:
         """The all-to-all of the rank's group, its own work, waves of Exchange, Attend and Merge with
         its heads, and the all-to-all back.
+
+        Raises:
+            InvalidProgramError: the mask is not causal.
         """
+        if context.mask != CAUSAL:
+            raise InvalidProgramError(
+                f"zone {zone.name}: waves attend causally, the plan's mask is {context.mask.name}; take rings"
+            )
         made = schedule(zone)
         index, place = made.place_of(rank)
         slices = _slices(made, context)
@@ -293,7 +303,10 @@ class Waves(CommPattern[SharedZone]):
             come = sums(needs[:, Need.TO], needs[:, Need.STOP] - needs[:, Need.START], len(made.groups))
             for index, tasks in enumerate(made.tasks):
                 ranks, own = np.array(made.ranks(index)), runs[index]
-                pairs = sum(int(task_pairs(*rows[:, 1:].T).sum()) for rows in tasks)
+                pairs = sum(
+                    int(task_pairs((rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4]), context.mask).sum())
+                    for rows in tasks
+                )
                 # Cumulative rounding keeps the sum of the ranks' shares exact.
                 load.pairs[ranks] += np.diff(pairs * stops // context.num_heads, prepend=0)
                 if made.size > 1:

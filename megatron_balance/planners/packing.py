@@ -146,11 +146,11 @@ def redundant_pairs_per_rank(plan: MicrobatchPlan) -> tuple[int, ...]:
         if isinstance(zone, TaskTable):
             for rank, _, start, stop in zone.fragments:
                 packs[rank].append(stop - start)
-        elif len(zone.ranks) == 1:
+        elif isinstance(zone, Zone) and len(zone.ranks) == 1:
             packs[zone.ranks[0]] += [plan.lengths[seq] for seq in zone.seqs]
         else:
             raise InvalidProgramError(
-                f"zone {zone.name} of planner {plan.planner} has {len(zone.ranks)} ranks; redundant pairs are defined "
+                f"zone {zone.name} of planner {plan.planner} has several ranks; redundant pairs are defined "
                 "for plans of packing"
             )
     return tuple(sum(redundant_pairs(pack)) for pack in packs)

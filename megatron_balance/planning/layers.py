@@ -36,7 +36,7 @@ from megatron_balance.ir.arrays import Ints, as_array, as_rows
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Move
 from megatron_balance.ir.layers import Layers, When
-from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing, TaskTable, Zone
+from megatron_balance.ir.plan import REMAP, AnyPlanZone, MicrobatchPlan, Routing, TaskTable
 from megatron_balance.ir.program import Kind
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns import pattern_of
@@ -57,7 +57,7 @@ def with_layers(plan: MicrobatchPlan, cluster: Cluster, cost: CostModel, layers:
     return replace(plan, routing=None if routing is None else replace(routing, pieces=layers.pieces))
 
 
-def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel) -> Zone | TaskTable:
+def _once_per_node(plan: MicrobatchPlan, index: int, cluster: Cluster, cost: CostModel) -> AnyPlanZone:
     """The zone, or a task table that sends rows once to a node if its busiest NIC gains more than
     the ranks that pass them on take.
     """

@@ -185,7 +185,7 @@ class SequenceBalancer:
                 )
         by_rank = [x.unflatten(1, (heads.size, -1)) for x in parts]
         counts = [x.shape[2] for x in by_rank]
-        whole = _to_heads(torch.cat(by_rank, dim=2), heads, self._group)
+        whole = _to_heads(torch.cat(by_rank, dim=2), heads, self._group)  # pyright: ignore[reportCallIssue]
         q, k, v = whole.split(counts, dim=1)
         return list(self._full_lens), q, k, v
 
@@ -194,7 +194,8 @@ class SequenceBalancer:
         self._planned()
         if self._heads is None:
             return list(self._chunk_lens), packed_x
-        return list(self._chunk_lens), _to_tokens(packed_x, self._heads, self._group).flatten(1, 2)
+        chunks = _to_tokens(packed_x, self._heads, self._group)  # pyright: ignore[reportCallIssue]
+        return list(self._chunk_lens), chunks.flatten(1, 2)
 
     def _planned(self) -> TokenExchange:
         if self._exchange is None:

@@ -251,7 +251,8 @@ class Block(nn.Module):
 
     def _attention(self, qkv: Tensor, place: Tensor, attend: Attend) -> Tensor:
         q, k, v = qkv.view(-1, 3, HEADS, HEAD_DIM).unbind(1)
-        return outside_graphs(attend, turned(self.q_norm(q), place), turned(self.k_norm(k), place), v).flatten(1)
+        q, k = turned(self.q_norm(q), place), turned(self.k_norm(k), place)
+        return outside_graphs(attend, q, k, v).flatten(1)  # pyright: ignore[reportCallIssue]
 
 
 @torch.compiler.disable

@@ -84,7 +84,7 @@ def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mi
         fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
     size, waves = int(rng.choice(sizes)), int(rng.integers(1, 4))
     zones = (SharedZone("random", as_rows(_shuffled(rng, fragments, 4)), size, waves),) if fragments else ()
-    return _plan("random_shares", batch, cluster, model, zones)
+    return replace(_plan("random_shares", batch, cluster, model, zones), mask=CAUSAL)
 
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:

@@ -146,7 +146,7 @@ def _in_waves(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Microbatc
 def _point(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Point:
     cost = AnalyticCost(cluster, model)
     machine = Machine(cluster, model, cost)
-    bound = bound_s([plan.lengths], machine)
+    bound = bound_s((plan.lengths,), machine)
 
     def over_bound(machine: Machine) -> float:
         step = simulate_step([plan], machine)

@@ -16,7 +16,7 @@ from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Message, Pair
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, TaskTable, Zone
+from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, Launches, PointToPoint
@@ -160,6 +160,8 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
             made, first, other = _even_zone(zone, lengths, machine, prices)
             if zone.pattern == "ring" and plan.routing is not None and index in plan.routing.zones:
                 _route(made, machine, plan.routing.min_tokens)
+        elif isinstance(zone, SharedZone):
+            return None
         else:
             found, first, other = _uneven_zone(zone, Context.of(plan), machine), -1, -1
             if found is None:

@@ -133,7 +133,7 @@ def _zones(
 ) -> tuple[AnyPlanZone, ...]:
     if options.rule == "paper":
         return zones(printed.place(lengths, cluster, capacity), cluster)
-    if options.rule == "waves":
+    if options.rule == "waves" and model.attention == "causal":
         asked = waves.Asked(capacity, options.remapped, options.group_size, options.num_waves)
         found = waves.place(lengths, cluster, model, cost, asked)
         if found is not None:

@@ -137,7 +137,7 @@ def unpack(raw: Tensor, messages: Sequence[Carried], form: Form) -> list[list[Te
         for begin, dtype, shape, strides in places:
             if dtype not in seen:
                 typed = whole.view(dtype)
-                seen[dtype] = typed, typed.storage_offset()
+                seen[dtype] = typed, int(typed.storage_offset())
             typed, first = seen[dtype]
             tensors.append(typed.as_strided(shape, strides, first + begin // dtype.itemsize))
         unpacked.append(tensors)

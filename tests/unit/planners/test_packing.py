@@ -69,13 +69,14 @@ def test_redundant_pairs_of_a_rank_count_what_lies_in_its_pack(lengths: list[int
             for rank, _, start, stop in zone.fragments:
                 held[rank].append(stop - start)
         else:
+            assert isinstance(zone, Zone)
             held[zone.ranks[0]] += [lengths[seq] for seq in zone.seqs]
     wanted = tuple(sum(pack) * (sum(pack) + 1) // 2 - sum(n * (n + 1) // 2 for n in pack) for pack in held)
     assert redundant_pairs_per_rank(plan) == wanted
 
 
 def test_redundant_pairs_are_refused_for_plans_that_share_sequences_in_rings() -> None:
-    with pytest.raises(InvalidProgramError, match="zone pool of planner te_ring has 4 ranks"):
+    with pytest.raises(InvalidProgramError, match="zone pool of planner te_ring has several ranks"):
         redundant_pairs_per_rank(make_planner("te_ring", Cluster(4, 4), MODEL)([5, 6]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def cluster(num_ranks: int = 64) -> Cluster:
     return Cluster(num_ranks, 8, attention_efficiency=0.374)
 
 
-def plan_of(lengths: Sequence[int], own: Cluster | None = None, **options: int | str | None) -> MicrobatchPlan:
+def plan_of(lengths: Sequence[int], own: Cluster | None = None, **options: Any) -> MicrobatchPlan:
     return make_planner("zeppelin", own or cluster(), MODEL, **options)(list(lengths))
 
 

@@ -20,7 +20,7 @@ from megatron_balance.cost.table import (
 )
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.layers import Layers
-from megatron_balance.ir.plan import TaskTable, Zone
+from megatron_balance.ir.plan import AnyPlanZone, Zone
 from megatron_balance.planning.ahead import PlanAhead
 from megatron_balance.planning.choice import planning_cost
 from megatron_balance.planning.run import load_config
@@ -53,7 +53,7 @@ def table(file: Path, pair_s: float) -> Path:
     return file
 
 
-def num_ranks(zone: Zone | TaskTable) -> int:
+def num_ranks(zone: AnyPlanZone) -> int:
     assert isinstance(zone, Zone)
     return len(zone.ranks)
 
