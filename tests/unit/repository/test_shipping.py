@@ -431,7 +431,7 @@ def test_with_an_image_the_job_runs_in_a_container(cluster):
     ("variables", "said"),
     [
         ({"EXPERIMENT": "llama-8b"}, "EXPERIMENT=llama-8b"),
-        ({"TECHNIQUE": "zepelin"}, "TECHNIQUE=zepelin: no such planner; there are: distca "),
+        ({"TECHNIQUE": "zepelin"}, "TECHNIQUE=zepelin: no such planner; there are: auto "),
         ({"CLUSTER": "h1000"}, "CLUSTER=h1000: no such file or name; there are: a800"),
         ({"DATA": ""}, "DATA is not set"),
         ({"DATA": "/nowhere/corpus"}, "no /nowhere/corpus.bin"),
