@@ -25,7 +25,8 @@ from megatron_balance.solvers.placed import Placement
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
 VARIANTS |= {
     "zeppelin paper": ("zeppelin", {"rule": "paper"}),
-    "zeppelin unremapped": ("zeppelin", {"remapped": False, "routed": False}),
+    "zeppelin rings": ("zeppelin", {"rule": "cost"}),
+    "zeppelin unremapped": ("zeppelin", {"rule": "cost", "remapped": False, "routed": False}),
 }
 VARIANTS |= {"distca pairs": ("distca", {"shards": "head_tail", "block": 16, "tolerance": 0.02})}
 
@@ -96,7 +97,7 @@ def test_zeppelin_never_has_a_higher_price_than_all_sequences_over_all_ranks(
     lengths = [n * scale for n in lengths]
     pricing = Pricing(float(not layers), 0.05, routed=layers, remapped=layers)
     prices = Prices(lengths, cluster, AnalyticCost(cluster, model), pricing)
-    plan = plan_of("zeppelin" if layers else "zeppelin unremapped", lengths, cluster, model, slack)
+    plan = plan_of("zeppelin rings" if layers else "zeppelin unremapped", lengths, cluster, model, slack)
     trivial = [tuple(range(cluster.num_ranks))] * len(lengths)
     assert prices.price_s(placement_of(plan)) <= prices.price_s(trivial)
 
@@ -110,7 +111,7 @@ def test_relabelling_the_ranks_of_a_node_does_not_change_the_price(
         rank for node in range(cluster.num_nodes) for rank in rng.sample(cluster.ranks_of(node), cluster.node_size)
     ]
     prices = Prices(lengths, cluster, AnalyticCost(cluster, model), Pricing(1.0, 0.05))
-    placement = placement_of(plan_of("zeppelin", lengths, cluster, model, slack))
+    placement = placement_of(plan_of("zeppelin rings", lengths, cluster, model, slack))
     relabelled = [tuple(sorted(new_name[rank] for rank in ranks)) for ranks in placement]
     assert prices.price_s(relabelled) == pytest.approx(prices.price_s(placement))
 

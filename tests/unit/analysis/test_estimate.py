@@ -20,8 +20,9 @@ LENGTHS = [20011, 9000, 7301, 6000, 5003, 4000, 3000, 2500, 2000, 1700, 1500, 12
 MODEL = load_model("llama3-8b")
 H200, A800 = (load_cluster(name).build(num_ranks=16, ranks_per_node=8) for name in ("h200", "a800"))
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("te_ring", "ulysses", "hybrid_dp", "megatron_dynamic", "packing", "zeppelin")),
+    *((name, {}) for name in ("te_ring", "ulysses", "hybrid_dp", "megatron_dynamic", "packing")),
     *((name, {}) for name in ("llama_all_gather", "wlb_sharding")),
+    ("zeppelin", {"rule": "cost"}),
     ("zeppelin", {"rule": "groups"}),
     ("zeppelin", {"rule": "groups", "group_size": 4}),
 ]

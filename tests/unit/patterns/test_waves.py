@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from megatron_balance.compile.order import Run, Start
 from megatron_balance.compile.pipeline import compile_rank, expand
 from megatron_balance.compile.verify import verify
 from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.mask import FULL
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
 from megatron_balance.ir.program import Attend, Exchange, Merge
 from megatron_balance.ir.rows import Rows
@@ -113,3 +116,8 @@ def test_both_engines_agree_on_waves(policy, num_ranks: int, per_node: int, size
         # Replayed keys and gradients take no NIC from one another in the round engine.
         assert b.end_s.max() == pytest.approx(a.end_s.max(), rel=0.03 if policy == "keep" else 0.1)
         assert b.compute_s == pytest.approx(a.compute_s, rel=1e-6)
+
+
+def test_waves_under_a_full_mask_are_refused() -> None:
+    with pytest.raises(InvalidProgramError, match="zone shared: waves attend causally, the plan's mask is full"):
+        expand(replace(plan(zone(*UNEVEN), (1200, 50), 3), mask=FULL))

@@ -127,3 +127,9 @@ def test_edges_of_a_zigzag_are_as_wide_as_the_shares() -> None:
     assert edges[0] == 0
     assert edges[-1] == 100_000
     assert zigzag_edges(1, [0.5, 0.5], 128) == [0, 0, 1, 1]
+
+
+def test_a_model_that_attends_fully_is_planned_in_rings() -> None:
+    full = make_planner("zeppelin", cluster(16), replace(MODEL, attention="full"))(list(MIXED[:4]))
+    assert full.mask.name == "full"
+    assert not any(isinstance(zone, SharedZone) for zone in full.zones)
