@@ -16,7 +16,7 @@ from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, sums
 from megatron_balance.ir.columns import Held, Pair, Placed, Task, Transfer, Value
 from megatron_balance.ir.intervals import held_twice, union
 from megatron_balance.ir.mask import CAUSAL, Mask
-from megatron_balance.ir.plan import TaskTable
+from megatron_balance.ir.plan import SharedZone, TaskTable
 from megatron_balance.ir.program import Kind, Op
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.base import (
@@ -88,14 +88,7 @@ class Dispatch(CommPattern[TaskTable]):
     def place_all(self, zones: Sequence[ZoneAt[TaskTable]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         del lengths
-        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
-        for index, zone in zones:
-            placed = as_array(zone.fragments)
-            placed = placed[wanted[placed[:, Placed.RANK]]]
-            rows = np.zeros((len(placed), Held.WIDTH), dtype=np.int64)
-            rows[:, Held.PLACED], rows[:, Held.ZONE] = placed, index
-            tables.append(rows)
-        return np.concatenate(tables)
+        return listed(zones, wanted)
 
     def sequences(self, zone: TaskTable, context: Context) -> Iterator[tuple[int, list[int]]]:
         """Each sequence with the ranks that hold or attend some of it, ascending."""
@@ -168,6 +161,20 @@ class Dispatch(CommPattern[TaskTable]):
         )
         there, back = self.messages(zone, context)
         return ZoneRounds(ranks, launches, PointToPoint(there.rows, back.rows))
+
+
+def listed(zones: Sequence[ZoneAt[TaskTable]] | Sequence[ZoneAt[SharedZone]], wanted: Bools) -> Ints:
+    """Rows of `ir.columns.Held` of zones that list their fragments, on the ranks that are `wanted`
+    [num_ranks].
+    """
+    tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
+    for index, zone in zones:
+        placed = as_array(zone.fragments)
+        placed = placed[wanted[placed[:, Placed.RANK]]]
+        rows = np.zeros((len(placed), Held.WIDTH), dtype=np.int64)
+        rows[:, Held.PLACED], rows[:, Held.ZONE] = placed, index
+        tables.append(rows)
+    return np.concatenate(tables)
 
 
 def _visible(zone: TaskTable, mask: Mask, rank: int | None = None) -> Ints:

@@ -71,6 +71,13 @@ def head_slices(num_heads: int, num_kv_heads: int, size: int) -> list[list[HeadS
     return slices
 
 
+def head_counts(slices: Sequence[Sequence[HeadSlice]]) -> tuple[Ints, Ints]:
+    """Numbers of query and of key-value heads that each rank attends: int64 [ranks] each."""
+    queries = [own[-1].head_stop - own[0].head_start if own else 0 for own in slices]
+    keys = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in slices]
+    return np.array(queries, dtype=np.int64), np.array(keys, dtype=np.int64)
+
+
 def run_of(rows: Ints, size: int, index: int) -> Ints:
     """Run `index` of `size` near-equal runs of the tokens of `rows` (seq, start, stop), one row
     after the other; rows (seq, start, stop).
@@ -151,10 +158,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, runs: Ints, zone: Zone, context: Context) -> Shares:
-        slices = _slices(zone, context)
-        heads = [own[-1].head_stop - own[0].head_start if own else 0 for own in slices]
-        kv_heads = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in slices]
-        return cls(runs, np.array(heads), np.array(kv_heads))
+        return cls(runs, *head_counts(_slices(zone, context)))
 
 
 class HeadExchange(CommPattern[Zone]):

@@ -54,6 +54,7 @@ from megatron_balance.patterns.base import (
 from megatron_balance.patterns.head_exchange import (
     HeadSlice,
     Trade,
+    head_counts,
     head_slices,
     kv_heads_of,
     query_heads,
@@ -118,9 +119,7 @@ class Shape:
         """Numbers of query and of key-value heads of each place in a group: int64 [group size]
         each.
         """
-        queries = [own[-1].head_stop - own[0].head_start if own else 0 for own in self.slices]
-        keys = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in self.slices]
-        return np.array(queries, dtype=np.int64), np.array(keys, dtype=np.int64)
+        return head_counts(self.slices)
 
 
 class HeadRing(CommPattern[Zone]):

@@ -31,7 +31,7 @@ import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, sums
-from megatron_balance.ir.columns import Held, Message, Pair, Placed, Transfer, Value
+from megatron_balance.ir.columns import Message, Pair, Placed, Transfer, Value
 from megatron_balance.ir.intervals import ranges, union
 from megatron_balance.ir.mask import CAUSAL
 from megatron_balance.ir.plan import SharedZone
@@ -56,9 +56,11 @@ from megatron_balance.patterns.base import (
     task_pairs,
     transfers_of,
 )
+from megatron_balance.patterns.dispatch import listed
 from megatron_balance.patterns.head_exchange import (
     HeadSlice,
     Trade,
+    head_counts,
     head_slices,
     kv_heads_of,
     query_heads,
@@ -279,14 +281,7 @@ class Waves(CommPattern[SharedZone]):
     def place_all(self, zones: Sequence[ZoneAt[SharedZone]], lengths: Ints, wanted: Bools) -> Ints:
         """Rows of `ir.columns.Held` on the ranks that are `wanted` [num_ranks]."""
         del lengths
-        tables: list[Ints] = [np.empty((0, Held.WIDTH), dtype=np.int64)]
-        for index, zone in zones:
-            placed = as_array(zone.fragments)
-            placed = placed[wanted[placed[:, Placed.RANK]]]
-            rows = np.zeros((len(placed), Held.WIDTH), dtype=np.int64)
-            rows[:, Held.PLACED], rows[:, Held.ZONE] = placed, index
-            tables.append(rows)
-        return np.concatenate(tables)
+        return listed(zones, wanted)
 
     # Plan statistics and traffic between nodes
 
@@ -296,7 +291,7 @@ class Waves(CommPattern[SharedZone]):
         for zone in zones:
             made = schedule(zone)
             slices = _slices(made, context)
-            queries, keys = _heads(slices)
+            queries, keys = head_counts(slices)
             active, stops = (queries > 0).astype(np.int64), np.cumsum(queries)
             runs = made.run_tokens()
             needs = made.needs
@@ -341,7 +336,7 @@ class Waves(CommPattern[SharedZone]):
             rows = needs[needs[:, Need.WAVE] == wave]
             come = sums(rows[:, Need.TO], rows[:, Need.STOP] - rows[:, Need.START], len(made.groups))
             most = np.maximum(most, come)
-        return (most[:, None] * _heads(_slices(made, context))[1] // context.num_kv_heads).ravel()
+        return (most[:, None] * head_counts(_slices(made, context))[1] // context.num_kv_heads).ravel()
 
     # Starting early
 
@@ -361,7 +356,7 @@ class Waves(CommPattern[SharedZone]):
         """
         made = schedule(zone)
         slices = _slices(made, context)
-        queries, keys = _heads(slices)
+        queries, keys = head_counts(slices)
         inside: list[GroupTraffic] = []
         for held in made.run_tokens().astype(np.float64) if made.size > 1 else ():
             inputs = {Kind.Q: np.outer(held, queries), Kind.KV: np.outer(held, keys)}
@@ -374,13 +369,6 @@ class Waves(CommPattern[SharedZone]):
 
 def _slices(made: Schedule, context: Context) -> list[list[HeadSlice]]:
     return head_slices(context.num_heads, context.num_kv_heads, made.size)
-
-
-def _heads(slices: Sequence[Sequence[HeadSlice]]) -> tuple[Ints, Ints]:
-    """Numbers of query and of key-value heads of each place in a group: int64 [group size] each."""
-    queries = [own[-1].head_stop - own[0].head_start if own else 0 for own in slices]
-    keys = [own[-1].kv_stop - own[0].kv_start if own else 0 for own in slices]
-    return np.array(queries, dtype=np.int64), np.array(keys, dtype=np.int64)
 
 
 def _transfers(made: Schedule, wave: int, place: int, heads: tuple[int, int]) -> Ints:
@@ -417,7 +405,7 @@ def _pairs(tasks: Ints, slices: Sequence[HeadSlice]) -> Ints:
 
 def _launches(made: Schedule, slices: Sequence[Sequence[HeadSlice]]) -> Launches:
     """Launches of all groups, own and by wave; those of places with as many heads are alike."""
-    alike, place = np.unique(np.stack(_heads(slices), axis=1), axis=0, return_inverse=True)
+    alike, place = np.unique(np.stack(head_counts(slices), axis=1), axis=0, return_inverse=True)
     rounds = made.num_waves + 1
     pairs: list[Ints] = [np.empty((0, Pair.WIDTH), dtype=np.int64)]
     launch: list[Ints] = [np.empty(0, dtype=np.int64)]
