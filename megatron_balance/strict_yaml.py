@@ -138,6 +138,7 @@ def _explain(error: ErrorDetails, key: str, known: Iterable[str]) -> str:
         "bool_type": "true or false",
         "string_type": "text",
         "list_type": "a list",
+        "dict_type": "a mapping such as {key: value}",
     }.get(error["type"])
     context: dict[str, Any] = error.get("ctx", {})
     match error["type"]:

@@ -22,11 +22,11 @@ delayed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.layers import Layers
@@ -56,6 +56,8 @@ class WlbLlmOptions:
     """L_i in tokens, rising: a document of L_i or more waits in queue i. None: nothing is delayed."""
     within: str = "llama_all_gather"
     """The planner that places a microbatch on the ranks."""
+    within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of that planner, such as `sharding: mixed` of `wlb_sharding`."""
     window: int = 1
     """Global batches over which `fixed` and `ilp` pack: the microbatches that are handed over at
     once are those of so many."""
@@ -134,6 +136,11 @@ def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
         )
     if options.within == NAME:
         raise ConfigError(f"within: expected the planner of one microbatch, such as llama_all_gather, got {NAME}")
+    if "tokens_per_rank" in options.within_options:
+        raise ConfigError(
+            "within_options: tokens_per_rank is an option of wlb_llm itself, where S_max follows from it too; give it "
+            "beside within_options"
+        )
     if options.slack < 1:
         raise ConfigError(f"slack: expected at least 1, the tokens of full samples, got {options.slack}")
     if options.window < 1 or (num_microbatches and num_microbatches % options.window):
@@ -246,7 +253,9 @@ def _all_of(documents: Sequence[Document], lengths: Lengths, most: float, num_ra
 
 def _within(microbatches: Sequence[Sequence[Document]], context: StepContext, options: WlbLlmOptions) -> StepPlan:
     """The step in which planner `within` places the microbatches."""
-    given = {} if options.tokens_per_rank is None else {"tokens_per_rank": options.tokens_per_rank}
+    given = dict(options.within_options)
+    if options.tokens_per_rank is not None:
+        given["tokens_per_rank"] = options.tokens_per_rank
     asked = Layers(align=context.layers.align)
     planner = context.planner(options.within, given, None if context.layers == asked else context.layers)
     lengths = tuple(tuple(each.length for each in microbatch) for microbatch in microbatches)

@@ -115,12 +115,18 @@ def test_any_planner_may_follow_inside_a_microbatch() -> None:
     for within in ("llama_all_gather", "zeppelin", "te_ring", "distca"):
         step, _ = plan(lengths, within=within, packing="original")
         assert step.plans == choose_planner(within, {}).plan_step(lengths, CONTEXT)[0].plans
+    for sharding in ("document", "sequence"):  # options of the planner inside
+        step, _ = plan(lengths, within="wlb_sharding", within_options={"sharding": sharding}, packing="original")
+        asked = choose_planner("wlb_sharding", {"sharding": sharding})
+        assert step.plans == asked.plan_step(lengths, CONTEXT)[0].plans
     halves, _ = plan(lengths, context=replace(CONTEXT, ping_pong=True), within="distca", packing="original")
     assert [len(microbatch) for microbatch in halves.members] == [2, 2]
     with pytest.raises(ConfigError, match="unknown planner"):
         plan(lengths, within="zepelin")
     with pytest.raises(ConfigError, match="within: expected the planner of one microbatch"):
         plan(lengths, within="wlb_llm")
+    with pytest.raises(ConfigError, match="planner wlb_sharding: shardin: unknown key, did you mean 'sharding'"):
+        plan(lengths, within="wlb_sharding", within_options={"shardin": "mixed"})
 
 
 @pytest.mark.parametrize(
@@ -130,6 +136,7 @@ def test_any_planner_may_follow_inside_a_microbatch() -> None:
         ({"thresholds": [200, 200]}, "thresholds: expected lengths in tokens that rise"),
         ({"thresholds": [0]}, "thresholds: expected lengths in tokens that rise"),
         ({"thresholds": [9], "packing": "fixed"}, r"thresholds \[9\] go with packing: workload, got packing: fixed"),
+        ({"within_options": {"tokens_per_rank": 9}}, "within_options: tokens_per_rank is an option of wlb_llm itself"),
         ({"slack": 0.5}, "slack: expected at least 1"),
         ({"window": 3}, "window: expected a divisor of the 2 microbatches that are planned at once, got 3"),
         ({"tokens_per_rank": 100}, "a document of 400 tokens is longer than S_max, 200 tokens .2 ranks x 100.; raise"),
