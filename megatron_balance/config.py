@@ -289,14 +289,21 @@ def names(section: Section) -> list[str]:
 # Sections
 
 
-def _section(section: Section, value: Any, file: Path | None, where: str) -> dict[str, Any]:
+def _section(
+    section: Section, value: Any, file: Path | None, where: str, above: tuple[Path, ...] = ()
+) -> dict[str, Any]:
     """The keys of a cluster or model section, with those of its `base` underneath. `file` is the
-    YAML that holds it.
+    YAML that holds it; `above`: files whose base it is.
     """
     target = Cluster if section == "cluster" else Model
     if isinstance(value, str):
         path = _find(section, value, file, where)
-        return _section(section, read_yaml(path), path, "")
+        if path.resolve() in above:
+            raise ConfigError(
+                f"{file}: {where or 'base'}: {value} is based on itself ({' -> '.join(each.name for each in above)} -> "
+                f"{path.name}); name another {section}"
+            )
+        return _section(section, read_yaml(path), path, "", (*above, path.resolve()))
     source = str(file)
     if not isinstance(value, dict):
         raise ConfigError(
@@ -306,7 +313,7 @@ def _section(section: Section, value: Any, file: Path | None, where: str) -> dic
     base = keys.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{source}: {joined(where, 'base')}: expected a name or a path to a YAML, got {shown(base)}")
-    underneath: dict[str, Any] = {} if base is None else _section(section, base, file, joined(where, "base"))
+    underneath: dict[str, Any] = {} if base is None else _section(section, base, file, joined(where, "base"), above)
     return {**underneath, **checked(target, keys, source, where, ("base",))}
 
 

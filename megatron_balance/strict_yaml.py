@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -18,16 +19,51 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from megatron_balance.errors import ConfigError, suggest
+from megatron_balance.files import UnreadableError, read_text
 
 STRICT = ConfigDict(
     frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True
 )
 
 
+MOST_BYTES = 128 * 2**10
+"""Of a YAML file: a hundred times what any configuration takes, and read in about a second."""
+MOST_DIGITS = 18
+"""Of a whole number, which then fits 64 bits."""
+MOST_DEPTH = 100
+"""Brackets that are open at once."""
+MOST_NODES = 100_000
+"""Keys and values of a YAML text, each alias counted as all that it stands for."""
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which a repeated key is an error, 4e11 is a number, and only true and false are
     booleans (YAML 1.2).
     """
+
+    def get_single_node(self) -> yaml.Node | None:
+        """The document's node, refused if its aliases stand for too much or for themselves."""
+        node = super().get_single_node()
+        if node is not None and _num_nodes(node, {}) > MOST_NODES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"its aliases stand for more than {MOST_NODES} keys and values", node.start_mark
+            )
+        return node
+
+
+def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of nodes below and with `node`, aliases written out; `known`: by identity, 0 while a
+    node is being counted.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 0
+        below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_num_nodes(each, known) for each in below)
+    elif not known[id(node)]:
+        raise yaml.constructor.ConstructorError(None, None, "an alias stands for itself", node.start_mark)
+    return known[id(node)]
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -41,7 +77,16 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > MOST_DIGITS:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"a number of {len(node.value)} characters; none needs more than {MOST_DIGITS}", node.start_mark
+        )
+    return yaml.SafeLoader.construct_yaml_int(loader, node)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 _Loader.yaml_implicit_resolvers = {
     first: [
         (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
@@ -62,11 +107,23 @@ def parse_yaml(text: str, source: str) -> Any:
         ConfigError: it is not YAML or repeats a key.
     """
     try:
+        if _nests_deeply(text):  # the library takes seconds to give up
+            raise RecursionError
         return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: it nests too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{source}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def _nests_deeply(text: str) -> bool:
+    """Whether more than `MOST_DEPTH` brackets are open at once."""
+    if text.count("[") + text.count("{") <= MOST_DEPTH:
+        return False
+    open_after = accumulate(1 if found[0] in "[{" else -1 for found in re.finditer(r"[\[\]{}]", text))
+    return max(open_after) > MOST_DEPTH
 
 
 def read_yaml(path: Path) -> Any:
@@ -76,9 +133,9 @@ def read_yaml(path: Path) -> Any:
         ConfigError: it cannot be read, is not YAML or repeats a key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        text = read_text(path, MOST_BYTES)
+    except (OSError, UnreadableError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
     return parse_yaml(text, str(path))
 

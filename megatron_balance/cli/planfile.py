@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
-from megatron_balance.ir.plan import FORMAT, MicrobatchPlan, from_json, to_json
+from megatron_balance.files import UnreadableError, read_json
+from megatron_balance.ir.plan import FORMAT, MicrobatchPlan, from_body, to_json
 from megatron_balance.ir.program import Exchange, Program
 from megatron_balance.ir.text import parse, text
 
@@ -73,13 +74,13 @@ def read(path: Path) -> list[Entry]:
         ConfigError: no such file, not such a file, or a program that cannot be read.
     """
     try:
-        document: object = json.loads(path.read_text(encoding="utf-8"))
+        document: object = read_json(path)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}; 'megatron-balance plan --out {path}' writes one"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from None
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(
             f"{path}: not a plan: holds a {type(document).__name__}; 'megatron-balance plan --out FILE' writes one"
@@ -108,7 +109,7 @@ def _entry(entry: Any, where: str) -> Entry:
     ):
         raise ConfigError(f"{where}: program: expected a list of lines or null")
     try:
-        plan = from_json(json.dumps(body))
+        plan = from_body(body)
         program = None if lines is None else parse("\n".join(cast("list[str]", lines)))
     except (ConfigError, InvalidProgramError) as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -17,6 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from megatron_balance.errors import ConfigError, suggest
+from megatron_balance.files import read_json
 
 FORMAT = "megatron-balance cost table 1"
 """First key of the file; another number is another layout."""
@@ -205,12 +206,12 @@ def load_table(path: Path) -> CostTable:
             it should; names file and key.
     """
     try:
-        content: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        content: object = read_json(path, _unique)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); 'megatron-balance profile --out FILE' writes a cost table"
         ) from error
-    except ValueError as error:  # JSON and UTF-8 errors alike
+    except ValueError as error:
         raise ConfigError(f"{path}: not a cost table in JSON ({error})") from error
     return cast(CostTable, _decode(CostTable, content, str(path), ""))
 

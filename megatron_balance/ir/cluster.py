@@ -16,6 +16,19 @@ SAME_KERNEL = {"torch_varlen": "flash_attn"}
 """Kernels of the runtime that are another one's code: torch's own is FlashAttention-2."""
 
 
+RATES = (
+    "intra_bytes_per_s",
+    "nic_bytes_per_s",
+    "flops_per_s",
+    "attention_efficiency",
+    "memory_bytes",
+    "linear_efficiency",
+    "memory_bytes_per_s",
+)
+SECONDS = ("intra_alpha_s", "inter_alpha_s", "host_call_s", "host_launch_s", "host_message_s")
+"""Keys of a cluster by what they may be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Ranks numbered node by node, and what their links and kernels sustain.
@@ -76,7 +89,15 @@ class Cluster:
                 f"cluster {self.name}: attention_kernel: {self.attention_kernel} has no rate; add one to "
                 f"attention_rates, or take one of {', '.join(self.attention_rates) or 'those that have one'}"
             )
-        for key in ("host_call_s", "host_launch_s", "host_message_s"):
+        for key in RATES:
+            if not getattr(self, key) > 0:
+                raise ConfigError(f"cluster {self.name}: {key}: expected more than 0, got {getattr(self, key)}")
+        if self.ranks_per_nic < 1 or self.num_sms < 0:
+            raise ConfigError(
+                f"cluster {self.name}: expected ranks_per_nic of at least 1 and num_sms of at least 0, got "
+                f"{self.ranks_per_nic} and {self.num_sms}"
+            )
+        for key in SECONDS:
             if not 0 <= getattr(self, key) < float("inf"):
                 raise ConfigError(
                     f"cluster {self.name}: {key}: expected seconds of at least 0, got {getattr(self, key)}"

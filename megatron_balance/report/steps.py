@@ -68,6 +68,8 @@ def read(path: Path) -> Run:
         ConfigError: no such file, or a line that is none of a run's.
     """
     file = path / STEPS_FILE if path.is_dir() else path
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"--steps {path}: not a file; give the folder of --balance-log, or the steps.jsonl in it")
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.files import UnreadableError, parse_json
 from megatron_balance.workloads.idx import read_index
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ about four characters).
 """
 
 ARROW = (".arrow", ".parquet")
+
+PEEK = 2**16
+"""Characters of a JSONL file that are read before a whole line is."""
 
 
 def is_path(name: str) -> bool:
@@ -77,9 +82,9 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
     count: Callable[[Any], int] | None = None
     for number, line in enumerate(_lines(path), 1):
         try:
-            value: object = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error})") from error
+            value: object = parse_json(line)
+        except UnreadableError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
         if isinstance(value, list):  # a JSON file of lengths, as --lengths-file takes them
             lengths += [
                 _checked(int, length, f"{path}:{number}: length {place}")
@@ -99,7 +104,12 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
 def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8") as stream:
-            yield from (line for line in stream if line.strip())
+            first = stream.readline(PEEK)
+            if "\0" in first:
+                raise DataError(f"{path}: not text, so not JSONL (has a NUL byte)")
+            if not first.endswith("\n"):
+                first += stream.readline()
+            yield from (line for line in chain([first], stream) if line.strip())
     except OSError as error:
         raise ConfigError(f"--dataset {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

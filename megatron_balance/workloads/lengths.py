@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import UnreadableError, read_json
 from megatron_balance.workloads import datacodes, datasets
 from megatron_balance.workloads.distributions import DISTRIBUTIONS
 from megatron_balance.workloads.documents import CutPolicy, open_stream
@@ -111,15 +112,13 @@ def read_lengths(path: Path) -> list[Lengths]:
             batch and the place.
     """
     try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
+        content: object = read_json(path)
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror or error}; --lengths-file takes a JSON file of lengths in tokens"
         ) from error
-    except ValueError as error:  # JSON and UTF-8 errors alike
-        raise ConfigError(
-            f"{path}: not JSON ({error}); expected [4096, 512, ...] or [[4096, 512], [1024], ...]"
-        ) from error
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error}; expected [4096, 512, ...] or [[4096, 512], [1024], ...]") from error
     if isinstance(content, list) and content and isinstance(content[0], list):
         return [_batch(entry, f"{path}: batch {number}") for number, entry in enumerate(cast(list[object], content))]
     return [_batch(cast(object, content), f"{path}")]

@@ -290,7 +290,7 @@ def test_missing_file_is_an_error_that_names_it(tmp_path):
 
 def test_binary_file_is_an_error_that_names_it(tmp_path):
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"x\.yaml: cannot be read: not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"x\.yaml: cannot be read: not text: has a NUL byte"):
         load_config(tmp_path / "x.yaml")
 
 
