@@ -17,6 +17,9 @@ from megatron_balance.report.cases import Figures
 
 STEPS_FILE = "steps.jsonl"
 
+BEGINNING = '{"step": '
+"""Of every record. A line that begins so and is no JSON was cut short, not damaged."""
+
 NUMBERS = (
     *(
         "loss",
@@ -124,6 +127,12 @@ def _records(text: str, file: Path) -> tuple[list[Figures], list[str]]:
             if at == last and at == len(lines) - 1:  # no newline after it: the writer was stopped
                 notes.append(
                     f"Line {at + 1}, the last, is incomplete, as when a run is killed while it writes; it is left out."
+                )
+                continue
+            if line.startswith(BEGINNING):
+                notes.append(
+                    f"Line {at + 1} is incomplete, as when a run is killed while it writes, or its disk is full, and "
+                    "another goes on; it is left out."
                 )
                 continue
             raise ConfigError(

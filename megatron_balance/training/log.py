@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from megatron_balance.ir.arrays import Ints
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.training.figures import Job, Json, step_figures
 from megatron_balance.training.lengths import PoolLengths
+from megatron_balance.training.lines import LineFile
 from megatron_balance.training.plans import PlannedStep
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ class StepLog:
             ConfigError: the folder cannot be written.
         """
         self._target = target
-        self._file: IO[str] | None = None
+        self._file: LineFile | None = None
+        self._failed_writers = 0
         self._begun: float | None = None
         self._ran: _Ran | None = None
         self._job: tuple[Job, torch.device] | None = None
@@ -78,7 +80,7 @@ class StepLog:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / CONFIG_FILE).write_text(target.config, encoding="utf-8")
-                self._file = (folder / STEPS_FILE).open("a", encoding="utf-8")
+                self._file = LineFile(folder / STEPS_FILE)
             except OSError as error:
                 raise ConfigError(
                     f"folder of the step log, {folder}: cannot be written ({error.strerror}); name another one"
@@ -135,17 +137,25 @@ class StepLog:
         if self._target.writes:
             _log_line(record)
             if self._file is not None:
-                self._file.write(json.dumps(record) + "\n")
-                self._file.flush()
-        for name, value in _scalars(record) if writers else ():
-            for write in writers:
-                write(name, value, step)
+                self._file.add(json.dumps(record))
+        for write in writers:
+            self._write_scalars(write, record, step)
 
     def close(self) -> None:
         """Close the files; later steps are not written."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _write_scalars(self, write: ScalarWriter, record: Json, step: int) -> None:
+        """Hand a step's scalars to a writer, whose errors end no training."""
+        try:
+            for name, value in _scalars(record):
+                write(name, value, step)
+        except Exception as error:  # noqa: BLE001: TensorBoard's and W&B's own, of any kind
+            if not self._failed_writers:
+                log.warning("step %d: a writer of scalars failed (%r); training goes on without it", step, error)
+            self._failed_writers += 1
 
     def _gather(self, counters: tuple[Counters, ...]) -> Ints:
         """Counters of all ranks of the joint pool [R, M, counters]."""

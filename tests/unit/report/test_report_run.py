@@ -61,10 +61,18 @@ def test_empty_lines_and_a_last_line_cut_short_are_left_out_and_said(tmp_path):
     assert any("Line 5, the last, is incomplete" in note for note in found.notes)
 
 
+def test_a_line_cut_short_by_a_kill_is_left_out_and_said_also_where_another_run_went_on(tmp_path):
+    file = write(tmp_path / "run", [record(1)])
+    file.write_text(f'{file.read_text()}{{"step": 2, "lo\n{json.dumps(record(2))}\n', encoding="utf-8")
+    found = steps.read(file)
+    assert [step["step"] for step in found.steps] == [1, 2]
+    assert any(note.startswith("Line 2 is incomplete") for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"step": 2, "lo', "steps.jsonl, line 2: is damaged"),
+        ('"step": 2, "lo', "steps.jsonl, line 2: is damaged"),
         ("[1, 2]", "line 2: expected an object with the keys of a step, got [1, 2]"),
         ('{"loss": 1.0, "step_ms": 3}', "line 2: expected the number of the step in the key 'step', which is missing"),
         ('{"step": "two", "step_ms": 3}', "the key 'step', got \"two\""),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
 from megatron_balance.training.figures import Job
 from megatron_balance.training.lengths import PoolLengths
+from megatron_balance.training.lines import LineFile
 from megatron_balance.training.log import LogTarget, StepLog
 from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
@@ -66,3 +69,49 @@ def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file: cannot be written"):
         StepLog(LogTarget(folder=tmp_path / "file"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_or_a_writer_that_fails_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the dashboard is away")
+
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.INFO):
+        finished(StepLog(LogTarget(folder=tmp_path, writers=lambda _: [fails])))
+    assert "steps.jsonl: a line could not be written (No space left on device); training goes on" in caplog.text
+    assert "step 7: a writer of scalars failed (RuntimeError('the dashboard is away'))" in caplog.text
+
+
+def test_lines_after_one_cut_short_or_left_out_are_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    lines = LineFile(path)
+    lines.add("third")
+    short = Short(lines._file)
+    lines._file = short  # pyright: ignore[reportAttributeAccessIssue]
+    for text in ("fourth", "fifth"):
+        lines.add(text)
+    short.room = 100
+    lines.add("sixth")
+    lines.close()
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', "third", "fou", "sixth"]
+    assert caplog.text.count("a line could not be written") == 1
+    assert "written again; 2 lines before this one are missing" in caplog.text
+
+
+class Short:
+    """A disk with room for so many bytes."""
+
+    def __init__(self, file: Any, room: int = 3) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self.file.close()
