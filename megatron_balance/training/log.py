@@ -152,7 +152,7 @@ class StepLog:
         try:
             for name, value in _scalars(record):
                 write(name, value, step)
-        except Exception as error:  # noqa: BLE001  # of TensorBoard or W&B, of any kind
+        except Exception as error:  # of TensorBoard or W&B, of any kind
             if not self._failed_writers:
                 log.warning("step %d: a writer of scalars failed (%r); training goes on without it", step, error)
             self._failed_writers += 1
