@@ -4,9 +4,11 @@ scripts/test.sh runs."""
 from hypothesis import HealthCheck, settings
 
 # No deadline: ranks share this machine's cores, so the time of one example says nothing.
-# ci repeats the same examples every time, so that a red run can be run again; dev explores.
+# ci repeats the same examples every time, so that a red run can be run again; dev explores, and
+# long does so for hours: `pytest --hypothesis-profile=long tests/property`.
 settings.register_profile(
     "ci", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("long", deadline=None, max_examples=1200, suppress_health_check=list(HealthCheck))
 settings.register_profile("dev", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dev")

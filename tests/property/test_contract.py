@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import reference
@@ -22,6 +22,7 @@ from megatron_balance.ir.plan import from_json, to_json
 from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 from tests.support import dense
+from tests.support.examples import examples
 from tests.support.masks import visible
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, cases, lengths, plan
@@ -33,7 +34,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 @each_planner
 @each_policy
-@settings(max_examples=40)
+@examples(20)
 @given(case=cases(masks=EITHER))
 def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
     planner: str, policy: Policy, case: Case
@@ -46,13 +47,14 @@ def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
 
 @each_planner
 @each_policy
-@settings(max_examples=40)
+@examples(20)
 @given(case=cases(masks=EITHER, max_sequences=5))
 def test_outputs_and_gradients_equal_dense_attention(planner: str, policy: Policy, case: Case) -> None:
     assert_equals_dense(expand(plan(planner, case), policy))
 
 
 @each_planner
+@examples(30)
 @given(case=cases(masks=EITHER))
 def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case: Case) -> None:
     planned = plan(planner, case)
@@ -64,6 +66,7 @@ def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case
 
 
 @each_planner
+@examples(30)
 @given(case=cases(masks=EITHER))
 def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: str, case: Case) -> None:
     planned = plan(planner, case)
@@ -74,7 +77,7 @@ def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: s
 
 @each_planner
 @each_policy
-@settings(max_examples=20)
+@examples(10)
 @given(case=cases(masks=EITHER, max_length=40, max_sequences=4))
 def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> None:
     program = expand(plan(planner, case), policy)
@@ -87,7 +90,7 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
 
 @each_planner
 @each_policy
-@settings(max_examples=8)
+@examples(8)
 @given(
     case=cases(masks=EITHER, max_length=80, max_sequences=4),
     other=lengths(max_length=80, max_sequences=4, min_sequences=0),

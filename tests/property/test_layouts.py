@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron_balance.compile.layouts import fragments, layouts, remote
 from megatron_balance.compile.pipeline import attention_layout, layout
 from megatron_balance.ir.columns import Held, Placed, RemoteHeld
+from tests.support.examples import examples
 from tests.support.strategies import ALL_PLANNERS, Case, cases, plan
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
-@settings(max_examples=25)
+@examples(12)
 @given(case=cases())
 def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> None:
     planned = plan(planner, case)
@@ -29,7 +30,7 @@ def test_layouts_of_all_ranks_are_those_of_each(planner: str, case: Case) -> Non
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
-@settings(max_examples=25)
+@examples(12)
 @given(case=cases())
 def test_remote_tokens_are_those_of_the_moves(planner: str, case: Case) -> None:
     planned = plan(planner, case)

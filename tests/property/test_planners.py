@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import Batch, Cluster, MicrobatchPlan, Model, make_planner, verify
@@ -21,6 +21,7 @@ from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.zeppelin import printed
 from megatron_balance.planners.zeppelin.price import Prices, Pricing
 from megatron_balance.solvers.placed import Placement
+from tests.support.examples import examples
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in PLANNERS}
 VARIANTS |= {
@@ -43,7 +44,7 @@ def plan_of(variant: str, lengths: list[int], cluster: Cluster, model: Model, sl
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=30)
+@examples(10)
 @given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks, policy=st.sampled_from(["keep", "replay"]))
 def test_every_query_meets_every_key_once_forward_and_backward(
     variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float, policy: Any
@@ -52,6 +53,7 @@ def test_every_query_meets_every_key_once_forward_and_backward(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@examples(30)
 @given(lengths=lengths_of, cluster=clusters, model=models, slack=slacks)
 def test_every_token_has_one_owner_and_every_pair_one_rank(
     variant: str, lengths: list[int], cluster: Cluster, model: Model, slack: float

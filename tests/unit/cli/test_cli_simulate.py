@@ -114,7 +114,7 @@ def test_compare_takes_named_planners_and_another_baseline(run):
 
 
 PIPED = (
-    "--dataset github --tokens 12000 --batches 4 --microbatches 4 --pipeline 2 --ranks 4 --ranks-per-node 4 "
+    "--dataset github --tokens 12000 --batches 2 --microbatches 2 --pipeline 2 --ranks 4 --ranks-per-node 4 "
     "--tokens-per-rank 6000 --json"
 )
 

@@ -170,7 +170,7 @@ def test_lengths_are_read_from_a_file(tmp_path: Path, content: str, batches: lis
     [
         ("", "not JSON"),
         ("[1,", "not JSON"),
-        ("\xff", "not JSON"),
+        ("\xff", "not UTF-8 text"),
         ("{}", "holds an object; expected"),
         ("[]", "holds an empty list; expected"),
         ("12", "holds 12; expected"),

@@ -1,0 +1,15 @@
+"""How many examples a property is tried on."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+CI = 60
+"""Examples of a property that says nothing else, in the profile `ci`."""
+
+
+def examples(count: int) -> settings:
+    """`count` examples in the profile `ci`, and in proportion in the others: `dev` has half as many,
+    `long` twenty times as many, drawn anew every time.
+    """
+    return settings(max_examples=max(1, count * settings.default.max_examples // CI))
