@@ -87,7 +87,7 @@ PLANNERS: dict[str, Planner] = {
         zeppelin.ZeppelinOptions,
         _WHERE_THEY_PAY,
         room=slack,
-        tries=(Try({"rule": "groups"}),),
+        tries=(Try(), Try({"rule": "groups"})),
     ),
     "auto": Planner(
         None,
