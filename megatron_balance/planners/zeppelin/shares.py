@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
+from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from math import ceil
 from typing import NamedTuple
@@ -92,28 +92,31 @@ class Shares:
         return Kept(list(self.of), sorted(self.cut), list(self.load), list(self.held))
 
     def give(self, seq: int, group: int, share: float) -> None:
-        """Add a share of a sequence (less than 0: take it away)."""
-        own = dict(self.of[seq])
-        new = own.get(group, 0.0) + share
-        self.load[group] += share * self.work[seq]
-        self.held[group] += share * self.tokens[seq]
-        if new > _NOTHING:
-            own[group] = new
-            self.on[group].add(seq)
-        elif group in own:
-            del own[group]
-            self.on[group].discard(seq)
+        """Add a share of a sequence."""
+        self._change(seq, ((group, share),))
+
+    def hand(self, seq: int, src: int, dst: int, work: float) -> None:
+        """Move so much work of a sequence from one group to another."""
+        share = min(work / self.work[seq], self.of[seq][src])
+        self._change(seq, ((src, -share), (dst, share)))
+
+    def _change(self, seq: int, changes: Sequence[tuple[int, float]]) -> None:
+        own, work, tokens = dict(self.of[seq]), self.work[seq], self.tokens[seq]
+        for group, share in changes:
+            self.load[group] += share * work
+            self.held[group] += share * tokens
+            new = own.get(group, 0.0) + share
+            if new > _NOTHING:
+                own[group] = new
+                self.on[group].add(seq)
+            elif group in own:
+                del own[group]
+                self.on[group].discard(seq)
         self.of[seq] = own
         if len(own) > 1:
             self.cut.add(seq)
         else:
             self.cut.discard(seq)
-
-    def hand(self, seq: int, src: int, dst: int, work: float) -> None:
-        """Move so much work of a sequence from one group to another."""
-        share = min(work / self.work[seq], self.of[seq][src])
-        self.give(seq, src, -share)
-        self.give(seq, dst, share)
 
 
 class Kept(NamedTuple):
@@ -220,7 +223,7 @@ def placements(
         if not _spread(placed, order):
             return
     else:
-        _fill(placed, order, above)
+        _fill(placed, order, num_parts(work, num_groups, above))
     yield placed
     if above:
         even = placed.copy()
@@ -251,6 +254,9 @@ def _spread(placed: Shares, order: Sequence[int]) -> bool:
     """
     work, tokens = placed.work, placed.tokens
     longest, whole = order[0], order[1:]
+    most = (1 + _MOST_ABOVE) * placed.mean_work
+    if whole and work[whole[0]] > most:
+        return False
     density = work[longest] / tokens[longest]
     lack = {seq: density * tokens[seq] - work[seq] for seq in whole}
     heap = [(0.0, group) for group in range(placed.num_groups)]
@@ -258,7 +264,7 @@ def _spread(placed: Shares, order: Sequence[int]) -> bool:
         so_far, group = heap[0]
         placed.give(seq, group, 1.0)
         heapreplace(heap, (so_far + lack[seq], group))
-    if max(placed.load) > (1 + _MOST_ABOVE) * placed.mean_work:
+    if max(placed.load) > most:
         return False
     _cut(placed, longest, range(placed.num_groups))
     return True
@@ -272,25 +278,30 @@ def _cut(placed: Shares, seq: int, groups: Sequence[int]) -> None:
             placed.give(seq, group, amount / work)
 
 
-def _fill(placed: Shares, order: Sequence[int], above: float) -> None:
-    """Longest first, whole where that fits in the mean work and `above` of it."""
-    fair, mean = placed.mean_work, placed.mean_tokens
-    load, held, num_groups = placed.load, placed.held, placed.num_groups
+def num_parts(work: Sequence[float], num_groups: int, above: float) -> list[int]:
+    """Groups that each sequence begins on: whole where it fits in the mean work and `above` of it."""
+    fits = sum(work) / num_groups * (1 + above)
+    return [min(num_groups, max(1, ceil(own / fits - 0.1))) for own in work]
+
+
+def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
+    """Longest first, each on as many groups as `parts` says, the least full ones."""
+    fair, mean, load, held = placed.mean_work, placed.mean_tokens, placed.load, placed.held
 
     def fullness(group: int) -> tuple[float, int]:
         return load[group] / fair + 1e-3 * held[group] / mean, group
 
-    heap = [fullness(group) for group in range(num_groups)]
+    heap = [fullness(group) for group in range(placed.num_groups)]
     for seq in order:
-        parts = min(num_groups, ceil(placed.work[seq] / (fair * (1 + above)) - 0.1))
-        if parts <= 1:
+        if parts[seq] == 1:
             group = heap[0][1]
             placed.give(seq, group, 1.0)
             heapreplace(heap, fullness(group))
             continue
-        _cut(placed, seq, [group for _, group in sorted(heap)[:parts]])
-        heap = [fullness(group) for group in range(num_groups)]
-        heapify(heap)
+        groups = [heappop(heap)[1] for _ in range(parts[seq])]
+        _cut(placed, seq, groups)
+        for group in groups:
+            heappush(heap, fullness(group))
 
 
 def _levelled(levels: Sequence[float], amount: float) -> list[float]:
@@ -348,16 +359,22 @@ def _best_trade(placed: Shares, most: int, least: int, need: float) -> tuple[int
     the tokens that are cut anew; at most `need` move.
     """
     work, tokens, of, mean = placed.work, placed.tokens, placed.of, placed.mean_tokens
+    there = [
+        (dense, tokens[dense] / work[dense], of[dense][least] * work[dense], tokens[dense] * (most not in of[dense]))
+        for dense in placed.on[least]
+    ]
     best: tuple[float, int, int, float] | None = None
     for sparse in placed.on[most]:
-        for dense in placed.on[least]:
-            gained = tokens[sparse] / work[sparse] - tokens[dense] / work[dense]  # by a second of work
-            if sparse == dense or gained <= 0:
-                continue
-            amount = min(need / gained, of[sparse][most] * work[sparse], of[dense][least] * work[dense])
-            cut = tokens[sparse] * (least not in of[sparse]) + tokens[dense] * (most not in of[dense])
-            rank = (amount * gained / (mean + cut), -sparse, -dense, amount)
-            best = rank if best is None else max(best, rank)
+        density, part = tokens[sparse] / work[sparse], of[sparse][most] * work[sparse]
+        cut = tokens[sparse] * (least not in of[sparse])
+        for dense, other, all_of_it, also_cut in there:
+            gained = density - other  # by a second of work; none if both are the same sequence
+            if gained > 0:
+                amount = min(need / gained, part, all_of_it)
+                score = amount * gained / (mean + cut + also_cut)
+                if best is None or score >= best[0]:
+                    rank = (score, -sparse, -dense, amount)
+                    best = rank if best is None else max(best, rank)
     return None if best is None else (-best[1], -best[2], best[3])
 
 

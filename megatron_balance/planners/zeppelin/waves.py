@@ -23,7 +23,7 @@ from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.waves import ALIGN
 from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, cheapest
-from megatron_balance.planners.zeppelin.shares import Kept, Shares, Trimmed, placements, zigzag_edges
+from megatron_balance.planners.zeppelin.shares import Kept, Shares, Trimmed, num_parts, placements, zigzag_edges
 from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
 
 _STARTS = (0.0, None)
@@ -128,7 +128,7 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen
     found: Chosen | None = None
     for starts, least in ((_STARTS, _LEAST_SHARE), (_FEWER_CUTS, _LEAST_OF_FEW)):
         kept: list[Kept] = []
-        for above in starts if costs.num_groups > 1 else starts[:1]:
+        for above in _distinct(starts, work, costs.num_groups) if costs.num_groups > 1 else starts[:1]:
             kept += [placed.kept() for placed in placements(work, lengths, costs.num_groups, above)]
         placed = Shares.empty(work, lengths, costs.num_groups)
         trimmed = Trimmed.of(placed, kept, [least] * len(kept))
@@ -146,6 +146,13 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen
         if costs.num_groups == 1 or (found and found.estimate.exposed_s < _HIDDEN * found.estimate.seconds):
             break
     return found
+
+
+def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:
+    """The first of those that begin alike."""
+    ways = {above: None if above is None else tuple(num_parts(work, num_groups, above)) for above in starts}
+    first = {way: above for above, way in reversed(ways.items())}
+    return [above for above in starts if first[ways[above]] == above]
 
 
 def group_sizes(cluster: Cluster) -> list[int]:
