@@ -101,21 +101,23 @@ class Shares:
         self._change(seq, ((src, -share), (dst, share)))
 
     def _change(self, seq: int, changes: Sequence[tuple[int, float]]) -> None:
-        own, work, tokens = dict(self.of[seq]), self.work[seq], self.tokens[seq]
+        own, load, held = self.of[seq].copy(), self.load, self.held
+        before = len(own)
         for group, share in changes:
-            self.load[group] += share * work
-            self.held[group] += share * tokens
+            load[group] += share * self.work[seq]
+            held[group] += share * self.tokens[seq]
             new = own.get(group, 0.0) + share
-            if new > _NOTHING:
-                own[group] = new
+            if new <= _NOTHING:
+                if own.pop(group, None) is not None:
+                    self.on[group].discard(seq)
+                continue
+            if group not in own:
                 self.on[group].add(seq)
-            elif group in own:
-                del own[group]
-                self.on[group].discard(seq)
+            own[group] = new
         self.of[seq] = own
         if len(own) > 1:
             self.cut.add(seq)
-        else:
+        elif before > 1:
             self.cut.discard(seq)
 
 
@@ -237,9 +239,10 @@ def _offered(placed: Shares, steps: Iterator[None], uneven: Callable[[], float])
     last = uneven()
     behind = False
     for _ in steps:
-        behind = uneven() > last * _LESS
+        now = uneven()
+        behind = now > last * _LESS
         if not behind:
-            last = uneven()
+            last = now
             yield placed
     if behind:
         yield placed
