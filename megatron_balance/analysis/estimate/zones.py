@@ -30,6 +30,10 @@ from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, Launches, PointToPoint
 
+_EXCHANGES = ("head_exchange", "chunk_exchange")
+_EVEN = ("ring", "head_ring", *_EXCHANGES)
+"""Patterns of zones whose ranks are alike."""
+
 
 @dataclass(slots=True)
 class _Prices:
@@ -73,7 +77,7 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
     numbers: list[tuple[int, int]] = []
     lengths = np.array(plan.lengths, dtype=np.int64)
     for index, zone in enumerate(plan.zones):
-        if isinstance(zone, Zone) and (zone.pattern in ("ring", "head_exchange", "head_ring") or len(zone.ranks) == 1):
+        if isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1):
             made, first, other = _even_zone(zone, lengths, machine, prices)
             if zone.pattern == "ring" and plan.routing is not None and index in plan.routing.zones:
                 _route(made, machine, plan.routing.min_tokens)
@@ -97,7 +101,7 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
 def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> tuple[ZoneTimes, int, int]:
     """A zone whose ranks are alike: groups of `size` ranks that exchange heads, a ring over them."""
     own, num_ranks = lengths[list(zone.seqs)], len(zone.ranks)
-    size = {"ring": 1, "head_exchange": num_ranks, "head_ring": zone.group_size}.get(zone.pattern, 1)
+    size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
     groups = num_ranks // size
     made = ZoneTimes(np.array(zone.ranks), float(own.sum()) / num_ranks, index_of(zone.ranks), rounds=groups)
     num_tokens = float(own.sum()) / groups

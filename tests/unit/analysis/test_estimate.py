@@ -25,6 +25,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("zeppelin", {"rule": "cost"}),
     ("zeppelin", {"rule": "groups"}),
     ("zeppelin", {"rule": "groups", "group_size": 4}),
+    ("knapformer", {"slack": 2.0}),
     ("zeppelin", {}),
     ("zeppelin", {"group_size": 2, "num_waves": 3}),
     ("zeppelin", {"group_size": 16}),
