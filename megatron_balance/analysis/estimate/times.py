@@ -1,4 +1,4 @@
-"""What a zone of a plan takes, and the closed forms that several kinds of zones share."""
+"""Seconds and bytes of a zone of a plan, and the closed forms that several kinds of zones share."""
 
 from __future__ import annotations
 
