@@ -12,7 +12,7 @@ from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Bools, Ints, as_array, as_rows, concat
 from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.mask import CAUSAL
-from megatron_balance.ir.program import NO_ROUTES, Attend, AttendGrad, Exchange, Kind, Merge, Op, Program, RankProgram
+from megatron_balance.ir.program import MOVED, NO_ROUTES, Attend, AttendGrad, Exchange, Merge, Op, Program, RankProgram
 from megatron_balance.ir.rows import Rows
 
 
@@ -188,20 +188,9 @@ def split(program: Program, rank: int) -> RankProgram:
         tuple(_ops_of(program.forward, rank)),
         sum(isinstance(op, Exchange) for op in program.forward),
         tuple(_ops_of(program.backward, rank)),
-        tuple(_silent(program)),
         remap_in=program.remap_in,
         mask=program.mask,
     )
-
-
-def _silent(program: Program) -> Iterator[tuple[int, Exchange]]:
-    """Exchanges that carry no inputs: a replay skips them, which a rank without rows in them could
-    not know.
-    """
-    exchanges = [op for op in program.forward if isinstance(op, Exchange)]
-    for index, op in enumerate(exchanges):
-        if not (as_array(op.transfers)[:, Transfer.KIND] <= Kind.KV).any():
-            yield index, Exchange(index, Rows(Transfer.WIDTH))
 
 
 def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:
@@ -222,6 +211,7 @@ def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:
                         collective,
                         group,
                         routes_of(routes, rows[mine]) if served else NO_ROUTES,
+                        collective != "p2p" and bool(np.isin(rows[:, Transfer.KIND], MOVED).any()),
                     )
             case Attend() | AttendGrad() | Merge():
                 if op.rank == rank:

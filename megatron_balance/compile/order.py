@@ -169,7 +169,8 @@ class _Needs:
         moved = is_moved(kinds)
         sent, brought = rows[:, Transfer.SRC] == rank, rows[:, Transfer.DST] == rank
         self.produced = _marked(op_of[moved & sent], len(ops))
-        self.moved = _marked(op_of[moved], len(ops))
+        collectives = [i for i, op in enumerate(ops) if isinstance(op, Exchange) and op.moves]
+        self.moved = _marked(np.concatenate([op_of[moved], np.array(collectives, dtype=np.int64)]), len(ops))
         self.takes_part = _marked(op_of[sent | brought], len(ops))
         self.needs: list[tuple[int, ...]] = [()] * len(ops)
         launches = _Launches(ops, mask)

@@ -166,7 +166,7 @@ def remap(
 
 
 def _later(op: Exchange) -> Exchange:
-    return Exchange(op.id + 1, op.transfers, op.collective, op.group, op.routes)
+    return replace(op, id=op.id + 1)
 
 
 def _sorted(rows: Ints) -> Ints:

@@ -111,7 +111,7 @@ def _reverse(program: RankProgram, policy: Policy) -> Iterator[Op]:
             return
         source = replays[at] if at in replays else _inputs(exchanges[at])
         if source.transfers or source.group:
-            yield Exchange(exchange_id, source.transfers, source.collective, source.group, source.routes)
+            yield replace(source, id=exchange_id)
 
     occurring = set(segments) | set(replays)
     for at in range(program.remap_in):
@@ -133,7 +133,7 @@ def _inputs(op: Exchange) -> Exchange:
     """
     rows = as_array(op.transfers)
     inputs = rows[:, Transfer.KIND] <= Kind.KV
-    if inputs.all():
+    if inputs.all() and not op.moves:
         return op
     rows = rows[inputs]
     if not len(rows):
@@ -161,7 +161,8 @@ def _gradients(exchanges: dict[int, Exchange]) -> dict[int, Rows]:
 def _transposed(op: Exchange, gradients: Rows, exchange_id: int) -> Exchange:
     """Reverse an exchange, over its own proxies."""
     routes = as_rows(as_array(op.routes)[:, _REVERSED_ROUTE]) if op.routes else op.routes
-    return Exchange(exchange_id, gradients, _REVERSED[op.collective], op.group, routes)
+    moves = op.collective != "p2p" and not op.moves
+    return Exchange(exchange_id, gradients, _REVERSED[op.collective], op.group, routes, moves)
 
 
 def _with_merges(ops: list[Op], rank: int, mask: Mask) -> Iterator[Op]:

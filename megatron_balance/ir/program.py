@@ -79,6 +79,10 @@ class Exchange:
     all the others; with "reduce_scatter" every rank is sent the same rows by all the others,
     gradients to be summed.
 
+    `moves`: whether a collective carries kinds that are moved. A rank of its group that sends and
+    receives nothing of its own in it could not tell by its rows, and yet has to issue the call in
+    the same place as the others (`compile.issue_order`).
+
     `routes`: `Route` rows. All that the op moves from src to dst is cut, as bytes, into as many
     near-equal pieces as there are rows of (src, dst). Piece i goes src -> send_proxy ->
     receive_proxy -> dst, where a hop from a rank to itself is no transfer (Zeppelin, section 3.3).
@@ -91,6 +95,7 @@ class Exchange:
     collective: Collective = "p2p"
     group: tuple[int, ...] = ()
     routes: Rows = NO_ROUTES
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

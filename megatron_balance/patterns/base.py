@@ -569,10 +569,16 @@ def split_rows(table: Ints, counts: Ints) -> list[bytes]:
 
 
 def exchange(
-    context: Context, step: int, rows: Ints, collective: Collective = "p2p", group: tuple[int, ...] = ()
+    context: Context,
+    step: int,
+    rows: Ints,
+    collective: Collective = "p2p",
+    group: tuple[int, ...] = (),
+    *,
+    moves: bool = False,
 ) -> Exchange:
-    """The exchange number `step` of the zone."""
-    return Exchange(context.base + step, as_rows(rows), collective, group)
+    """The exchange number `step` of the zone; `moves`: as in `ir.program.Exchange`."""
+    return Exchange(context.base + step, as_rows(rows), collective, group, moves=moves)
 
 
 def attend(rank: int, pairs: Ints) -> Attend:

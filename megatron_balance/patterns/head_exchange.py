@@ -201,11 +201,8 @@ class HeadExchange(CommPattern[Zone]):
         if slices[index] and len(seqs):
             ops.append(attend(rank, _whole_pairs(seqs, context.lengths, slices[index])))
         if trade.moves:
-            ops.append(exchange(context, 1, trade.back(index), "all_to_all", zone.ranks))
-        # The way back carries no inputs, so a replay has nothing to bring again; a rank without
-        # tokens could not tell.
-        silent = [(context.base + 1, exchange(context, 1, _NO_TRANSFERS))] if trade.moves else []
-        return ZoneProgram(ops, silent)
+            ops.append(exchange(context, 1, trade.back(index), "all_to_all", zone.ranks, moves=True))
+        return ZoneProgram(ops)
 
     # Placement
 

@@ -166,7 +166,7 @@ class HeadRing(CommPattern[Zone]):
             ops += ring.ops
             replays += ring.replays
         if trades:
-            ops.append(exchange(context, shape.last + group, trade.back(index), "all_to_all", trade.ranks))
+            ops.append(exchange(context, shape.last + group, trade.back(index), "all_to_all", trade.ranks, moves=True))
         return ZoneProgram(ops, replays)
 
     def _ring(self, shape: Shape, context: Context, place: tuple[int, int]) -> ZoneProgram:

@@ -255,7 +255,8 @@ class Waves(CommPattern[SharedZone]):
         if own:
             ops += self._attends(made, context, (index, place), own)
         if trades:
-            ops.append(exchange(context, made.last + index, trade.back(place), "all_to_all", trade.ranks))
+            outputs = trade.back(place)
+            ops.append(exchange(context, made.last + index, outputs, "all_to_all", trade.ranks, moves=True))
         return ZoneProgram(ops, replays)
 
     def _attends(self, made: Schedule, context: Context, place: tuple[int, int], own: list[HeadSlice]) -> list[Op]:

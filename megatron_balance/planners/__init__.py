@@ -52,9 +52,7 @@ PLANNERS: dict[str, Planner] = {
         room=slack,
         left_out="its integer program takes longer than a step hides",
     ),
-    "knapformer": Planner(
-        knapformer.plan, knapformer.KnapFormerOptions, room=slack, left_out="its topology is for the user to say"
-    ),
+    "knapformer": Planner(knapformer.plan, knapformer.KnapFormerOptions, room=slack, tries=(Try(),)),
     "megatron_dynamic": Planner(
         megatron_dynamic.plan,
         megatron_dynamic.MegatronDynamicOptions,
@@ -87,7 +85,7 @@ PLANNERS: dict[str, Planner] = {
         zeppelin.ZeppelinOptions,
         _WHERE_THEY_PAY,
         room=slack,
-        tries=(Try({"rule": "groups"}),),
+        tries=(Try(), Try({"rule": "groups"})),
     ),
     "auto": Planner(
         None,

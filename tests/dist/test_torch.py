@@ -43,6 +43,24 @@ def test_losses_and_gradients_are_those_of_one_rank(world: Pool, way: Way) -> No
         assert (trained.graphs > 0) == way.compiled
 
 
+WAVES = [
+    Way(heads=(6, 6), ranks_per_node=4, options=(("group_size", 2), ("num_waves", 2)), parallel="ddp", steps=3),
+    Way(heads=(8, 1), options=(("num_waves", 3),), backward="replay", parallel="ddp", steps=3),
+]
+
+
+@pytest.mark.parametrize("way", WAVES, ids=lambda way: way.backward)
+def test_waves_train_like_one_rank_with_every_gradient(world: Pool, way: Way) -> None:
+    """zeppelin's default rule: heads exchanged in groups of two, keys between them in waves."""
+    expected = torch_jobs.reference(way)
+    ranks = [trained for (trained,) in world.run(torch_jobs.train, RANKS, [way])]
+    for trained in ranks:
+        assert torch_jobs.differences(trained, expected) == pytest.approx((0, 0, 0), abs=1e-5)
+        assert trained.counted.patterns == {"waves"}
+        assert trained.counted.all_to_alls >= 4 * torch_jobs.LAYERS * way.steps, "both ways, forward and backward"
+    assert sum(trained.counted.kv_tokens_received for trained in ranks) > 0
+
+
 def test_every_planner_trains(world: Pool) -> None:
     ways = [Way(planner=planner, parallel="ddp", steps=2) for planner in PLANNERS]
     expected = torch_jobs.reference(ways[0])

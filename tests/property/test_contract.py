@@ -99,6 +99,23 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
 def test_issue_order_is_one_and_no_rendezvous_hangs(
     planner: str, policy: Policy, case: Case, other: tuple[int, ...], passing: bool
 ) -> None:
+    assert_one_issue_order(planner, policy, case, other, passing=passing)
+
+
+@settings(max_examples=30)
+@given(
+    case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3),
+    other=lengths(max_length=12),
+    policy=st.sampled_from(POLICIES),
+)
+def test_issue_order_of_several_zones_is_one(policy: Policy, case: Case, other: tuple[int, ...]) -> None:
+    """Few tokens: ranks of a group then often have nothing to send or receive in its collectives."""
+    assert_one_issue_order("random_shares", policy, replace(case, remapped=False, routing=None), other)
+
+
+def assert_one_issue_order(
+    planner: str, policy: Policy, case: Case, other: tuple[int, ...], *, passing: bool = True
+) -> None:
     """Of two nano-batches interleaved over two layers and, in that, of each of them, with nothing
     connected before; under `communication: safe` too.
     """

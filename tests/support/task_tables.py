@@ -15,7 +15,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL, Mask
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan, SharedZone
+from megatron_balance.ir.plan import AnyPlanZone, MicrobatchPlan, SharedZone, Zone
 from megatron_balance.patterns import dispatch
 from megatron_balance.planners import knapformer
 from tests.support import by_hand
@@ -64,27 +64,39 @@ def random_zones(batch: Batch, cluster: Cluster, model: Model, seed: int) -> Mic
     rng = np.random.default_rng(seed)
     num_zones = int(rng.integers(1, 5))
     zone_of = rng.integers(0, num_zones, len(batch.lengths))
-    zones = []
-    for i in range(num_zones):
-        ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
-        seqs = rng.permutation(np.flatnonzero(zone_of == i))
-        pattern = PATTERNS[int(rng.integers(len(PATTERNS)))]
-        sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
-        group_size = int(rng.choice(sizes)) if pattern == "head_ring" else 0
-        zones.append(by_hand.zone(f"zone{i}", pattern, ranks.tolist(), seqs.tolist(), group_size))
+    zones = [_random_zone(rng, f"zone{i}", np.flatnonzero(zone_of == i), cluster) for i in range(num_zones)]
     return _plan("random_zones", batch, cluster, model, tuple(zones))
 
 
 def random_shares(batch: Batch, cluster: Cluster, model: Model, seed: int) -> MicrobatchPlan:
-    """Sequences cut anywhere over groups of any size, in up to three waves."""
+    """Sequences dealt to a few zones, of which most cut them anywhere over groups of a size of their
+    own, in up to three waves.
+    """
     rng = np.random.default_rng(seed)
     sizes = [size for size in range(1, cluster.num_ranks + 1) if cluster.num_ranks % size == 0]
-    fragments: list[tuple[int, ...]] = []
-    for seq, length in enumerate(batch.lengths):
-        fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, length)]
-    size, waves = int(rng.choice(sizes)), int(rng.integers(1, 4))
-    zones = (SharedZone("random", as_rows(_shuffled(rng, fragments, 4)), size, waves),) if fragments else ()
-    return replace(_plan("random_shares", batch, cluster, model, zones), mask=CAUSAL)
+    num_zones = int(rng.integers(1, 4))
+    zone_of = rng.integers(0, num_zones, len(batch.lengths))
+    zones: list[AnyPlanZone] = []
+    for i in range(num_zones):
+        seqs = np.flatnonzero(zone_of == i)
+        if rng.integers(3) == 0:
+            zones.append(_random_zone(rng, f"zone{i}", seqs, cluster))
+            continue
+        fragments: list[tuple[int, ...]] = []
+        for seq in seqs.tolist():
+            fragments += [(_rank(rng, cluster), seq, a, b) for a, b in _pieces(rng, batch.lengths[seq])]
+        size, waves = int(rng.choice(sizes)), int(rng.integers(1, 4))
+        zones += [SharedZone(f"zone{i}", as_rows(_shuffled(rng, fragments, 4)), size, waves)] if fragments else []
+    return replace(_plan("random_shares", batch, cluster, model, tuple(zones)), mask=CAUSAL)
+
+
+def _random_zone(rng: np.random.Generator, name: str, seqs: np.ndarray, cluster: Cluster) -> Zone:
+    """Sequences on a random ordered choice of ranks with a random comm pattern."""
+    ranks = rng.permutation(cluster.num_ranks)[: int(rng.integers(1, cluster.num_ranks + 1))]
+    pattern = PATTERNS[int(rng.integers(len(PATTERNS)))]
+    sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
+    group_size = int(rng.choice(sizes)) if pattern == "head_ring" else 0
+    return by_hand.zone(name, pattern, ranks.tolist(), rng.permutation(seqs).tolist(), group_size)
 
 
 def _plan(name: str, batch: Batch, cluster: Cluster, model: Model, zones: tuple) -> MicrobatchPlan:

@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -48,6 +48,11 @@ class Way:
     backend: str = "eager"
     pools: int = 1
     """Parts of the world that share documents, each for itself."""
+    heads: tuple[int, int] = (HEADS, KV_HEADS)
+    """Of queries, and of keys and values (model gpt)."""
+    ranks_per_node: int = 2
+    options: tuple[tuple[str, int], ...] = ()
+    """Of the planner."""
 
     def name(self) -> str:
         """For people: what differs from the plainest way is said."""
@@ -57,30 +62,49 @@ class Way:
         return " ".join(said)
 
 
+@dataclass
+class CountedCalls:
+    """Counters of attention calls (`runtime.counters`), summed over a run; patterns of the plans."""
+
+    all_to_alls: int = 0
+    kv_tokens_received: int = 0
+    patterns: set[str] = field(default_factory=set[str])
+
+    def add(self, batch: BalancedBatch) -> None:
+        """The calls of a batch whose backward is done."""
+        counters = batch.bound(torch.float32, torch.device("cpu")).counters
+        self.all_to_alls += counters.exchanges_all_to_all
+        self.kv_tokens_received += counters.kv_tokens_received
+        self.patterns |= {zone.pattern for zone in batch.plan.zones}
+
+
 @dataclass(frozen=True)
 class Trained:
-    """Losses and gradient norms by step, the first step's gradients by parameter, and the number of
-    graphs that were compiled.
+    """Losses and gradient norms by step, the first step's gradients by parameter, the number of
+    graphs that were compiled, and counters of the attention calls of this rank, summed.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     graphs: int = 0
+    counted: CountedCalls = field(default_factory=CountedCalls)
 
 
 class Block(nn.Module):
-    """Attention and MLP on rows [T, C]."""
+    """Attention and MLP on rows [T, C]; `heads`: of queries, and of keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: tuple[int, int]) -> None:
         super().__init__()
+        queries, keys = heads
         self.norm, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.heads = [queries, keys, keys]
+        self.qkv = nn.Linear(WIDTH, sum(self.heads) * HEAD_DIM)
+        self.out = nn.Linear(queries * HEAD_DIM, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor, positions: Tensor, balanced: BalancedBatch | None) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).view(len(x), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        q, k, v = self.qkv(self.norm(x)).view(len(x), -1, HEAD_DIM).split(self.heads, dim=1)
         q, k = rotated(q, positions), rotated(k, positions)
         attended = alone(q, k, v) if balanced is None else balanced_attention(q, k, v, balanced)
         x = x + self.out(attended.flatten(1))
@@ -90,11 +114,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """A GPT on rows [T]; `checkpointed` computes each layer again in the backward."""
 
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self, heads: tuple[int, int] = (HEADS, KV_HEADS), *, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(heads) for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, balanced: BalancedBatch | None = None) -> Tensor:
@@ -123,7 +147,7 @@ def make_model(way: Way, *, balanced: bool) -> nn.Module:
     """The model of a way, with the same parameters on every rank."""
     torch.manual_seed(0)
     if way.model == "gpt":
-        return Gpt(checkpointed=way.checkpointed)
+        return Gpt(way.heads, checkpointed=way.checkpointed)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -200,10 +224,12 @@ def _train_compiled(way: Way, world: World) -> Trained:
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp_cp",))["dp_cp"]
     shape = (way.pools, world.size // way.pools)
     shared = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))["cp"] if way.pools > 1 else mesh
-    settings = Settings(ranks_per_node=2, backward=way.backward)  # pyright: ignore[reportArgumentType]
-    config = MODEL if way.model == "gpt" else make_model(way, balanced=True).config
+    settings = Settings(ranks_per_node=way.ranks_per_node, backward=way.backward)  # pyright: ignore[reportArgumentType]
+    gpt = replace(MODEL, num_heads=way.heads[0], num_kv_heads=way.heads[1])
+    config = gpt if way.model == "gpt" else make_model(way, balanced=True).config
+    averaged_over = mesh if way.pools > 1 else None
     balancer = SequenceBalancer.for_model(
-        config, planner=way.planner, mesh=shared, averaged_over=mesh if way.pools > 1 else None, settings=settings
+        config, way.planner, shared, averaged_over=averaged_over, settings=settings, **dict(way.options)
     )
     model = make_model(way, balanced=True)
     layers: Any = model.layers if way.model == "gpt" else model.model.layers  # pyright: ignore
@@ -227,11 +253,13 @@ def _train_compiled(way: Way, world: World) -> Trained:
             summed = F.cross_entropy(logits_of(way, parallel, batch), batch.labels, reduction="sum")
             batch.mean_loss(summed).backward()
             loss += batch.global_loss(summed)
+            if not way.compiled:
+                done.counted.add(batch)
         _note(done, loss, model, step)
         optimizer.step()
         optimizer.zero_grad()
     balancer.close()
-    return Trained(done.losses, done.norms, done.gradients, counted.graphs)
+    return replace(done, graphs=counted.graphs)
 
 
 def _note(done: Trained, loss: Tensor, model: nn.Module, step: int) -> None:

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _case(document: dict[str, Any], case: tuple[str, str, str], count: int, joined: int) -> dict[str, Any]:
     points: dict[str, list[Point]] = {name: [] for name in ROWS}
     slower: list[str] = []
-    for name, ranks, lengths in _batches(document, count, joined):
+    for name, ranks, lengths in batches_of(document, count, joined):
         cluster = replace(load_cluster(case[0]).build(num_ranks=ranks), attention_kernel=case[2])
         model = load_model(case[1])
         found = {row: _point(plan, cluster, model) for row, plan in _plans(lengths, cluster, model).items()}
@@ -112,7 +112,7 @@ def _case(document: dict[str, Any], case: tuple[str, str, str], count: int, join
     return {"case": "/".join(case), "count": len(points[ROWS[0]]), "rows": rows, "slower": slower}
 
 
-def _batches(document: dict[str, Any], count: int, joined: int) -> Iterator[tuple[str, int, list[int]]]:
+def batches_of(document: dict[str, Any], count: int, joined: int) -> Iterator[tuple[str, int, list[int]]]:
     """(name, ranks, lengths)."""
     for key, batches in document["batches"].items():
         for at in range(min(count, len(batches) // joined)):
@@ -138,7 +138,7 @@ def _in_waves(plan: MicrobatchPlan, cluster: Cluster, model: Model) -> Microbatc
         for seq in zone.seqs:
             for group in groups:
                 placed.give(seq, group, 1 / len(groups))
-    own = shared_zone(Chosen(placed, size, estimate(placed, costs)), cluster.node_size)
+    own = shared_zone(Chosen(placed.of, plan.lengths, size, estimate(placed, costs)), cluster)
     layers = Layers(routing="never", remap=True, remap_when="pays")
     return with_layers(replace(plan, zones=(own,), moves=type(plan.moves)(3), routing=None), cluster, cost, layers)
 

@@ -18,7 +18,8 @@ import numpy as np
 from megatron_balance.analysis.backward import Decision, MicrobatchBytes, Stage, decide, step_bytes
 from megatron_balance.analysis.estimate.bounds import Bounds
 from megatron_balance.analysis.estimate.clocks import Clocks
-from megatron_balance.analysis.estimate.zones import Machine, ZoneTimes, by_rank, zone_times
+from megatron_balance.analysis.estimate.times import Machine, ZoneTimes, by_rank
+from megatron_balance.analysis.estimate.zones import zone_times
 from megatron_balance.analysis.memory import Sharding
 from megatron_balance.analysis.received import GRADIENT_COPIES, GRADIENT_ROUNDS, IN_USE_AND_ARRIVING, ReceivedBytes
 from megatron_balance.cost.base import Floats, MachineCost

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.zones import Machine, most_heads
+from megatron_balance.analysis.estimate.times import Machine, most_heads
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.mask import CAUSAL

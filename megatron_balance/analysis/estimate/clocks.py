@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_balance.analysis.estimate.zones import ADD, Bulk, Hop, Machine, ZoneTimes, by_rank
-from megatron_balance.cost.base import Floats
+from megatron_balance.analysis.estimate.times import ADD, Bulk, Hop, Machine, WaveTimes, ZoneTimes, by_rank
+from megatron_balance.cost.base import Floats, Ints
 from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Move
 from megatron_balance.ir.plan import MicrobatchPlan
@@ -62,7 +62,9 @@ class Clocks:
         self._remap((Kind.Q, Kind.KV), remap_in=True)
         for zone in zones:
             self._bulk(zone, zone.inputs, COPIED)
-            if zone.hop is None:
+            if zone.waves is not None:
+                self._waves(zone, zone.waves)
+            elif zone.hop is None:
                 self.done[zone.at] += zone.first[0]
             else:
                 self._ring(zone, zone.hop)
@@ -76,7 +78,9 @@ class Clocks:
             self._bulk(zone, zone.output_grads, COPIED)
             if replay:
                 self._bulk(zone, zone.inputs, COPIED)
-            if zone.hop is None or zone.back is None:
+            if zone.waves is not None:
+                self._waves_back(zone, zone.waves, replay=replay)
+            elif zone.hop is None or zone.back is None:
                 self.done[zone.at] += zone.first[1]
             else:
                 self._ring_back(zone, zone.hop if replay else None, zone.back)
@@ -97,9 +101,10 @@ class Clocks:
             self.ready[ranks] = np.maximum(self.ready[ranks] + packed, self.opened[ranks])
         posted = (self.ready if of == COPIED else self.done)[ranks]
         begin = np.maximum(posted, self.free[of, ranks])
-        if isinstance(bulk.seconds, float):  # of a collective
+        if bulk.together or isinstance(bulk.seconds, float):  # of a collective
             begin = zone.by_rank(zone.by_group(begin))
-        arrived = begin + machine.cost.call_s + bulk.seconds
+        seconds = zone.by_rank(bulk.seconds) if bulk.together else bulk.seconds
+        arrived = begin + machine.cost.call_s + seconds
         self.free[of, ranks] = arrived
         if of == COPIED:
             self.done[ranks] = np.maximum(self.done[ranks], arrived) + placed
@@ -114,6 +119,65 @@ class Clocks:
         """Of a launch, slowed by the hops beside it."""
         inside, between = sum(hop.inside_s for hop in beside), sum(hop.between_s for hop in beside)
         return seconds + self.drag[0] * min(seconds, inside) + self.drag[1] * min(seconds, between)
+
+    def _waves(self, zone: ZoneTimes, waves: WaveTimes) -> None:
+        """Own work and waves of other groups' keys, forward."""
+        done, come = self._keys_of(zone, waves, backward=False)
+        done += waves.launches[0][:, 0]
+        for wave, arrived in enumerate(come):
+            done = np.maximum(done, arrived) + waves.launches[0][:, wave + 1]
+        self.done[zone.at] = zone.by_rank(done)
+
+    def _waves_back(self, zone: ZoneTimes, waves: WaveTimes, *, replay: bool) -> None:
+        """Waves in reverse, each one's gradients sent home behind its launch, and own work."""
+        ranks = zone.at
+        done, come = self._keys_of(zone, waves, backward=True) if replay else (zone.by_group(self.done[ranks]), [])
+        free, owed = zone.by_group(self.free[MOVED, ranks]), np.zeros(zone.rounds)
+        late = zone.by_group(self.late[ranks])
+        for wave in reversed(range(len(waves.grads))):
+            if come:
+                done = np.maximum(done, come[wave])
+            bulk = waves.grads[wave]
+            done = done + waves.launches[1][:, wave + 1] + self._packs_s(bulk.packed_bytes)
+            arrived = self._meet(done, free, waves.partners[wave], bulk)
+            free = np.where(arrived > 0, arrived, free)
+            late, owed = np.maximum(late, arrived), owed + ADD * self._packs_s(bulk.placed_bytes)
+        done = done + waves.launches[1][:, 0]
+        if zone.input_grads is not None:  # what the waves brought is sent on
+            done, owed = np.maximum(done, late) + owed, np.zeros_like(owed)
+        self.free[MOVED, ranks], self.late[ranks] = zone.by_rank(free), zone.by_rank(late)
+        self.done[ranks] = zone.by_rank(done)
+        self.late_s[ranks] += zone.by_rank(owed)
+
+    def _keys_of(self, zone: ZoneTimes, waves: WaveTimes, *, backward: bool) -> tuple[Floats, list[Floats]]:
+        """When each group can begin its work, and when it has the keys of each wave."""
+        ranks = zone.at
+        self.done[ranks] = np.maximum(self.done[ranks], self.opened[ranks])
+        done = zone.by_group(self.done[ranks])
+        posted = np.maximum(zone.by_group(self.ready[ranks]), done)  # waves pass on what the collectives brought
+        free = zone.by_group(self.free[COPIED, ranks])
+        come = [np.zeros(zone.rounds)] * len(waves.keys)
+        for wave in reversed(range(len(come))) if backward else range(len(come)):
+            packed = self._packs_s(waves.keys[wave].packed_bytes)
+            done, posted = done + packed, posted + packed
+            come[wave] = self._meet(posted, free, waves.partners[wave], waves.keys[wave])
+            free = np.where(come[wave] > 0, come[wave], free)
+        self.ready[ranks], self.free[COPIED, ranks] = zone.by_rank(posted), zone.by_rank(free)
+        return done, come
+
+    def _meet(self, posted: Floats, free: Floats, partners: Ints, bulk: Bulk) -> Floats:
+        """When each group has what a wave brings; a transfer begins when both ends are at it.
+
+        0: a group has no part in the wave.
+        """
+        at = np.maximum(posted, free)
+        begin = at.copy()
+        for one, other in ((0, 1), (1, 0)):
+            np.maximum.at(begin, partners[:, one], at[partners[:, other]])
+        return np.where(bulk.seconds > 0, begin + self.machine.cost.call_s + bulk.seconds, 0.0)
+
+    def _packs_s(self, num_bytes: Floats | float) -> Floats:
+        return np.array([self.machine.pack_s(each) for each in np.atleast_1d(num_bytes).tolist()])
 
     def _ring(self, zone: ZoneTimes, hop: Hop) -> None:
         ranks, packed = zone.at, self.machine.pack_s(hop.num_bytes)

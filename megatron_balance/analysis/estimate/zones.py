@@ -6,112 +6,33 @@ others the pattern says launches and traffic (`CommPattern.rounds`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_balance.analysis.wire import NicOf, Payload, is_collective
-from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
-from megatron_balance.ir.cluster import Cluster
-from megatron_balance.ir.columns import Message, Pair
-from megatron_balance.ir.model import Model
+from megatron_balance.analysis.estimate.shared import shared_zone
+from megatron_balance.analysis.estimate.times import (
+    ADD,
+    Bulk,
+    Hop,
+    Machine,
+    ZoneTimes,
+    by_rank,
+    exchange_heads,
+    index_of,
+    most_heads,
+    pairs_of,
+)
+from megatron_balance.cost.base import Floats, Ints
+from megatron_balance.ir.columns import Message
 from megatron_balance.ir.plan import MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.program import Kind
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.base import Context, GroupTraffic, Launches, PointToPoint
 
-ADD = 1.5
-"""Adding to what is held reads two values and writes one, packing reads one and writes one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A cluster at the prices of `cost`. `row_bytes`: of a token and head by kind, with its LSE."""
-
-    cluster: Cluster
-    model: Model
-    cost: MachineCost
-    row_bytes: tuple[int, ...]
-    intra: Link
-    inter: Link
-    nics: NicOf
-
-    @classmethod
-    def of(cls, cluster: Cluster, model: Model, cost: MachineCost) -> Machine:
-        row_bytes = tuple(Payload.of(model).with_lse().tolist())
-        nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
-        return cls(cluster, model, cost, row_bytes, cost.link(inter_node=False), cost.link(inter_node=True), nics)
-
-    def whole(self, lengths: Ints) -> Ints:
-        """`Pair` rows of whole sequences, all heads."""
-        zero = np.zeros_like(lengths)
-        return pairs_of((zero, lengths), (zero, lengths), (self.model.num_heads, self.model.num_kv_heads))
-
-    def pack_s(self, num_bytes: float) -> float:
-        """Seconds to pack bytes; nothing takes none."""
-        return self.cost.pack_s(num_bytes) if num_bytes > 0 else 0.0
-
-
-@dataclass(slots=True)
-class Bulk:
-    """An exchange of all ranks of a zone or of a group: seconds on the links [G] or of all, bytes
-    that are packed before it and placed after it.
-    """
-
-    seconds: Floats | float
-    packed_bytes: Floats | float = 0.0
-    placed_bytes: Floats | float = 0.0
-    adds: bool = False
-
-
-@dataclass(slots=True)
-class Hop:
-    """A ring's transfer from rank to rank: seconds until it is there, and seconds until the next one
-    can follow it; `inside`, `between`: seconds that it keeps a rank's link and NIC busy.
-    """
-
-    there_s: float
-    next_s: float
-    inside_s: float
-    between_s: float
-    num_bytes: float
-
-
-@dataclass(slots=True)
-class ZoneTimes:
-    """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `first`, `other`:
-    forward and backward seconds of the launch of the first round and of each further one.
-
-    Exchanges by what they carry: inputs, outputs and the gradients of both; `hop`: of keys, `back`:
-    of their gradients. `kept`, `largest`, `served`, `sent`: of a rank, key-value and query bytes
-    received, key-value tokens of the largest exchange, token-heads of queries received and sent.
-    """
-
-    ranks: Ints
-    tokens: Floats | float
-    at: slice | Ints
-    rounds: int = 1
-    inputs: Bulk | None = None
-    outputs: Bulk | None = None
-    input_grads: Bulk | None = None
-    output_grads: Bulk | None = None
-    hop: Hop | None = None
-    back: Hop | None = None
-    first: tuple[Floats | float, Floats | float] = (0.0, 0.0)
-    other: tuple[float, float] = (0.0, 0.0)
-    query_heads: float = 0.0
-    kv_heads: float = 0.0
-    largest: float = 0.0
-    sent: float = 0.0
-
-    def by_group(self, clock: Floats) -> Floats:
-        """The latest of each group [rounds] of the zone's ranks [G]."""
-        return clock.reshape(self.rounds, -1).max(axis=1)
-
-    def by_rank(self, clock: Floats) -> Floats:
-        """A group's time on all its ranks."""
-        return np.repeat(clock, len(self.ranks) // self.rounds)
+_EXCHANGES = ("head_exchange", "chunk_exchange")
+_EVEN = ("ring", "head_ring", *_EXCHANGES)
+"""Patterns of zones whose ranks are alike."""
 
 
 @dataclass(slots=True)
@@ -156,12 +77,12 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
     numbers: list[tuple[int, int]] = []
     lengths = np.array(plan.lengths, dtype=np.int64)
     for index, zone in enumerate(plan.zones):
-        if isinstance(zone, Zone) and (zone.pattern in ("ring", "head_exchange", "head_ring") or len(zone.ranks) == 1):
+        if isinstance(zone, Zone) and (zone.pattern in _EVEN or len(zone.ranks) == 1):
             made, first, other = _even_zone(zone, lengths, machine, prices)
             if zone.pattern == "ring" and plan.routing is not None and index in plan.routing.zones:
                 _route(made, machine, plan.routing.min_tokens)
         elif isinstance(zone, SharedZone):
-            return None
+            made, first, other = shared_zone(zone, Context.of(plan), machine), -1, -1
         else:
             found, first, other = _uneven_zone(zone, Context.of(plan), machine), -1, -1
             if found is None:
@@ -177,40 +98,18 @@ def zone_times(plan: MicrobatchPlan, machine: Machine) -> list[ZoneTimes] | None
     return zones
 
 
-def pairs_of(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], heads: tuple[int, int]) -> Ints:
-    """`Pair` rows: spans of queries and keys [n], of sequences 0 .. n - 1."""
-    rows = np.zeros((len(queries[0]), Pair.WIDTH), dtype=np.int64)
-    rows[:, Pair.SEQ] = np.arange(len(rows))
-    rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = queries
-    rows[:, Pair.K_START], rows[:, Pair.K_STOP] = keys
-    rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = heads
-    return rows
-
-
-def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
-    """Sums of values by rank, or by any other number below `size`."""
-    return np.bincount(ranks, weights=values, minlength=size).astype(np.float64)
-
-
-def _index(ranks: Sequence[int]) -> slice | Ints:
-    """An index of ranks in arrays by rank: ranks in a row are a slice, which is faster."""
-    first, last = ranks[0], ranks[-1]
-    in_a_row = list(ranks) == list(range(first, last + 1))
-    return slice(first, last + 1) if in_a_row else np.array(ranks)
-
-
 def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> tuple[ZoneTimes, int, int]:
     """A zone whose ranks are alike: groups of `size` ranks that exchange heads, a ring over them."""
     own, num_ranks = lengths[list(zone.seqs)], len(zone.ranks)
-    size = {"ring": 1, "head_exchange": num_ranks, "head_ring": zone.group_size}.get(zone.pattern, 1)
+    size = num_ranks if zone.pattern in _EXCHANGES else zone.group_size if zone.pattern == "head_ring" else 1
     groups = num_ranks // size
-    made = ZoneTimes(np.array(zone.ranks), float(own.sum()) / num_ranks, _index(zone.ranks), rounds=groups)
+    made = ZoneTimes(np.array(zone.ranks), float(own.sum()) / num_ranks, index_of(zone.ranks), rounds=groups)
     num_tokens = float(own.sum()) / groups
     model, row_bytes = machine.model, machine.row_bytes
     heads = most_heads(model, size)
     first, other = _ring_launches(own, groups, heads, num_tokens, machine, prices)
     if size > 1:
-        _exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine)
+        exchange_heads(made, zone.ranks[:size], num_tokens, heads, machine)
     if groups > 1:
         block = num_tokens * heads[1]
         crosses = machine.nics.node(np.array(zone.ranks))
@@ -222,13 +121,6 @@ def _even_zone(zone: Zone, lengths: Ints, machine: Machine, prices: _Prices) -> 
         made.kv_heads += (groups - 1) * block
         made.largest = max(made.largest, block / model.num_kv_heads)
     return made, first, other
-
-
-def most_heads(model: Model, size: int) -> tuple[int, int]:
-    """Query and key-value heads of the rank of a group that has most."""
-    queries = -(-model.num_heads // size)
-    ratio = model.num_heads // model.num_kv_heads
-    return queries, min(model.num_kv_heads, -(-queries // ratio))
 
 
 def _ring_launches(
@@ -262,53 +154,6 @@ def _ring_launches(
     )
 
 
-def _exchange_heads(
-    made: ZoneTimes, group: Sequence[int], num_tokens: float, heads: tuple[int, int], machine: Machine
-) -> None:
-    """The all-to-alls of a group before and after its launches."""
-    model, size, row_bytes = machine.model, len(group), machine.row_bytes
-    others = num_tokens * (size - 1) / size
-    trading = min(size, model.num_heads)
-    copies = trading * heads[1]  # key-value heads that all ranks of the group receive
-    queries, keys = others * heads[0], others * heads[1]
-    made.query_heads, made.kv_heads, made.largest = queries, keys, num_tokens * heads[1] / model.num_kv_heads
-    made.sent = num_tokens / size * (model.num_heads - heads[0])
-    away = num_tokens / size
-
-    def bulk(kinds: Sequence[tuple[Kind, float, float]], *, home: bool, placed: bool, adds: bool) -> Bulk:
-        """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
-        owners of tokens; `home`: the other way.
-        """
-        into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
-        out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
-        mean = sum(row_bytes[kind] * leaves * size for kind, _, leaves in kinds) / size
-        seconds = _all_to_all_s(group, max(into, out), mean, machine)
-        if home:
-            into, out = out, into
-        return Bulk(seconds, out, into if placed else 0.0, adds)
-
-    query_side = (queries, away * (model.num_heads - heads[0]))
-    key_side = (keys, away * (copies - heads[1]))
-    made.inputs = bulk([(Kind.Q, *query_side), (Kind.KV, *key_side)], home=False, placed=False, adds=False)
-    made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
-    made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
-    made.input_grads = bulk([(Kind.Q_GRAD, *query_side), (Kind.KV_GRAD, *key_side)], home=True, placed=True, adds=True)
-
-
-def _all_to_all_s(group: Sequence[int], most: float, mean: float, machine: Machine) -> float:
-    """Seconds of an all-to-all in which a rank moves at most `most` bytes, `mean` on average."""
-    size = len(group)
-    here = int(np.bincount(machine.nics.node(np.array(group))).max())
-    together = is_collective(tuple(group), machine.cluster.num_ranks, machine.cluster.node_size)
-    inside = most * (here - 1) / (size - 1)
-    seconds = (here - 1 if together else 1) * machine.intra.alpha_s + inside / machine.intra.bytes_per_s
-    if here == size:
-        return seconds
-    sharing = min(here, machine.cluster.ranks_per_nic)
-    between = max(most, mean * sharing) * (size - here) / (size - 1)
-    return max(seconds, (size - here if together else 1) * machine.inter.alpha_s + between / machine.inter.bytes_per_s)
-
-
 def _hop(num_bytes: float, machine: Machine, lanes: int, *, between: bool) -> Hop:
     link = machine.inter if between else machine.intra
     busy = link.alpha_s + num_bytes * (lanes if between else 1) / link.bytes_per_s
@@ -336,7 +181,7 @@ def _uneven_zone(zone: Zone | TaskTable, context: Context, machine: Machine) -> 
     found = pattern.rounds(zone, context)
     held = pattern.tokens([zone], context)[found.ranks].astype(np.float64)
     forward, backward = _launch_seconds(found.launches, machine)
-    made = ZoneTimes(found.ranks, held, _index(found.ranks.tolist()), first=(forward, backward))
+    made = ZoneTimes(found.ranks, held, index_of(found.ranks.tolist()), first=(forward, backward))
     match found.traffic:
         case GroupTraffic(inputs, _, True):
             _gather(made, inputs[Kind.KV].max(initial=0.0), machine)

@@ -19,9 +19,15 @@ longest sequences, over all groups, and to deal the others whole (`_spread`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush, heapreplace
+from itertools import chain
 from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.cost.base import Floats, Ints
 
 _NOTHING = 1e-3
 """Shares up to this are none."""
@@ -44,7 +50,8 @@ class Shares:
     """A placement under way. `of[seq]`: the share of each group that attends to it, summing to 1.
 
     `work[seq]`, `tokens[seq]`: of the whole sequence; `load`, `held`, `on`: work, tokens and
-    sequences of each group.
+    sequences of each group; `cut`: sequences on several groups. What a sequence is on is replaced
+    where it changes, never changed, so that copies share it.
     """
 
     work: Sequence[float]
@@ -53,25 +60,19 @@ class Shares:
     load: list[float]
     held: list[float]
     on: list[set[int]]
+    cut: set[int]
+    mean_work: float
+    mean_tokens: float
 
     @classmethod
     def empty(cls, work: Sequence[float], tokens: Sequence[int], num_groups: int) -> Shares:
-        groups = range(num_groups)
-        return cls(
-            work, tokens, [{} for _ in work], [0.0 for _ in groups], [0.0 for _ in groups], [set() for _ in groups]
-        )
+        load, held, on = [0.0] * num_groups, [0.0] * num_groups, [set[int]() for _ in range(num_groups)]
+        means = sum(work) / num_groups, sum(tokens) / num_groups
+        return cls(work, tokens, [{}] * len(work), load, held, on, set(), *means)
 
     @property
     def num_groups(self) -> int:
         return len(self.load)
-
-    @property
-    def mean_work(self) -> float:
-        return sum(self.work) / self.num_groups
-
-    @property
-    def mean_tokens(self) -> float:
-        return sum(self.tokens) / self.num_groups
 
     def uneven_work(self) -> float:
         """Work of the fullest group above the mean."""
@@ -82,45 +83,127 @@ class Shares:
         return max(self.held) - self.mean_tokens
 
     def copy(self) -> Shares:
-        """Copy, to be kept while this one changes."""
-        of, on = [dict(own) for own in self.of], [set(own) for own in self.on]
-        return Shares(self.work, self.tokens, of, list(self.load), list(self.held), on)
+        """Copy, to be changed on its own."""
+        on = [set(own) for own in self.on]
+        return replace(self, of=list(self.of), load=list(self.load), held=list(self.held), on=on, cut=set(self.cut))
+
+    def kept(self) -> Kept:
+        """As it stands now."""
+        return Kept(list(self.of), sorted(self.cut), list(self.load), list(self.held))
 
     def give(self, seq: int, group: int, share: float) -> None:
-        """Add a share of a sequence (less than 0: take it away)."""
-        own = self.of[seq]
-        new = own.get(group, 0.0) + share
-        self.load[group] += share * self.work[seq]
-        self.held[group] += share * self.tokens[seq]
-        if new > _NOTHING:
-            own[group] = new
-            self.on[group].add(seq)
-        elif group in own:
-            del own[group]
-            self.on[group].discard(seq)
-
-    def trimmed(self, least: float) -> Shares:
-        """Copy, without shares below `least`; the others of their sequences are so much larger.
-
-        A group that has a small share of a sequence receives nearly all of its keys.
-        """
-        of: list[dict[int, float]] = []
-        other = Shares.empty(self.work, self.tokens, self.num_groups)
-        for own in self.of:
-            kept = {group: share for group, share in own.items() if share >= least}
-            kept = kept or {max(own, key=own.__getitem__): 1.0}
-            total = sum(kept.values())
-            of.append({group: share / total for group, share in kept.items()})
-        for seq, shares in enumerate(of):
-            for group, share in shares.items():
-                other.give(seq, group, share)
-        return other
+        """Add a share of a sequence."""
+        self._change(seq, ((group, share),))
 
     def hand(self, seq: int, src: int, dst: int, work: float) -> None:
         """Move so much work of a sequence from one group to another."""
         share = min(work / self.work[seq], self.of[seq][src])
-        self.give(seq, src, -share)
-        self.give(seq, dst, share)
+        self._change(seq, ((src, -share), (dst, share)))
+
+    def _change(self, seq: int, changes: Sequence[tuple[int, float]]) -> None:
+        own, load, held = self.of[seq].copy(), self.load, self.held
+        before = len(own)
+        for group, share in changes:
+            load[group] += share * self.work[seq]
+            held[group] += share * self.tokens[seq]
+            new = own.get(group, 0.0) + share
+            if new <= _NOTHING:
+                if own.pop(group, None) is not None:
+                    self.on[group].discard(seq)
+                continue
+            if group not in own:
+                self.on[group].add(seq)
+            own[group] = new
+        self.of[seq] = own
+        if len(own) > 1:
+            self.cut.add(seq)
+        elif before > 1:
+            self.cut.discard(seq)
+
+
+class Kept(NamedTuple):
+    """A placement on the way, as in `Shares`; `cut` ascending."""
+
+    of: list[dict[int, float]]
+    cut: list[int]
+    load: list[float]
+    held: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """Placements without their smallest shares: rows of all shares of sequences that are cut, by
+    placement, sequence and group.
+
+    `placement`, `seq`, `group`, `share` [n]; `place`, `count` [n]: number of the group among those of
+    its sequence, and how many these are; `before` [n]: sum of the shares before it; `load`, `held`
+    [placements, groups].
+    """
+
+    work: Floats
+    tokens: Floats
+    placement: Ints
+    seq: Ints
+    group: Ints
+    share: Floats
+    place: Ints
+    count: Ints
+    before: Floats
+    load: Floats
+    held: Floats
+
+    @classmethod
+    def of(cls, placed: Shares, kept: Sequence[Kept], least: Sequence[float]) -> Trimmed:
+        """Leave out shares below `least` [placements] or half the largest of their sequence,
+        whichever is less; the others are so much larger.
+
+        A group that has a small share of a sequence receives nearly all of its keys.
+        """
+        work, tokens = np.array(placed.work, dtype=np.float64), np.array(placed.tokens, dtype=np.float64)
+        size = placed.num_groups
+        pieces = [each.of[seq] for each in kept for seq in each.cut]
+        counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        piece = np.repeat(np.arange(len(pieces)), counts)
+        group = np.fromiter(chain.from_iterable(pieces), np.int64, len(piece))
+        share = np.fromiter(chain.from_iterable(own.values() for own in pieces), np.float64, len(piece))
+        order = np.argsort(piece * size + group)
+        group, share = group[order], share[order]
+        of_piece = np.repeat(np.arange(len(kept)), [len(each.cut) for each in kept])
+        seq = np.fromiter(chain.from_iterable(each.cut for each in kept), np.int64, len(pieces))
+        load, held = (np.array([getattr(each, name) for each in kept]) for name in ("load", "held"))
+        index, of_row = of_piece[piece] * size + group, seq[piece]
+        load -= _by(index, share * work[of_row], load.shape)
+        held -= _by(index, share * tokens[of_row], held.shape)
+        if pieces:
+            largest = np.maximum.reduceat(share, np.cumsum(counts) - counts)
+            enough = share >= np.minimum(np.array(least)[of_piece], largest / 2)[piece]
+            piece, group, share = piece[enough], group[enough], share[enough]
+            counts = np.bincount(piece, minlength=len(pieces))
+            share = share / np.bincount(piece, weights=share, minlength=len(pieces))[piece]
+        placement, seq = of_piece[piece], seq[piece]
+        load += _by(placement * size + group, share * work[seq], load.shape)
+        held += _by(placement * size + group, share * tokens[seq], held.shape)
+        first = (np.cumsum(counts) - counts)[piece]
+        so_far = np.cumsum(share) - share
+        place, count = np.arange(len(piece)) - first, counts[piece]
+        return cls(work, tokens, placement, seq, group, share, place, count, so_far - so_far[first], load, held)
+
+    def shares(self, kept: Kept, number: int) -> list[dict[int, float]]:
+        """Shares of every sequence of placement `number`, which was `kept`."""
+        found = [dict.fromkeys(own, 1.0) for own in kept.of]
+        for seq in kept.cut:
+            found[seq] = {}
+        rows = self.placement == number
+        for seq, group, share in zip(
+            self.seq[rows].tolist(), self.group[rows].tolist(), self.share[rows].tolist(), strict=True
+        ):
+            found[seq][group] = share
+        return found
+
+
+def _by(index: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
+    """Sums of values by (placement, group)."""
+    return np.bincount(index, weights=values, minlength=shape[0] * shape[1]).astype(np.float64).reshape(shape)
 
 
 def placements(
@@ -142,7 +225,7 @@ def placements(
         if not _spread(placed, order):
             return
     else:
-        _fill(placed, order, above)
+        _fill(placed, order, num_parts(work, num_groups, above))
     yield placed
     if above:
         even = placed.copy()
@@ -156,9 +239,10 @@ def _offered(placed: Shares, steps: Iterator[None], uneven: Callable[[], float])
     last = uneven()
     behind = False
     for _ in steps:
-        behind = uneven() > last * _LESS
+        now = uneven()
+        behind = now > last * _LESS
         if not behind:
-            last = uneven()
+            last = now
             yield placed
     if behind:
         yield placed
@@ -173,6 +257,9 @@ def _spread(placed: Shares, order: Sequence[int]) -> bool:
     """
     work, tokens = placed.work, placed.tokens
     longest, whole = order[0], order[1:]
+    most = (1 + _MOST_ABOVE) * placed.mean_work
+    if whole and work[whole[0]] > most:
+        return False
     density = work[longest] / tokens[longest]
     lack = {seq: density * tokens[seq] - work[seq] for seq in whole}
     heap = [(0.0, group) for group in range(placed.num_groups)]
@@ -180,7 +267,7 @@ def _spread(placed: Shares, order: Sequence[int]) -> bool:
         so_far, group = heap[0]
         placed.give(seq, group, 1.0)
         heapreplace(heap, (so_far + lack[seq], group))
-    if max(placed.load) > (1 + _MOST_ABOVE) * placed.mean_work:
+    if max(placed.load) > most:
         return False
     _cut(placed, longest, range(placed.num_groups))
     return True
@@ -194,25 +281,30 @@ def _cut(placed: Shares, seq: int, groups: Sequence[int]) -> None:
             placed.give(seq, group, amount / work)
 
 
-def _fill(placed: Shares, order: Sequence[int], above: float) -> None:
-    """Longest first, whole where that fits in the mean work and `above` of it."""
-    fair, mean = placed.mean_work, placed.mean_tokens
-    load, held, num_groups = placed.load, placed.held, placed.num_groups
+def num_parts(work: Sequence[float], num_groups: int, above: float) -> list[int]:
+    """Groups that each sequence begins on: whole where it fits in the mean work and `above` of it."""
+    fits = sum(work) / num_groups * (1 + above)
+    return [min(num_groups, max(1, ceil(own / fits - 0.1))) for own in work]
+
+
+def _fill(placed: Shares, order: Sequence[int], parts: Sequence[int]) -> None:
+    """Longest first, each on as many groups as `parts` says, the least full ones."""
+    fair, mean, load, held = placed.mean_work, placed.mean_tokens, placed.load, placed.held
 
     def fullness(group: int) -> tuple[float, int]:
         return load[group] / fair + 1e-3 * held[group] / mean, group
 
-    heap = [fullness(group) for group in range(num_groups)]
+    heap = [fullness(group) for group in range(placed.num_groups)]
     for seq in order:
-        parts = min(num_groups, ceil(placed.work[seq] / (fair * (1 + above)) - 0.1))
-        if parts <= 1:
+        if parts[seq] == 1:
             group = heap[0][1]
             placed.give(seq, group, 1.0)
             heapreplace(heap, fullness(group))
             continue
-        _cut(placed, seq, [group for _, group in sorted(heap)[:parts]])
-        heap = [fullness(group) for group in range(num_groups)]
-        heapify(heap)
+        groups = [heappop(heap)[1] for _ in range(parts[seq])]
+        _cut(placed, seq, groups)
+        for group in groups:
+            heappush(heap, fullness(group))
 
 
 def _levelled(levels: Sequence[float], amount: float) -> list[float]:
@@ -231,7 +323,7 @@ def level_work(placed: Shares) -> Iterator[None]:
     """Hand work from the groups with most to those with least, step by step."""
     mean, load = placed.mean_work, placed.load
     for _ in range(_STEPS * placed.num_groups):
-        most, least = max(range(len(load)), key=load.__getitem__), min(range(len(load)), key=load.__getitem__)
+        most, least = load.index(max(load)), load.index(min(load))
         if load[most] <= mean * (1 + _TOLERANCE):
             return
         need = min(load[most] - mean, mean - load[least])
@@ -253,7 +345,7 @@ def level_tokens(placed: Shares) -> Iterator[None]:
     """
     mean, held = placed.mean_tokens, placed.held
     for _ in range(_STEPS * placed.num_groups):
-        most, least = max(range(len(held)), key=held.__getitem__), min(range(len(held)), key=held.__getitem__)
+        most, least = held.index(max(held)), held.index(min(held))
         if held[most] <= mean * (1 + _TOLERANCE):
             return
         trade = _best_trade(placed, most, least, min(held[most] - mean, mean - held[least]))
@@ -270,16 +362,22 @@ def _best_trade(placed: Shares, most: int, least: int, need: float) -> tuple[int
     the tokens that are cut anew; at most `need` move.
     """
     work, tokens, of, mean = placed.work, placed.tokens, placed.of, placed.mean_tokens
+    there = [
+        (dense, tokens[dense] / work[dense], of[dense][least] * work[dense], tokens[dense] * (most not in of[dense]))
+        for dense in placed.on[least]
+    ]
     best: tuple[float, int, int, float] | None = None
     for sparse in placed.on[most]:
-        for dense in placed.on[least]:
-            gained = tokens[sparse] / work[sparse] - tokens[dense] / work[dense]  # by a second of work
-            if sparse == dense or gained <= 0:
-                continue
-            amount = min(need / gained, of[sparse][most] * work[sparse], of[dense][least] * work[dense])
-            cut = tokens[sparse] * (least not in of[sparse]) + tokens[dense] * (most not in of[dense])
-            rank = (amount * gained / (mean + cut), -sparse, -dense, amount)
-            best = rank if best is None else max(best, rank)
+        density, part = tokens[sparse] / work[sparse], of[sparse][most] * work[sparse]
+        cut = tokens[sparse] * (least not in of[sparse])
+        for dense, other, all_of_it, also_cut in there:
+            gained = density - other  # by a second of work; none if both are the same sequence
+            if gained > 0:
+                amount = min(need / gained, part, all_of_it)
+                score = amount * gained / (mean + cut + also_cut)
+                if best is None or score >= best[0]:
+                    rank = (score, -sparse, -dense, amount)
+                    best = rank if best is None else max(best, rank)
     return None if best is None else (-best[1], -best[2], best[3])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from megatron_balance.cost.base import CostModel
 from megatron_balance.errors import ConfigError
@@ -21,8 +22,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import SharedZone
 from megatron_balance.ir.rows import Rows
 from megatron_balance.patterns.waves import ALIGN
-from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, estimate
-from megatron_balance.planners.zeppelin.shares import Shares, placements, zigzag_edges
+from megatron_balance.planners.zeppelin.estimate import WAVES, Estimate, GroupCosts, cheapest
+from megatron_balance.planners.zeppelin.shares import Kept, Shares, Trimmed, num_parts, placements, zigzag_edges
 from megatron_balance.solvers.placed import INTER_NODE, INTRA_NODE, LOCAL
 
 _STARTS = (0.0, None)
@@ -62,9 +63,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A placement over groups of `size` ranks and its predicted seconds."""
+    """A placement of sequences over groups of `size` ranks and its predicted seconds; `of[seq]`: the
+    share of each group.
+    """
 
-    placed: Shares
+    of: list[dict[int, float]]
+    lengths: Sequence[int]
     size: int
     estimate: Estimate
 
@@ -80,7 +84,7 @@ def place(
     chosen = choose(lengths, cluster, model, cost, asked)
     if chosen is None:
         return None
-    zone = shared_zone(chosen, cluster.node_size)
+    zone = shared_zone(chosen, cluster)
     rows = as_array(zone.fragments)
     held = sums(rows[:, Placed.RANK], rows[:, Placed.STOP] - rows[:, Placed.START], cluster.num_ranks)
     return (zone,) if held.max() <= asked.capacity else None
@@ -122,17 +126,33 @@ def _cheapest(lengths: Sequence[int], costs: GroupCosts, asked: Asked) -> Chosen
     numbers = WAVES if asked.num_waves is None else (asked.num_waves,)
     work = [costs.work_s(length) for length in lengths]
     found: Chosen | None = None
-    for above in (*_STARTS, *_FEWER_CUTS) if costs.num_groups > 1 else _STARTS[:1]:
-        if above in _FEWER_CUTS and found and found.estimate.exposed_s < _HIDDEN * found.estimate.seconds:
+    for starts, least in ((_STARTS, _LEAST_SHARE), (_FEWER_CUTS, _LEAST_OF_FEW)):
+        kept: list[Kept] = []
+        for above in _distinct(starts, work, costs.num_groups) if costs.num_groups > 1 else starts[:1]:
+            kept += [placed.kept() for placed in placements(work, lengths, costs.num_groups, above)]
+        placed = Shares.empty(work, lengths, costs.num_groups)
+        trimmed = Trimmed.of(placed, kept, [least] * len(kept))
+        best = cheapest(
+            trimmed,
+            costs,
+            numbers,
+            remapped=asked.remapped,
+            capacity=asked.capacity * costs.size,
+            below_s=inf if found is None else found.estimate.seconds,
+        )
+        if best is not None:
+            at, price = best
+            found = Chosen(trimmed.shares(kept[at], at), lengths, costs.size, price)
+        if costs.num_groups == 1 or (found and found.estimate.exposed_s < _HIDDEN * found.estimate.seconds):
             break
-        for placed in placements(work, lengths, costs.num_groups, above):
-            trimmed = placed.trimmed(_LEAST_SHARE if above in _STARTS else _LEAST_OF_FEW)
-            if max(trimmed.held) > asked.capacity * costs.size:
-                continue
-            price = estimate(trimmed, costs, numbers, remapped=asked.remapped)
-            if found is None or price.seconds < found.estimate.seconds:
-                found = Chosen(trimmed, costs.size, price)
     return found
+
+
+def _distinct(starts: Sequence[float | None], work: Sequence[float], num_groups: int) -> list[float | None]:
+    """The first of those that begin alike."""
+    ways = {above: None if above is None else tuple(num_parts(work, num_groups, above)) for above in starts}
+    first = {way: above for above, way in reversed(ways.items())}
+    return [above for above in starts if first[ways[above]] == above]
 
 
 def group_sizes(cluster: Cluster) -> list[int]:
@@ -147,13 +167,13 @@ def group_sizes(cluster: Cluster) -> list[int]:
     return [size for size in sizes if cluster.num_ranks % size == 0]
 
 
-def shared_zone(chosen: Chosen, node_size: int) -> SharedZone:
+def shared_zone(chosen: Chosen, cluster: Cluster) -> SharedZone:
     """The zone of a placement: every group's fragments in near-equal runs on its ranks."""
-    placed, size = chosen.placed, chosen.size
-    held: list[list[tuple[int, int, int]]] = [[] for _ in placed.load]
-    for seq, length in enumerate(placed.tokens):
-        groups = sorted(placed.of[seq])
-        edges = zigzag_edges(length, [placed.of[seq][group] for group in groups], ALIGN)
+    size, node_size = chosen.size, cluster.node_size
+    held: list[list[tuple[int, int, int]]] = [[] for _ in range(cluster.num_ranks // size)]
+    for seq, (length, own) in enumerate(zip(chosen.lengths, chosen.of, strict=True)):
+        groups = sorted(own)
+        edges = zigzag_edges(length, [own[group] for group in groups], ALIGN)
         last = len(edges) - 2
         for at, group in enumerate(groups):
             for chunk in sorted({at, last - at}):
@@ -166,9 +186,9 @@ def shared_zone(chosen: Chosen, node_size: int) -> SharedZone:
         for run in runs
     ]
     crosses = size > node_size or any(
-        min(groups) * size // node_size != max(groups) * size // node_size for groups in placed.of
+        min(groups) * size // node_size != max(groups) * size // node_size for groups in chosen.of
     )
-    together = size > 1 or any(len(groups) > 1 for groups in placed.of)
+    together = size > 1 or any(len(groups) > 1 for groups in chosen.of)
     name = INTER_NODE if crosses else INTRA_NODE if together else LOCAL
     return SharedZone(name, Rows.of(Placed.WIDTH, rows), size, chosen.estimate.num_waves)
 

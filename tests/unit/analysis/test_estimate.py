@@ -8,7 +8,7 @@ import pytest
 
 from megatron_balance import Cluster, MicrobatchPlan, Model, make_planner
 from megatron_balance.analysis.estimate import Bounds, Estimate, estimate
-from megatron_balance.analysis.estimate.zones import Machine as Prices
+from megatron_balance.analysis.estimate.times import Machine as Prices
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.planners import PLANNERS
@@ -25,6 +25,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("zeppelin", {"rule": "cost"}),
     ("zeppelin", {"rule": "groups"}),
     ("zeppelin", {"rule": "groups", "group_size": 4}),
+    ("knapformer", {"slack": 2.0}),
+    ("zeppelin", {}),
+    ("zeppelin", {"group_size": 2, "num_waves": 3}),
+    ("zeppelin", {"group_size": 16}),
 ]
 
 
@@ -50,6 +54,7 @@ def test_an_estimate_is_near_what_the_simulator_says(name: str, options: dict[st
     plan = make_planner(name, cluster, MODEL, **options)(LENGTHS)
     found, step = estimated(plan, cluster, MODEL), simulated(plan, cluster, MODEL)
     rel = 0.1 if name == "packing" else 0.08  # messages of one rank that share a NIC end one by one
+    rel = 0.02 if name == "zeppelin" and "rule" not in options else rel
     assert found.layer_s == pytest.approx(layer_s(step, MODEL), rel=rel)
     assert found.backward.peak_bytes == pytest.approx(step.backward.peak_bytes, rel=0.02)
     assert found.backward.fits == step.backward.fits

@@ -14,6 +14,7 @@ from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
+from megatron_balance.ir.program import Exchange
 from megatron_balance.ir.rows import Rows
 from tests.support import by_hand
 from tests.support.rendezvous import calls_of, hanging
@@ -110,6 +111,24 @@ def test_a_call_that_one_end_does_not_issue_is_refused() -> None:
         verify_issue_order([[call(0, 0, 1)], []])
     with pytest.raises(InvalidProgramError, match=r"rank 0 issues exchange 0 .* twice"):
         verify_issue_order([[call(0, 0, 1), call(0, 0, 1)], [call(0, 0, 1)]])
+
+
+def test_a_rank_with_no_rows_in_a_collective_issues_it_in_its_place() -> None:
+    """Of zone "few", rank 1 has neither tokens nor heads, and rank 2 no tokens; the inputs of the next
+    zone pass its outputs on every rank, although they do not need it there.
+    """
+    few = by_hand.zone("few", "head_exchange", (1, 2, 0), [0])
+    then = by_hand.zone("then", "head_exchange", (0, 1), [1])
+    plan = by_hand.plan((1, 8), 3, few, then, heads=(2, 2))
+    for policy in POLICIES:
+        verify_order_of(plan, policy)
+        assert not hanging(calls_of([plan], [compile_ranks(plan, policy)]))
+    (_, back), _ = (
+        [op for op in compiled.program.forward if isinstance(op, Exchange) and op.group == (1, 2, 0)]
+        for compiled in compile_ranks(plan, "keep")[1:]
+    )
+    assert not back.transfers
+    assert back.moves
 
 
 def test_plans_of_one_rank_and_of_no_sequences_have_nothing_to_order() -> None:

@@ -117,7 +117,12 @@ def test_the_estimate_is_near_the_simulator() -> None:
     layer_s = simulated.step_s - sum(simulated.phases_s[name] for name in ("head", "gradient_sync", "optimizer"))
     assert chosen.estimate.seconds == pytest.approx(layer_s, rel=0.1)
     costs = GroupCosts(AnalyticCost(own, MODEL), own, MODEL, 8)
-    assert estimate(chosen.placed, costs, (8,)).seconds >= chosen.estimate.seconds
+    placed = Shares.empty([costs.work_s(length) for length in MIXED], MIXED, costs.num_groups)
+    for seq, groups in enumerate(chosen.of):
+        for group, share in groups.items():
+            placed.give(seq, group, share)
+    assert estimate(placed, costs).seconds == pytest.approx(chosen.estimate.seconds)
+    assert estimate(placed, costs, (8,)).seconds >= chosen.estimate.seconds
 
 
 def test_edges_of_a_zigzag_are_as_wide_as_the_shares() -> None:

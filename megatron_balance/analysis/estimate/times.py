@@ -1,0 +1,209 @@
+"""Seconds and bytes of a zone of a plan, and the closed forms that several kinds of zones share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from megatron_balance.analysis.wire import NicOf, Payload, is_collective
+from megatron_balance.cost.base import Floats, Ints, Link, MachineCost
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.columns import Pair
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.program import Kind
+
+_Amount: TypeAlias = Floats | float
+"""Of one group that all are like, or of each."""
+
+_Sides: TypeAlias = tuple[Kind, _Amount, _Amount]
+"""A kind, token-heads of it that come to a rank, and those that leave the owner of tokens."""
+
+ADD = 1.5
+"""Adding to what is held reads two values and writes one, packing reads one and writes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A cluster at the prices of `cost`. `row_bytes`: of a token and head by kind, with its LSE."""
+
+    cluster: Cluster
+    model: Model
+    cost: MachineCost
+    row_bytes: tuple[int, ...]
+    intra: Link
+    inter: Link
+    nics: NicOf
+
+    @classmethod
+    def of(cls, cluster: Cluster, model: Model, cost: MachineCost) -> Machine:
+        row_bytes = tuple(Payload.of(model).with_lse().tolist())
+        nics = NicOf(cluster.num_ranks, cluster.node_size, cluster.ranks_per_nic)
+        return cls(cluster, model, cost, row_bytes, cost.link(inter_node=False), cost.link(inter_node=True), nics)
+
+    def whole(self, lengths: Ints) -> Ints:
+        """`Pair` rows of whole sequences, all heads."""
+        zero = np.zeros_like(lengths)
+        return pairs_of((zero, lengths), (zero, lengths), (self.model.num_heads, self.model.num_kv_heads))
+
+    def pack_s(self, num_bytes: float) -> float:
+        """Seconds to pack bytes; nothing takes none."""
+        return self.cost.pack_s(num_bytes) if num_bytes > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Bulk:
+    """An exchange of all ranks of a zone or of a group: seconds on the links [G] or of all, bytes
+    that are packed before it and placed after it. `together`: seconds are of each group's collective
+    [groups].
+    """
+
+    seconds: Floats | float
+    packed_bytes: Floats | float = 0.0
+    placed_bytes: Floats | float = 0.0
+    adds: bool = False
+    together: bool = False
+
+
+@dataclass(slots=True)
+class WaveTimes:
+    """Launches and keys of a zone in waves. `launches`: forward and backward seconds [groups, 1 +
+    waves], own work first; `keys`, `grads`: exchanges of a rank of each group [groups], by wave;
+    `partners`: by wave, the pairs of groups [n, 2] that exchange anything.
+    """
+
+    launches: tuple[Floats, Floats]
+    keys: list[Bulk]
+    grads: list[Bulk]
+    partners: list[Ints]
+
+
+@dataclass(slots=True)
+class Hop:
+    """A ring's transfer from rank to rank: seconds until it is there, and seconds until the next one
+    can follow it; `inside`, `between`: seconds that it keeps a rank's link and NIC busy.
+    """
+
+    there_s: float
+    next_s: float
+    inside_s: float
+    between_s: float
+    num_bytes: float
+
+
+@dataclass(slots=True)
+class ZoneTimes:
+    """One zone. `ranks` [G], also as an index `at`; `tokens`, [G] or of each rank; `first`, `other`:
+    forward and backward seconds of the launch of the first round and of each further one.
+
+    Exchanges by what they carry: inputs, outputs and the gradients of both; `hop`: of keys, `back`:
+    of their gradients. `kept`, `largest`, `served`, `sent`: of a rank, key-value and query bytes
+    received, key-value tokens of the largest exchange, token-heads of queries received and sent.
+    """
+
+    ranks: Ints
+    tokens: Floats | float
+    at: slice | Ints
+    rounds: int = 1
+    inputs: Bulk | None = None
+    outputs: Bulk | None = None
+    input_grads: Bulk | None = None
+    output_grads: Bulk | None = None
+    hop: Hop | None = None
+    back: Hop | None = None
+    waves: WaveTimes | None = None
+    first: tuple[Floats | float, Floats | float] = (0.0, 0.0)
+    other: tuple[float, float] = (0.0, 0.0)
+    query_heads: Floats | float = 0.0
+    kv_heads: Floats | float = 0.0
+    largest: Floats | float = 0.0
+    sent: Floats | float = 0.0
+
+    def by_group(self, clock: Floats) -> Floats:
+        """The latest of each group [rounds] of the zone's ranks [G]."""
+        return clock.reshape(self.rounds, -1).max(axis=1)
+
+    def by_rank(self, clock: Floats) -> Floats:
+        """A group's time on all its ranks."""
+        return np.repeat(clock, len(self.ranks) // self.rounds)
+
+
+def pairs_of(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], heads: tuple[int, int]) -> Ints:
+    """`Pair` rows: spans of queries and keys [n], of sequences 0 .. n - 1."""
+    rows = np.zeros((len(queries[0]), Pair.WIDTH), dtype=np.int64)
+    rows[:, Pair.SEQ] = np.arange(len(rows))
+    rows[:, Pair.Q_START], rows[:, Pair.Q_STOP] = queries
+    rows[:, Pair.K_START], rows[:, Pair.K_STOP] = keys
+    rows[:, Pair.Q_HEAD_STOP], rows[:, Pair.KV_HEAD_STOP] = heads
+    return rows
+
+
+def by_rank(ranks: Ints, values: Ints | Floats, size: int) -> Floats:
+    """Sums of values by rank, or by any other number below `size`."""
+    return np.bincount(ranks, weights=values, minlength=size).astype(np.float64)
+
+
+def index_of(ranks: Sequence[int]) -> slice | Ints:
+    """An index of ranks in arrays by rank: ranks in a row are a slice, which is faster."""
+    first, last = ranks[0], ranks[-1]
+    in_a_row = list(ranks) == list(range(first, last + 1))
+    return slice(first, last + 1) if in_a_row else np.array(ranks)
+
+
+def most_heads(model: Model, size: int) -> tuple[int, int]:
+    """Query and key-value heads of the rank of a group that has most."""
+    queries = -(-model.num_heads // size)
+    ratio = model.num_heads // model.num_kv_heads
+    return queries, min(model.num_kv_heads, -(-queries // ratio))
+
+
+def exchange_heads(
+    made: ZoneTimes, group: Sequence[int], num_tokens: Floats | float, heads: tuple[int, int], machine: Machine
+) -> None:
+    """The all-to-alls of a group before and after its launches; `num_tokens`: of one group, which all
+    are like, or of each [groups].
+    """
+    model, size, row_bytes = machine.model, len(group), machine.row_bytes
+    others = num_tokens * (size - 1) / size
+    trading = min(size, model.num_heads)
+    copies = trading * heads[1]  # key-value heads that all ranks of the group receive
+    queries, keys = others * heads[0], others * heads[1]
+    made.query_heads, made.kv_heads, made.largest = queries, keys, num_tokens * heads[1] / model.num_kv_heads
+    made.sent = num_tokens / size * (model.num_heads - heads[0])
+    away = num_tokens / size
+
+    def bulk(kinds: Sequence[_Sides], *, home: bool, placed: bool, adds: bool) -> Bulk:
+        """`kinds`: with the token-heads that come to the ranks with heads, and those that leave the
+        owners of tokens; `home`: the other way.
+        """
+        into = sum(row_bytes[kind] * to for kind, to, _ in kinds)
+        out = sum(row_bytes[kind] * leaves for kind, _, leaves in kinds)
+        mean = sum(row_bytes[kind] * leaves * size for kind, _, leaves in kinds) / size
+        seconds = _all_to_all_s(group, np.maximum(into, out), mean, machine)
+        if home:
+            into, out = out, into
+        return Bulk(seconds, out, into if placed else 0.0, adds, together=isinstance(num_tokens, np.ndarray))
+
+    query_side = (queries, away * (model.num_heads - heads[0]))
+    key_side = (keys, away * (copies - heads[1]))
+    made.inputs = bulk([(Kind.Q, *query_side), (Kind.KV, *key_side)], home=False, placed=False, adds=False)
+    made.outputs = bulk([(Kind.OUT, *query_side)], home=True, placed=True, adds=False)
+    made.output_grads = bulk([(Kind.OUT_GRAD, *query_side)], home=False, placed=True, adds=False)
+    made.input_grads = bulk([(Kind.Q_GRAD, *query_side), (Kind.KV_GRAD, *key_side)], home=True, placed=True, adds=True)
+
+
+def _all_to_all_s(group: Sequence[int], most: _Amount, mean: _Amount, machine: Machine) -> _Amount:
+    """Seconds of an all-to-all in which a rank moves at most `most` bytes, `mean` on average."""
+    size = len(group)
+    here = int(np.bincount(machine.nics.node(np.array(group))).max())
+    together = is_collective(tuple(group), machine.cluster.num_ranks, machine.cluster.node_size)
+    inside = most * (here - 1) / (size - 1)
+    seconds = (here - 1 if together else 1) * machine.intra.alpha_s + inside / machine.intra.bytes_per_s
+    if here == size:
+        return seconds
+    sharing = min(here, machine.cluster.ranks_per_nic)
+    between = np.maximum(most, mean * sharing) * (size - here) / (size - 1)
+    alpha_s = (size - here if together else 1) * machine.inter.alpha_s
+    return np.maximum(seconds, alpha_s + between / machine.inter.bytes_per_s)
