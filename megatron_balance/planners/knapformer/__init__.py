@@ -108,11 +108,15 @@ def _planned(
     lengths: Sequence[int], topology: Topology, group_of: Sequence[int], on: tuple[Cluster, Model], heads: str
 ) -> MicrobatchPlan:
     cluster, model = on
-    seqs: dict[int, list[int]] = {}
-    for seq, group in enumerate(group_of):
-        seqs.setdefault(group, []).append(seq)
-    groups = topology.groups()
-    zones = [_zone(groups[group], own, cluster, model, heads) for group, own in seqs.items()]
+    groups, each = topology.groups(), np.array(group_of, dtype=np.int64)
+    by_group = each.argsort(kind="stable")
+    stops = np.bincount(each, minlength=len(groups)).cumsum().tolist()
+    seqs: list[int] = by_group.tolist()
+    zones = [
+        _zone(ranks, seqs[start:stop], cluster, model, heads)
+        for ranks, start, stop in zip(groups, [0, *stops], stops, strict=False)
+        if start < stop
+    ]
     order = {INTER_NODE: 0, INTRA_NODE: 1, LOCAL: 2}
     zones.sort(key=lambda zone: (order[zone.name], -len(zone.ranks), zone.ranks[0]))
     return MicrobatchPlan(
