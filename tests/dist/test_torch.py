@@ -73,6 +73,12 @@ def test_received_keys_are_saved_where_checkpointing_sees_them(world: Pool) -> N
     assert all(k > r for (_, k), (_, r) in zip(kept, replayed, strict=True)), (kept, replayed)
 
 
+def test_balancers_of_the_same_ranks_share_process_groups(world: Pool) -> None:
+    for shared, apart in world.run(torch_jobs.share_groups, RANKS):
+        assert shared == 1, "of three balancers of all ranks, one of them KnapFormer's"
+        assert apart == 2, "of a balancer of all ranks, and one of pairs"
+
+
 GOOD = [torch.arange(4)]
 
 
