@@ -17,11 +17,11 @@ pytestmark = pytest.mark.dist
 
 RANKS = 4
 WAYS = [
-    Way(compiled=True),
+    Way(compiled=True, steps=4),
     Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=8),
     Way(model="llama", planner="distca", parallel="ddp"),
-    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=8),
-    Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=4),
+    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=4),
+    Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2),
 ]
 """Every two choices meet in one of them at least; all of them together: tools/torch_parity.py."""
 
