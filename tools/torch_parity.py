@@ -119,7 +119,7 @@ def _show(found: Sequence[Found]) -> int:
 
 
 def _read(results: Path) -> list[Found]:
-    """What earlier calls found."""
+    """The runs of earlier calls."""
     lines = (json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
     return [(Way(**way), (loss, norm, gradient), graphs) for way, (loss, norm, gradient), graphs in lines]
 

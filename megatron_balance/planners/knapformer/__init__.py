@@ -108,7 +108,8 @@ def _planned(
     lengths: Sequence[int], topology: Topology, group_of: Sequence[int], on: tuple[Cluster, Model], heads: str
 ) -> MicrobatchPlan:
     cluster, model = on
-    groups, each = topology.groups(), np.array(group_of, dtype=np.int64)
+    groups = topology.groups()
+    each = np.array(group_of, dtype=np.min_scalar_type(len(groups)))  # small types are sorted by radix
     by_group = each.argsort(kind="stable")
     stops = np.bincount(each, minlength=len(groups)).cumsum().tolist()
     seqs: list[int] = by_group.tolist()
@@ -132,8 +133,9 @@ def _planned(
 
 
 def _zone(ranks: tuple[int, ...], seqs: Sequence[int], cluster: Cluster, model: Model, heads: str) -> Zone:
-    inside = cluster.node(ranks[0]) == cluster.node(ranks[-1])
-    name = LOCAL if len(ranks) == 1 else INTRA_NODE if inside else INTER_NODE
+    if len(ranks) == 1:
+        return Zone(LOCAL, "chunk_exchange", ranks, tuple(seqs))
+    name = INTRA_NODE if cluster.node(ranks[0]) == cluster.node(ranks[-1]) else INTER_NODE
     rings = heads == "ring" and model.num_heads % len(ranks)
     return Zone(name, "ring" if rings else "chunk_exchange", ranks, tuple(seqs))
 

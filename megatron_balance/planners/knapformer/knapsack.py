@@ -58,7 +58,8 @@ def _by_work(work: Floats, sizes: Sequence[int]) -> list[int]:
     ordered = work[order]
     filling = _Filling(sizes, float(work.sum()) / sum(sizes))
     done = filling.in_runs(ordered) if len(sizes) >= _MANY else 0
-    filling.one_by_one(ordered[done:])
+    if done < len(ordered):
+        filling.one_by_one(ordered[done:])
     chosen = np.empty(len(work), dtype=np.int64)
     chosen[order] = np.concatenate(filling.groups)
     return chosen.tolist()
