@@ -1,7 +1,7 @@
 """Every way to train the example's diffusion transformer on 4 ranks against one rank that sees every
 sample by itself: topologies and planners, FSDP2 and DDP, checkpointing, torch.compile, accumulation.
 
-python -m tools.dit_parity [--only TEXT] [--steps 20]
+python -m tools.dit_parity [--only TEXT] [--exactly NAME ...] [--steps 20]
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ def main() -> int:
     """Print a line for each way; 1 if one differs by more than 1e-5."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="ways whose name contains this")
+    parser.add_argument("--exactly", nargs="+", default=[], metavar="NAME", help="ways of these names")
+    parser.add_argument("--backend", default="aot_eager", help="of torch.compile: eager, aot_eager, inductor")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     truth = dit_jobs.reference(dit_jobs.arguments(steps=options.steps))
     ranks, worst = Pool(timeout_s=600, num_ranks=4), 0.0
     try:
-        for name, way in ways(options.steps).items():
-            if options.only in name:
+        for name, way in ways(options.steps, options.backend).items():
+            if options.only in name and (not options.exactly or name in options.exactly):
                 began = time.perf_counter()
                 (found,) = ranks.run(dit_jobs.train, 4, [way])[0]
                 loss, norm, gradient = differences(found, truth)
@@ -44,13 +46,13 @@ def main() -> int:
     return int(worst > TOLERANCE)
 
 
-def ways(steps: int) -> dict[str, argparse.Namespace]:
+def ways(steps: int, backend: str) -> dict[str, argparse.Namespace]:
     """Names and arguments of every way."""
     placed = [{"topology": each} for each in TOPOLOGIES]
     placed += [{"planner": name} for name, planner in PLANNERS.items() if "full" in planner.masks and planner.plan]
     found: dict[str, argparse.Namespace] = {}
     for how, ddp, checkpoint, compiled, accumulate in product(
-        placed, (False, True), (False, True), ("", "aot_eager"), (1, 2)
+        placed, (False, True), (False, True), ("", backend), (1, 2)
     ):
         words = [*how.values(), "DDP" if ddp else "FSDP2", "checkpointed" * checkpoint, "compiled" * bool(compiled)]
         name = ", ".join(word for word in [*words, "accumulated" * (accumulate > 1)] if word)

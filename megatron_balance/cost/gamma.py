@@ -7,6 +7,7 @@ measured latencies, as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron_balance.cost.base import CostModel, Floats
 from megatron_balance.cost.fits import least_squares
@@ -57,7 +58,12 @@ def sequence_work(lengths: Floats, model: Model, gamma: float) -> Floats:
 def gamma_of(cost: CostModel, model: Model, lengths: Sequence[int] = LENGTHS) -> float:
     """Gamma of a cost model: least squares in relative error over its forward times at `lengths`."""
     mask = model.mask
-    seconds = [cost.linear_s(n) + cost.attention_s(mask.num_pairs(n), n) for n in lengths]
-    flops = [[model.linear_flops_per_token * n, model.attention_flops_per_pair * mask.num_pairs(n)] for n in lengths]
+    seconds = tuple(cost.linear_s(n) + cost.attention_s(mask.num_pairs(n), n) for n in lengths)
+    linear, attention = model.linear_flops_per_token, model.attention_flops_per_pair
+    return _ratio(tuple((linear * n, attention * mask.num_pairs(n)) for n in lengths), seconds)
+
+
+@lru_cache(maxsize=8)  # a job asks for the same one in every step
+def _ratio(flops: tuple[tuple[float, float], ...], seconds: tuple[float, ...]) -> float:
     k, k_gamma = least_squares(flops, seconds, what="gamma", needed=(0,))
     return k_gamma / k

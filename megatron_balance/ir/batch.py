@@ -19,15 +19,15 @@ class Batch:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if any(type(length) is not int for length in self.lengths):
+        if not set(map(type, self.lengths)) <= {int}:
             whole = tuple(_whole(seq, length) for seq, length in enumerate(self.lengths))
             object.__setattr__(self, "lengths", whole)
-        for seq, length in enumerate(self.lengths):
-            if length < 1:
-                raise ConfigError(
-                    f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents "
-                    "before planning"
-                )
+        if min(self.lengths, default=1) < 1:
+            seq, length = next((seq, length) for seq, length in enumerate(self.lengths) if length < 1)
+            raise ConfigError(
+                f"sequence {seq} has {length} tokens; every sequence needs at least 1. Drop empty documents "
+                "before planning"
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_balance.ir.batch import Batch
-from megatron_balance.ir.mask import CAUSAL
+from megatron_balance.ir.mask import Mask
 from megatron_balance.report.cases import Figures
 
 SMALLEST = 256
 """Shorter sequences share a bin."""
 
 
-def of_batches(batches: Sequence[Batch]) -> Figures:
-    """Counts, tokens and causal (query, key) pairs by length; exact."""
+def of_batches(batches: Sequence[Batch], mask: Mask) -> Figures:
+    """Counts, tokens and (query, key) pairs that `mask` lets through, by length; exact."""
     lengths = np.array([length for batch in batches for length in batch.lengths], dtype=np.int64)
     each = [batch.num_tokens for batch in batches]
     return {
@@ -28,15 +28,15 @@ def of_batches(batches: Sequence[Batch]) -> Figures:
         "median": float(np.median(lengths)),
         "mean": float(lengths.mean()),
         "longest": int(lengths.max()),
-        "bins": _bins(lengths),
+        "bins": _bins(lengths, mask),
     }
 
 
-def _bins(lengths: np.ndarray) -> list[Figures]:
+def _bins(lengths: np.ndarray, mask: Mask) -> list[Figures]:
     doublings = max(0, int(np.ceil(np.log2((lengths.max() + 1) / SMALLEST))))
     edges = [0, *(SMALLEST << at for at in range(doublings + 1))]
     place = np.searchsorted(edges, lengths, side="right") - 1
-    pairs = CAUSAL.num_pairs(lengths)
+    pairs = mask.num_pairs(lengths)
     bins: list[Figures] = []
     for at, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
         inside = place == at

@@ -38,7 +38,7 @@ def study(asked: Asked, progress: Progress) -> Figures:
         "kind": "simulated",
         "answer": advice.answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
         "asked": described(asked, case),
-        "lengths": lengths.of_batches(case.batches),
+        "lengths": lengths.of_batches(case.batches, case.machine.model.mask),
         "rows": rows,
         "baseline": base.name,
         "best": best.name,

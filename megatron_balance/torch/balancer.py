@@ -74,7 +74,7 @@ class SequenceBalancer:
         settings: Settings = DEFAULTS,
         **options: Any,
     ) -> None:
-        """Make the process groups of the ranks, and the planner.
+        """Make the process groups of the ranks, or share those that are there, and the planner.
 
         Args:
             planner: its name (docs/planners.md).
@@ -249,8 +249,17 @@ class SequenceBalancer:
         self._form = None if form is None else Form(tuple((dtype, tuple(shape)) for dtype, shape in form))
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End what runs in the background; `with` does so, too.
+
+        Balancers of the same ranks share process groups. These end with torch.distributed.
+        """
         self._plans.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # The steps of a step
 

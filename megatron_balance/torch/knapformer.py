@@ -36,11 +36,11 @@ from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.patterns import pattern_of
 from megatron_balance.patterns.head_exchange import HeadExchange
 from megatron_balance.planners.knapformer import KnapFormerOptions, plan
-from megatron_balance.planners.knapformer.topology import parse
+from megatron_balance.planners.knapformer.topology import Topology, parse
 from megatron_balance.torch.exchange import back, there
-from megatron_balance.torch.ranks import device_of
+from megatron_balance.torch.ranks import device_of, shared, shared_pool
 from megatron_balance.training.lengths import share_lengths
-from megatron_balance.training.pool import Membership, Pool, TensorParallel, make_pool
+from megatron_balance.training.pool import Membership, Pool, TensorParallel
 from megatron_balance.training.sequences import Sequences
 from megatron_balance.training.tokens import TokenExchange
 
@@ -54,7 +54,7 @@ class SequenceBalancer:
     """
 
     def __init__(self, topology: str, *, gamma: float = GAMMA_H100_FLUX, ranks_per_node: int | None = None) -> None:
-        """Make the process groups. Collective over the world.
+        """Make the process groups, or share those of an equal balancer. Collective over the world.
 
         Args:
             topology: groups of a unit, such as `g1n2+g2n1+g4n1`.
@@ -70,15 +70,10 @@ class SequenceBalancer:
         sizes = self.topology.repeated(world)
         unit = self.topology.num_ranks
         first = rank // unit * unit
-        self._pool: Pool = make_pool(
-            Membership(tuple(range(first, first + unit)), replica=rank - first), ranks_per_node
-        )
+        mine = Membership(tuple(range(first, first + unit)), replica=rank - first)
+        self._pool: Pool = shared_pool(mine, ranks_per_node)
         self._device = device_of(None)
-        self._group: dist.ProcessGroup | None = None
-        for ranks in sizes.groups():
-            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            if rank in ranks:
-                self._group = cast("dist.ProcessGroup | None", made)
+        self._group = shared(sizes, lambda: _group_of(rank, sizes))
         self._exchange: TokenExchange | None = None
         self._heads: _Heads | None = None
         self._seq_lens: list[int] = []
@@ -201,6 +196,16 @@ class SequenceBalancer:
         if self._exchange is None:
             raise ConfigError("expected a plan, got none; call plan_routing(seq_lens, d_model) for every batch first")
         return self._exchange
+
+
+def _group_of(rank: int, topology: Topology) -> dist.ProcessGroup | None:
+    """The process group of a rank's group; None: it is alone. Collective over the world."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in topology.groups():
+        made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = cast("dist.ProcessGroup | None", made)
+    return mine
 
 
 class _Heads:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,35 @@ from megatron_balance.training.pool import Membership, Pool, make_pool
 
 Ranks: TypeAlias = DeviceMesh | dist.ProcessGroup
 
+_T = TypeVar("_T")
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
+"""By world: what `shared` made."""
+
+
+def shared(asked: Hashable, make: Callable[[], _T]) -> _T:
+    """The process groups that `make` makes: once in a world for what its ranks ask for.
+
+    Collective over the world: groups cost every rank threads and connections, and only all ranks
+    together can make them, so all compare what each of them asked for.
+
+    Args:
+        asked: by this rank; may differ from rank to rank.
+        make: the groups; its outcome depends on what the ranks asked for alone.
+    """
+    everyone: list[Hashable] = [asked] * dist.get_world_size()
+    dist.all_gather_object(everyone, asked)
+    made = _SHARED.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), {})
+    key = tuple(everyone)
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
 
 def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
     """The pool of this rank, whose ranks each read documents of their own.
 
-    Collective over the world: every rank gives the ranks that it shares documents with.
+    Collective over the world: every rank gives the ranks that it shares documents with. Balancers of
+    the same ranks share their pool.
 
     Args:
         ranks: a mesh, of which all dimensions count, or a group; None: the world, or this process
@@ -35,7 +61,12 @@ def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
     members, me = members_of(ranks), dist.get_rank()
     if me not in members:
         raise ConfigError(f"rank {me} is not among the ranks {list(members)} of the mesh or group that it gave")
-    return make_pool(Membership(members, replica=members.index(me)), ranks_per_node)
+    return shared_pool(Membership(members, replica=members.index(me)), ranks_per_node)
+
+
+def shared_pool(mine: Membership, ranks_per_node: int | None) -> Pool:
+    """As `training.pool.make_pool`, the pool of all who ask for it."""
+    return shared((mine, ranks_per_node), lambda: make_pool(mine, ranks_per_node))
 
 
 def members_of(ranks: Ranks | None) -> tuple[int, ...]:

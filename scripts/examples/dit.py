@@ -363,7 +363,7 @@ def train(
         for block in whole.blocks:
             fully_shard(block)
         fully_shard(whole)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     balancer = make_balancer(arguments.topology, arguments.planner)
     for step in range(arguments.steps):
         drawn = samples(step, arguments.samples)

@@ -30,7 +30,7 @@ def world() -> Iterator[Pool]:
 lengths_by_rank = st.lists(st.lists(st.integers(1, 30), max_size=3), min_size=4, max_size=4)
 
 
-@settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=2, phases=(Phase.explicit, Phase.generate))
 @given(drawn=st.lists(st.tuples(st.sampled_from(HEADS_DIVIDE), lengths_by_rank), min_size=4, max_size=4))
 def test_route_and_head_exchange_have_exact_inverses_and_gradients(
     world: Pool, drawn: list[tuple[str, list[list[int]]]]
@@ -69,17 +69,17 @@ def truth() -> Trained:
     "way",
     [
         dit_jobs.arguments("g2n1+g1n2"),
-        dit_jobs.arguments("g4n1", checkpoint=True),
-        dit_jobs.arguments(planner="knapformer"),
-        dit_jobs.arguments(planner="zeppelin", checkpoint=True, ddp=True, accumulate=2),
+        dit_jobs.arguments("g4n1", checkpoint=True, steps=5),
+        dit_jobs.arguments(planner="knapformer", ddp=True, steps=5),
+        dit_jobs.arguments(planner="zeppelin", checkpoint=True, ddp=True, accumulate=2, steps=5),
     ],
     ids=lambda way: f"{way.planner or way.topology}{'-checkpointed' * way.checkpoint}",
 )
 def test_a_diffusion_transformer_trains_as_on_one_rank(world: Pool, way: dit_jobs.argparse.Namespace) -> None:
     expected = truth()
     for (trained,) in world.run(dit_jobs.train, 4, [way]):
-        assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert trained.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert trained.losses == pytest.approx(expected.losses[: way.steps], rel=1e-5)
+        assert trained.norms == pytest.approx(expected.norms[: way.steps], rel=1e-5)
         assert trained.gradients.keys() == expected.gradients.keys()
         for name, gradient in expected.gradients.items():
             largest = gradient.abs().max().item()

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.dist
 
 RANKS = 4
 WAYS = [
-    Way(compiled=True),
+    Way(compiled=True, steps=4),
     Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=8),
     Way(model="llama", planner="distca", parallel="ddp"),
-    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=8),
-    Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=4),
+    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=4),
+    Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2),
 ]
 """Every two choices meet in one of them at least; all of them together: tools/torch_parity.py."""
 
@@ -89,6 +89,12 @@ def test_received_keys_are_saved_where_checkpointing_sees_them(world: Pool) -> N
     kept, replayed = (world.run(torch_jobs.save, RANKS, backward) for backward in ("keep", "replay"))
     assert all(tokens > 0 for tokens, _ in kept), "every rank receives keys in a ring"
     assert all(k > r for (_, k), (_, r) in zip(kept, replayed, strict=True)), (kept, replayed)
+
+
+def test_balancers_of_the_same_ranks_share_process_groups(world: Pool) -> None:
+    for shared, apart in world.run(torch_jobs.share_groups, RANKS):
+        assert shared == 1, "of three balancers of all ranks, one of them KnapFormer's"
+        assert apart == 2, "of a balancer of all ranks, and one of pairs"
 
 
 GOOD = [torch.arange(4)]

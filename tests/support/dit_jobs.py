@@ -33,10 +33,8 @@ def example() -> ModuleType:
 
 def arguments(topology: str = "g2n1+g1n2", planner: str = "", **others: Any) -> argparse.Namespace:
     """Of the example; fewer samples than two a rank."""
-    given: dict[str, Any] = {"checkpoint": False, "ddp": False, "compile": "", "accumulate": 1, **others}
-    return argparse.Namespace(
-        **{"steps": 20, "samples": 7, "ranks": 4, "topology": topology, "planner": planner, **given}
-    )
+    given: dict[str, Any] = {"checkpoint": False, "ddp": False, "compile": "", "accumulate": 1, "steps": 20, **others}
+    return argparse.Namespace(**{"samples": 7, "ranks": 4, "topology": topology, "planner": planner, **given})
 
 
 def reference(given: argparse.Namespace) -> Trained:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance import Model
 from megatron_balance.errors import BalanceError
-from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf
+from megatron_balance.torch import BalancedBatch, SequenceBalancer, Settings, balanced_attention, hf, knapformer
 from tests.support.pool import World
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY, LAYERS = 4, 2, 8, 32, 64, 2
@@ -370,6 +370,24 @@ def save(world: World, backward: str) -> tuple[int, int]:
         of_call = len(saved)
     out.sum().backward()
     return batch.bound(q.dtype, q.device).counters.kv_tokens_received, of_call
+
+
+def share_groups(world: World) -> tuple[int, int]:
+    """Numbers of different process groups: of three balancers of all ranks, and of these and one of
+    pairs of ranks.
+    """
+    settings = Settings(ranks_per_node=2)
+    pairs = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+    with SequenceBalancer("te_ring", MODEL, settings=settings) as first:
+        with SequenceBalancer("zeppelin", MODEL, settings=settings) as second:
+            assert second([torch.arange(3)]).plan.lengths == (3,) * world.size
+        third = knapformer.SequenceBalancer("g2n1+g1n2", ranks_per_node=2)
+        assert third._group is knapformer.SequenceBalancer("g2n1+g1n2", ranks_per_node=2)._group
+        of_pair = SequenceBalancer("te_ring", MODEL, pairs, settings=settings)
+        assert of_pair([torch.arange(3)]).plan.lengths == (3, 3)
+        assert first([torch.arange(3)]).plan.lengths == (3,) * world.size
+    groups = [each.groups.pool for each in (first.pool, second.pool, third._pool)]
+    return len(set(groups)), len({*groups, of_pair.pool.groups.pool})
 
 
 def tell(world: World, given: Sequence[Any]) -> str:

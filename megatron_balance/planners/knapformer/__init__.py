@@ -108,11 +108,16 @@ def _planned(
     lengths: Sequence[int], topology: Topology, group_of: Sequence[int], on: tuple[Cluster, Model], heads: str
 ) -> MicrobatchPlan:
     cluster, model = on
-    seqs: dict[int, list[int]] = {}
-    for seq, group in enumerate(group_of):
-        seqs.setdefault(group, []).append(seq)
     groups = topology.groups()
-    zones = [_zone(groups[group], own, cluster, model, heads) for group, own in seqs.items()]
+    each = np.array(group_of, dtype=np.min_scalar_type(len(groups)))  # small types are sorted by radix
+    by_group = each.argsort(kind="stable")
+    stops = np.bincount(each, minlength=len(groups)).cumsum().tolist()
+    seqs: list[int] = by_group.tolist()
+    zones = [
+        _zone(ranks, seqs[start:stop], cluster, model, heads)
+        for ranks, start, stop in zip(groups, [0, *stops], stops, strict=False)
+        if start < stop
+    ]
     order = {INTER_NODE: 0, INTRA_NODE: 1, LOCAL: 2}
     zones.sort(key=lambda zone: (order[zone.name], -len(zone.ranks), zone.ranks[0]))
     return MicrobatchPlan(
@@ -128,8 +133,9 @@ def _planned(
 
 
 def _zone(ranks: tuple[int, ...], seqs: Sequence[int], cluster: Cluster, model: Model, heads: str) -> Zone:
-    inside = cluster.node(ranks[0]) == cluster.node(ranks[-1])
-    name = LOCAL if len(ranks) == 1 else INTRA_NODE if inside else INTER_NODE
+    if len(ranks) == 1:
+        return Zone(LOCAL, "chunk_exchange", ranks, tuple(seqs))
+    name = INTRA_NODE if cluster.node(ranks[0]) == cluster.node(ranks[-1]) else INTER_NODE
     rings = heads == "ring" and model.num_heads % len(ranks)
     return Zone(name, "ring" if rings else "chunk_exchange", ranks, tuple(seqs))
 

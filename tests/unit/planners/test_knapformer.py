@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.gamma import gamma_of, gamma_work, sequence_work
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
-from megatron_balance.planners.knapformer import KnapFormerOptions, plan
+from megatron_balance.planners.knapformer import KnapFormerOptions, knapsack, plan
 from megatron_balance.planners.knapformer.auto import Search, allowed_sizes
 from megatron_balance.planners.knapformer.knapsack import assign
 from megatron_balance.planners.knapformer.topology import Topology, parse
@@ -100,10 +101,11 @@ def test_memory_comes_before_work_and_is_an_error_where_no_group_has_it() -> Non
 
 
 @given(
-    work=st.lists(st.floats(0.1, 100), max_size=30),
+    work=st.lists(st.floats(0.1, 100) | st.integers(1, 4).map(float), max_size=30),
     sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=8),
+    many=st.sampled_from([1, 64]),
 )
-def test_the_knapsack_is_the_printed_first_pass(work: list[float], sizes: list[int]) -> None:
+def test_the_knapsack_is_the_printed_first_pass(work: list[float], sizes: list[int], many: int) -> None:
     mean, loads = sum(work) / sum(sizes), [0.0] * len(sizes)
     expected = [0] * len(work)
     for seq in sorted(range(len(work)), key=lambda seq: (-work[seq], seq)):
@@ -111,7 +113,8 @@ def test_the_knapsack_is_the_printed_first_pass(work: list[float], sizes: list[i
         group = min(room or range(len(sizes)), key=lambda g: (loads[g] / (sizes[g] * mean), g))
         expected[seq] = group
         loads[group] += work[seq]
-    assert assign(np.array(work), [1] * len(work), sizes, None) == expected
+    with patch.object(knapsack, "_MANY", many):
+        assert assign(np.array(work), [1] * len(work), sizes, None) == expected
 
 
 # Chunks

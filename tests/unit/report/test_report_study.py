@@ -8,6 +8,7 @@ import pytest
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.mask import CAUSAL, FULL
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.report import lanes, lengths, limits, placement, words
@@ -215,7 +216,8 @@ def test_mistakes_are_one_sentence(run, tmp_path, command, message):
 
 
 def test_lengths_are_counted_once_each_by_powers_of_two():
-    found = lengths.of_batches((Batch((100, 255, 256, 511, 512, 9000)), Batch((300,))))
+    batches = (Batch((100, 255, 256, 511, 512, 9000)), Batch((300,)))
+    found = lengths.of_batches(batches, CAUSAL)
     assert [(each["from"], each["below"], each["sequences"]) for each in found["bins"] if each["sequences"]] == [
         (0, 256, 2),
         (256, 512, 3),
@@ -225,6 +227,8 @@ def test_lengths_are_counted_once_each_by_powers_of_two():
     assert sum(each["tokens"] for each in found["bins"]) == found["num_tokens"] == 10934
     assert (found["shortest"], found["longest"], found["median"], found["num_batches"]) == (100, 9000, 300.0, 2)
     assert found["bins"][1]["attention_pairs"] == sum(n * (n + 1) // 2 for n in (256, 511, 300))
+    full = lengths.of_batches(batches, FULL)
+    assert full["bins"][1]["attention_pairs"] == sum(n * n for n in (256, 511, 300))
 
 
 def test_a_plan_says_which_ranks_share_each_sequence():

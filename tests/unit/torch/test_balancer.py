@@ -197,6 +197,23 @@ def call(batch: Any, **given: Any) -> Any:
     return hf.attend(torch.nn.Linear(1, 1), x, x[:, :2], x[:, :2], None, balanced=batch, **given)
 
 
+def test_an_encoder_of_transformers_attends_fully() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=10, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    wanted = [model(torch.as_tensor(each)[None]).last_hidden_state[0] for each in DOCUMENTS]
+    model.set_attn_implementation(hf.register())
+    batch = SequenceBalancer.for_model(config, settings=Settings(mask="full"))(DOCUMENTS)
+    torch.testing.assert_close(model(**hf.inputs(batch)).last_hidden_state[0], torch.cat(wanted))
+    with pytest.raises(ConfigError, match="BertSelfAttention asks for attention that is not causal"):
+        model(**hf.inputs(SequenceBalancer.for_model(config)(DOCUMENTS)))
+    with pytest.raises(ConfigError, match=r"causal attention, and the batch is planned for another mask; .* is full"):
+        call(batch, is_causal=True)
+
+
 def test_transformers_attention_runs_and_names_what_it_cannot() -> None:
     batch = balancer()(DOCUMENTS)
     assert call(batch, sliding_window=None, dropout=0.0, is_causal=True)[0].shape == (1, 6, 4, 8)
