@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.measured import MeasuredCost
+from megatron_balance.cost.perturbed import PerturbedCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 
@@ -22,6 +23,8 @@ def on_cluster(cost: MachineCost, cluster: Cluster, tensor_parallel: int | None 
     Raises:
         ConfigError: a cost model that knows nothing of clusters.
     """
+    if isinstance(cost, PerturbedCost):
+        return replace(cost, base=on_cluster(cost.base, cluster, tensor_parallel))
     if not isinstance(cost, AnalyticCost | MeasuredCost):
         raise ConfigError(
             f"costs of other ranks: expected the costs of a data sheet or of a cost table, got {type(cost).__name__}"
