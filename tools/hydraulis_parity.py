@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.megatron.conftest import Run, at_once, started, train_with, write_corpus
-from tests.megatron.test_hydraulis import CONFIG, LENGTHS
+from tests.megatron.test_hydraulis import CONFIG, LENGTHS, LONG
 from tests.support.megatron_run import Trainer
 
 MOST = 1e-5
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer = Trainer()
         try:
             train = train_with(trainer, corpus, folders)
-            flags = {"num-layers": 2, "global-batch-size": 8, "train-iters": options.steps, "lr-decay-iters": 20}
+            flags = {**LONG, "num-layers": 2, "global-batch-size": 16, "train-iters": options.steps}
             loaded = started(train, folders.mktemp("checkpoint"), flags)
             one = train(1, "te_ring", at_once(loaded), entry="gaps", deadline_s=600)
             for way in options.ways:
@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     run = train(ranks, planner, given, config=CONFIG, entry="gaps", deadline_s=600)
                     differences = [_difference(run, one, name) for name in ("loss", "grad_norm")]
                     worst = max(worst, *differences)
-                    table.add_row(way, within, *(f"{each:.1e}" for each in differences), *_counted(run))
+                    row = (way, within, *(f"{each:.1e}" for each in differences), *_counted(run))
+                    table.add_row(*row)
+                    Console(stderr=True).print(*row)
         finally:
             trainer.close()
     Console().print(table)

@@ -145,7 +145,7 @@ class StepPlan:
 
     def _check_pipelines(self) -> None:
         """Reject microbatches that are not those of the strategy's pipelines."""
-        schemes = () if self.strategy is None else self.strategy.schemes
+        schemes = () if self.strategy is None else self.strategy.pipelines
         if len(schemes) != len(self.num_microbatches) or any(number < 1 for number in self.num_microbatches):
             raise ValueError(
                 f"expected a number of microbatches, at least 1, of each of {len(schemes)} pipelines; got "
@@ -284,7 +284,7 @@ def _lines(step: StepPlan) -> Iterator[str]:
     plans_of = step.plans_of
     for p, microbatches in enumerate(step.pipelines):
         if step.strategy is not None:
-            yield f"pipeline {p} {step.strategy.schemes[p]}, {len(microbatches)} microbatches"
+            yield f"pipeline {p} {step.strategy.pipelines[p]}, {len(microbatches)} microbatches"
         for number, m in enumerate(microbatches):
             for n, at in enumerate(plans_of[m]):
                 plan = step.plans[at]

@@ -36,18 +36,18 @@ class Scheme:
 class Strategy:
     """The scheme of each pipeline, on neighbouring ranks from rank 0 on."""
 
-    schemes: tuple[Scheme, ...]
+    pipelines: tuple[Scheme, ...]
 
     def __post_init__(self) -> None:
-        if not self.schemes:
+        if not self.pipelines:
             raise ConfigError("a strategy needs at least one pipeline, such as tp1-pp1-cp1")
 
     @property
     def num_ranks(self) -> int:
-        return sum(scheme.num_ranks for scheme in self.schemes)
+        return sum(scheme.num_ranks for scheme in self.pipelines)
 
     def __str__(self) -> str:
-        runs = [(scheme, len(list(run))) for scheme, run in groupby(self.schemes)]
+        runs = [(scheme, len(list(run))) for scheme, run in groupby(self.pipelines)]
         return "+".join(str(scheme) if count == 1 else f"{count}*{scheme}" for scheme, count in runs)
 
     @classmethod

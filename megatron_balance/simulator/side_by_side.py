@@ -37,14 +37,14 @@ def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: 
             "--interleave, --expert-parallel and --slow"
         )
     steps = [
-        _simulate(plan.of_pipeline(pipeline), scheme, gpus, setup) for pipeline, scheme in enumerate(strategy.schemes)
+        _simulate(plan.of_pipeline(pipeline), scheme, gpus, setup) for pipeline, scheme in enumerate(strategy.pipelines)
     ]
     own_s = [step.step_s - sum(step.phases_s[name] for name in MEETING) for step in steps]
     slowest = max(range(len(steps)), key=own_s.__getitem__)
     phases = {**steps[slowest].phases_s, **{name: max(step.phases_s[name] for step in steps) for name in MEETING}}
     step_s = sum(phases.values())
-    ranks = [scheme.num_ranks for scheme in strategy.schemes]
-    held = [np.repeat(step.peak_bytes / s.tensor, s.tensor) for step, s in zip(steps, strategy.schemes, strict=True)]
+    ranks = [scheme.num_ranks for scheme in strategy.pipelines]
+    held = [np.repeat(step.peak_bytes / s.tensor, s.tensor) for step, s in zip(steps, strategy.pipelines, strict=True)]
     held.append(np.zeros(gpus.num_ranks - strategy.num_ranks))
     return Step(
         step_s,

@@ -19,16 +19,18 @@ from tests.support.pipeline_runs import gradients
 pytestmark = pytest.mark.megatron
 
 STEPS = 3
-LENGTHS = (500, 60, 90, 40, 490, 70, 120, 30, 80, 250)
-"""Documents whose seconds are far from even: a replica of long ones has fewer tokens."""
-FLAGS: dict[str, Any] = {"num-layers": 2, "global-batch-size": 8, "train-iters": STEPS}
-CONFIG = {"cluster": {"ranks_per_node": 4, **SLOW}}
+LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
+"""Documents whose seconds are far from even: a replica of a long one has fewer tokens."""
+LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
+FLAGS: dict[str, Any] = {**LONG, "num-layers": 2, "global-batch-size": 8, "train-iters": STEPS}
+CONFIG = {"cluster": {"ranks_per_node": 4, "num_sms": 0, **SLOW}}
+"""No multiprocessors: else a short kernel takes as long as its longest block on one of many."""
 
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(
-        tmp_path_factory.mktemp("uneven") / "documents", list(itertools.islice(itertools.cycle(LENGTHS), 120))
+        tmp_path_factory.mktemp("uneven") / "documents", list(itertools.islice(itertools.cycle(LENGTHS), 200))
     )
 
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 
-GAPS = range(9, 16)
-"""Samples that are padding alone: with 8 samples a step, all but one of the second step."""
-
 
 def install(folder: Path, rank: int) -> None:
     """Let samples have gaps, and write every step's gradients, in this process from now on."""
@@ -19,20 +16,26 @@ def install(folder: Path, rank: int) -> None:
 
 
 def _leave_gaps() -> None:
+    """Let the second step have one document: its other samples are padding alone."""
+    from megatron.training import get_args
+
     from megatron_balance.megatron.data import PADDING, DocumentDataset
 
     lengths, item = DocumentDataset.sample_lengths, DocumentDataset.__getitem__
 
     @functools.wraps(lengths)
     def sample_lengths(self: Any, index: int) -> tuple[int, ...]:
-        return () if index in GAPS else lengths(self, index)
+        args: Any = get_args()
+        size = args.global_batch_size
+        found = lengths(self, index)
+        return found if not size <= index < 2 * size else found[: int(index == size)]
 
     @functools.wraps(item)
     def sample(self: Any, index: int) -> Any:
         found = item(self, index)
-        if index in GAPS:
-            found["position_ids"].fill_(PADDING)
-            found["loss_mask"].zero_()
+        kept = sum(sample_lengths(self, index))
+        found["position_ids"][kept:] = PADDING
+        found["loss_mask"][kept:] = 0
         return found
 
     DocumentDataset.sample_lengths, DocumentDataset.__getitem__ = sample_lengths, sample  # type: ignore[method-assign]

@@ -101,10 +101,10 @@ def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
     if context.strategy is None:
         check_strategy(strategy, context.cluster, context.model)
     known: dict[Scheme, tuple[PipelineCost, StepContext]] = {}
-    for scheme in strategy.schemes:
+    for scheme in strategy.pipelines:
         if scheme not in known:
             known[scheme] = _pipeline(scheme, context)
-    costs, inside = zip(*(known[scheme] for scheme in strategy.schemes), strict=True)
+    costs, inside = zip(*(known[scheme] for scheme in strategy.pipelines), strict=True)
     return Pipelines(strategy, costs, inside)
 
 
@@ -119,7 +119,7 @@ def check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
             f"strategy {strategy} takes {strategy.num_ranks} ranks, and there are {cluster.num_ranks}; use more ranks "
             "(--ranks), or fewer or smaller pipelines"
         )
-    for scheme in dict.fromkeys(strategy.schemes):
+    for scheme in dict.fromkeys(strategy.pipelines):
         for what, number, degree in (
             ("heads", model.num_heads, scheme.tensor),
             ("key-value heads (query groups)", model.num_kv_heads, scheme.tensor),
@@ -144,7 +144,7 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
     cost = on_cluster(context.cost, cluster, tensor)
     alone = Scheme(1, scheme.pipeline, scheme.context)
     lengths = [length for at, length in enumerate(FITTED) if at < 3 or length <= MAX_TOKENS_FITTED * most]
-    fitted = fit_scheme(alone, context.model, cluster, lambda *_: cost, lengths)
+    fitted = fit_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, lengths)
     inside = replace(
         context,
         cluster=cluster,
