@@ -31,6 +31,15 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "TP2 x DP4": (8, {"tensor-model-parallel-size": 2, "sequence-parallel": True}),
     "PP2 x DP4": (8, {"pipeline-model-parallel-size": 2}),
     "CP2 x PP2 x DP2": (8, {"pipeline-model-parallel-size": 2, "context-parallel-size": 2}),
+    "CP2 x DP2, distributed optimizer, overlapped": (
+        4,
+        {
+            "context-parallel-size": 2,
+            "use-distributed-optimizer": True,
+            "overlap-grad-reduce": True,
+            "overlap-param-gather": True,
+        },
+    ),
 }
 """By name, ranks and flags."""
 

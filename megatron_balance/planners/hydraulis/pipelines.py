@@ -78,6 +78,8 @@ def read_strategies(given: Sequence[str] | str) -> tuple[Strategy, ...]:
     Raises:
         ConfigError: a text that is no strategy, or a file that cannot be read.
     """
+    if given == "auto":
+        raise ConfigError("strategies: auto: nothing proposes strategies yet; list them, or name a file of them")
     if isinstance(given, str):
         try:
             lines = Path(given).read_text(encoding="utf-8").splitlines()
