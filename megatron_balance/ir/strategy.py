@@ -1,8 +1,7 @@
-"""Strategies: pipelines of unlike degrees, side by side on the ranks of a job (Hydraulis, arXiv
-2412.07894, section 3).
+"""Parallel schemes and strategies (Hydraulis, arXiv 2412.07894, section 1): the degrees of one
+pipeline, and the pipelines that share the ranks.
 
-A scheme <TP, PP, CP> is one pipeline's degrees. A strategy lays schemes on neighbouring ranks in the
-order in which it names them, written `tp4-pp1-cp1+2*tp1-pp2-cp1`. Ranks may be left over.
+Read and printed as text: `tp4-pp1-cp1+2*tp1-pp2-cp1`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,13 @@ from itertools import groupby
 
 from megatron_balance.errors import ConfigError
 
-_PART = re.compile(r"(?:([1-9]\d{0,5})\*)?tp([1-9]\d{0,5})-pp([1-9]\d{0,5})-cp([1-9]\d{0,5})")
+_SCHEME = re.compile(r"tp([1-9]\d*)-pp([1-9]\d*)-cp([1-9]\d*)", re.ASCII)
+_REPEATED = re.compile(r"(?:([1-9]\d*)\*)?(tp.*)", re.ASCII)
+MAX_PIPELINES = 1 << 20
+"""Most pipelines that a text may name, so that a typing error does not fill the memory."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Scheme:
     """Degrees of tensor, pipeline and context parallelism of one pipeline of the model."""
 
@@ -31,40 +33,94 @@ class Scheme:
     def __str__(self) -> str:
         return f"tp{self.tensor}-pp{self.pipeline}-cp{self.context}"
 
+    @staticmethod
+    def parse(text: str) -> Scheme:
+        """Read `tp4-pp1-cp2`.
+
+        Raises:
+            ConfigError: another text.
+        """
+        match = _SCHEME.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"scheme {text!r}: expected tpA-ppB-cpC with whole numbers from 1, such as 'tp4-pp1-cp2'")
+        return Scheme(*map(int, match.groups()))
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The scheme of each pipeline, on neighbouring ranks from rank 0 on."""
+    """Pipelines on neighbouring ranks, from rank 0 on; each has its own scheme.
+
+    Ranks behind the last pipeline are left over.
+    """
 
     pipelines: tuple[Scheme, ...]
 
     def __post_init__(self) -> None:
         if not self.pipelines:
-            raise ConfigError("a strategy needs at least one pipeline, such as tp1-pp1-cp1")
+            raise ConfigError("strategy without pipelines: name at least one scheme, such as 'tp1-pp1-cp1'")
+        for scheme in self.pipelines:
+            if min(scheme.tensor, scheme.pipeline, scheme.context) < 1:
+                raise ConfigError(f"strategy: scheme {scheme} has a degree below 1; give whole numbers from 1")
 
     @property
     def num_ranks(self) -> int:
+        """Ranks that the pipelines take together."""
         return sum(scheme.num_ranks for scheme in self.pipelines)
 
-    def __str__(self) -> str:
-        runs = [(scheme, len(list(run))) for scheme, run in groupby(self.pipelines)]
-        return "+".join(str(scheme) if count == 1 else f"{count}*{scheme}" for scheme, count in runs)
+    def ranks_of(self, pipeline: int) -> range:
+        """The neighbouring ranks of the pipeline with this number."""
+        if not 0 <= pipeline < len(self.pipelines):
+            raise IndexError(f"pipeline {pipeline} of a strategy with {len(self.pipelines)}")
+        first = sum(scheme.num_ranks for scheme in self.pipelines[:pipeline])
+        return range(first, first + self.pipelines[pipeline].num_ranks)
 
-    @classmethod
-    def parse(cls, text: str) -> Strategy:
-        """The strategy that `str` wrote.
+    def __str__(self) -> str:
+        runs = [(len(list(run)), scheme) for scheme, run in groupby(self.pipelines)]
+        return "+".join(str(scheme) if count == 1 else f"{count}*{scheme}" for count, scheme in runs)
+
+    @staticmethod
+    def parse(text: str) -> Strategy:
+        """Read `tp4-pp1-cp1+2*tp1-pp2-cp1`: schemes joined by `+`, each perhaps several times.
 
         Raises:
-            ConfigError: the text is none.
+            ConfigError: another text.
         """
-        schemes: list[Scheme] = []
-        for part in text.replace(" ", "").split("+"):
-            found = _PART.fullmatch(part)
-            if found is None:
+        pipelines: list[Scheme] = []
+        for part in text.split("+"):
+            match = _REPEATED.fullmatch(part)
+            count = int(match.group(1) or 1) if match else 0
+            if match is None or count > MAX_PIPELINES:
                 raise ConfigError(
-                    f"not a strategy: {text!r:.80}: expected pipelines such as tp4-pp1-cp1+2*tp1-pp2-cp1, got "
-                    f"{part!r:.40}"
+                    f"strategy {text!r}: cannot read {part!r}; expected schemes joined by '+', each perhaps with a "
+                    "count, such as 'tp4-pp1-cp1+2*tp1-pp2-cp1'"
                 )
-            count, *degrees = found.groups()
-            schemes += [Scheme(*map(int, degrees))] * int(count or 1)
-        return cls(tuple(schemes))
+            pipelines += [Scheme.parse(match.group(2))] * count
+        return Strategy(tuple(pipelines))
+
+    def check(self, num_ranks: int, node_size: int) -> None:
+        """Refuse a strategy that does not lie on the ranks.
+
+        Raises:
+            ConfigError: more ranks than `num_ranks`; a TP group that crosses a node's border though
+                it is not larger than a node, or is larger and no whole number of nodes.
+        """
+        if self.num_ranks > num_ranks:
+            raise ConfigError(
+                f"strategy {self} needs {self.num_ranks} ranks, there are {num_ranks}; use fewer pipelines"
+            )
+        first = 0
+        for scheme in self.pipelines:
+            tensor = scheme.tensor
+            for start in range(first, first + scheme.num_ranks, tensor):
+                last = start + tensor - 1
+                crosses = (
+                    start % node_size or tensor % node_size
+                    if tensor > node_size
+                    else (start // node_size != last // node_size)
+                )
+                if crosses:
+                    raise ConfigError(
+                        f"strategy {self}: the TP group of ranks {start} to {last} crosses nodes of {node_size} ranks; "
+                        "list pipelines with larger TP first, or use a TP that divides the node"
+                    )
+            first += scheme.num_ranks
