@@ -16,7 +16,7 @@ from megatron_balance.ir.strategy import Scheme
 MIB = 1 << 20
 GPU_BYTES = 81252 * MIB
 GAP_BYTES = 5000 * MIB
-"""What the authors' framework takes beside the model, in every case."""
+"""Bytes that the authors' framework takes beside the model, in every case."""
 ALPHA = 0.75
 """Share of a parameter's state that all ranks split: three fp32 values of 12 against two of bf16."""
 EMBEDDING_BYTES = 16

@@ -94,7 +94,7 @@ def dispatch(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> Assig
 
 
 def _allowed(problem: _Problem, bound_s: float, weights: Floats) -> list[NDArray[np.bool_]]:
-    """Which classes may take which sequences, one table [classes, sequences] a start.
+    """Tables [classes, sequences] of who may take what, one a start.
 
     All that hold them; those of nearly the least price; those that filling costs only a share of
     the bound. A sequence that would have no class keeps all of its own.
