@@ -101,6 +101,10 @@ class Bench:
         from megatron_balance.planners.base import JointStages, StepContext
 
         given, mode = self.given, self.mode(choice)
+        if choice.planner.pipelines and choice.given.get("strategies") and given.tensor_parallel > 1:
+            raise ConfigError(
+                f"--tensor-parallel {given.tensor_parallel}: a strategy says the degrees of its pipelines; leave it out"
+            )
         pool = self.pool.cluster
         joint = JointStages(pool, given.planning_cost(pool), self.setup.interleave) if mode.joint else None
         context = StepContext(given.cluster, given.model, given.planning_cost(), joint=joint, ping_pong=mode.ping_pong)

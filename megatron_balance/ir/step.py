@@ -1,7 +1,9 @@
 """The plan of one training step, and what a planner carries from one step to the next.
 
-Nesting: StepPlan (one optimizer step) > MicrobatchPlan > the program of one attention call, which
-is never stored but projected per rank from the zones (`compile.pipeline`).
+Nesting: StepPlan (one optimizer step) > pipeline > MicrobatchPlan > the program of one attention
+call, which is never stored but projected per rank from the zones (`compile.pipeline`). Most steps
+have one pipeline, whose stages spread every microbatch over the whole pool; a step under a strategy
+has several side by side, each with a number of microbatches of its own (docs/adr/0023).
 
 Sequences of a step are numbered as the data loader deals them, microbatch by microbatch, from 0.
 A sequence that a planner held back in an earlier step has a negative number: -1 is the last one
@@ -21,10 +23,11 @@ from typing import Any, TypeAlias, cast
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir import plan as plans
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.ir.tick import Cell, Tick, TickPlan
 from megatron_balance.ir.tick import fingerprint as fingerprint_of_ticks
 
-FORMAT = "megatron-balance step 1"
+FORMAT = "megatron-balance step 2"
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
 """By microbatch, the lengths in tokens of its sequences."""
@@ -125,6 +128,11 @@ class StepPlan:
     members: Members
     plans: tuple[MicrobatchPlan, ...]
     ticks: tuple[tuple[TickPlan, ...], ...] = ()
+    strategy: Strategy | None = None
+    """Pipelines side by side, each over ranks of its own. None: one pipeline over the whole pool."""
+    num_microbatches: tuple[int, ...] = ()
+    """By pipeline of the strategy, how many microbatches are its own, one at least: they stand
+    pipeline by pipeline. Each plan is over the context-parallel ranks of its pipeline."""
 
     def __post_init__(self) -> None:
         sizes = [len(seqs) for microbatch in self.members for seqs in microbatch]
@@ -133,6 +141,36 @@ class StepPlan:
                 f"expected one plan for each nano-batch, of as many sequences; got {sizes} sequences and plans of "
                 f"{[len(plan.lengths) for plan in self.plans]}"
             )
+        self._check_pipelines()
+
+    def _check_pipelines(self) -> None:
+        """Reject microbatches that are not those of the strategy's pipelines."""
+        schemes = () if self.strategy is None else self.strategy.pipelines
+        if len(schemes) != len(self.num_microbatches) or any(number < 1 for number in self.num_microbatches):
+            raise ValueError(
+                f"expected a number of microbatches, at least 1, of each of {len(schemes)} pipelines; got "
+                f"{list(self.num_microbatches)}"
+            )
+        if not schemes:
+            return
+        if self.ticks or sum(self.num_microbatches) != len(self.members):
+            raise ValueError(
+                f"expected {sum(self.num_microbatches)} microbatches without ticks, pipeline by pipeline; got "
+                f"{len(self.members)} and {sum(map(len, self.ticks))} ticks"
+            )
+        for scheme, microbatches in zip(schemes, self.pipelines, strict=True):
+            found = {self.plans[at].num_ranks for m in microbatches for at in self.plans_of[m]}
+            if found - {scheme.context}:
+                raise ValueError(f"expected plans over the {scheme.context} ranks of {scheme}; got {sorted(found)}")
+
+    @classmethod
+    def side_by_side(cls, strategy: Strategy, steps: Sequence[StepPlan]) -> StepPlan:
+        """A step of pipelines, `steps` by pipeline; a pipeline without sequences has one microbatch
+        without any.
+        """
+        members = tuple(chain.from_iterable(step.members for step in steps))
+        plans = tuple(chain.from_iterable(step.plans for step in steps))
+        return cls(members, plans, (), strategy, tuple(len(step.members) for step in steps))
 
     @classmethod
     def whole(cls, plans: Sequence[MicrobatchPlan], members: Sequence[Sequence[int]] | None = None) -> StepPlan:
@@ -146,6 +184,26 @@ class StepPlan:
         """By microbatch, which of `plans` are its nano-batches'."""
         ends = [0, *accumulate(len(microbatch) for microbatch in self.members)]
         return tuple(range(begin, end) for begin, end in pairwise(ends))
+
+    @property
+    def pipelines(self) -> tuple[range, ...]:
+        """By pipeline, which microbatches are its own."""
+        ends = [0, *accumulate(self.num_microbatches or (len(self.members),))]
+        return tuple(range(begin, end) for begin, end in pairwise(ends))
+
+    @property
+    def pipeline_of(self) -> tuple[int, ...]:
+        """By plan, its pipeline."""
+        plans_of = self.plans_of
+        return tuple(p for p, microbatches in enumerate(self.pipelines) for m in microbatches for _ in plans_of[m])
+
+    def of_pipeline(self, pipeline: int) -> StepPlan:
+        """The step as one pipeline runs it: its own microbatches alone."""
+        if self.strategy is None:
+            return self
+        own, plans_of = self.pipelines[pipeline], self.plans_of
+        plans = tuple(self.plans[at] for m in own for at in plans_of[m])
+        return StepPlan(self.members[own.start : own.stop], plans)
 
     @property
     def microbatches(self) -> tuple[tuple[MicrobatchPlan, ...], ...]:
@@ -177,6 +235,7 @@ class StepPlan:
         parts = [_digest(each.fingerprint() for each in self.plans)]
         parts += [fingerprint_of_ticks(each) for each in self.ticks]
         parts += [] if self.is_dealt() else [repr(self.members)]
+        parts += [] if self.strategy is None else [f"{self.strategy} {self.num_microbatches} {self.members}"]
         return parts[0] if len(parts) == 1 else _digest(parts)
 
 
@@ -220,14 +279,18 @@ def text(step: StepPlan) -> str:
 
 
 def _lines(step: StepPlan) -> Iterator[str]:
-    yield f"step {step.fingerprint()}, {len(step.members)} microbatches"
-    for m, (seqs, of) in enumerate(zip(step.members, step.plans_of, strict=True)):
-        for n, at in enumerate(of):
-            plan = step.plans[at]
-            numbers = " ".join(f"s{seq}" for seq in seqs[n])
-            yield f"microbatch {m}.{n} {plan.planner} {plan.fingerprint()} {plan.num_tokens} tokens: {numbers}".rstrip(
-                ": "
-            )
+    under = "" if step.strategy is None else f", {step.strategy}"
+    yield f"step {step.fingerprint()}, {len(step.members)} microbatches{under}"
+    plans_of = step.plans_of
+    for p, microbatches in enumerate(step.pipelines):
+        if step.strategy is not None:
+            yield f"pipeline {p} {step.strategy.pipelines[p]}, {len(microbatches)} microbatches"
+        for number, m in enumerate(microbatches):
+            for n, at in enumerate(plans_of[m]):
+                plan = step.plans[at]
+                numbers = " ".join(f"s{seq}" for seq in step.members[m][n])
+                what = f"{plan.planner} {plan.fingerprint()} {plan.num_tokens} tokens"
+                yield f"microbatch {number}.{n} {what}: {numbers}".rstrip(": ")
     for n, ticks in enumerate(step.ticks):
         for at, each in enumerate(ticks):
             cells = " ".join("-" if cell is None else f"m{cell.microbatch}.c{cell.chunk}" for cell in each.tick.cells)
@@ -251,7 +314,12 @@ def to_json(step: StepPlan) -> str:
         ticks.append(f'{{"plans":[{texts}],"ticks":{json.dumps(rows, separators=(",", ":"))}}}')
     members = json.dumps(step.members, separators=(",", ":"))
     of = ",".join(map(plans.to_json, step.plans))
-    return f'{{"format":{json.dumps(FORMAT)},"members":{members},"plans":[{of}],"ticks":[{",".join(ticks)}]}}'
+    strategy = json.dumps(None if step.strategy is None else str(step.strategy))
+    numbers = json.dumps(step.num_microbatches, separators=(",", ":"))
+    return (
+        f'{{"format":{json.dumps(FORMAT)},"strategy":{strategy},"num_microbatches":{numbers},"members":{members},'
+        f'"plans":[{of}],"ticks":[{",".join(ticks)}]}}'
+    )
 
 
 def from_json(source: str) -> StepPlan:
@@ -276,7 +344,11 @@ def from_body(loaded: Any) -> StepPlan:
     try:
         members = tuple(tuple(tuple(int(seq) for seq in seqs) for seqs in microbatch) for microbatch in body["members"])
         return StepPlan(
-            members, tuple(map(plans.from_body, body["plans"])), tuple(map(_ticks_from_body, body["ticks"]))
+            members,
+            tuple(map(plans.from_body, body["plans"])),
+            tuple(map(_ticks_from_body, body["ticks"])),
+            None if body["strategy"] is None else Strategy.parse(str(body["strategy"])),
+            tuple(map(int, body["num_microbatches"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"damaged plan of a step: {type(error).__name__}: {error}") from None

@@ -319,6 +319,46 @@ def check_joint_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"pipeline stages cannot attend together: {'; '.join(reasons)}; or set 'pipeline: stages'")
 
 
+PIPELINE_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda args: args.virtual_pipeline_model_parallel_size is not None,
+        "interleaved model chunks (--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank) "
+        "take microbatches in groups of the pipeline's size, and a pipeline runs any number of its own; leave them out",
+    ),
+    (
+        lambda args: args.num_experts is not None and _experts_of_several(args),
+        "--expert-model-parallel-size shares experts between replicas, which would have to meet in every layer of "
+        "every microbatch, and each runs a number of its own; choose ranks of experts x expert tensor parallelism that "
+        "divide those of tensor x context parallelism",
+    ),
+    (
+        _balances_by("global_aux_loss"),
+        "--moe-router-load-balancing-type global_aux_loss counts over all replicas in every microbatch, and each runs "
+        "a number of its own; use aux_loss",
+    ),
+)
+"""Flags that cannot work where every replica is a pipeline with microbatches of its own."""
+
+
+def _experts_of_several(args: Any) -> bool:
+    """Whether the ranks that share a layer's experts belong to several replicas."""
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return bool(
+        args.tensor_model_parallel_size * args.context_parallel_size % (tensor * args.expert_model_parallel_size)
+    )
+
+
+def check_pipeline_arguments(args: argparse.Namespace, planner: str) -> None:
+    """Reject arguments under which replicas cannot be pipelines with microbatches of their own.
+
+    Raises:
+        ConfigError: names every flag that cannot work.
+    """
+    reasons = [reason for refused, reason in PIPELINE_REFUSALS if refused(args)]
+    if reasons:
+        raise ConfigError(f"planner {planner}: {'; '.join(reasons)}")
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Reject arguments under which a plan cannot run.
 

@@ -169,7 +169,8 @@ def unpack(microbatch: Mapping[str, Tensor]) -> Sequences:
     if (held[:, 0] & (position_ids[:, 0] != 0)).any():
         raise DataError("a sample does not open with position 0: its batch was not made by the document data set")
     starts = torch.nonzero(opens).flatten().tolist()
-    lengths = tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
+    ends = [*starts[1:], len(positions)][: len(starts)]  # a sample may be padding alone
+    lengths = tuple(stop - start for start, stop in zip(starts, ends, strict=True))
     columns = [microbatch["tokens"][held], microbatch["labels"][held], to_bits(microbatch["loss_mask"][held])]
     return Sequences(torch.stack(columns, dim=1), lengths)
 

@@ -74,35 +74,35 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             mine = []  # another rank of this replica read the same samples
         shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device)
         planned = planner.plan(shared.lengths)
-        check_number(len(planned.plans_of), num_microbatches)
+        own = own_plans_of(planned, pool, num_microbatches)
         recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
         mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
-        exchange = TokenExchange(apart, planned.plans, pool)
+        exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
         rows = exchange.to_ranks(mine, NUM_COLUMNS, parallel, device)
 
         def local(index: int) -> LocalMicrobatch:
             """This rank's rows of a microbatch, put together when the schedule asks for it."""
-            own = [assemble(rows[at], exchange.layouts[at], job.row_multiple) for at in planned.plans_of[index]]
-            return interleave(own, job.row_multiple)
+            parts = [assemble(rows[at], exchange.layouts[at], job.row_multiple) for at in own[index]]
+            return interleave(parts, job.row_multiple)
 
         if not forward_only:
             _count_flops(apart, pool.readers[pool.replica])
         chunks = model if isinstance(model, list) else [model]
         shapes = StageShapes.of_step(
-            [[exchange.counts[at] for at in of] for of in planned.plans_of],
+            [[exchange.counts[at] for at in of] for of in own],
             job.row_multiple,
             get_model_config(chunks[0]),
         )
         if planned.ticks:
             return _run_ticks(job, planned, shared, local, shapes, model, forward_only=forward_only, **kwargs)
         kwargs |= _planned_transfers(pool, shapes, chunks, kwargs)
-        microbatches = Microbatches(job, planned, local, forward_only=forward_only)
+        microbatches = Microbatches(job, planned, local, own, forward_only=forward_only)
         of_chunks = [microbatches.of_chunk() for _ in chunks]
         result = inner(
             forward_step_func=forward_step,
             data_iterator=of_chunks if len(of_chunks) > 1 else of_chunks[0],
             model=model,
-            num_microbatches=num_microbatches,
+            num_microbatches=len(own),
             forward_only=forward_only,
             **kwargs,
         )
@@ -111,6 +111,18 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return schedule
+
+
+def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:
+    """By microbatch that this rank runs, its plans; pipelines side by side have as many as each needs.
+
+    Raises:
+        ConfigError: as `check_number`, where all ranks share every microbatch.
+    """
+    own = planned.own_plans_of(pool.pipeline)
+    if planned.step.strategy is None:
+        check_number(len(own), num_microbatches)
+    return own
 
 
 def check_number(planned: int, num_microbatches: int) -> None:
@@ -179,32 +191,42 @@ def _run_ticks(
 
 
 class Microbatches:
-    """The step's microbatches, shared by the model chunks of this rank.
+    """The step's microbatches that this rank's pipeline runs, shared by the model chunks of the rank.
 
     Each is bound when the schedule first asks for it.
     """
 
-    def __init__(self, job: session.Session, planned: PlannedStep, local: MakeLocal, *, forward_only: bool) -> None:
-        """Take the plans; `local` makes this rank's rows of a microbatch."""
-        self._binder = job.binder(job.pool.groups)
+    def __init__(
+        self,
+        job: session.Session,
+        planned: PlannedStep,
+        local: MakeLocal,
+        own: Sequence[range],
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Take the plans, `own` by microbatch; `local` makes this rank's rows of a microbatch."""
+        self._binder = job.binder(job.pool.attention)
+        self._pipeline = job.pool.pipeline
         # Evaluation keeps nothing for a backward that does not come.
         self.decision = None if forward_only else job.keeping().decide(planned)
         self._phases: tuple[PhaseName, ...] = ("forward",) if forward_only else BOTH_PHASES
         self._planned = planned
+        self._own = own
         self._local = local
         self._bound: dict[int, PlannedMicrobatch] = {}
         self._chunks = 0
-        self._asked = [0] * len(planned.plans_of)
+        self._asked = [0] * len(own)
         self.counters: list[Counters] = []
         if not forward_only:  # of a step that was expected and did not come
             job.bind_ahead.forget_all_but(
                 self._binder.key(planned.plans[at], policy, nano_batch, self._phases)
-                for own in planned.plans_of
-                for nano_batch, at in enumerate(own)
+                for of in own
+                for nano_batch, at in enumerate(of)
                 for policy in policies_of(self.decision)
             )
-        for own in planned.plans_of[1:]:
-            self._expect(planned.plans, own)
+        for of in own[1:]:
+            self._expect(planned.plans, of)
 
     def trained(self, job: session.Session, shared: PoolLengths, plans: StepPlans) -> None:
         """Log the training step that ran; then look up the first microbatch of the next one.
@@ -217,7 +239,8 @@ class Microbatches:
     def expect_next(self, coming: StepPlan | None) -> None:
         """Say that a step with this plan is likely to come next, with the decision of this one."""
         if coming is not None and not coming.ticks:
-            self._expect(coming.plans, coming.plans_of[0])
+            first = coming.pipelines[self._pipeline].start
+            self._expect(coming.plans, coming.plans_of[first])
 
     def _expect(self, plans: Sequence[MicrobatchPlan], which: Sequence[int]) -> None:
         for nano_batch, at in enumerate(which):
@@ -236,11 +259,10 @@ class Microbatches:
         return self._bound.pop(index) if self._asked[index] == self._chunks else self._bound[index]
 
     def _bind(self, index: int) -> PlannedMicrobatch:
-        own = self._planned.plans_of[index]
         plans = self._planned.plans
         bounds = [
             bind_layers(self._binder, plans[at], self.decision, nano_batch, self._phases)
-            for nano_batch, at in enumerate(own)
+            for nano_batch, at in enumerate(self._own[index])
         ]
         self.counters += [bound.counters for layers in bounds for bound in layers.bounds]
         return planned_microbatch(self._local(index), bounds)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from megatron.core import mpu, parallel_state
 
 from megatron_balance.training import pool
-from megatron_balance.training.pool import Membership, Pool, TensorParallel
+from megatron_balance.training.pool import Attends, Membership, Pool, TensorParallel
 
 
 def make_pool(
     ranks_per_node: int | None,
     sms: Mapping[str, int] | None = None,
     *,
-    joint: bool = False,
+    attends: Attends = "pool",
     safe: bool = False,
     timeout: timedelta,
 ) -> Pool:
@@ -40,10 +40,10 @@ def make_pool(
         stage=mpu.get_pipeline_model_parallel_rank(),
         stages=tuple(dist.get_process_group_ranks(stages)),
     )
-    found = pool.make_pool(mine, ranks_per_node, sms, joint=joint, safe=safe, timeout=timeout)
+    found = pool.make_pool(mine, ranks_per_node, sms, attends=attends, safe=safe, timeout=timeout)
     state: Any = parallel_state
     known: list[dist.ProcessGroup | None] = state._global_process_group_list
-    own = [*found.groups.process_groups(), *found.joint.process_groups()]
+    own = [group for groups in (found.groups, found.joint, found.attention) for group in groups.process_groups()]
     known += [group for group in dict.fromkeys(own) if group not in known]
     return found
 

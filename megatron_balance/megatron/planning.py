@@ -7,6 +7,7 @@ import dataclasses
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.megatron.job import PlannedJob
 from megatron_balance.megatron.own_scheduler import by_own_scheduler
 from megatron_balance.planning.ahead import PlanAhead
@@ -54,7 +55,15 @@ def plan_spec(job: PlannedJob, *, joint: bool) -> PlanSpec:
     layers = dataclasses.replace(choice.layers, align=job.row_multiple)
     table = None if job.config.plan_costs is None else str(job.config.plan_costs.resolve())
     pipeline = Pipeline(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
-    return PlanSpec(choice.name, job.cluster(), job.model(), layers, options, table, pipeline, job.ping_pong)
+    strategy = layout_of(job) if choice.planner.pipelines else None
+    return PlanSpec(choice.name, job.cluster(), job.model(), layers, options, table, pipeline, job.ping_pong, strategy)
+
+
+def layout_of(job: PlannedJob) -> str:
+    """The strategy of the command line: a pipeline for each data-parallel replica, all alike."""
+    args = job.args
+    scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    return str(Strategy((scheme,) * job.pool.num_replicas))
 
 
 def samples(job: PlannedJob) -> Samples:

@@ -22,7 +22,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.megatron import carry, core_attention, machine, memory, ping_pong, rope
-from megatron_balance.megatron.arguments import check_joint_arguments, row_multiple
+from megatron_balance.megatron.arguments import check_joint_arguments, check_pipeline_arguments, row_multiple
 from megatron_balance.megatron.data import DocumentDataset
 from megatron_balance.megatron.groups import make_pool
 from megatron_balance.megatron.log import log_target
@@ -57,6 +57,8 @@ class Session:
         self.te_patched = te_patched
         self.joint = attends_jointly(args, config)
         """Whether all pipeline stages attend together, tick by tick."""
+        self.pipelines = runs_pipelines(args, config)
+        """Whether every data-parallel replica is a pipeline with microbatches of its own."""
         self.ping_pong = ping_pong.wanted(args, config)
         """Whether microbatches run as two nano-batches."""
         self.steps = StepLog(log_target(args, config))
@@ -92,7 +94,7 @@ class Session:
         self._pool = make_pool(
             cluster.ranks_per_node if cluster is not None else None,
             communication.sms,
-            joint=self.joint,
+            attends="joint" if self.joint else "replica" if self.pipelines else "pool",
             safe=communication.safe,
             timeout=timedelta(minutes=self.args.distributed_timeout_minutes),
         )
@@ -260,6 +262,18 @@ def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
     if not choice.attends_jointly(config.planner, config.pipeline, "'pipeline: stages'"):
         return False
     check_joint_arguments(args)
+    return True
+
+
+def runs_pipelines(args: argparse.Namespace, config: Run) -> bool:
+    """Whether every data-parallel replica is a pipeline with microbatches of its own.
+
+    Raises:
+        ConfigError: it shall be, and a flag does not allow it.
+    """
+    if config.planner is None or not config.planner.planner.pipelines:
+        return False
+    check_pipeline_arguments(args, config.planner.name)
     return True
 
 

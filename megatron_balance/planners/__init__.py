@@ -13,6 +13,7 @@ from megatron_balance.planners import (
     distca,
     flexsp,
     hybrid_dp,
+    hydraulis,
     knapformer,
     llama_all_gather,
     megatron_dynamic,
@@ -79,6 +80,14 @@ PLANNERS: dict[str, Planner] = {
         tune=tuning.tune,
         room=slack,
         left_out="it moves sequences between microbatches; inside one it is the planner named by its option within",
+    ),
+    "hydraulis": Planner(
+        None,
+        hydraulis.HydraulisOptions,
+        plan_step=hydraulis.plan_step,
+        pipelines=True,
+        takes_waiting=True,
+        left_out="it deals sequences to pipelines; inside a microbatch it is the planner named by its option within",
     ),
     "zeppelin": Planner(
         zeppelin.plan,

@@ -22,6 +22,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.rows import Rows
 from megatron_balance.ir.step import Carry, Lengths, StepPlan
+from megatron_balance.ir.strategy import Strategy
 
 NO_LAYERS = Layers()
 
@@ -95,6 +96,9 @@ class StepContext:
     what waits goes first."""
     forward_only: bool = False
     """Whether the step has no backward pass: evaluation."""
+    strategy: Strategy | None = None
+    """Layout of a training job whose replicas are pipelines (`Planner.pipelines`): the only strategy
+    there is. `cluster` has a rank for each of its tensor-parallel groups of one stage."""
     options: Any = None
     """Of the planner that is asked, as its own dataclass."""
     layers: Layers = NO_LAYERS
@@ -185,6 +189,9 @@ class Planner:
     carry without a state); planners of microbatches need not care (`planning.waiting`)."""
     tune: Callable[[Sequence[Lengths], StepContext, Tuning], tuple[Trial, ...]] | None = None
     """Choose options from a sample of steps, and show what was weighed."""
+    pipelines: bool = False
+    """Whether each replica of a training job is a pipeline with microbatches of its own, in number and
+    length, and attends for itself; else all replicas share every microbatch."""
     num_holders: Callable[[Cluster, Any], int] | None = None
     """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
     some."""

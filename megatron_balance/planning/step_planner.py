@@ -12,6 +12,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, StepPlan
+from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import JointStages, StepContext
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, planning_cost
 
@@ -41,6 +42,8 @@ class PlanSpec:
     plan_costs: str | None = None
     pipeline: Pipeline | None = None
     ping_pong: bool = False
+    strategy: str | None = None
+    """Text of the job's layout, where its replicas are pipelines."""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -88,6 +91,7 @@ class StepPlanner:
             joint=joint,
             ping_pong=spec.ping_pong,
             own_microbatches=False,
+            strategy=None if spec.strategy is None else Strategy.parse(spec.strategy),
         )
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
 

@@ -75,8 +75,13 @@ class _Layer:
     call: Call
 
 
-def simulate_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAIN) -> Step:
+def simulate_step(
+    plans: Sequence[Microbatch], machine: Machine, setup: Setup = PLAIN, sharing: Machine | None = None
+) -> Step:
     """Simulate the step whose microbatches have these plans, in order.
+
+    `sharing`: all ranks that hold the parameters of a stage, and so sum gradients and share the
+    optimizer; None: those of `machine`.
 
     Raises:
         ConfigError: no microbatches, or one planned for other ranks; layers or microbatches that
@@ -84,12 +89,12 @@ def simulate_step(plans: Sequence[Microbatch], machine: Machine, setup: Setup = 
     """
     if not plans:
         raise ConfigError("a step needs at least one microbatch")
-    return _Run(plans, machine, setup).step()
+    return _Run(plans, machine, setup, Around(sharing or machine, setup)).step()
 
 
 class _Run:
-    def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup) -> None:
-        self.plans, self.machine, self.setup, self.around = plans, machine, setup, Around(machine, setup)
+    def __init__(self, plans: Sequence[Microbatch], machine: Machine, setup: Setup, around: Around) -> None:
+        self.plans, self.machine, self.setup, self.around = plans, machine, setup, around
         self.chunks = setup.pipeline * setup.interleave
         self.layers_per_chunk, rest = divmod(machine.model.num_layers, self.chunks)
         if rest:

@@ -50,13 +50,17 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
     """
     cost = job.cost
     each = [plan_statistics(plan, job.model, cost.cluster.ranks_per_nic) for plan in planned.plans]
-    tokens = np.array([f["tokens_per_rank"] for f in each], dtype=np.float64)
-    pairs = np.array([f["attention_pairs_per_rank"] for f in each], dtype=np.float64)
+    tokens = [np.array(f["tokens_per_rank"], dtype=np.float64) for f in each]
+    pairs = [np.array(f["attention_pairs_per_rank"], dtype=np.float64) for f in each]
     seconds = [
         max(cost.attention_s(p) + cost.linear_s(t) for p, t in zip(ps, ts, strict=True))
         for ps, ts in zip(pairs, tokens, strict=True)
     ]
-    buffers = job.pool.joint.buffers
+    pipelines = [
+        list(chain.from_iterable(planned.own_plans_of(pipeline))) for pipeline in range(len(planned.step.pipelines))
+    ]
+    share = 1 / len(pipelines)  # of the pool's ranks that a plan is over
+    buffers = (job.pool.joint if job.pool.replica_groups is None else job.pool.attention).buffers
     record: Json = {
         "planner": planned.planner or planned.plans[0].planner,
         # Of every nano-batch, where its planner says why the plan is what it is.
@@ -64,22 +68,31 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
         "num_sequences": sum(f["num_sequences"] for f in each),
         "num_tokens": sum(f["num_tokens"] for f in each),
         "num_microbatches": len(planned.step.members),
+        # By pipeline, where a step has several.
+        "pipelines": list(planned.step.num_microbatches),
         **_account(planned, shared),
         "imbalance_before": imbalance_before(shared, job.pool),
-        "imbalance_after": {"tokens": imbalance_after(tokens), "attention": imbalance_after(pairs)},
-        "kv_tokens_received": float(sum(np.mean(f["kv_tokens_received_per_rank"]) for f in each)),
-        "kv_tokens_received_inter_node": float(sum(np.mean(f["kv_tokens_received_inter_node_per_rank"]) for f in each)),
+        "imbalance_after": {
+            name: imbalance_after(*(np.array([loads[at] for at in own]) for own in pipelines))
+            for name, loads in (("tokens", tokens), ("attention", pairs))
+        },
+        "kv_tokens_received": share * sum(float(np.mean(f["kv_tokens_received_per_rank"])) for f in each),
+        "kv_tokens_received_inter_node": share
+        * sum(float(np.mean(f["kv_tokens_received_inter_node_per_rank"])) for f in each),
         "zones": _zones(planned.plans),
         "remapped_tokens": sum(f["remap"]["tokens_moved"] for f in each),
         "remapped_tokens_inter_node": sum(f["remap"]["tokens_moved_inter_node"] for f in each),
         "routed_transfers": sum(f["routed_transfers"] for f in each),
-        "bytes_sent_per_nic": np.sum([f["bytes_sent_per_nic"] for f in each], axis=0).tolist(),
-        "bytes_received_per_nic": np.sum([f["bytes_received_per_nic"] for f in each], axis=0).tolist(),
+        **{name: _by_nic(name, each, pipelines) for name in ("bytes_sent_per_nic", "bytes_received_per_nic")},
         # Memory that this rank's attention calls share: the most in use at once so far, and what is
         # set aside for it.
         "buffer_bytes": {"peak": buffers.peak_bytes, "held": buffers.held_bytes},
         # Compute only: neither transfers nor what surrounds the layers.
-        "predicted_ms": 1e3 * _through_stages([sum(seconds[i] for i in own) for own in planned.plans_of], job),
+        "predicted_ms": 1e3
+        * max(
+            _through_stages([sum(seconds[i] for i in of) for of in planned.own_plans_of(pipeline)], job)
+            for pipeline in range(len(pipelines))
+        ),
     }
     if planned.ticks:
         ticks = tick_figures(planned.ticks, job.model, cost, job.num_chunks)
@@ -144,13 +157,23 @@ def imbalance_before(shared: PoolLengths, pool: Pool) -> dict[str, float]:
     return {"tokens": _max_over_mean(tokens[readers]), "attention": _max_over_mean(pairs[readers])}
 
 
-def imbalance_after(loads: Floats) -> float:
-    """Imbalance of loads [M, R] of ranks that exchange in every microbatch.
+def imbalance_after(*pipelines: Floats) -> float:
+    """Imbalance of loads [M, R] of ranks that exchange in every microbatch, by pipeline.
 
-    Sum of the largest loads over sum of the mean loads.
+    The largest sum over a pipeline's microbatches of their largest loads, over the mean load of all
+    ranks; pipelines meet once a step.
     """
-    mean = loads.mean(axis=1).sum()
-    return float(loads.max(axis=1).sum() / mean) if mean else 1.0
+    mean = sum(float(loads.sum()) for loads in pipelines) / sum(loads.shape[1] for loads in pipelines)
+    return max(float(loads.max(axis=1).sum()) for loads in pipelines) / mean if mean else 1.0
+
+
+def _by_nic(name: str, each: Sequence[Json], pipelines: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Bytes [nodes][NICs of a node] of a step, summed over its plans.
+
+    A pipeline on several nodes has them to itself; those that share a node send nothing between nodes.
+    """
+    summed = [np.sum([each[at][name] for at in own], axis=0) for own in pipelines]
+    return np.concatenate(summed).tolist() if len(summed[0]) > 1 else summed[0].tolist()
 
 
 def _max_over_mean(loads: Floats) -> float:

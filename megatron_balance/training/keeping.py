@@ -116,8 +116,12 @@ class Keeping:
             for stage in self._layers.stages
         ]
         microbatches = [microbatch_bytes([planned.plans[at] for at in own], model) for own in planned.plans_of]
+        # One decision for all pipelines: each stage of each of them runs its own microbatches alone.
+        each = [microbatches[own.start : own.stop] for own in planned.step.pipelines]
         decision = decide(
-            [step_bytes(microbatches, model, stage) for stage in stages], self._asked, self._agreed.memory_bytes
+            [step_bytes(of_pipeline, model, stage) for of_pipeline in each for stage in stages],
+            self._asked,
+            self._agreed.memory_bytes,
         )
         self._tell(decision)
         check_fits(decision, microbatches, model, stages)

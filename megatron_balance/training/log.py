@@ -116,7 +116,7 @@ class StepLog:
             return
         step_s = time.perf_counter() - begun
         reduced = _number(loss)
-        counted = _table(ran.counters)[None]
+        counted = _sums(ran.counters)[None]
         if self._target.folder is not None:
             counted, reduced = self._gather(ran.counters), self._from_last_stage(reduced)
         writers = self._target.writers(step)
@@ -158,13 +158,13 @@ class StepLog:
             self._failed_writers += 1
 
     def _gather(self, counters: tuple[Counters, ...]) -> Ints:
-        """Counters of all ranks of the joint pool [R, M, counters]."""
+        """Counters of all ranks of the joint pool [R, counters]."""
         assert self._job is not None
         job, device = self._job
         joint = job.pool.joint
         if joint.size == 1:
-            return _table(counters)[None]
-        own = torch.from_numpy(_table(counters)).to(device)
+            return _sums(counters)[None]
+        own = torch.from_numpy(_sums(counters)).to(device)
         everyone = own.new_empty(joint.size, *own.shape)
         dist.all_gather(list(everyone.unbind()), own, group=joint.pool)
         return everyone.cpu().numpy()
@@ -184,19 +184,15 @@ class StepLog:
 _COUNTERS = tuple(field.name for field in fields(Counters))
 
 
-def _table(counters: Sequence[Counters]) -> Ints:
-    """Counters of one rank [M, counters] int64."""
-    return np.array([[getattr(c, name) for name in _COUNTERS] for c in counters], dtype=np.int64).reshape(
-        -1, len(_COUNTERS)
-    )
-
-
-def _counted(table: Ints) -> Json:
-    """Counters of the ranks [R, M, counters] as the record has them.
-
-    The step's sums by rank, and the mean of kernel calls.
+def _sums(counters: Sequence[Counters]) -> Ints:
+    """Counters of one rank [counters] int64, summed over its microbatches; pipelines differ in their
+    number.
     """
-    sums = table.sum(axis=1)
+    return np.array([sum(getattr(c, name) for c in counters) for name in _COUNTERS], dtype=np.int64)
+
+
+def _counted(sums: Ints) -> Json:
+    """Counters of the ranks [R, counters] as the record has them, and the mean of kernel calls."""
     kernel_calls = sums[:, _COUNTERS.index("kernel_calls")]
     return {
         "kernel_calls": float(kernel_calls.mean()),

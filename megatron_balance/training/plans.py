@@ -64,6 +64,11 @@ class PlannedStep:
         """By microbatch, which of `plans` are its nano-batches'."""
         return self.step.plans_of
 
+    def own_plans_of(self, pipeline: int) -> tuple[range, ...]:
+        """By microbatch of a pipeline, which of `plans` are its nano-batches'."""
+        own = self.step.pipelines[pipeline]
+        return self.step.plans_of[own.start : own.stop]
+
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits of every decision, what is carried included."""

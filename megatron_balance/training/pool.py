@@ -3,6 +3,9 @@
 With pipeline stages every stage has its own pool. The pools of all stages at one tensor-parallel
 coordinate form a joint pool, stage by stage: they compute the same microbatches, so what is read
 and planned is shared over it.
+
+Under a planner whose replicas are pipelines (docs/adr/0023) the ranks of a pool read and plan
+together, and attend replica by replica: each has its own groups and its own microbatches.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 import torch.distributed as dist
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.runtime.groups import Groups, make_groups
+
+Attends: TypeAlias = Literal["pool", "joint", "replica"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,25 @@ class Pool:
     """Groups of the joint pool; None: there is one stage."""
     joint_ranks_per_node: int = 0
     """Ranks of the joint pool on a node; 0: they are spread unevenly or not node by node."""
+    replica_groups: Groups | None = None
+    """Groups of this rank's replica, where every replica is a pipeline that attends for itself;
+    None: the whole pool attends together."""
+
+    @property
+    def attention(self) -> Groups:
+        """The ranks of this stage that attend together."""
+        return self.groups if self.replica_groups is None else self.replica_groups
+
+    @property
+    def pipeline(self) -> int:
+        """The pipeline of a step's plan that this rank runs."""
+        return 0 if self.replica_groups is None else self.replica
+
+    def ranks_of(self, pipeline: int) -> tuple[int, ...]:
+        """Pool ranks of a pipeline's stage, as its plans number them."""
+        if self.replica_groups is None:
+            return tuple(range(self.size))
+        return tuple(rank for rank, replica in enumerate(self.replicas) if replica == pipeline)
 
     @property
     def joint(self) -> Groups:
@@ -116,7 +140,7 @@ def make_pool(
     ranks_per_node: int | None = None,
     sms: Mapping[str, int] | None = None,
     *,
-    joint: bool = False,
+    attends: Attends = "pool",
     safe: bool = False,
     timeout: timedelta | None = None,
 ) -> Pool:
@@ -129,8 +153,8 @@ def make_pool(
         ranks_per_node: ranks of the job on a node, numbered node by node; None: nodes are told
             apart by host name.
         sms: as for `make_groups`.
-        joint: attention runs over the joint pools, which then have the groups and streams that it
-            takes; else over each stage's pool.
+        attends: the ranks that attention runs over, which then have the groups and streams that it
+            takes: each stage's pool, the joint pools, or each replica's ranks of a pool.
         safe: as for `make_groups`.
         timeout: of every group; default torch's.
 
@@ -157,8 +181,24 @@ def make_pool(
     replicas = tuple(everyone[rank].replica for rank in mine.pool)
     first = {everyone[rank].replica: at for at, rank in enumerate(mine.pool) if everyone[rank].reads}
     readers = tuple(first[replica] for replica in sorted(first))
+    replica_groups = None
+    if attends == "replica":
+        parts = [tuple(r for r in pool if everyone[r].replica == each) for pool in pools for each in sorted(first)]
+        sizes = {node_size([nodes[rank] for rank in part], part) for part in parts}
+        assert len(sizes) == 1, f"replicas of one size lie on nodes of one size, got {sizes}"
+        replica_groups = make_groups(parts, sizes.pop(), timeout=timeout, sms=sms, safe=safe)
+
+    def make(pools: Sequence[tuple[int, ...]]) -> Groups:
+        """The groups of the pools: for all that attention takes, unless it runs replica by replica."""
+        return (
+            _plain_groups(pools, timeout)
+            if attends == "replica"
+            else make_groups(pools, size, timeout=timeout, sms=sms, safe=safe)
+        )
+
     if len(mine.stages) <= 1:
-        return Pool(make_groups(pools, size, timeout=timeout, sms=sms, safe=safe), size, replicas, readers)
+        groups = make(pools)
+        return Pool(groups, size, replicas, readers, replica_groups=replica_groups)
     joints = sorted(
         {
             tuple(rank for stage in zip(*(everyone[r].stages for r in pool), strict=True) for rank in stage)
@@ -166,13 +206,13 @@ def make_pool(
         }
     )
     joint_size = _common_node_size(joints, nodes)
-    if joint:
+    if attends == "joint":
         groups = _plain_groups(pools, timeout)
         joint_groups = make_groups(joints, joint_size, timeout=timeout, sms=sms, safe=safe)
     else:
-        groups = make_groups(pools, size, timeout=timeout, sms=sms, safe=safe)
+        groups = make(pools)
         joint_groups = _plain_groups(joints, timeout)
-    return Pool(groups, size, replicas, readers, mine.stage, len(mine.stages), joint_groups, joint_size)
+    return Pool(groups, size, replicas, readers, mine.stage, len(mine.stages), joint_groups, joint_size, replica_groups)
 
 
 def _plain_groups(pools: Sequence[tuple[int, ...]], timeout: timedelta | None) -> Groups:

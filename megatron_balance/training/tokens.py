@@ -41,13 +41,29 @@ class _Routes(NamedTuple):
 class TokenExchange:
     """The rows of a step on their way through the pool: there (`to_ranks`) and back (`to_readers`)."""
 
-    def __init__(self, shared: PoolLengths, plans: Sequence[MicrobatchPlan], pool: Pool) -> None:
-        """Look up the layouts of this rank. `shared`: a microbatch for each of `plans`."""
+    def __init__(
+        self,
+        shared: PoolLengths,
+        plans: Sequence[MicrobatchPlan],
+        pool: Pool,
+        pipelines: Sequence[int] | None = None,
+    ) -> None:
+        """Look up the layouts of this rank.
+
+        `shared`: a microbatch for each of `plans`. `pipelines`: by plan, whose ranks of the pool it
+        is over (`Pool.ranks_of`); None: the whole pool's.
+        """
         self._shared = shared
         self._plans = plans
         self._pool = pool
-        self.layouts: list[Ints] = [layout(plan, pool.rank) for plan in plans]
-        """By microbatch: rows (seq, start, stop) of this rank, in order."""
+        ranks = {pipeline: pool.ranks_of(pipeline) for pipeline in set(pipelines or (pool.pipeline,))}
+        self._ranks = [ranks[each] for each in (pipelines or (pool.pipeline,) * len(plans))]
+        """By microbatch: the pool rank of each rank of its plan."""
+        self.layouts: list[Ints] = [
+            layout(plan, ranks.index(pool.rank)) if pool.rank in ranks else np.empty((0, Fragment.WIDTH), np.int64)
+            for plan, ranks in zip(plans, self._ranks, strict=True)
+        ]
+        """By microbatch: rows (seq, start, stop) of this rank, in order. None of another pipeline."""
         self.counts = [int((rows[:, Fragment.STOP] - rows[:, Fragment.START]).sum()) for rows in self.layouts]
         """By microbatch: tokens of this rank."""
         self._known: _Routes | None = None
@@ -137,13 +153,14 @@ class TokenExchange:
             return [0] * size, np.empty(0, dtype=np.int64)
         counts = np.zeros(size, dtype=np.int64)
         read, destinations = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for plan, owners, start in zip(self._plans, shared.owners, _starts(shared, rank), strict=True):
+        starts = _starts(shared, rank)
+        for plan, ranks, owners, start in zip(self._plans, self._ranks, shared.owners, starts, strict=True):
             rows = layouts(plan)
             rows = rows[owners[rows[:, Placed.SEQ]] == rank]
             first = start[rows[:, Placed.SEQ]]
             row, tokens = ranges(first + rows[:, Placed.START], first + rows[:, Placed.STOP])
             read.append(tokens)
-            destinations.append(rows[row, Placed.RANK])
+            destinations.append(np.array(ranks, dtype=np.int64)[rows[row, Placed.RANK]])
             counts += np.bincount(destinations[-1], minlength=size)
         order = np.argsort(np.concatenate(destinations), kind="stable")
         return counts.tolist(), np.concatenate(read)[order]

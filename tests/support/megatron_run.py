@@ -54,8 +54,9 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
-Entry = Literal["pretrain_gpt", "counted", "launch", "plain"]
-"""Our own entry; the same, with transfers between stages counted; the launcher (argv[0] is the
+Entry = Literal["pretrain_gpt", "counted", "gaps", "launch", "plain"]
+"""Our own entry; the same, with transfers between stages counted, or with samples without documents
+and gradients written (`pipeline_runs`); the launcher (argv[0] is the
 script); the script alone, on the CPU but without balance.
 """
 
@@ -284,6 +285,10 @@ def _enter(job: Job) -> int:
         code = entry.run(pretrain_gpt.main)
         sys.stdout.write(f"{counts.line()}\n")
         return code
+    if job.entry == "gaps":
+        from tests.support import pipeline_runs
+
+        pipeline_runs.install(Path(job.logs), int(os.environ["RANK"]))
     return entry.run(launch.main if job.entry == "launch" else pretrain_gpt.main)
 
 

@@ -23,3 +23,8 @@ def test_imbalance_before_is_that_of_replicas_over_the_step() -> None:
 def test_imbalance_after_counts_every_microbatch_by_its_slowest_rank() -> None:
     assert imbalance_after(np.array([[1.0, 3.0], [3.0, 1.0]])) == 1.5
     assert imbalance_after(np.zeros((1, 2))) == 1.0
+
+
+def test_imbalance_of_pipelines_counts_each_by_its_own_microbatches_and_they_meet_once_a_step() -> None:
+    assert imbalance_after(np.array([[2.0, 2.0]]), np.array([[1.0, 1.0], [1.0, 1.0]])) == 1.0
+    assert imbalance_after(np.array([[3.0, 1.0]]), np.array([[1.0, 3.0], [3.0, 1.0]])) == 2.0

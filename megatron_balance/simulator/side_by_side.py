@@ -1,0 +1,77 @@
+"""A step of pipelines side by side, on clocks (docs/adr/0023): each runs its own microbatches, and
+they meet where gradients are summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_balance.cost.moved import on_cluster
+from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.step import StepPlan
+from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.simulator.machine import Machine
+from megatron_balance.simulator.setup import Microbatch, Setup
+from megatron_balance.simulator.step import Step, simulate_step
+
+MEETING = ("gradient_sync", "optimizer")
+"""Phases in which all pipelines take part."""
+
+
+def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: Setup) -> Step:
+    """The step of a strategy's pipelines on a machine whose ranks are GPUs.
+
+    Phases are those of the slowest pipeline, and of the slowest one where all meet. `peak_bytes` is
+    by GPU, 0 where the strategy leaves one over.
+
+    Raises:
+        ConfigError: degrees beside those of the strategy; slow ranks; layers that a pipeline cannot
+            be given evenly.
+    """
+    if (setup.pipeline, setup.interleave, setup.experts) != (1, 1, 1) or gpus.slowdown:
+        raise ConfigError(
+            f"strategy {strategy} says the degrees of its pipelines, whose ranks are alike; leave out --pipeline, "
+            "--interleave, --expert-parallel and --slow"
+        )
+    steps = [
+        _simulate(plan.of_pipeline(pipeline), scheme, gpus, setup) for pipeline, scheme in enumerate(strategy.pipelines)
+    ]
+    own_s = [step.step_s - sum(step.phases_s[name] for name in MEETING) for step in steps]
+    slowest = max(range(len(steps)), key=own_s.__getitem__)
+    phases = {**steps[slowest].phases_s, **{name: max(step.phases_s[name] for step in steps) for name in MEETING}}
+    step_s = sum(phases.values())
+    ranks = [scheme.num_ranks for scheme in strategy.pipelines]
+    held = [np.repeat(step.peak_bytes / s.tensor, s.tensor) for step, s in zip(steps, strategy.pipelines, strict=True)]
+    held.append(np.zeros(gpus.num_ranks - strategy.num_ranks))
+    return Step(
+        step_s,
+        sum(step.num_tokens for step in steps),
+        phases,
+        np.concatenate(held),
+        {
+            name: sum(n * each.utilisation[name] * each.step_s for n, each in zip(ranks, steps, strict=True))
+            / (gpus.num_ranks * step_s)
+            for name in steps[0].utilisation
+        },
+        max((step.backward for step in steps), key=lambda each: each.peak_bytes),
+        steps[slowest].bubble_share,
+    )
+
+
+def _simulate(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup) -> Step:
+    """One pipeline's step; all GPUs share what the pipeline holds of the parameters."""
+    wide = wide_ranks(gpus.cluster, scheme.tensor)
+    size = wide.node_size
+    alike = max(scheme.context, wide.num_ranks // scheme.pipeline)
+    alike -= alike % min(alike, size)
+    own = replace(wide, num_ranks=scheme.context, ranks_per_node=min(scheme.context, size))
+    shared = replace(wide, num_ranks=alike, ranks_per_node=min(alike, size))
+    stage, everyone = (
+        Machine(cluster, gpus.model, on_cluster(gpus.cost, cluster, scheme.tensor), host=gpus.host)
+        for cluster in (own, shared)
+    )
+    microbatches: list[Microbatch] = [each[0] if len(each) == 1 else each for each in step.microbatches]
+    return simulate_step(microbatches, stage, replace(setup, pipeline=scheme.pipeline), sharing=everyone)

@@ -1,0 +1,160 @@
+"""Packing of one pipeline's sequences into microbatches (Hydraulis, arXiv 2412.07894, Eq. 1,
+Appendix D): how many, and which sequences go together, so that 1F1B is done first.
+
+For each number V in the range the longest sequences go first, each to the microbatch with the least
+time that has room. V runs from tokens / MaxLen to tokens / UtilLen in whole numbers, upwards until
+one is feasible. Eq. 1's (longest microbatch) * (PP - 1 + V) picks the near-equal best; the clock of
+1F1B decides between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import ceil
+
+from megatron_balance.errors import InfeasibleError
+from megatron_balance.solvers.dispatch import PipelineCost
+
+EFFICIENCY = 0.85
+"""Share of the best tokens per second from which a microbatch counts as full (Appendix D)."""
+NEAR = 1.02
+MOST_TRIED = 24
+FORWARD_SHARE = 1 / 3
+
+Microbatches = tuple[tuple[int, ...], ...]
+
+
+def util_tokens(pipeline: PipelineCost, efficiency: float = EFFICIENCY) -> int:
+    """UtilLen: the least length where T(l) / l comes within 1 / `efficiency` of its best.
+
+    The best is over lengths up to MaxLen. With T = a l^2 + b l + c the quotient is a l + b + c / l.
+    """
+
+    def quotient(length: float) -> float:
+        return pipeline.a * length + pipeline.b + pipeline.c / length
+
+    most = max(pipeline.max_tokens, 1)
+    at = float(most) if pipeline.a == 0 else min(most, max(1.0, (pipeline.c / pipeline.a) ** 0.5))
+    limit = quotient(at) / efficiency
+    low, high = 1, max(1, ceil(at))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if quotient(middle) <= limit else (middle + 1, high)
+    return low
+
+
+def pack(lengths: Sequence[int], pipeline: PipelineCost) -> Microbatches:
+    """The microbatches of one pipeline: positions in `lengths`, none empty, none above `max_tokens`.
+
+    Raises:
+        InfeasibleError: a sequence is longer than `max_tokens`.
+    """
+    if not lengths:
+        return ()
+    longest = max(lengths)
+    if longest > pipeline.max_tokens:
+        raise InfeasibleError(
+            f"a sequence has {longest} tokens, the pipeline's MaxLen is {pipeline.max_tokens}; use a scheme with more "
+            "tensor or context parallelism, or cut the sequence"
+        )
+    order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    tokens = sum(lengths)
+    fewest = max(1, -(-tokens // pipeline.max_tokens))
+    most = max(fewest, min(len(lengths), tokens // util_tokens(pipeline)))
+    best_s, near = float("inf"), list[tuple[float, Microbatches]]()
+    for count in _counts(fewest, most, len(lengths)):
+        if near and count > most:
+            break
+        bins = _fill(lengths, order, pipeline, count)
+        if bins is None:
+            continue
+        value_s = step_bound_s([[lengths[seq] for seq in own] for own in bins], pipeline)
+        near.append((value_s, bins))
+        best_s = min(best_s, value_s)
+    close = [bins for value_s, bins in near if value_s <= best_s * NEAR]
+    return min(close, key=lambda bins: clock_s([[lengths[seq] for seq in own] for own in bins], pipeline))
+
+
+def _counts(fewest: int, most: int, limit: int) -> list[int]:
+    """Numbers of microbatches to try, ascending: all of a small range, else with growing steps; then
+    upwards to one each.
+    """
+    if most - fewest < MOST_TRIED:
+        tried = list(range(fewest, most + 1))
+    else:
+        ratio = (most / fewest) ** (1 / (MOST_TRIED - 1))
+        tried = sorted({min(most, round(fewest * ratio**k)) for k in range(MOST_TRIED)})
+    return [*tried, *range(most + 1, limit + 1)]
+
+
+def _fill(lengths: Sequence[int], order: Sequence[int], pipeline: PipelineCost, count: int) -> Microbatches | None:
+    """`count` microbatches, or None where a sequence finds no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [pipeline.max_tokens] * count
+    heap = [(0.0, number) for number in range(count)]
+    heapify(heap)
+    for seq in order:
+        length = lengths[seq]
+        full: list[tuple[float, int]] = []
+        while heap and room[heap[0][1]] < length:
+            full.append(heappop(heap))
+        if not heap:
+            return None
+        time_s, number = heappop(heap)
+        bins[number].append(seq)
+        room[number] -= length
+        heappush(heap, (time_s + pipeline.sequence_s(length), number))
+        for each in full:
+            heappush(heap, each)
+    return tuple(tuple(sorted(own)) for own in bins if own)
+
+
+def microbatch_s(lengths: Sequence[int], pipeline: PipelineCost) -> float:
+    """Seconds of one stage for one microbatch of these sequences."""
+    return sum(pipeline.sequence_s(length) for length in lengths) + pipeline.c
+
+
+def step_bound_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) -> float:
+    """Eq. 1: all microbatches as slow as the slowest, PP - 1 + V of them."""
+    if not microbatches:
+        return 0.0
+    slowest_s = max(microbatch_s(own, pipeline) for own in microbatches)
+    return slowest_s * (pipeline.stages - 1 + len(microbatches))
+
+
+def clock_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) -> float:
+    """Seconds of 1F1B over `microbatches` (lengths of each), all stages alike, in their order.
+
+    A forward takes a third of a microbatch's time. Agrees with `simulator.pipeline.run`.
+    """
+    times = [microbatch_s(own, pipeline) for own in microbatches]
+    stages, count = pipeline.stages, len(times)
+    if stages == 1 or not count:
+        return sum(times)
+    forward = [[0.0] * count for _ in range(stages)]
+    backward = [[0.0] * count for _ in range(stages)]
+    clock = [0.0] * stages
+    at = [(0, 0)] * stages
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(stages):
+            while sum(at[stage]) < 2 * count:
+                ahead, behind = at[stage]
+                warm = min(stages - stage - 1, count)
+                if ahead < count and ahead - behind <= warm:
+                    ready = forward[stage - 1][ahead] if stage else 0.0
+                    if stage and at[stage - 1][0] <= ahead:
+                        break
+                    clock[stage] = forward[stage][ahead] = max(clock[stage], ready) + times[ahead] * FORWARD_SHARE
+                    at[stage] = (ahead + 1, behind)
+                else:
+                    if stage < stages - 1 and at[stage + 1][1] <= behind:
+                        break
+                    ready = backward[stage + 1][behind] if stage < stages - 1 else forward[stage][behind]
+                    spent = times[behind] * (1 - FORWARD_SHARE)
+                    clock[stage] = backward[stage][behind] = max(clock[stage], ready) + spent
+                    at[stage] = (ahead, behind + 1)
+                moved = True
+    return max(clock)

@@ -1,0 +1,116 @@
+"""Planner hydraulis in training: every replica a pipeline with microbatches of its own."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.arguments import check_pipeline_arguments
+from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
+from tests.megatron.test_parity import SLOW
+from tests.support.pipeline_runs import gradients
+
+pytestmark = pytest.mark.megatron
+
+STEPS = 3
+LENGTHS = (1000, *(60, 90, 40, 70, 110, 30) * 6)
+"""Documents whose seconds are far from even: a replica of a long one has fewer tokens."""
+LONG = {"seq-length": 1024, "max-position-embeddings": 1024}
+FLAGS: dict[str, Any] = {**LONG, "num-layers": 2, "global-batch-size": 8, "train-iters": STEPS}
+CONFIG = {"cluster": {"ranks_per_node": 4, "num_sms": 0, **SLOW}}
+"""No multiprocessors: else a short kernel takes as long as its longest block on one of many."""
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(
+        tmp_path_factory.mktemp("uneven") / "documents", list(itertools.islice(itertools.cycle(LENGTHS), 200))
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(train: Train, uneven: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
+    """Flags to start from one rank's weights, and one rank's run from there."""
+    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {**FLAGS, "data-path": uneven})
+    return flags, train(1, "te_ring", at_once(flags), entry="gaps")
+
+
+def test_pipelines_of_two_stages_train_like_one_rank_with_unequal_microbatches_and_an_empty_pipeline(
+    train: Train, loaded: tuple[dict[str, Any], Run]
+) -> None:
+    """Losses, gradient norms, and gradients of every parameter at every step."""
+    flags, one = loaded
+    parallel = {"pipeline-model-parallel-size": 2, "context-parallel-size": 1}
+    run = train(4, "hydraulis", {**flags, **parallel}, config=CONFIG, entry="gaps")
+    assert_same_training(run, one)
+    numbers = run.column("pipelines")
+    assert any(len(set(each)) > 1 for each in numbers), f"pipelines run as many microbatches as each other: {numbers}"
+    assert run.column("num_sequences")[1] == 1, "the second step has one sequence, and two pipelines"
+    assert numbers[1] == [1, 1]
+    assert_counted(run, [0, 1, 0, 1])  # the ranks of each stage are neighbours
+    for step in range(1, STEPS + 1):
+        theirs = gradients(one.result.logs, step)
+        ours = gradients(run.result.logs, step)
+        assert ours.keys() == theirs.keys()
+        for name, (wanted,) in theirs.items():
+            assert len(ours[name]) == 2, f"{name} lies on one stage of each replica"
+            for got in ours[name]:
+                worst = np.abs(got - wanted).max() / np.abs(wanted).max()
+                assert worst < 1e-5, f"{name} at step {step}"
+
+
+def assert_counted(run: Run, pipelines: list[int]) -> None:
+    """Every rank attended in the microbatches of its pipeline alone; `pipelines`: by rank."""
+    for step in run.steps:
+        per_layer = [step["pipelines"][pipeline] for pipeline in pipelines]
+        assert step["counters"]["forward_calls"] == step["counters"]["backward_calls"] == per_layer
+
+
+def test_context_parallel_replicas_resume_and_train_like_one_rank(
+    train: Train, loaded: tuple[dict[str, Any], Run], tmp_path: Path
+) -> None:
+    flags, one = loaded
+    parallel = {"context-parallel-size": 2, "save": tmp_path, "save-interval": 2}
+    planner = {"name": "hydraulis", "within": "zeppelin"}
+    first = train(4, planner, {**flags, **parallel, "exit-interval": 2}, config=CONFIG, entry="gaps")
+    going_on = {"load": tmp_path, "finetune": False, "no-load-optim": False, "no-load-rng": False}
+    second = train(4, planner, {**flags, **parallel, **going_on, "save": None}, config=CONFIG, entry="gaps")
+    whole = Run(second.result, (*first.steps, *second.steps))
+    assert len(first.steps) == 2
+    assert_same_training(whole, one)
+    assert any(len(set(each)) > 1 for each in whole.column("pipelines"))
+    calls = [2 * number for number in whole.steps[0]["pipelines"] for _ in range(2)]
+    assert whole.steps[0]["counters"]["forward_calls"] == calls
+    assert sum(sum(step["counters"]["kv_tokens_received"]) for step in whole.steps) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"virtual_pipeline_model_parallel_size": 2}, "interleaved model chunks .* any number of its own"),
+        ({"num_experts": 8, "expert_model_parallel_size": 4}, "shares experts between replicas"),
+        ({"num_experts": 8, "moe_router_load_balancing_type": "global_aux_loss"}, "global_aux_loss counts over all"),
+    ],
+    ids=["interleaved", "experts", "balance"],
+)
+def test_what_replicas_would_have_to_share_in_a_microbatch_is_refused(flags: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "virtual_pipeline_model_parallel_size": None,
+        "num_experts": None,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+    }
+    check_pipeline_arguments(argparse.Namespace(**given), "hydraulis")
+    with pytest.raises(ConfigError, match=f"planner hydraulis: .*{message}"):
+        check_pipeline_arguments(argparse.Namespace(**{**given, **flags}), "hydraulis")
+    inside = {**given, "num_experts": 8, "expert_model_parallel_size": 2}
+    check_pipeline_arguments(argparse.Namespace(**inside), "hydraulis")

@@ -1,0 +1,83 @@
+"""Training runs whose replicas are pipelines: samples without documents, gradients written."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def install(folder: Path, rank: int) -> None:
+    """Let samples have gaps, and write every step's gradients, in this process from now on."""
+    _leave_gaps()
+    _write_gradients(folder, rank)
+
+
+def _leave_gaps() -> None:
+    """Let the second step have one document: its other samples are padding alone."""
+    from megatron.training import get_args
+
+    from megatron_balance.megatron.data import PADDING, DocumentDataset
+
+    lengths, item = DocumentDataset.sample_lengths, DocumentDataset.__getitem__
+
+    @functools.wraps(lengths)
+    def sample_lengths(self: Any, index: int) -> tuple[int, ...]:
+        args: Any = get_args()
+        size = args.global_batch_size
+        found = lengths(self, index)
+        return found if not size <= index < 2 * size else found[: int(index == size)]
+
+    @functools.wraps(item)
+    def sample(self: Any, index: int) -> Any:
+        found = item(self, index)
+        kept = sum(sample_lengths(self, index))
+        found["position_ids"][kept:] = PADDING
+        found["loss_mask"][kept:] = 0
+        return found
+
+    DocumentDataset.sample_lengths, DocumentDataset.__getitem__ = sample_lengths, sample  # type: ignore[method-assign]
+
+
+def _write_gradients(folder: Path, rank: int) -> None:
+    from megatron.core import mpu
+    from megatron.core.utils import get_model_config
+    from megatron.training import training
+
+    finalize, steps = training.finalize_model_grads, iter(range(1, 1000))
+
+    @functools.wraps(finalize)
+    def finalized(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = finalize(model, *args, **kwargs)
+        stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
+        layers = get_model_config(model[0]).num_layers // stages
+        found = {
+            _whole(name, stage, stages, layers): parameter.main_grad.numpy()
+            for chunk in model
+            for name, parameter in chunk.named_parameters()
+        }
+        np.savez(folder / f"gradients.{next(steps)}.{rank}.npz", **found)
+        return result
+
+    training.finalize_model_grads = finalized
+
+
+def _whole(name: str, stage: int, stages: int, layers: int) -> str:
+    """A parameter's name in the whole model, whose layers the stages count from 0 each."""
+    head, found, rest = name.partition(".layers.")
+    if not found or stages == 1:
+        return name
+    number, _, behind = rest.partition(".")
+    return f"{head}{found}{int(number) + stage * layers}.{behind}"
+
+
+def gradients(folder: Path, step: int) -> dict[str, list[np.ndarray]]:
+    """By name of a parameter, its gradient on every rank that has it."""
+    found: dict[str, list[np.ndarray]] = {}
+    for path in sorted(folder.glob(f"gradients.{step}.*.npz")):
+        with np.load(path) as file:
+            for name in file.files:
+                found.setdefault(name, []).append(file[name])
+    return found

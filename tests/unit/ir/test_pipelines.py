@@ -1,0 +1,162 @@
+"""Steps of several pipelines: text, JSON, fingerprint, each pipeline's own part, and their proof."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.compile.verify_step import verify_step
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.errors import BalanceError, ConfigError, InvalidProgramError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import EMPTY, Carry, StepPlan, from_json, held_back, text, to_json
+from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planning.choice import choose_planner
+
+MODEL = Model(4, 4, 8, num_layers=4)
+CLUSTER = Cluster(8, 4)
+CONTEXT = StepContext(CLUSTER, MODEL, AnalyticCost(CLUSTER, MODEL))
+CAPACITY = 300
+
+schemes = st.builds(Scheme, st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
+strategies = (
+    st.lists(schemes, min_size=1, max_size=5).map(lambda each: Strategy(tuple(each))).filter(lambda s: s.num_ranks <= 8)
+)
+steps = st.lists(st.lists(st.integers(1, CAPACITY), max_size=6).map(tuple), min_size=1, max_size=4).map(tuple)
+waits = st.dictionaries(st.integers(-9, -1), st.integers(1, CAPACITY), max_size=3).map(
+    lambda found: Carry.of("", None, tuple(sorted(found.items())))
+)
+
+
+def planned(
+    strategy: Strategy, lengths: tuple[tuple[int, ...], ...], carry: Carry = EMPTY
+) -> tuple[StepPlan, tuple[int, ...]]:
+    """A step under one strategy, and what its microbatches hold."""
+    options = {"strategies": [str(strategy)], "tokens_per_rank": CAPACITY}
+    step, after = choose_planner("hydraulis", options).plan_step(lengths, CONTEXT, carry)
+    assert after == EMPTY
+    return step, tuple(CAPACITY * each.tensor * each.context for each in strategy.pipelines)
+
+
+@given(strategies)
+def test_a_strategy_is_read_back_from_its_text(strategy: Strategy) -> None:
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize("given", ["", "tp1", "tp0-pp1-cp1", "2tp1-pp1-cp1", "tp1-pp1-cp1+", "tp1-pp1-cp1*2"])
+def test_what_is_no_strategy_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected .*, such as|expected pipelines such as|at least one scheme"):
+        Strategy.parse(given)
+
+
+@given(strategies, steps, waits)
+def test_every_sequence_is_trained_once_in_a_microbatch_that_holds_it(
+    strategy: Strategy, lengths: tuple[tuple[int, ...], ...], carry: Carry
+) -> None:
+    step, most = planned(strategy, lengths, carry)
+    verify_step(step, lengths, carry, EMPTY, most)
+    assert held_back(step, lengths, carry.waiting) == ()
+    assert len(step.num_microbatches) == len(strategy.pipelines)
+    assert min(step.num_microbatches) >= 1
+    assert planned(strategy, lengths, carry)[0] == step
+
+
+@given(strategies, steps)
+def test_a_step_of_pipelines_is_read_back_and_its_parts_are_its_own(
+    strategy: Strategy, lengths: tuple[tuple[int, ...], ...]
+) -> None:
+    step, _ = planned(strategy, lengths)
+    again = from_json(to_json(step))
+    assert again == step
+    assert again.fingerprint() == step.fingerprint()
+    parts = [step.of_pipeline(pipeline) for pipeline in range(len(strategy.pipelines))]
+    assert StepPlan.side_by_side(strategy, parts) == step
+    assert [p for p, part in enumerate(parts) for _ in part.plans] == list(step.pipeline_of)
+    lines = text(step).splitlines()
+    assert lines[0].endswith(f", {len(step.members)} microbatches, {strategy}")
+    assert len(lines) == 1 + len(strategy.pipelines) + len(step.members)
+
+
+TWO = Strategy((Scheme(), Scheme()))
+
+
+def test_which_pipeline_runs_a_microbatch_is_a_decision() -> None:
+    step, _ = planned(TWO, ((200, 200, 200, 200),))
+    assert step.num_microbatches == (2, 2)
+    other = replace(step, num_microbatches=(3, 1))
+    alone = StepPlan(step.members, step.plans)
+    context = replace(step, strategy=Strategy((Scheme(2), Scheme())))
+    assert len({each.fingerprint() for each in (step, other, alone, context)}) == 4
+    assert alone.pipelines == (range(4),)
+    assert alone.of_pipeline(0) is alone
+
+
+def test_microbatches_that_are_not_those_of_the_pipelines_are_refused() -> None:
+    step, _ = planned(TWO, ((200, 200, 200),))
+    for numbers in ((3,), (3, 0), (2, 2)):
+        with pytest.raises(ValueError, match=r"expected .*microbatches"):
+            replace(step, num_microbatches=numbers)
+    with pytest.raises(ValueError, match="expected plans over the 2 ranks of tp1-pp1-cp2"):
+        replace(step, strategy=Strategy((Scheme(), Scheme(context=2))))
+
+
+def test_what_is_lost_twice_there_cut_or_does_not_fit_is_found() -> None:
+    lengths = ((200, 150), (100, 50))
+    step, most = planned(TWO, lengths)
+    verify_step(step, lengths, EMPTY, EMPTY, most)
+    flat = list(chain.from_iterable(chain.from_iterable(step.members)))
+    at = {seq: place for place, seq in enumerate(flat)}
+
+    def instead(numbers: list[int]) -> StepPlan:
+        left = iter(numbers)
+        return replace(step, members=tuple(tuple(tuple(next(left) for _ in part) for part in m) for m in step.members))
+
+    lost = flat.copy()
+    lost[at[3]] = 0
+    with pytest.raises(InvalidProgramError, match="s0 2 times, s3 0 times"):
+        verify_step(instead(lost), lengths, EMPTY, EMPTY)
+    swapped = flat.copy()
+    swapped[at[0]], swapped[at[3]] = 3, 0
+    with pytest.raises(InvalidProgramError, match="its plan is of"):
+        verify_step(instead(swapped), lengths, EMPTY, EMPTY)
+    with pytest.raises(InvalidProgramError, match=r"microbatch 0 of pipeline \d has \d+ tokens, and holds 99"):
+        verify_step(step, lengths, EMPTY, EMPTY, (99, 99))
+    with pytest.raises(InvalidProgramError, match="once, trained or held back; got s3 2 times"):
+        verify_step(step, lengths, EMPTY, Carry.of("x", None, ((-1, 50),)))
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths", "message"),
+    [
+        (["tp8-pp1-cp1"], (9,), r"splits the 4 heads of custom 8 ways; choose a divisor of 4"),
+        (["tp1-pp3-cp1"], (9,), r"splits the 4 layers of custom 3 ways"),
+        (["9*tp1-pp1-cp1"], (9,), r"takes 9 ranks, and there are 8; use more ranks"),
+        (["2*tp1-pp1-cp3"], (9,), r"3 context-parallel ranks of a pipeline would lie unevenly on nodes of 4"),
+        (["8*tp1-pp1-cp1"], (301,), r"a sequence of 301 tokens .* 8\*tp1-pp1-cp1, with the longest, holds 300; raise"),
+        ("auto", (9,), r"strategies: auto: nothing proposes strategies yet; list them"),
+        ("nowhere", (9,), r"strategies: nowhere: cannot be read \(No such file"),
+    ],
+)  # fmt: skip
+def test_bad_strategies_are_told_in_one_sentence(given: object, lengths: tuple[int, ...], message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        choose_planner("hydraulis", {"strategies": given, "tokens_per_rank": CAPACITY}).plan_step((lengths,), CONTEXT)
+
+
+def test_the_best_candidate_that_holds_the_longest_sequence_is_taken() -> None:
+    options = {"strategies": ["8*tp1-pp1-cp1", "2*tp1-pp1-cp4"], "tokens_per_rank": CAPACITY}
+    choice = choose_planner("hydraulis", options)
+    short = choice.plan_step(((200,) * 8,), CONTEXT)[0]
+    long = choice.plan_step(((900, 200, 200),), CONTEXT)[0]
+    assert (str(short.strategy), str(long.strategy)) == ("8*tp1-pp1-cp1", "2*tp1-pp1-cp4")
+
+
+def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:
+    step, _ = planned(Strategy((Scheme(),) * 4), ((200, 100),))
+    assert step.num_microbatches == (1, 1, 1, 1)
+    assert sorted(len(seqs) for ((seqs,),) in zip(step.members, strict=True)) == [0, 0, 1, 1]
