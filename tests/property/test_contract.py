@@ -102,7 +102,7 @@ def test_issue_order_is_one_and_no_rendezvous_hangs(
     assert_one_issue_order(planner, policy, case, other, passing=passing)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3),
     other=lengths(max_length=12),

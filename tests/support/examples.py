@@ -12,4 +12,4 @@ def examples(count: int) -> settings:
     """`count` examples in the profile `ci`, and in proportion in the others: `dev` has half as many,
     `long` twenty times as many, drawn anew every time.
     """
-    return settings(max_examples=max(1, count * settings.default.max_examples // CI))
+    return settings(max_examples=max(1, count * settings().max_examples // CI))

@@ -89,7 +89,7 @@ def _row(case: tuple[str, str, Any], ranks: int, lengths: list[int]) -> dict[str
             continue
     found = {label: estimate(plan, prices) for label, plan in plans.items()}
     near = NEAR * min(each.layer_s for each in found.values() if each is not None)
-    bound = bound_s((lengths,), machine)
+    bound = bound_s((tuple(lengths),), machine)
 
     def over_bound(plan: MicrobatchPlan) -> tuple[float, bool]:
         step = simulate_step([plan], machine, Setup(policy="auto", engine="rounds"))

@@ -103,7 +103,7 @@ class Clocks:
         begin = np.maximum(posted, self.free[of, ranks])
         if bulk.together or isinstance(bulk.seconds, float):  # of a collective
             begin = zone.by_rank(zone.by_group(begin))
-        seconds = zone.by_rank(bulk.seconds) if bulk.together else bulk.seconds
+        seconds = zone.by_rank(np.asarray(bulk.seconds)) if bulk.together else bulk.seconds
         arrived = begin + machine.cost.call_s + seconds
         self.free[of, ranks] = arrived
         if of == COPIED:

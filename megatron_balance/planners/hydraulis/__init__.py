@@ -21,9 +21,10 @@ its microbatches are as dealt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.layers import Layers
@@ -47,6 +48,8 @@ class HydraulisOptions:
     of the training job; elsewhere one pipeline of all ranks."""
     within: str = "te_ring"
     """The planner that places a microbatch on the context-parallel ranks of a pipeline."""
+    within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of that planner."""
 
     def __post_init__(self) -> None:
         """Keep a list from a YAML as a tuple, equal to one given in Python."""
@@ -75,6 +78,8 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     options: HydraulisOptions = context.options
     if options.within == NAME:
         raise ConfigError(f"within: expected the planner of one microbatch, such as te_ring, got {NAME}")
+    if "tokens_per_rank" in options.within_options:
+        raise ConfigError("within_options: tokens_per_rank is an option of hydraulis itself; give it beside them")
     candidates = _candidates(context, options)
     if not candidates:
         return _within(context)(lengths, context, carry)
@@ -145,7 +150,9 @@ def _pipeline_step(sizes: Sequence[int], microbatches: Sequence[Sequence[int]], 
 
 def _within(context: StepContext) -> PlanStep:
     options: HydraulisOptions = context.options
-    given = {} if options.tokens_per_rank is None else {"tokens_per_rank": options.tokens_per_rank}
+    given = dict(options.within_options)
+    if options.tokens_per_rank is not None:
+        given["tokens_per_rank"] = options.tokens_per_rank
     # Layers that somebody asked for go inside; otherwise that planner comes with its own.
     asked = Layers(align=context.layers.align)
     return context.planner(options.within, given, None if context.layers == asked else context.layers)
