@@ -160,3 +160,20 @@ def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:
     step, _ = planned(Strategy((Scheme(),) * 4), ((200, 100),))
     assert step.num_microbatches == (1, 1, 1, 1)
     assert sorted(len(seqs) for ((seqs,),) in zip(step.members, strict=True)) == [0, 0, 1, 1]
+
+
+def test_options_of_the_planner_inside_a_microbatch() -> None:
+    given = {"strategies": ["2*tp1-pp1-cp4"], "within": "wlb_sharding", "tokens_per_rank": CAPACITY}
+    patterns = {
+        sharding: {
+            zone.pattern
+            for plan in choose_planner("hydraulis", {**given, "within_options": {"sharding": sharding}})
+            .plan_step(((290, 110, 200),), CONTEXT)[0]
+            .plans
+            for zone in plan.zones
+        }
+        for sharding in ("document", "sequence")
+    }
+    assert patterns["document"] != patterns["sequence"]
+    with pytest.raises(ConfigError, match="within_options: tokens_per_rank is an option of hydraulis itself"):
+        choose_planner("hydraulis", {**given, "within_options": {"tokens_per_rank": 9}}).plan_step(((9,),), CONTEXT)
