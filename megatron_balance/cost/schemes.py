@@ -9,7 +9,6 @@ communication on top; measured times of real schemes go through the same fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -19,25 +18,10 @@ from megatron_balance.cost.fits import Quadratic, fit_quadratic
 from megatron_balance.cost.parallel import stage_transfer_s, wide_ranks
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.strategy import Scheme
 
 RING_BACKWARD = 2
 """A ring's backward moves keys and values again, and their gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """Degrees of tensor, pipeline and context parallelism of one pipeline of the model."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.tensor * self.pipeline * self.context
-
-    def __str__(self) -> str:
-        return f"tp{self.tensor}-pp{self.pipeline}-cp{self.context}"
 
 
 CostOf = Callable[[Cluster, int], MachineCost]
