@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planning.scheme_costs import SchemeCosts
+from megatron_balance.planning.scheme_costs import SchemeCosts, schemes_of
 from megatron_balance.solvers.dispatch import PipelineCost, dispatch
 from megatron_balance.solvers.microbatches import pack
 
@@ -30,12 +30,13 @@ Counts = tuple[int, ...]
 NUM_BINS = 32
 """Intervals of lengths, besides the ends at every scheme's MaxLen."""
 HALVINGS = 24
-PRICE_ROUNDS = 24
+PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
+"""Rounds of the duality bound; few of them leave this many times the strategies wanted."""
 FULL = 1 / 0.85
 """A microbatch fills a pipeline from where T(l) / l is within this of b (Appendix D)."""
 EXCHANGED = 8
 """Best roundings around which pipelines of one scheme are exchanged for another's."""
-MOST_CLASSES = 5
+MOST_CLASSES = 4
 """Schemes of one continuous solution that are rounded; the least used are dropped."""
 LONGEST_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
 """Longest lengths that strategies are proposed for, as shares of the longest of all."""
@@ -192,27 +193,29 @@ def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
     return found
 
 
-def estimates(classes: Classes, counts: Sequence[Counts]) -> Floats:
+def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
     """Seconds of a step [strategies], sequences cut at will; infinite where the longest fits nowhere.
 
     By duality: for weights w of schemes, sum(pipelines x w) = 1, no step takes less than its
     sequences' least w_k T_k and the weighted filling. Schemes with more work than others get dearer.
     """
     number = np.array(counts, dtype=np.float64)  # [S, K]
+    used = number.any(axis=0)
+    number, work_s = number[:, used], classes.work_s[used]
     there = number > 0
-    fits = np.isfinite(classes.fill_s)
-    fill_s = np.where(fits, classes.fill_s, np.inf).min(axis=1)
+    fits = np.isfinite(classes.fill_s[used])
+    fill_s = classes.fill_s[used].min(axis=1)
     weight = there / number.sum(axis=1, keepdims=True)
     best = np.zeros(len(number))
-    columns: NDArray[np.int64] = np.arange(int(classes.work_s.shape[1]))
+    columns: NDArray[np.int64] = np.arange(int(work_s.shape[1]))
     rows = np.arange(len(number))[:, None]
-    for at in range(PRICE_ROUNDS):
-        price = np.where(there[:, :, None] & fits, weight[:, :, None] * classes.work_s, np.inf)
+    for at in range(rounds):
+        price = np.where(there[:, :, None] & fits, weight[:, :, None] * work_s, np.inf)
         cheapest = price.argmin(axis=1)  # [S, M]
         bound = price[rows, cheapest, columns].sum(axis=1) + (weight * number * fill_s).sum(axis=1)
         best = np.maximum(best, bound)
         load = np.zeros_like(number)
-        np.add.at(load, (np.broadcast_to(rows, cheapest.shape), cheapest), classes.work_s[cheapest, columns])
+        np.add.at(load, (np.broadcast_to(rows, cheapest.shape), cheapest), work_s[cheapest, columns])
         each = np.where(there, load / np.maximum(number, 1) + fill_s, 0.0)
         mean = each.sum(axis=1, keepdims=True) / there.sum(axis=1, keepdims=True)
         weight = weight * np.exp((each / np.maximum(mean, 1e-30) - 1) / (at + 2))
@@ -260,9 +263,11 @@ def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
     """Those that hold the longest sequence and promise the shortest step."""
     holders = np.isfinite(classes.fill_s[:, -1])
     whole = sorted(each for each in counts if any(holders[k] for k, number in enumerate(each) if number))
-    if not whole:
-        return []
-    return [whole[at] for at in np.argsort(estimates(classes, whole), kind="stable")[:keep]]
+    for rounds, most in ((COARSE_ROUNDS, COARSE_KEPT * keep), (PRICE_ROUNDS, keep)):
+        if len(whole) > most or rounds == PRICE_ROUNDS:
+            order = np.argsort(estimates(classes, whole, rounds), kind="stable") if whole else ()
+            whole = [whole[at] for at in order[:most]]
+    return whole
 
 
 def _exchanges(counts: Counts, gpus: Floats, num_ranks: int) -> set[Counts]:
@@ -282,9 +287,14 @@ def _exchanges(counts: Counts, gpus: Floats, num_ranks: int) -> set[Counts]:
 
 
 def _anchors(classes: Classes, num_ranks: int) -> list[int]:
-    """Schemes of which one pipeline holds the longest sequence."""
+    """Schemes that hold the longest sequence: for each number of GPUs the one first done with it."""
     holds = np.isfinite(classes.fill_s[:, -1])
-    return [k for k in range(len(classes.schemes)) if holds[k] and classes.gpus[k] <= num_ranks]
+    able = [k for k in range(len(classes.schemes)) if holds[k] and classes.gpus[k] <= num_ranks]
+    price = classes.work_s[:, -1] + classes.fill_s[:, -1]
+    return [
+        min((k for k in able if classes.gpus[k] == size), key=price.__getitem__)
+        for size in sorted({classes.gpus[k] for k in able})
+    ]
 
 
 def _strategy(schemes: Sequence[Scheme], counts: Counts) -> Strategy:
@@ -321,7 +331,7 @@ def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[Pi
     """
     if strategy.num_ranks > num_ranks:
         raise ConfigError(f"strategy {strategy} takes {strategy.num_ranks} ranks, and there are {num_ranks}")
-    return tuple(costs.pipeline(scheme, num_ranks) for scheme in strategy.schemes)
+    return tuple(costs.pipeline(scheme, num_ranks) for scheme in schemes_of(strategy))
 
 
 def rank(
