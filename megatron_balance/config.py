@@ -39,7 +39,7 @@ CONFIGS = Path(__file__).parent / "configs"
 DEFAULT_CLUSTER = "h200"
 DEFAULT_MODEL = "llama-7b"
 
-Section: TypeAlias = Literal["cluster", "model", "planner"]
+Section: TypeAlias = Literal["cluster", "model", "planner", "scheme"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,6 +156,41 @@ class DatasetConfig(BaseModel):
     """Number of batches."""
     seed: int = 0
     """Seed of the generator."""
+
+
+class SchemeTable(BaseModel):
+    """Times and memory of one model under parallel schemes, fitted by somebody to measurements
+    (Hydraulis, arXiv 2412.07894, Appendix C).
+    """
+
+    model_config = STRICT
+
+    name: str
+    hidden_size: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    gpu_memory_bytes: float = Field(gt=0)
+    reserved_bytes: float = Field(ge=0)
+    """Memory of a GPU that nothing of the model may take."""
+    state_bytes: float = Field(gt=0)
+    """B of C.1: bytes of a layer's weights, gradients and optimizer over hidden_size squared."""
+    sharded_share: float = Field(ge=0, le=1)
+    """Alpha of C.1: the share of the states that all GPUs split."""
+    vocabulary_bytes: float = Field(ge=0)
+    """Bytes of states of a parameter of one vocabulary table."""
+    activation_bytes: dict[int, float]
+    """A of C.1, by tensor parallelism: bytes of a token in a layer over hidden_size / TP."""
+    milliseconds: dict[str, list[float]]
+    """[a, b, c] by scheme, such as tp4-pp2-cp1: milliseconds a l^2 + b l + c of a stage for a
+    microbatch of one sequence of l tokens."""
+
+    @field_validator("milliseconds")
+    @classmethod
+    def _three_each(cls, given: dict[str, list[float]]) -> dict[str, list[float]]:
+        for scheme, numbers in given.items():
+            if len(numbers) != 3 or min(numbers) < 0:
+                raise PydanticCustomError("sentence", "{scheme}: expected [a, b, c], none negative", {"scheme": scheme})
+        return given
 
 
 class RunConfig(BaseModel):
@@ -279,6 +314,20 @@ def parse_cluster(text: str, source: str) -> ClusterChoice:
 def load_model(name_or_path: str) -> Model:
     """The model of that name in configs/model, or in that YAML file."""
     return _model(_section("model", name_or_path, None, "--model"))
+
+
+def load_scheme_table(name_or_path: str) -> SchemeTable:
+    """The table of that name in configs/scheme, or in that YAML file.
+
+    Raises:
+        ConfigError: no such file, or something in it that is not as it should be.
+    """
+    path = _find("scheme", name_or_path, None, "--schemes")
+    keys = read_yaml(path)
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{path}: expected keys such as milliseconds:, got {shown(keys)}")
+    known = list(SchemeTable.model_fields)
+    return cast(SchemeTable, validated(SchemeTable, cast("dict[str, Any]", keys), str(path), "", known))
 
 
 def names(section: Section) -> list[str]:

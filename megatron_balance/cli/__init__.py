@@ -14,10 +14,22 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, cast
 
-from megatron_balance.cli import compare, corpus, doctor, plan, profile, report, reproduce, simulate, tune, verify
+from megatron_balance.cli import (
+    compare,
+    corpus,
+    doctor,
+    plan,
+    profile,
+    report,
+    reproduce,
+    simulate,
+    strategies,
+    tune,
+    verify,
+)
 from megatron_balance.errors import BalanceError, suggest
 
-VERBS = (plan, verify, simulate, compare, tune, report, reproduce, profile, corpus, doctor)
+VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, corpus, doctor)
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,11 +4,12 @@ tables (`base.PaperTable`).
 
 from __future__ import annotations
 
-from megatron_balance.papers import distca, knapformer, wlb_llm, zeppelin
+from megatron_balance.papers import distca, hydraulis, knapformer, wlb_llm, zeppelin
 from megatron_balance.papers.base import Paper, of_name
 
 PAPERS: dict[str, Paper] = {
     "distca": distca.PAPER,
+    "hydraulis": hydraulis.PAPER,
     "knapformer": knapformer.PAPER,
     "wlb_llm": wlb_llm.PAPER,
     "zeppelin": zeppelin.PAPER,

@@ -108,7 +108,7 @@ def test_planner_file_loads_as_a_section(path, write):
 
 def test_every_yaml_is_of_a_kind_that_is_tested_here():
     kinds = {path.parent.name for path in CONFIGS.glob("**/*.yaml")}
-    assert kinds == {"cluster", "model", "planner", "experiment"}
+    assert kinds == {"cluster", "model", "planner", "experiment", "scheme"}
 
 
 def test_a_planner_is_a_name_or_a_section_with_a_name(write):

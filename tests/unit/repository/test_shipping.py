@@ -21,7 +21,7 @@ import yaml
 
 import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
-from megatron_balance.config import CONFIGS, load_cluster, load_model, names
+from megatron_balance.config import CONFIGS, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.run import load_config
 
@@ -235,6 +235,8 @@ def test_every_yaml_loads(path):
             assert yaml.safe_load(path.read_text())["name"] in {p.stem.split("-")[0] for p in folder.glob("*.yaml")}
         case "experiment":
             assert load_config(path).planner is not None
+        case "scheme":
+            assert load_scheme_table(path.stem).milliseconds
         case other:
             raise AssertionError(f"configs/{other} is loaded by no test")
 

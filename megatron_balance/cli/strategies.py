@@ -1,0 +1,153 @@
+"""`megatron-balance strategies`: pipelines of unlike degrees that suit a data set (Hydraulis).
+
+For several longest lengths the strategy that takes least time, by dispatch and packing of sampled
+batches. `--out` writes a file for option `strategies` of planner hydraulis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_balance.cli import laboratory
+from megatron_balance.config import DEFAULT_CLUSTER, DEFAULT_MODEL, load_cluster, load_model, load_scheme_table, names
+from megatron_balance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_balance.ir.cluster import Cluster
+    from megatron_balance.planning.scheme_costs import SchemeCosts
+    from megatron_balance.planning.strategies import Candidate
+
+BATCHES, SAMPLE_BATCHES = 20, 50
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add the verb `strategies`."""
+    parser = subparsers.add_parser(
+        "strategies", help="pipelines of unlike degrees that suit a data set", description=__doc__
+    )
+    parser.add_argument(
+        "--dataset", metavar="NAME|PATH", required=True, help="whose lengths: a known distribution, or a file or folder"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", required=True, help="tokens of a step")
+    parser.add_argument("--seq-length", type=int, metavar="L", help="cut longer documents to L tokens (default: none)")
+    parser.add_argument(
+        "--batches", type=int, metavar="K", default=BATCHES, help=f"steps to rank by (default {BATCHES})"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the steps (default 0)")
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        default=DEFAULT_CLUSTER,
+        help=f"one of {', '.join(names('cluster'))}, or a YAML (default {DEFAULT_CLUSTER})",
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of GPUs (default: the cluster's)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="GPUs of a node (default: the cluster's)")
+    parser.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        default=DEFAULT_MODEL,
+        help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})",
+    )
+    parser.add_argument(
+        "--plan-costs",
+        type=Path,
+        metavar="FILE",
+        help="predict by a cost table measured by 'profile' (default: data sheets)",
+    )
+    parser.add_argument(
+        "--schemes",
+        metavar="NAME|FILE",
+        help=f"times and memory by scheme, in place of a model's: one of {', '.join(names('scheme'))}, or a YAML",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategies here, one a line")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Propose, rank, write and show.
+
+    Raises:
+        ConfigError: an option that cannot be.
+        InfeasibleError: a sequence that no pipeline holds.
+    """
+    from megatron_balance.planning.strategies import propose, rank
+    from megatron_balance.workloads.lengths import draw
+
+    for option in ("tokens", "seq_length", "batches", "ranks", "ranks_per_node"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: must be at least 1")
+    if args.out and not args.out.parent.is_dir():
+        raise ConfigError(f"--out {args.out}: no folder {args.out.parent}")
+    if args.schemes and args.plan_costs:
+        raise ConfigError("--schemes and --plan-costs are both given; use one")
+    cluster = load_cluster(args.cluster).build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
+    most = args.seq_length or args.tokens
+
+    def drawn(count: int, seed: int) -> list[list[int]]:
+        return [[min(length, most) for length in batch] for batch in draw(args.dataset, args.tokens, count, seed)]
+
+    batches = drawn(args.batches, args.seed)
+    # The proposal sees the data set, the ranking the steps: lengths of both must be held.
+    sample = [length for batch in (*batches, *drawn(SAMPLE_BATCHES, args.seed + 1)) for length in batch]
+    costs = _costs(args, cluster)
+    proposed = propose(sample, args.tokens, costs, cluster.num_ranks)
+    found = rank(proposed, batches, costs, cluster.num_ranks)
+    if args.out:
+        args.out.write_text(_file(found, args), encoding="utf-8")
+    if args.json:
+        rows = [
+            {
+                "strategy": str(each.strategy),
+                "max_tokens": each.max_tokens,
+                "seconds": each.seconds if each.held_batches else None,
+                "held_batches": each.held_batches,
+                "best_share": each.best_share,
+            }
+            for each in found
+        ]
+        print(json.dumps({"num_ranks": cluster.num_ranks, "batches": args.batches, "strategies": rows}))
+    else:
+        _show(found, args, cluster)
+    return 0
+
+
+def _costs(args: argparse.Namespace, cluster: Cluster) -> SchemeCosts:
+    from megatron_balance.planning.choice import planning_cost
+    from megatron_balance.planning.scheme_costs import PredictedCosts, TableCosts
+
+    if args.schemes:
+        return TableCosts(load_scheme_table(args.schemes))
+    model = load_model(args.model)
+    return PredictedCosts(planning_cost(cluster, model, args.plan_costs), cluster, model)
+
+
+def _file(found: Sequence[Candidate], args: argparse.Namespace) -> str:
+    source = args.schemes or args.plan_costs or f"{args.model} on {args.cluster}"
+    head = f"# For option `strategies` of hydraulis: {args.dataset}, {args.tokens} tokens a step, by {source}.\n"
+    return head + "".join(f"{each.strategy}  # up to {each.max_tokens} tokens\n" for each in found)
+
+
+def _show(found: Sequence[Candidate], args: argparse.Namespace, cluster: Cluster) -> None:
+    from rich.table import Table
+
+    console = laboratory.console()
+    by = args.schemes or f"{args.model} on {args.cluster}"
+    console.print(
+        f"{cluster.num_ranks} GPUs, {by}; {args.dataset}, {args.batches} steps of {args.tokens:,} tokens; seconds: "
+        "mean of forward and backward of the steps that a strategy holds"
+    )
+    table = Table()
+    for column in ("strategy", "longest sequence", "seconds", "steps held", "best of"):
+        table.add_column(column, justify="left" if column == "strategy" else "right", overflow="fold")
+    for each in found:
+        seconds = f"{each.seconds:.3f}" if each.held_batches else "-"
+        best = f"{each.best_share:.0%}"
+        table.add_row(str(each.strategy), f"{each.max_tokens:,}", seconds, f"{each.held_batches}", best)
+    console.print(table)

@@ -1,0 +1,27 @@
+"""Hydraulis: Balancing Large Transformer Model Training via Co-designing Parallel Strategies and Data
+Assignment (arXiv 2412.07894).
+
+Published values are those that its text and tables print; what is only drawn has none. Each number
+is given with the coefficients that the authors publish and with ours, from data sheets. Where they
+differ by more than 20 %, docs/reproduce-hydraulis.md says why.
+"""
+
+from __future__ import annotations
+
+from megatron_balance.papers.base import Paper
+from megatron_balance.papers.hydraulis import appendix_a, fig13, fig14, fig15, fig16, table1, table2
+
+PAPER = Paper(
+    "Hydraulis (arXiv 2412.07894)",
+    {
+        "fig13": fig13.TABLE,
+        "fig14": fig14.TABLE,
+        "fig15a": fig15.CHOICES,
+        "fig15b": fig15.BALANCE,
+        "fig16": fig16.TABLE,
+        "table1": table1.TABLE,
+        "a1": appendix_a.LONGEST,
+        "a2": appendix_a.FLUCTUATION,
+        "table2": table2.TABLE,
+    },
+)

@@ -1,0 +1,45 @@
+"""Appendix A: the longest sequence of large steps (A.1), and steps whose attention differs (A.2)."""
+
+from __future__ import annotations
+
+from itertools import count, islice
+
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.papers.base import Effort, PaperTable, Row
+from megatron_balance.papers.hydraulis.cases import SEED, SOURCES, Job, K, first_fit_decreasing, megatron
+
+LARGE = Job("32b", 1024, 1_600_000)
+TOKENS = "1.6M tokens a step, as printed here; section 8.3 says 16M of the same, Appendix F 3.2M"
+STEPS = 30
+MICROBATCHES = 4
+SMALL = Job("7b", 8, 100_000)
+SETTINGS = {"PP without DP, <4,2,1>": "tp4-pp2-cp1", "DP without PP, <4,1,1> x 2": "2*tp4-pp1-cp1"}
+FIGURE_18 = "schemes are not printed and assumed"
+
+
+def longest(effort: Effort) -> list[Row]:
+    """The shortest and the longest of the steps' longest sequences."""
+    del effort
+    each = [max(batch) for batch in LARGE.batches(STEPS)]
+    return [
+        Row("longest sequence of a step, least of 30", 15 * K, min(each), "tokens", "exact", note=TOKENS),
+        Row("longest sequence of a step, most of 30", 32 * K, max(each), "tokens", "exact", note=TOKENS),
+    ]
+
+
+def fluctuation(effort: Effort) -> list[Row]:
+    """(slowest - fastest) / slowest step among those that make four microbatches."""
+    drawn = (SMALL.batches(1, SEED + at)[0] for at in count())
+    four = (batch for batch in drawn if len(first_fit_decreasing(batch, SMALL.longest)) == MICROBATCHES)
+    batches = list(islice(four, effort.batches))
+    found: list[Row] = []
+    for source in SOURCES:
+        for name, text in SETTINGS.items():
+            each = [max(megatron(source, SMALL, Strategy.parse(text), batch)) for batch in batches]
+            spread = (max(each) - min(each)) / max(each)
+            found.append(Row(f"{name}, {source}", 0.20, spread, "of slowest", "exact", note=FIGURE_18))
+    return found
+
+
+LONGEST = PaperTable("the longest sequence of large steps", longest, batches=STEPS)
+FLUCTUATION = PaperTable("steps of equal tokens and microbatches, 7B on 8 GPUs", fluctuation, batches=20)

@@ -1,0 +1,135 @@
+"""Jobs of the paper's evaluation, and seconds of propagation of a step in each of its systems.
+
+Not printed and assumed:
+
+- `commoncrawl` and `github-code` (`workloads.distributions`) stand for the two data sets.
+- Table 1 and Figures 15 and 16 have 200K tokens a step, as Figure 20 and Appendix F say of the same
+  job; section 8.1's default of 100K does not fit Table 1.
+- Their homogeneous strategy is <16,1,1> x 4, the one that section 8.2 names for 32B on 64 GPUs.
+- Megatron-LM packs to the context length by first fit decreasing, and deals microbatches in turn.
+- The 32B model has 64 heads of 104: 52 heads cannot be split by TP 8 and 16, which it ran with.
+- K is 1,000 for tokens of a step and 1,024 for lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_balance.config import load_cluster, load_model, load_scheme_table
+from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
+from megatron_balance.planning.strategies import costs_of, pipeline_s, pipelines_s, propose, rank
+from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.workloads.lengths import draw
+
+AUTHORS, OURS = "authors' coefficients", "our costs"
+SOURCES = (AUTHORS, OURS)
+SEED, SAMPLE_SEED, RANK_SEED = 0, 1, 2
+SAMPLE_BATCHES, RANK_BATCHES = 50, 6
+K = 1024
+MODELS = {"7b": "llama-7b", "13b": "llama-13b", "32b": "llama2-32b"}
+
+Lengths = Sequence[int]
+Packed = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model on GPUs, and the steps that it trains on. `longest`: the context length."""
+
+    size: str
+    num_ranks: int
+    tokens: int = 200_000
+    longest: int = 32 * K
+    dataset: str = "commoncrawl"
+
+    def batches(self, count: int, seed: int = SEED) -> list[tuple[int, ...]]:
+        """Steps, documents cut at the context length."""
+        drawn = draw(self.dataset, self.tokens, count, seed)
+        return [tuple(min(length, self.longest) for length in batch) for batch in drawn]
+
+
+B32 = Job("32b", 64)
+HOMOGENEOUS = Strategy.parse("4*tp16-pp1-cp1")
+HETEROGENEOUS = Strategy.parse("tp16-pp1-cp1+6*tp8-pp1-cp1")
+"""A mix that Figure 15a's kind of strategies is like: one pipeline for the longest sequences."""
+
+
+@lru_cache(maxsize=8)
+def costs(source: str, size: str) -> SchemeCosts:
+    """Costs of the model of that size by the authors' coefficients or by ours."""
+    if source == AUTHORS:
+        return TableCosts(load_scheme_table(f"a800-{size}"))
+    model, cluster = load_model(MODELS[size]), load_cluster("a800-ib").build()
+    if size == "32b":
+        model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)
+    return PredictedCosts(AnalyticCost(cluster, model), cluster, model)
+
+
+@lru_cache(maxsize=64)
+def candidates(source: str, job: Job) -> tuple[Strategy, ...]:
+    """The strategies that Hydraulis chooses among, proposed and ranked on steps of their own."""
+    known = costs(source, job.size)
+    ranked_on = job.batches(RANK_BATCHES, RANK_SEED)
+    sample = [length for batch in (*ranked_on, *job.batches(SAMPLE_BATCHES, SAMPLE_SEED)) for length in batch]
+    # The context length itself must be held, drawn or not.
+    proposed = propose([*sample, job.longest], job.tokens, known, job.num_ranks)
+    return tuple(each.strategy for each in rank(proposed, ranked_on, known, job.num_ranks))
+
+
+def seconds(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
+    """Seconds of each pipeline under dispatch (Eq. 3) and packing (Eq. 1)."""
+    return pipelines_s(batch, costs_of(strategy, costs(source, job.size), job.num_ranks))
+
+
+def chosen(source: str, job: Job, batch: Lengths) -> tuple[Strategy, float]:
+    """The candidate that Hydraulis takes for a step, and its seconds."""
+    known = costs(source, job.size)
+    held = [
+        each
+        for each in candidates(source, job)
+        if max(cost.max_tokens for cost in costs_of(each, known, job.num_ranks)) >= max(batch)
+    ]
+    timed = [(max(seconds(source, job, each, batch)), each) for each in held]
+    best_s, best = min(timed, key=lambda each: each[0])
+    return best, best_s
+
+
+def megatron(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
+    """Seconds of each pipeline; microbatches are packed to the context length and dealt in turn."""
+    pipelines = costs_of(strategy, costs(source, job.size), job.num_ranks)
+    packed = first_fit_decreasing(batch, job.longest)
+    return tuple(pipeline_s(packed[at :: len(pipelines)], cost) for at, cost in enumerate(pipelines))
+
+
+def packed_to_the_most(
+    source: str, job: Job, strategy: Strategy, batch: Lengths, dispatch: Callable[..., Sequence[Sequence[int]]]
+) -> tuple[float, ...]:
+    """Seconds of each pipeline; sequences are dispatched, then packed to the context length."""
+    pipelines: tuple[PipelineCost, ...] = costs_of(strategy, costs(source, job.size), job.num_ranks)
+    found: list[float] = []
+    for own, cost in zip(dispatch(batch, pipelines), pipelines, strict=True):
+        found.append(pipeline_s(first_fit_decreasing([batch[seq] for seq in own], job.longest), cost))
+    return tuple(found)
+
+
+def first_fit_decreasing(lengths: Lengths, most: int) -> Packed:
+    """Microbatches of at most `most` tokens, the longest sequences first, each where it first fits."""
+    packed: Packed = []
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        at = next((number for number, left in enumerate(room) if left >= length), len(packed))
+        if at == len(packed):
+            packed.append([])
+            room.append(most)
+        packed[at].append(length)
+        room[at] -= length
+    return packed
+
+
+def gap(pipelines: Sequence[float]) -> float:
+    """(slowest - fastest) / slowest."""
+    return (max(pipelines) - min(pipelines)) / max(pipelines)

@@ -1,0 +1,192 @@
+"""Costs of pipelines by scheme: predicted for a model on a cluster, or from a table that somebody
+fitted (Hydraulis, arXiv 2412.07894, Appendix C).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
+
+from megatron_balance.analysis.max_len import MARGIN, max_len
+from megatron_balance.config import SchemeTable
+from megatron_balance.cost.base import MachineCost
+from megatron_balance.cost.moved import on_cluster
+from megatron_balance.cost.schemes import fit_scheme
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.solvers.dispatch import PipelineCost
+
+FIT_TOKENS = tuple(1 << power for power in range(8, 18))
+"""Lengths through whose predicted times a scheme's quadratic goes."""
+
+MOST_NODES_OF_TENSOR = 2
+"""Nodes that a tensor-parallel group may span."""
+
+
+def schemes_of(strategy: Strategy) -> tuple[Scheme, ...]:
+    """The scheme of each pipeline of a strategy."""
+    return getattr(strategy, fields(strategy)[0].name)
+
+
+class SchemeCosts(Protocol):
+    """Costs of pipelines in a job of so many GPUs."""
+
+    def schemes(self, num_ranks: int) -> tuple[Scheme, ...]:
+        """Schemes with costs that `num_ranks` GPUs can run, MaxLen of at least one token."""
+        ...
+
+    def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
+        """The cost of a pipeline in a job of `num_ranks` GPUs, which split the optimizer's state.
+
+        Raises:
+            ConfigError: no coefficients for the scheme, or a model that it cannot split.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TableCosts:
+    """Costs from a table of fitted coefficients."""
+
+    table: SchemeTable
+    _milliseconds: dict[Scheme, list[float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found: dict[Scheme, list[float]] = {}
+        for name, numbers in self.table.milliseconds.items():
+            schemes = schemes_of(Strategy.parse(name))
+            if len(schemes) != 1:
+                raise ConfigError(f"{self.table.name}: milliseconds: {name}: expected one scheme, such as tp4-pp2-cp1")
+            found[schemes[0]] = numbers
+        object.__setattr__(self, "_milliseconds", found)
+
+    def schemes(self, num_ranks: int) -> tuple[Scheme, ...]:
+        """As in `SchemeCosts`."""
+        fit = (scheme for scheme in self._milliseconds if scheme.num_ranks <= num_ranks)
+        return tuple(scheme for scheme in fit if self._max_tokens(scheme, num_ranks) > 0)
+
+    def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
+        """As in `SchemeCosts`."""
+        if scheme not in self._milliseconds:
+            known = ", ".join(map(str, self._milliseconds))
+            raise ConfigError(f"{self.table.name} has no coefficients for {scheme}; it has {known}")
+        a, b, c = (number / 1e3 for number in self._milliseconds[scheme])
+        return PipelineCost(a, b, c, scheme.pipeline, self._max_tokens(scheme, num_ranks))
+
+    def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
+        """MaxLen by C.1, two vocabulary tables where one stage holds both."""
+        table, tensor = self.table, scheme.tensor
+        if tensor not in table.activation_bytes:
+            raise ConfigError(
+                f"{table.name} has no activation_bytes for tensor parallelism {tensor}; add it beside "
+                f"{', '.join(map(str, table.activation_bytes))}"
+            )
+        hidden, sharded = table.hidden_size, table.sharded_share
+        layers = table.num_layers * hidden**2 * table.state_bytes
+        vocabulary = hidden * table.vocab_size * table.vocabulary_bytes
+        ends = 2 if scheme.pipeline == 1 else 1
+        states = (layers + 2 * vocabulary) * sharded / num_ranks
+        states += (layers / scheme.pipeline + ends * vocabulary) * (1 - sharded) / tensor
+        free = table.gpu_memory_bytes - table.reserved_bytes - states
+        per_token = table.num_layers * hidden / (tensor * scheme.context) * table.activation_bytes[tensor]
+        return max(0, int(free / per_token))
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedCosts:
+    """Costs predicted for a model on a cluster, by data sheets or a measured cost table.
+
+    `cost`: of one GPU of `cluster`. Tensor parallelism beyond a node takes nodes together as one.
+    """
+
+    cost: MachineCost
+    cluster: Cluster
+    model: Model
+    margin: float = MARGIN
+    _known: dict[tuple[Scheme, int], PipelineCost] = field(
+        default_factory=dict[tuple[Scheme, int], PipelineCost], init=False, repr=False, compare=False
+    )
+
+    def schemes(self, num_ranks: int) -> tuple[Scheme, ...]:
+        """As in `SchemeCosts`: degrees of tensor and context parallelism are powers of two."""
+        tensors = [
+            degree
+            for degree in _powers_of_two(min(num_ranks, MOST_NODES_OF_TENSOR * self.cluster.node_size))
+            if self._splits(degree)
+        ]
+        found = [
+            Scheme(tensor, stages, context)
+            for tensor in tensors
+            for stages in _divisors(self.model.num_layers, num_ranks // tensor)
+            for context in _powers_of_two(num_ranks // tensor // stages)
+            if self._lies_well(tensor, context)
+        ]
+        return tuple(scheme for scheme in found if self._max_tokens(scheme, num_ranks) > 0)
+
+    def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
+        """As in `SchemeCosts`."""
+        if (scheme, num_ranks) not in self._known:
+            self._check(scheme)
+            most = self._max_tokens(scheme, num_ranks)
+            tokens = [at for nth, at in enumerate(FIT_TOKENS) if nth < 3 or at <= 4 * most]
+            fitted = fit_scheme(scheme, self.model, self._cluster_for(scheme), self._cost_of, tokens)
+            found = PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most)
+            self._known[scheme, num_ranks] = found
+        return self._known[scheme, num_ranks]
+
+    def _cost_of(self, wide: Cluster, tensor: int) -> MachineCost:
+        return on_cluster(self.cost, wide, tensor)
+
+    def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
+        return max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
+
+    def _splits(self, tensor: int) -> bool:
+        model = self.model
+        return not (model.num_heads % tensor or model.num_kv_heads % tensor)
+
+    def _lies_well(self, tensor: int, context: int) -> bool:
+        """Whether context-parallel ranks fill nodes, or parts of one."""
+        wide = max(1, self.cluster.node_size // tensor)
+        return context % wide == 0 or wide % context == 0
+
+    def _check(self, scheme: Scheme) -> None:
+        """Reject a scheme that the model cannot be split by."""
+        for what, number, degree in (
+            ("heads", self.model.num_heads, scheme.tensor),
+            ("key-value heads (query groups)", self.model.num_kv_heads, scheme.tensor),
+            ("layers", self.model.num_layers, scheme.pipeline),
+        ):
+            if number % degree:
+                raise ConfigError(
+                    f"{scheme} splits the {number} {what} of {self.model.name} {degree} ways; choose a divisor of "
+                    f"{number}"
+                )
+
+    def _cluster_for(self, scheme: Scheme) -> Cluster:
+        """Nodes for one pipeline, taken together where a tensor-parallel group is larger than one.
+
+        Such a group's rings then cross nodes over the NICs of all its GPUs, each a ring of its own.
+        """
+        cluster = self.cluster
+        node = max(scheme.tensor, cluster.node_size)
+        num_ranks = -(-scheme.num_ranks // node) * node
+        if scheme.tensor <= cluster.node_size:
+            return replace(cluster, num_ranks=num_ranks, ranks_per_node=node)
+        across = cluster.nic_bytes_per_s / cluster.ranks_per_nic * cluster.node_size
+        return replace(
+            cluster,
+            num_ranks=num_ranks,
+            ranks_per_node=node,
+            intra_bytes_per_s=min(cluster.intra_bytes_per_s, across),
+            intra_alpha_s=cluster.inter_alpha_s,
+        )
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]

@@ -1,0 +1,366 @@
+"""Strategies worth keeping for a data set (Hydraulis, arXiv 2412.07894, section 7).
+
+Eq. 4 gives intervals of lengths to kinds of pipelines, GPUs in steps, by dynamic programming. With
+steps that go to zero its optimum has a closed form: each length goes to the scheme of least
+GPU-seconds that holds it. We start there, with the (PP - 1) T that fill each pipeline, which Eq. 4
+leaves out; round the numbers of pipelines to all neighbours; and rank those by dispatch and packing
+of sampled batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.planning.scheme_costs import SchemeCosts, schemes_of
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch
+from megatron_balance.solvers.microbatches import pack
+
+Floats = NDArray[np.float64]
+Lengths = Sequence[int]
+Counts = tuple[int, ...]
+
+NUM_BINS = 32
+"""Intervals of lengths, besides the ends at every scheme's MaxLen."""
+HALVINGS = 24
+PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
+"""Rounds of the duality bound; few of them leave this many times the strategies wanted."""
+FULL = 1 / 0.85
+"""A microbatch fills a pipeline from where T(l) / l is within this of b (Appendix D)."""
+EXCHANGED = 8
+"""Best roundings around which pipelines of one scheme are exchanged for another's."""
+MOST_CLASSES = 4
+"""Schemes of one continuous solution that are rounded; the least used are dropped."""
+LONGEST_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
+"""Longest lengths that strategies are proposed for, as shares of the longest of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy as it did on sampled batches.
+
+    `max_tokens`: the longest sequence that it holds; `held_batches`: batches without longer ones;
+    `seconds`: mean propagation of those, 0 without any; `best_share`: of all batches, those it was
+    fastest on.
+    """
+
+    strategy: Strategy
+    max_tokens: int
+    held_batches: int
+    seconds: float
+    best_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """What a step's sequences cost under each scheme.
+
+    `work_s`, `fill_s` [schemes, intervals]: seconds of a stage for all sequences of an interval, and
+    of filling a pipeline whose longest is there, infinite where MaxLen is less; `gpus` [schemes].
+    """
+
+    schemes: tuple[Scheme, ...]
+    work_s: Floats
+    fill_s: Floats
+    gpus: Floats
+
+
+def classes_of(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: int) -> Classes:
+    """The costs of a step of `num_tokens` tokens, distributed as `lengths`, under every scheme but
+    those that another one beats in all: GPUs, GPU-seconds and filling at every length.
+
+    Raises:
+        InfeasibleError: a sequence that no scheme holds.
+    """
+    schemes = costs.schemes(num_ranks)
+    known = [costs.pipeline(scheme, num_ranks) for scheme in schemes]
+    drawn = np.sort(np.asarray(lengths, dtype=np.float64))
+    most = max((each.max_tokens for each in known), default=0)
+    if drawn[-1] > most:
+        longest = f"{schemes[int(np.argmax([each.max_tokens for each in known]))]} holds {most}" if known else "none"
+        raise InfeasibleError(
+            f"a sequence of {drawn[-1]:.0f} tokens fits no pipeline of {num_ranks} GPUs: {longest}; use more GPUs, "
+            "allow wider schemes, or cut documents"
+        )
+    even: Floats = np.geomspace(min(64.0, drawn[-1]), drawn[-1], NUM_BINS)
+    own = np.array([float(each.max_tokens) for each in known if each.max_tokens < drawn[-1]])
+    ends = np.unique(np.concatenate([even, own]))
+    at = np.searchsorted(ends, drawn)
+    used = np.unique(at)
+    tokens, squares = (np.bincount(at, drawn**power, len(ends))[used] for power in (1, 2))
+    scale = num_tokens / drawn.sum()
+    top = np.array([drawn[at == each].max() for each in used])
+    a, b, c, most_tokens, stages = (
+        np.array([getattr(each, name) for each in known])[:, None] for name in ("a", "b", "c", "max_tokens", "stages")
+    )
+    work_s = scale * (a * squares + (b + c / most_tokens) * tokens)
+    one_s = np.maximum((a * top + b) * top + c, _full_s(b, c, most_tokens))
+    fill_s = np.where(top <= most_tokens, (stages - 1) * one_s, np.inf)
+    gpus = np.array([float(scheme.num_ranks) for scheme in schemes])
+    kept = _undominated(
+        np.concatenate([gpus[:, None], gpus[:, None] * np.where(top <= most_tokens, work_s, np.inf), fill_s], axis=1)
+    )
+    return Classes(tuple(schemes[k] for k in kept), work_s[kept], fill_s[kept], gpus[kept])
+
+
+def _undominated(prices: Floats) -> list[int]:
+    """Rows of `prices` [schemes, what] that no other row is nowhere above and somewhere below."""
+    no_dearer: NDArray[np.bool_] = np.asarray(prices[:, None] <= prices[None]).all(axis=2)
+    cheaper: NDArray[np.bool_] = np.asarray(prices[:, None] < prices[None]).any(axis=2)
+    beaten: NDArray[np.bool_] = np.logical_and(no_dearer, cheaper).any(axis=0)
+    return [k for k in range(len(prices)) if not beaten[k]]
+
+
+def _full_s(b: Floats, c: Floats, most_tokens: Floats) -> Floats:
+    """Seconds of a stage for a microbatch of many short sequences that uses it well."""
+    tokens = np.minimum(c / np.maximum(b * (FULL - 1), 1e-30), most_tokens)
+    return b * tokens + c
+
+
+def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tuple[float, Floats]:
+    """Seconds of a step, and numbers of pipelines [schemes] that need not be whole.
+
+    Args:
+        classes: what a step costs.
+        num_ranks: GPUs.
+        fixed: a scheme of which there is one whole pipeline at least; it takes the longest sequences
+            first.
+
+    Raises:
+        InfeasibleError: that pipeline does not hold the longest, or leaves no GPU for the rest.
+    """
+    low, high = 0.0, 1e-3
+    if fixed is not None and (classes.gpus[fixed] > num_ranks or np.isinf(classes.fill_s[fixed, -1])):
+        raise InfeasibleError(f"one pipeline {classes.schemes[fixed]} cannot take the longest sequences")
+    while _needed(classes, high, fixed)[0] > num_ranks:
+        low, high = high, 2 * high
+        if high > 1e9:
+            raise InfeasibleError("no number of pipelines takes these sequences")
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _needed(classes, middle, fixed)[0] > num_ranks else (low, middle)
+    return high, _needed(classes, high, fixed)[1]
+
+
+def _needed(classes: Classes, seconds: float, fixed: int | None) -> tuple[float, Floats]:
+    """GPUs and pipelines [schemes] for a step of so many seconds, lengths where they take fewest."""
+    left = seconds - classes.fill_s
+    pipelines = np.where(left > 0, classes.work_s / np.where(left > 0, left, 1.0), np.inf)
+    count = np.zeros(len(classes.schemes))
+    share = np.ones(classes.work_s.shape[1])
+    if fixed is not None:
+        room = left[fixed, -1]
+        if room <= 0:
+            return np.inf, count
+        done = np.cumsum(classes.work_s[fixed][::-1])[::-1]
+        before = done - classes.work_s[fixed]
+        taken = np.clip((room - before) / classes.work_s[fixed], 0.0, 1.0)
+        share = np.where(np.isfinite(classes.fill_s[fixed]), 1 - taken, 1.0)
+        count[fixed] = 1.0
+    best = np.argmin(classes.gpus[:, None] * pipelines, axis=0)
+    np.add.at(count, best, share * pipelines[best, np.arange(len(best))])
+    return float((classes.gpus * np.where(count > 0, count, 0.0)).sum()), count
+
+
+def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
+    """Whole numbers of pipelines [schemes] near `count` on at most `num_ranks` GPUs.
+
+    Of the schemes with most GPUs each number down, up, and one further down; GPUs that are left over
+    go to more pipelines of one scheme, then of the others that fit.
+    """
+    used = [int(k) for k in np.argsort(-gpus * count, kind="stable") if count[k] > 1e-6][:MOST_CLASSES]
+    found: set[Counts] = set()
+    for steps in product((-1, 0, 1), repeat=len(used)):
+        near = [max(0, int(count[k]) + step) for k, step in zip(used, steps, strict=True)]
+        left = num_ranks - sum(int(gpus[k]) * number for k, number in zip(used, near, strict=True))
+        if left < 0:
+            continue
+        for first in used:
+            more, free = dict(zip(used, near, strict=True)), left
+            for k in (first, *(each for each in used if each != first)):
+                added = free // int(gpus[k])
+                more[k] += added
+                free -= added * int(gpus[k])
+            if any(more.values()):
+                found.add(tuple(more.get(k, 0) for k in range(len(count))))
+    return found
+
+
+def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
+    """Seconds of a step [strategies], sequences cut at will; infinite where the longest fits nowhere.
+
+    By duality: for weights w of schemes, sum(pipelines x w) = 1, no step takes less than its
+    sequences' least w_k T_k and the weighted filling. Schemes with more work than others get dearer.
+    """
+    number = np.array(counts, dtype=np.float64)  # [S, K]
+    used = number.any(axis=0)
+    number, work_s = number[:, used], classes.work_s[used]
+    there = number > 0
+    fits = np.isfinite(classes.fill_s[used])
+    fill_s = classes.fill_s[used].min(axis=1)
+    weight = there / number.sum(axis=1, keepdims=True)
+    best = np.zeros(len(number))
+    columns: NDArray[np.int64] = np.arange(int(work_s.shape[1]))
+    rows = np.arange(len(number))[:, None]
+    for at in range(rounds):
+        price = np.where(there[:, :, None] & fits, weight[:, :, None] * work_s, np.inf)
+        cheapest = price.argmin(axis=1)  # [S, M]
+        bound = price[rows, cheapest, columns].sum(axis=1) + (weight * number * fill_s).sum(axis=1)
+        best = np.maximum(best, bound)
+        load = np.zeros_like(number)
+        np.add.at(load, (np.broadcast_to(rows, cheapest.shape), cheapest), work_s[cheapest, columns])
+        each = np.where(there, load / np.maximum(number, 1) + fill_s, 0.0)
+        mean = each.sum(axis=1, keepdims=True) / there.sum(axis=1, keepdims=True)
+        weight = weight * np.exp((each / np.maximum(mean, 1e-30) - 1) / (at + 2))
+        weight /= (weight * number).sum(axis=1, keepdims=True)
+    return best
+
+
+def propose(
+    lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: int, keep: int = 12
+) -> dict[int, tuple[Strategy, ...]]:
+    """Promising strategies by the longest length that they are for, the most promising first.
+
+    Args:
+        lengths: of the data set's sequences, or many drawn from it.
+        num_tokens: of a step.
+        costs: of pipelines.
+        num_ranks: GPUs.
+        keep: how many strategies for a longest length.
+
+    Raises:
+        InfeasibleError: a sequence that no scheme holds.
+    """
+    drawn = np.sort(np.asarray(lengths, dtype=np.int64))
+    found: dict[int, tuple[Strategy, ...]] = {}
+    for part in LONGEST_PARTS:
+        short: list[int] = drawn[drawn <= part * drawn[-1]].tolist()
+        if not short or short[-1] in found:
+            continue
+        classes = classes_of(short, num_tokens, costs, num_ranks)
+        near: set[Counts] = set()
+        for fixed in (None, *_anchors(classes, num_ranks)):
+            try:
+                _, count = continuous(classes, num_ranks, fixed)
+            except InfeasibleError:
+                continue
+            near |= roundings(count, classes.gpus, num_ranks)
+        best = _best(classes, near, EXCHANGED)
+        near = set(best).union(*(_exchanges(counts, classes.gpus, num_ranks) for counts in best))
+        if near:
+            found[short[-1]] = tuple(_strategy(classes.schemes, each) for each in _best(classes, near, keep))
+    return found
+
+
+def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
+    """Those that hold the longest sequence and promise the shortest step."""
+    holders = np.isfinite(classes.fill_s[:, -1])
+    whole = sorted(each for each in counts if any(holders[k] for k, number in enumerate(each) if number))
+    for rounds, most in ((COARSE_ROUNDS, COARSE_KEPT * keep), (PRICE_ROUNDS, keep)):
+        if len(whole) > most or rounds == PRICE_ROUNDS:
+            order = np.argsort(estimates(classes, whole, rounds), kind="stable") if whole else ()
+            whole = [whole[at] for at in order[:most]]
+    return whole
+
+
+def _exchanges(counts: Counts, gpus: Floats, num_ranks: int) -> set[Counts]:
+    """Numbers of pipelines with one more of a scheme for as few as possible of another."""
+    found: set[Counts] = set()
+    left = num_ranks - sum(int(size) * number for size, number in zip(gpus, counts, strict=True))
+    for fewer, number in enumerate(counts):
+        for more in range(len(counts)):
+            gone = max(1, -(-(int(gpus[more]) - left) // int(gpus[fewer])))
+            added = (left + gone * int(gpus[fewer])) // int(gpus[more])
+            if more != fewer and gone <= number and added:
+                other = list(counts)
+                other[fewer] -= gone
+                other[more] += added
+                found.add(tuple(other))
+    return found
+
+
+def _anchors(classes: Classes, num_ranks: int) -> list[int]:
+    """Schemes that hold the longest sequence: for each number of GPUs the one first done with it."""
+    holds = np.isfinite(classes.fill_s[:, -1])
+    able = [k for k in range(len(classes.schemes)) if holds[k] and classes.gpus[k] <= num_ranks]
+    price = classes.work_s[:, -1] + classes.fill_s[:, -1]
+    return [
+        min((k for k in able if classes.gpus[k] == size), key=price.__getitem__)
+        for size in sorted({classes.gpus[k] for k in able})
+    ]
+
+
+def _strategy(schemes: Sequence[Scheme], counts: Counts) -> Strategy:
+    """The widest stages first: groups of powers of two then lie inside nodes."""
+    parts = [(scheme, number) for scheme, number in zip(schemes, counts, strict=True) if number]
+    parts.sort(key=lambda part: (-part[0].tensor * part[0].context, -part[0].tensor, -part[0].pipeline))
+    return Strategy(tuple(scheme for scheme, number in parts for _ in range(number)))
+
+
+def pipeline_s(microbatches: Iterable[Lengths], cost: PipelineCost) -> float:
+    """Seconds of a pipeline: its microbatches, and the longest of them through the other stages."""
+    times = [sum((cost.a * length + cost.b) * length for length in own) + cost.c for own in microbatches]
+    return sum(times) + (cost.stages - 1) * max(times, default=0.0)
+
+
+def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[float, ...]:
+    """Seconds of each pipeline for a batch that is dispatched and packed.
+
+    Raises:
+        InfeasibleError: a sequence that no pipeline holds.
+    """
+    found: list[float] = []
+    for own, cost in zip(dispatch(lengths, pipelines), pipelines, strict=True):
+        mine = [lengths[seq] for seq in own]
+        found.append(pipeline_s(([mine[at] for at in each] for each in pack(mine, cost)), cost))
+    return tuple(found)
+
+
+def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[PipelineCost, ...]:
+    """The cost of each pipeline of a strategy.
+
+    Raises:
+        ConfigError: more ranks than there are, or a scheme without costs.
+    """
+    if strategy.num_ranks > num_ranks:
+        raise ConfigError(f"strategy {strategy} takes {strategy.num_ranks} ranks, and there are {num_ranks}")
+    return tuple(costs.pipeline(scheme, num_ranks) for scheme in schemes_of(strategy))
+
+
+def rank(
+    proposed: dict[int, tuple[Strategy, ...]], batches: Sequence[Lengths], costs: SchemeCosts, num_ranks: int
+) -> tuple[Candidate, ...]:
+    """The strategies that are best for some longest length, as they do on sampled batches, the one
+    that holds the longest sequence first.
+
+    For a longest length the batches without their longer sequences decide.
+    """
+    kept: dict[Strategy, tuple[PipelineCost, ...]] = {}
+    for longest, strategies in proposed.items():
+        short = [[length for length in batch if length <= longest] for batch in batches]
+        known = {strategy: costs_of(strategy, costs, num_ranks) for strategy in strategies}
+        best = min(strategies, key=lambda each: fmean(max(pipelines_s(batch, known[each])) for batch in short if batch))
+        kept[best] = known[best]
+    seconds = {
+        strategy: [
+            max(pipelines_s(batch, known)) if max(batch) <= max(each.max_tokens for each in known) else float("inf")
+            for batch in batches
+        ]
+        for strategy, known in kept.items()
+    }
+    strategies = list(kept)
+    wins = [min(strategies, key=lambda each: seconds[each][at]) for at in range(len(batches))]
+    candidates: list[Candidate] = []
+    for strategy in strategies:
+        held = [each for each in seconds[strategy] if each != float("inf")]
+        most = max(each.max_tokens for each in kept[strategy])
+        mean_s = fmean(held) if held else 0.0
+        candidates.append(Candidate(strategy, most, len(held), mean_s, wins.count(strategy) / len(batches)))
+    return tuple(sorted(candidates, key=lambda each: -each.max_tokens))

@@ -1,0 +1,44 @@
+"""The verb `strategies`: its table, its JSON, the file for training, and mistakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_balance.ir.strategy import Strategy
+
+COMMAND = "strategies --dataset commoncrawl --tokens 20000 --seq-length 4096 --ranks 8 --batches 2 --schemes a800-7b"
+
+
+def test_json_and_the_file_name_the_same_strategies(run, tmp_path):
+    out = tmp_path / "found.txt"
+    found = run.json(f"{COMMAND} --out {out} --json")
+    assert (found["num_ranks"], found["batches"]) == (8, 2)
+    lines = [line.partition("#")[0].strip() for line in out.read_text().splitlines()]
+    written = [Strategy.parse(line) for line in lines if line]
+    assert [str(each) for each in written] == [row["strategy"] for row in found["strategies"]]
+    assert sum(row["best_share"] for row in found["strategies"]) == pytest.approx(1)
+    assert found["strategies"][0]["max_tokens"] >= 4096
+
+
+def test_people_see_a_table(run):
+    code, out, _ = run(COMMAND)
+    assert code == 0
+    assert "longest sequence" in out
+    assert "8 GPUs, a800-7b; commoncrawl, 2 steps of 20,000 tokens" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--tokens 0", "--tokens 0: must be at least 1"),
+        ("--schemes a800-8b", "no scheme named 'a800-8b', did you mean"),
+        ("--plan-costs x.json", "--schemes and --plan-costs are both given"),
+        ("--out nowhere/x.txt", "--out nowhere/x.txt: no folder nowhere"),
+        ("--ranks 1", "fits no pipeline of 1 GPUs: none"),
+    ],
+)
+def test_a_mistake_is_one_line(run, more, message):
+    code, out, err = run(f"{COMMAND} {more}")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
