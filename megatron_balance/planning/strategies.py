@@ -60,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """What a step's sequences cost under each scheme.
+    """Costs of a step's sequences under each scheme.
 
     `work_s`, `fill_s` [schemes, intervals]: seconds of a stage for all sequences of an interval, and
     of filling a pipeline whose longest is there, infinite where MaxLen is less; `gpus` [schemes].
@@ -89,7 +89,9 @@ def classes_of(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks:
             f"a sequence of {drawn[-1]:.0f} tokens fits no pipeline of {num_ranks} GPUs: {longest}; use more GPUs, "
             "allow wider schemes, or cut documents"
         )
-    even: Floats = np.geomspace(min(64.0, drawn[-1]), drawn[-1], NUM_BINS)
+    first, last = min(64.0, float(drawn[-1])), float(drawn[-1])
+    even = first * (last / first) ** np.linspace(0.0, 1.0, NUM_BINS)
+    even[-1] = last
     own = np.array([float(each.max_tokens) for each in known if each.max_tokens < drawn[-1]])
     ends = np.unique(np.concatenate([even, own]))
     at = np.searchsorted(ends, drawn)
@@ -264,8 +266,8 @@ def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
     holders = np.isfinite(classes.fill_s[:, -1])
     whole = sorted(each for each in counts if any(holders[k] for k, number in enumerate(each) if number))
     for rounds, most in ((COARSE_ROUNDS, COARSE_KEPT * keep), (PRICE_ROUNDS, keep)):
-        if len(whole) > most or rounds == PRICE_ROUNDS:
-            order = np.argsort(estimates(classes, whole, rounds), kind="stable") if whole else ()
+        if whole and (len(whole) > most or rounds == PRICE_ROUNDS):
+            order: list[int] = np.argsort(estimates(classes, whole, rounds), kind="stable").tolist()
             whole = [whole[at] for at in order[:most]]
     return whole
 
