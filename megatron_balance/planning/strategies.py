@@ -9,7 +9,7 @@ of sampled batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
@@ -38,6 +38,8 @@ EXCHANGED = 8
 """Best roundings around which pipelines of one scheme are exchanged for another's."""
 MOST_CLASSES = 4
 """Schemes of one continuous solution that are rounded; the least used are dropped."""
+FIRST_ROUNDS, FEWER = (2, 5), 3
+"""Batches of the first rounds of the ranking, each of which leaves a third."""
 LONGEST_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
 """Longest lengths that strategies are proposed for, as shares of the longest of all."""
 
@@ -348,7 +350,7 @@ def rank(
     for longest, strategies in proposed.items():
         short = [[length for length in batch if length <= longest] for batch in batches]
         known = {strategy: costs_of(strategy, costs, num_ranks) for strategy in strategies}
-        best = min(strategies, key=lambda each: fmean(max(pipelines_s(batch, known[each])) for batch in short if batch))
+        best = _fastest(strategies, known, [batch for batch in short if batch])
         kept[best] = known[best]
     seconds = {
         strategy: [
@@ -366,3 +368,15 @@ def rank(
         mean_s = fmean(held) if held else 0.0
         candidates.append(Candidate(strategy, most, len(held), mean_s, wins.count(strategy) / len(batches)))
     return tuple(sorted(candidates, key=lambda each: -each.max_tokens))
+
+
+def _fastest(
+    strategies: Sequence[Strategy], known: Mapping[Strategy, Sequence[PipelineCost]], batches: Sequence[Lengths]
+) -> Strategy:
+    """The strategy of the least mean seconds, by rounds in which fewer are tried on more batches."""
+    left = list(strategies)
+    for count in (*FIRST_ROUNDS, len(batches)):
+        if len(left) > 1:
+            mean_s = {each: fmean(max(pipelines_s(batch, known[each])) for batch in batches[:count]) for each in left}
+            left = sorted(left, key=mean_s.__getitem__)[: max(1, len(left) // FEWER)]
+    return left[0]
