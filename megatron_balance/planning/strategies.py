@@ -9,7 +9,7 @@ of sampled batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
@@ -38,6 +38,8 @@ EXCHANGED = 8
 """Best roundings around which pipelines of one scheme are exchanged for another's."""
 MOST_CLASSES = 4
 """Schemes of one continuous solution that are rounded; the least used are dropped."""
+FIRST_ROUNDS, FEWER = (2, 5), 3
+"""Batches of the first rounds of the ranking, each of which leaves a third."""
 LONGEST_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
 """Longest lengths that strategies are proposed for, as shares of the longest of all."""
 
@@ -60,7 +62,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """What a step's sequences cost under each scheme.
+    """Costs of a step's sequences under each scheme.
 
     `work_s`, `fill_s` [schemes, intervals]: seconds of a stage for all sequences of an interval, and
     of filling a pipeline whose longest is there, infinite where MaxLen is less; `gpus` [schemes].
@@ -89,7 +91,9 @@ def classes_of(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks:
             f"a sequence of {drawn[-1]:.0f} tokens fits no pipeline of {num_ranks} GPUs: {longest}; use more GPUs, "
             "allow wider schemes, or cut documents"
         )
-    even: Floats = np.geomspace(min(64.0, drawn[-1]), drawn[-1], NUM_BINS)
+    first, last = min(64.0, float(drawn[-1])), float(drawn[-1])
+    even = first * (last / first) ** np.linspace(0.0, 1.0, NUM_BINS)
+    even[-1] = last
     own = np.array([float(each.max_tokens) for each in known if each.max_tokens < drawn[-1]])
     ends = np.unique(np.concatenate([even, own]))
     at = np.searchsorted(ends, drawn)
@@ -264,8 +268,8 @@ def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
     holders = np.isfinite(classes.fill_s[:, -1])
     whole = sorted(each for each in counts if any(holders[k] for k, number in enumerate(each) if number))
     for rounds, most in ((COARSE_ROUNDS, COARSE_KEPT * keep), (PRICE_ROUNDS, keep)):
-        if len(whole) > most or rounds == PRICE_ROUNDS:
-            order = np.argsort(estimates(classes, whole, rounds), kind="stable") if whole else ()
+        if whole and (len(whole) > most or rounds == PRICE_ROUNDS):
+            order: list[int] = np.argsort(estimates(classes, whole, rounds), kind="stable").tolist()
             whole = [whole[at] for at in order[:most]]
     return whole
 
@@ -346,7 +350,7 @@ def rank(
     for longest, strategies in proposed.items():
         short = [[length for length in batch if length <= longest] for batch in batches]
         known = {strategy: costs_of(strategy, costs, num_ranks) for strategy in strategies}
-        best = min(strategies, key=lambda each: fmean(max(pipelines_s(batch, known[each])) for batch in short if batch))
+        best = _fastest(strategies, known, [batch for batch in short if batch])
         kept[best] = known[best]
     seconds = {
         strategy: [
@@ -364,3 +368,15 @@ def rank(
         mean_s = fmean(held) if held else 0.0
         candidates.append(Candidate(strategy, most, len(held), mean_s, wins.count(strategy) / len(batches)))
     return tuple(sorted(candidates, key=lambda each: -each.max_tokens))
+
+
+def _fastest(
+    strategies: Sequence[Strategy], known: Mapping[Strategy, Sequence[PipelineCost]], batches: Sequence[Lengths]
+) -> Strategy:
+    """The strategy of the least mean seconds, by rounds in which fewer are tried on more batches."""
+    left = list(strategies)
+    for count in (*FIRST_ROUNDS, len(batches)):
+        if len(left) > 1:
+            mean_s = {each: fmean(max(pipelines_s(batch, known[each])) for batch in batches[:count]) for each in left}
+            left = sorted(left, key=mean_s.__getitem__)[: max(1, len(left) // FEWER)]
+    return left[0]

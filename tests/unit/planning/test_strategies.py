@@ -60,7 +60,7 @@ def equation_4(pipelines: dict[Scheme, PipelineCost], lengths: np.ndarray, scale
                 options = np.maximum(t[:upper, : units + 1 - gpus], seconds[:, None])
                 lower = options.argmin(axis=0)
                 value = options[lower, np.arange(options.shape[1])]
-                for n in np.flatnonzero(value < t[upper, gpus:] - 1e-15):
+                for n in np.flatnonzero(value < t[upper, gpus:] - 1e-15).tolist():
                     t[upper, gpus + n] = value[n]
                     chosen[upper, gpus + n] = (scheme, tenths, int(lower[n]), int(n))
         for n in range(1, units + 1):
