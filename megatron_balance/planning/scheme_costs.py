@@ -4,7 +4,7 @@ fitted (Hydraulis, arXiv 2412.07894, Appendix C).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_balance.analysis.max_len import MARGIN, max_len
@@ -23,11 +23,6 @@ FIT_TOKENS = tuple(1 << power for power in range(8, 18))
 
 MOST_NODES_OF_TENSOR = 2
 """Nodes that a tensor-parallel group may span."""
-
-
-def schemes_of(strategy: Strategy) -> tuple[Scheme, ...]:
-    """The scheme of each pipeline of a strategy."""
-    return getattr(strategy, fields(strategy)[0].name)
 
 
 class SchemeCosts(Protocol):
@@ -56,7 +51,7 @@ class TableCosts:
     def __post_init__(self) -> None:
         found: dict[Scheme, list[float]] = {}
         for name, numbers in self.table.milliseconds.items():
-            schemes = schemes_of(Strategy.parse(name))
+            schemes = Strategy.parse(name).pipelines
             if len(schemes) != 1:
                 raise ConfigError(f"{self.table.name}: milliseconds: {name}: expected one scheme, such as tp4-pp2-cp1")
             found[schemes[0]] = numbers

@@ -9,7 +9,7 @@ of sampled batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planning.scheme_costs import SchemeCosts, schemes_of
+from megatron_balance.planners.hydraulis.pipelines import pipeline_s
+from megatron_balance.planning.scheme_costs import SchemeCosts
 from megatron_balance.solvers.dispatch import PipelineCost, dispatch
 from megatron_balance.solvers.microbatches import pack
 
@@ -308,12 +309,6 @@ def _strategy(schemes: Sequence[Scheme], counts: Counts) -> Strategy:
     return Strategy(tuple(scheme for scheme, number in parts for _ in range(number)))
 
 
-def pipeline_s(microbatches: Iterable[Lengths], cost: PipelineCost) -> float:
-    """Seconds of a pipeline: its microbatches, and the longest of them through the other stages."""
-    times = [sum((cost.a * length + cost.b) * length for length in own) + cost.c for own in microbatches]
-    return sum(times) + (cost.stages - 1) * max(times, default=0.0)
-
-
 def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[float, ...]:
     """Seconds of each pipeline for a batch that is dispatched and packed.
 
@@ -323,7 +318,7 @@ def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[fl
     found: list[float] = []
     for own, cost in zip(dispatch(lengths, pipelines), pipelines, strict=True):
         mine = [lengths[seq] for seq in own]
-        found.append(pipeline_s(([mine[at] for at in each] for each in pack(mine, cost)), cost))
+        found.append(pipeline_s([[mine[at] for at in each] for each in pack(mine, cost)], cost))
     return tuple(found)
 
 
@@ -335,7 +330,7 @@ def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[Pi
     """
     if strategy.num_ranks > num_ranks:
         raise ConfigError(f"strategy {strategy} takes {strategy.num_ranks} ranks, and there are {num_ranks}")
-    return tuple(costs.pipeline(scheme, num_ranks) for scheme in schemes_of(strategy))
+    return tuple(costs.pipeline(scheme, num_ranks) for scheme in strategy.pipelines)
 
 
 def rank(

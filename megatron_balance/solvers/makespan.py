@@ -35,7 +35,8 @@ NODES = 4_000
 PATIENCE, PATIENCE_MANY, MANY = 12, 4, 150
 """Searches in a row that find nothing better before the last; with more than `MANY` items
 `PATIENCE_MANY` of them."""
-WORK = 3_000
+WORK, STARTS_MANY = 3_000, 4
+"""Items over all searches; searches with more than `MANY` items."""
 SHARES = (0.06, 0.12, 0.25, 0.5)
 """Of the bound: what a machine's largest item may take beside its items in the first searches."""
 ROUNDS = 60
@@ -89,7 +90,7 @@ def assign(problem: Problem, seed: int = 0, starts: int = STARTS) -> Ints | None
     longest_first = np.argsort(-problem.work.min(axis=0), kind="stable").tolist()
     best, best_s, since = None, np.inf, 0
     rng = random.Random(seed)
-    for start in range(max(1, min(starts, WORK // problem.num_items))):
+    for start in range(max(1, min(starts if few else STARTS_MANY, starts, WORK // problem.num_items))):
         if not start:
             found = greedy(problem, longest_first)
         elif start % 3 or start <= len(SHARES):

@@ -20,8 +20,9 @@ from functools import lru_cache
 from megatron_balance.config import load_cluster, load_model, load_scheme_table
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.ir.strategy import Strategy
+from megatron_balance.planners.hydraulis.pipelines import pipeline_s
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
-from megatron_balance.planning.strategies import costs_of, pipeline_s, pipelines_s, propose, rank
+from megatron_balance.planning.strategies import costs_of, pipelines_s, propose, rank
 from megatron_balance.solvers.dispatch import PipelineCost
 from megatron_balance.workloads.lengths import draw
 

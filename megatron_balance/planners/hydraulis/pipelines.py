@@ -79,7 +79,9 @@ def read_strategies(given: Sequence[str] | str) -> tuple[Strategy, ...]:
         ConfigError: a text that is no strategy, or a file that cannot be read.
     """
     if given == "auto":
-        raise ConfigError("strategies: auto: nothing proposes strategies yet; list them, or name a file of them")
+        raise ConfigError(
+            "strategies: auto: 'megatron-balance strategies --out FILE' proposes them; name that FILE, or list them"
+        )
     if isinstance(given, str):
         try:
             lines = Path(given).read_text(encoding="utf-8").splitlines()

@@ -6,13 +6,13 @@ import pytest
 
 from megatron_balance.ir.strategy import Strategy
 
-COMMAND = "strategies --dataset commoncrawl --tokens 20000 --seq-length 4096 --ranks 8 --batches 2 --schemes a800-7b"
+COMMAND = "strategies --dataset commoncrawl --tokens 20000 --seq-length 4096 --ranks 4 --batches 1 --schemes a800-7b"
 
 
 def test_json_and_the_file_name_the_same_strategies(run, tmp_path):
     out = tmp_path / "found.txt"
     found = run.json(f"{COMMAND} --out {out} --json")
-    assert (found["num_ranks"], found["batches"]) == (8, 2)
+    assert (found["num_ranks"], found["batches"]) == (4, 1)
     lines = [line.partition("#")[0].strip() for line in out.read_text().splitlines()]
     written = [Strategy.parse(line) for line in lines if line]
     assert [str(each) for each in written] == [row["strategy"] for row in found["strategies"]]
@@ -24,7 +24,7 @@ def test_people_see_a_table(run):
     code, out, _ = run(COMMAND)
     assert code == 0
     assert "longest sequence" in out
-    assert "8 GPUs, a800-7b; commoncrawl, 2 steps of 20,000 tokens" in " ".join(out.split())
+    assert "4 GPUs, a800-7b; commoncrawl, 1 step of 20,000 tokens" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

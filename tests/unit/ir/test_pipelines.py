@@ -139,7 +139,7 @@ def test_what_is_lost_twice_there_cut_or_does_not_fit_is_found() -> None:
         (["9*tp1-pp1-cp1"], (9,), r"takes 9 ranks, and there are 8; use more ranks"),
         (["2*tp1-pp1-cp3"], (9,), r"3 context-parallel ranks of a pipeline would lie unevenly on nodes of 4"),
         (["8*tp1-pp1-cp1"], (301,), r"a sequence of 301 tokens .* 8\*tp1-pp1-cp1, with the longest, holds 300; raise"),
-        ("auto", (9,), r"strategies: auto: nothing proposes strategies yet; list them"),
+        ("auto", (9,), r"strategies: auto: .megatron-balance strategies --out FILE. proposes them; name that"),
         ("nowhere", (9,), r"strategies: nowhere: cannot be read \(No such file"),
     ],
 )  # fmt: skip

@@ -68,7 +68,7 @@ def test_maxlen_of_a_table_by_the_printed_formula(table) -> None:
     [
         ("[1e-6, 0.1, 20]", "[1e-6, 0.1]", "tp1-pp1-cp1: expected"),
         ("[1e-6, 0.1, 20]", "[1e-6, -0.1, 2]", "none negative"),
-        ("tp1-pp1-cp1", "tp1", "not a strategy"),
+        ("tp1-pp1-cp1", "tp1", "scheme 'tp1': expected tpA-ppB-cpC"),
         ("tp1-pp1-cp1", "2*tp1-pp1-cp1", "expected one scheme"),
         ("name: mine", "name: mine\nstate_byte: 1", "unknown key, did you mean 'state_bytes'"),
         ("sharded_share: 0.75", "sharded_share: 1.75", "sharded_share"),

@@ -10,7 +10,7 @@ import pytest
 from megatron_balance.config import load_scheme_table
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planning.scheme_costs import TableCosts, schemes_of
+from megatron_balance.planning.scheme_costs import TableCosts
 from megatron_balance.planning.strategies import (
     Classes,
     classes_of,
@@ -107,7 +107,7 @@ def test_the_best_proposed_is_not_slower_than_equation_4s_best() -> None:
     gpus = np.array([float(each.num_ranks) for each in schemes])
     neighbours = roundings(real, gpus, NUM_RANKS)
     oracle = [Strategy(tuple(s for s, n in zip(schemes, each, strict=True) for _ in range(n))) for each in neighbours]
-    oracle = [each for each in oracle if max(known[s].max_tokens for s in schemes_of(each)) >= LONGEST]
+    oracle = [each for each in oracle if max(known[s].max_tokens for s in each.pipelines) >= LONGEST]
     assert oracle
     ours = propose(SAMPLE, TOKENS, COSTS, NUM_RANKS)[LONGEST]
     batches = drawn(7, 6)
