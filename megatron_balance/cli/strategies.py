@@ -140,8 +140,8 @@ def _show(found: Sequence[Candidate], args: argparse.Namespace, cluster: Cluster
     console = laboratory.console()
     by = args.schemes or f"{args.model} on {args.cluster}"
     console.print(
-        f"{cluster.num_ranks} GPUs, {by}; {args.dataset}, {args.batches} step{'s' * (args.batches != 1)} of {args.tokens:,} tokens; "
-        "seconds: "
+        f"{cluster.num_ranks} GPUs, {by}; {args.dataset}, {args.batches} step{'s' * (args.batches != 1)} of "
+        f"{args.tokens:,} tokens; seconds: "
         "mean of forward and backward of the steps that a strategy holds"
     )
     table = Table()
