@@ -16,6 +16,7 @@ import numpy as np
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.fits import Quadratic, fit_quadratic
 from megatron_balance.cost.parallel import stage_transfer_s, wide_ranks
+from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme
@@ -24,8 +25,41 @@ RING_BACKWARD = 2
 """A ring's backward moves keys and values again, and their gradients."""
 
 
+FITTED = tuple(1 << power for power in range(8, 18))
+"""Lengths in tokens through whose predicted times the quadratic of a scheme goes."""
+BEYOND = 4
+"""Those longer than this many times the longest microbatch are left out, as long as three stay."""
+
 CostOf = Callable[[Cluster, int], MachineCost]
 """(cluster of wide ranks, tensor parallelism) -> its cost."""
+
+
+def lengths_to_fit(max_tokens: int) -> list[int]:
+    """Lengths in tokens to fit a scheme by whose microbatches hold `max_tokens`."""
+    return [length for at, length in enumerate(FITTED) if at < 3 or length <= BEYOND * max_tokens]
+
+
+def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
+    """Reject a scheme that a model cannot be split by.
+
+    Args:
+        scheme: degrees of one pipeline.
+        model: whose heads, key-value heads and layers they must divide.
+        where: what the sentence begins with.
+
+    Raises:
+        ConfigError: names what does not divide.
+    """
+    for what, number, degree in (
+        ("heads", model.num_heads, scheme.tensor),
+        ("key-value heads (query groups)", model.num_kv_heads, scheme.tensor),
+        ("layers", model.num_layers, scheme.pipeline),
+    ):
+        if number % degree:
+            raise ConfigError(
+                f"{where}{scheme} splits the {number} {what} of {model.name} {degree} ways; choose a divisor of "
+                f"{number}"
+            )
 
 
 def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: CostOf, lengths: Sequence[int]) -> Quadratic:

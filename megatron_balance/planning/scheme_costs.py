@@ -11,15 +11,12 @@ from megatron_balance.analysis.max_len import MARGIN, max_len
 from megatron_balance.config import SchemeTable
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.moved import on_cluster
-from megatron_balance.cost.schemes import fit_scheme
+from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.solvers.dispatch import PipelineCost
-
-FIT_TOKENS = tuple(1 << power for power in range(8, 18))
-"""Lengths through whose predicted times a scheme's quadratic goes."""
 
 MOST_NODES_OF_TENSOR = 2
 """Nodes that a tensor-parallel group may span."""
@@ -123,10 +120,10 @@ class PredictedCosts:
     def pipeline(self, scheme: Scheme, num_ranks: int) -> PipelineCost:
         """As in `SchemeCosts`."""
         if (scheme, num_ranks) not in self._known:
-            self._check(scheme)
+            check_scheme(scheme, self.model)
             most = self._max_tokens(scheme, num_ranks)
-            tokens = [at for nth, at in enumerate(FIT_TOKENS) if nth < 3 or at <= 4 * most]
-            fitted = fit_scheme(scheme, self.model, self._cluster_for(scheme), self._cost_of, tokens)
+            lengths = lengths_to_fit(most)
+            fitted = fit_scheme(scheme, self.model, self._cluster_for(scheme), self._cost_of, lengths)
             found = PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most)
             self._known[scheme, num_ranks] = found
         return self._known[scheme, num_ranks]
@@ -145,19 +142,6 @@ class PredictedCosts:
         """Whether context-parallel ranks fill nodes, or parts of one."""
         wide = max(1, self.cluster.node_size // tensor)
         return context % wide == 0 or wide % context == 0
-
-    def _check(self, scheme: Scheme) -> None:
-        """Reject a scheme that the model cannot be split by."""
-        for what, number, degree in (
-            ("heads", self.model.num_heads, scheme.tensor),
-            ("key-value heads (query groups)", self.model.num_kv_heads, scheme.tensor),
-            ("layers", self.model.num_layers, scheme.pipeline),
-        ):
-            if number % degree:
-                raise ConfigError(
-                    f"{scheme} splits the {number} {what} of {self.model.name} {degree} ways; choose a divisor of "
-                    f"{number}"
-                )
 
     def _cluster_for(self, scheme: Scheme) -> Cluster:
         """Nodes for one pipeline, taken together where a tensor-parallel group is larger than one.

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planners.hydraulis.pipelines import pipeline_s
+from megatron_balance.planners.hydraulis.pipelines import deal
 from megatron_balance.planning.scheme_costs import SchemeCosts
-from megatron_balance.solvers.dispatch import PipelineCost, dispatch
-from megatron_balance.solvers.microbatches import pack
+from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.solvers.microbatches import EFFICIENCY
 
 Floats = NDArray[np.float64]
 Lengths = Sequence[int]
@@ -33,7 +33,7 @@ NUM_BINS = 32
 HALVINGS = 24
 PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
 """Rounds of the duality bound; few of them leave this many times the strategies wanted."""
-FULL = 1 / 0.85
+FULL = 1 / EFFICIENCY
 """A microbatch fills a pipeline from where T(l) / l is within this of b (Appendix D)."""
 EXCHANGED = 8
 """Best roundings around which pipelines of one scheme are exchanged for another's."""
@@ -315,11 +315,7 @@ def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[fl
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
     """
-    found: list[float] = []
-    for own, cost in zip(dispatch(lengths, pipelines), pipelines, strict=True):
-        mine = [lengths[seq] for seq in own]
-        found.append(pipeline_s([[mine[at] for at in each] for each in pack(mine, cost)], cost))
-    return tuple(found)
+    return deal(lengths, pipelines)[1]
 
 
 def costs_of(strategy: Strategy, costs: SchemeCosts, num_ranks: int) -> tuple[PipelineCost, ...]:

@@ -11,7 +11,6 @@ have none. A planner competes where its plan fits the memory. What `--results` h
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from megatron_balance.simulator.bound import bound_s
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
 from megatron_balance.simulator.step import simulate_step
-from tools.bench.zeppelin_rules import CASES, batches_of
+from tools.bench.zeppelin_rules import CASES, batches_of, case_parser
 
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in PLANNERS if name not in ("auto", "flexsp", "wlb_llm", "distca")},
@@ -47,11 +46,7 @@ AUTO, ZEPPELIN = 1.01, 1.02
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print means by cluster and model, and the batches on which auto or zeppelin lose."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("batches_file", type=Path)
-    parser.add_argument("--batches", type=int, default=2)
-    parser.add_argument("--joined", type=int, default=1)
-    parser.add_argument("--only", default="", help="CLUSTER/MODEL")
+    parser = case_parser(__doc__)
     parser.add_argument("--results", type=Path, help="one line of JSON a batch; a run goes on where it stopped")
     options = parser.parse_args(argv)
     known = [] if options.results is None or not options.results.exists() else _lines(options.results)

@@ -64,13 +64,19 @@ class Point:
     uneven: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table for each cluster and model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def case_parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that say which cases and batches are run."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches_file", type=Path)
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--joined", type=int, default=1)
     parser.add_argument("--only", default="", help="CLUSTER/MODEL")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table for each cluster and model."""
+    parser = case_parser(__doc__)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     document = json.loads(options.batches_file.read_text())

@@ -10,21 +10,18 @@ from pathlib import Path
 
 from megatron_balance.cost.moved import on_cluster
 from megatron_balance.cost.parallel import wide_ranks
-from megatron_balance.cost.schemes import fit_scheme
+from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import UnreadableError, read_text
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.solvers.dispatch import PipelineCost, dispatch
-from megatron_balance.solvers.microbatches import pack
+from megatron_balance.solvers.microbatches import microbatch_s, pack
 
 UNLIMITED = 1 << 40
 """Tokens of a microbatch where nobody says what a rank holds."""
-FITTED = tuple(1 << power for power in range(8, 18))
-"""Lengths through whose predicted times the quadratic of a scheme goes."""
-MAX_TOKENS_FITTED = 4
-"""Those longer than this many times the longest microbatch are left out, as long as three stay."""
 
 Microbatches = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -54,21 +51,33 @@ class Pipelines:
 
     def deal(self, lengths: Sequence[int]) -> tuple[Microbatches, float]:
         """By pipeline and microbatch, positions in `lengths`; and seconds of the slowest pipeline."""
-        dealt = dispatch(lengths, self.costs)
-        made: list[tuple[tuple[int, ...], ...]] = []
-        seconds: list[float] = []
-        for own, cost in zip(dealt, self.costs, strict=True):
-            packed = pack([lengths[seq] for seq in own], cost)
-            made.append(tuple(tuple(own[at] for at in microbatch) for microbatch in packed))
-            seconds.append(pipeline_s([[lengths[seq] for seq in each] for each in made[-1]], cost))
-        return tuple(made), max(seconds)
+        made, seconds = deal(lengths, self.costs)
+        return made, max(seconds)
+
+
+def deal(lengths: Sequence[int], costs: Sequence[PipelineCost]) -> tuple[Microbatches, tuple[float, ...]]:
+    """Dispatch sequences to pipelines, and pack those of each.
+
+    Returns:
+        By pipeline and microbatch, positions in `lengths`; and seconds of each pipeline.
+
+    Raises:
+        InfeasibleError: a sequence that no pipeline holds.
+    """
+    made: list[tuple[tuple[int, ...], ...]] = []
+    seconds: list[float] = []
+    for own, cost in zip(dispatch(lengths, costs), costs, strict=True):
+        packed = pack([lengths[seq] for seq in own], cost)
+        made.append(tuple(tuple(own[at] for at in microbatch) for microbatch in packed))
+        seconds.append(pipeline_s([[lengths[seq] for seq in each] for each in made[-1]], cost))
+    return tuple(made), tuple(seconds)
 
 
 def pipeline_s(microbatches: Sequence[Sequence[int]], cost: PipelineCost) -> float:
     """Seconds of a pipeline's microbatches, by their lengths: their stage times, and the fullest one
     through the other stages (Eq. 2); 0 without any.
     """
-    times = [sum((cost.a * n + cost.b) * n for n in lengths) + cost.c for lengths in microbatches]
+    times = [microbatch_s(lengths, cost) for lengths in microbatches]
     return sum(times) + (cost.stages - 1) * max(times, default=0.0)
 
 
@@ -84,10 +93,11 @@ def read_strategies(given: Sequence[str] | str) -> tuple[Strategy, ...]:
         )
     if isinstance(given, str):
         try:
-            lines = Path(given).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
+            lines = read_text(Path(given)).splitlines()
+        except (OSError, UnreadableError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"strategies: {given}: cannot be read ({error.strerror}); name a file of strategies, or list them: "
+                f"strategies: {given}: cannot be read ({why}); name a file of strategies, or list them: "
                 "[2*tp1-pp1-cp2, tp1-pp1-cp4]"
             ) from None
         given = [line for line in (each.partition("#")[0].strip() for each in lines) if line]
@@ -124,16 +134,7 @@ def check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
             "(--ranks), or fewer or smaller pipelines"
         )
     for scheme in dict.fromkeys(strategy.pipelines):
-        for what, number, degree in (
-            ("heads", model.num_heads, scheme.tensor),
-            ("key-value heads (query groups)", model.num_kv_heads, scheme.tensor),
-            ("layers", model.num_layers, scheme.pipeline),
-        ):
-            if number % degree:
-                raise ConfigError(
-                    f"strategy {strategy}: {scheme} splits the {number} {what} of {model.name} {degree} ways; choose a "
-                    f"divisor of {number}"
-                )
+        check_scheme(scheme, model, f"strategy {strategy}: ")
 
 
 def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepContext]:
@@ -147,8 +148,7 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
     cluster = stage_cluster(context.cluster if tensor is None else wide_ranks(context.cluster, tensor), scheme.context)
     cost = on_cluster(context.cost, cluster, tensor)
     alone = Scheme(1, scheme.pipeline, scheme.context)
-    lengths = [length for at, length in enumerate(FITTED) if at < 3 or length <= MAX_TOKENS_FITTED * most]
-    fitted = fit_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, lengths)
+    fitted = fit_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, lengths_to_fit(most))
     inside = replace(
         context,
         cluster=cluster,
