@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -177,3 +178,14 @@ def test_options_of_the_planner_inside_a_microbatch() -> None:
     assert patterns["document"] != patterns["sequence"]
     with pytest.raises(ConfigError, match="within_options: tokens_per_rank is an option of hydraulis itself"):
         choose_planner("hydraulis", {**given, "within_options": {"tokens_per_rank": 9}}).plan_step(((9,),), CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"# nothing yet\n\n", "the file names none"), (b"\0" * 9, "cannot be read .not text: has a NUL byte")],
+)
+def test_a_file_without_strategies_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "strategies.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        choose_planner("hydraulis", {"strategies": str(path)}).plan_step(((9,),), CONTEXT)

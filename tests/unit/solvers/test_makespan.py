@@ -78,3 +78,33 @@ def with_room(sizes: makespan.Ints, room: float) -> makespan.Problem:
         sizes,
         np.full(2, room),
     )
+
+
+def unlike(sizes: list[int], room: list[float]) -> makespan.Problem:
+    """Two machines of one kind, items of 3, 3, 2, 2 and 2 seconds, and then of none."""
+    work = np.zeros((1, len(sizes)))
+    work[0, :5] = 3, 3, 2, 2, 2
+    return makespan.Problem(
+        work, np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros(2), np.array(sizes), np.array(room)
+    )
+
+
+def test_a_swap_makes_the_longest_first_even() -> None:
+    problem = unlike([1] * 5, [np.inf, np.inf])
+    found = makespan.greedy(problem, range(5))
+    assert found is not None
+    assert problem.seconds(found).tolist() == [7, 5]
+    makespan.improve(problem, found, 0.0)
+    assert problem.seconds(found).tolist() == [6, 6]
+    many = unlike([1] * (makespan.FEW + 1), [np.inf, np.inf])  # too many for the depth-first search
+    found = makespan.assign(many, starts=1)
+    assert found is not None
+    assert many.seconds(found).tolist() == [6, 6]
+
+
+def test_a_swap_that_finds_no_room_is_left() -> None:
+    problem = unlike([5, 1, 1, 1, 1], [7.0, 5.0])
+    found = np.array([0, 1, 0, 1, 0])
+    makespan.improve(problem, found, 0.0)
+    assert (np.bincount(found, weights=problem.sizes) <= problem.room).all()
+    assert problem.seconds(found).tolist() == [7, 5]
