@@ -178,6 +178,7 @@ def test_a_frozen_rank_ends_the_job_after_megatrons_timeout(train: Train) -> Non
         assert result.codes[0] > 0, f"rank 0 waited for the frozen one; its log ends:\n{result.tail(0)}"
         assert result.codes[1] == SIGKILL, "it was frozen to the end"
         assert re.search("[Tt]imed out|[Tt]imeout", result.log(0))
+        assert "rank 1 of 2 does not answer: ended, or frozen" in result.log(0)
 
     flags = {"train-iters": 5000, "distributed-timeout-seconds-after-init": 2}
     train(2, "te_ring", flags, kill_after=3, freeze=1, expect=ended, deadline_s=90)
