@@ -201,7 +201,8 @@ class Drain:
             server, piece = self.rows[best]
             surplus = float(self.servers.load[server]) - self.limit
             low, high = self._cut(piece, target, surplus, headroom + _ROUNDING / 2 * self.mean)
-            if self.servers.allows(target, (piece[0], low, high)):
+            # no part at all where a block fits the headroom by rounding only
+            if low < high and self.servers.allows(target, (piece[0], low, high)):
                 self._migrate(best, low, high, target)
                 return True
             scores[best] = 0.0

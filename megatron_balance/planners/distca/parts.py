@@ -30,6 +30,7 @@ def at_least(shards: Shards, piece: Piece, least: float) -> Parts:
     ends = mass[stop:after]
     low = mass[begin + 1 : after].searchsorted(ends - least, side="right")
     low += begin
+    np.minimum(low, np.arange(stop - 1, after - 1), out=low)  # where `least` is lost in the rounding of the sums
     return low, stop, ends - mass[low]
 
 

@@ -369,3 +369,19 @@ def test_few_short_odd_or_overlong_sequences_are_planned(lengths: list[int], opt
 def test_an_option_out_of_range_is_an_error(option: str) -> None:
     with pytest.raises(ConfigError, match=f"distca: {option} -1: must be at least"):
         plan(Batch((10,)), CLUSTER, MODEL, COST, replace(DistcaOptions(), **{option: -1}))
+
+
+SMALL_BLOCKS = [
+    (Cluster(4, 2), Model(3, 3, 4, hidden_size=32, ffn_size=64), [12], 1),
+    (Cluster(3, 3), Model(6, 3, 4, hidden_size=32, ffn_size=64), [40], 2),
+    (Cluster(4, 4), Model(3, 3, 4, hidden_size=32, ffn_size=64), [46], 4),
+    (Cluster(3, 1), Model(1, 1, 4, hidden_size=32, ffn_size=64), [15, 36, 4, 1, 3, 3], 2),
+]
+"""Cases in which a surplus is so small that it is lost in the rounding of sums of seconds."""
+
+
+@pytest.mark.parametrize(("cluster", "model", "lengths", "block"), SMALL_BLOCKS)
+def test_no_task_is_empty_where_a_surplus_is_lost_in_rounding(
+    cluster: Cluster, model: Model, lengths: list[int], block: int
+) -> None:
+    verify(make_planner("distca", cluster, model, block=block, tolerance=0)(lengths))
