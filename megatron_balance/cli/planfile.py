@@ -127,7 +127,9 @@ def prove(plan: MicrobatchPlan, policy: Policy) -> int:
     from megatron_balance.compile.batches import verify_order_of
     from megatron_balance.compile.pipeline import expand
     from megatron_balance.compile.verify import verify
+    from megatron_balance.compile.verify_plan import verify_plan
 
+    verify_plan(plan)
     program = expand(plan, policy)
     verify(program)
     verify_order_of(plan, policy)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_balance.compile.verify_plan import verify_plans
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
@@ -100,13 +101,20 @@ class StepPlanner:
     ) -> tuple[StepPlan, Carry]:
         """The plan of a training step, and what the next one is planned with; as
         `PlannerChoice.plan_step`. `may_delay`: as in its context.
+
+        Raises:
+            InvalidProgramError: a plan that does not hold together (`compile.verify_plan`).
         """
         context = self._context if may_delay else dataclasses.replace(self._context, may_delay=False)
-        return self.choice.plan_step(_frozen(lengths), context, carry)
+        step, carried = self.choice.plan_step(_frozen(lengths), context, carry)
+        verify_plans(step)
+        return step, carried
 
     def plan_evaluation(self, lengths: Sequence[Sequence[int]]) -> StepPlan:
         """The plan of a step without a backward pass, which carries nothing."""
-        return self.choice.plan_step(_frozen(lengths), self._evaluation)[0]
+        step = self.choice.plan_step(_frozen(lengths), self._evaluation)[0]
+        verify_plans(step)
+        return step
 
 
 def _frozen(lengths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

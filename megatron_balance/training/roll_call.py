@@ -1,4 +1,4 @@
-"""Who is missing: after a collective failed, the ranks that still run say which others do not answer.
+"""Find the ranks that are missing: after a collective failed, those that still run say which do not.
 
 torch's errors name a socket, or nothing. Every rank has a thread that waits for a call in the store
 through which the job's ranks found one another, and answers it, whatever its rank is busy with. A

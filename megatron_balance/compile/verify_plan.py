@@ -1,0 +1,153 @@
+"""Check the structure of a plan, in time linear in its size: what can be said before it is a program.
+
+Every plan of a training job goes through this, in the planning process. That the program of a plan
+computes what it shall is proved by `compile.verify`, which takes longer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_balance.errors import InvalidProgramError
+from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.columns import Move, Placed, Task
+from megatron_balance.ir.plan import REMAP, MicrobatchPlan, SharedZone, TaskTable, Zone
+from megatron_balance.ir.step import StepPlan
+from megatron_balance.patterns import PATTERNS
+
+MOST_NAMED = 4
+"""Complaints of one plan that its error lists."""
+
+
+def verify_plans(step: StepPlan) -> None:
+    """Check the structure of all plans of a step, those of its ticks included.
+
+    Raises:
+        InvalidProgramError: as `verify_plan`.
+    """
+    for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
+        verify_plan(plan)
+
+
+def verify_plan(plan: MicrobatchPlan) -> None:
+    """Check that a plan names ranks, sequences and patterns that are there, and every query, with
+    its keys, once.
+
+    Raises:
+        InvalidProgramError: it does not; names the planner and what is wrong.
+    """
+    wrong: list[str] = []
+    for complaint in _complaints(plan):
+        wrong.append(complaint)
+        if len(wrong) == MOST_NAMED:
+            break
+    if wrong:
+        raise InvalidProgramError(f"plan of {plan.planner}: " + "; ".join(wrong))
+
+
+def _complaints(plan: MicrobatchPlan) -> Iterator[str]:
+    ranks, per_node = plan.num_ranks, plan.ranks_per_node
+    if min(ranks, per_node, plan.num_heads, plan.num_kv_heads) < 1:
+        yield f"{ranks} ranks, {per_node} a node, {plan.num_heads} heads, {plan.num_kv_heads} of keys: at least 1 each"
+        return
+    if ranks % min(per_node, ranks) or plan.num_heads % plan.num_kv_heads:
+        yield f"{ranks} ranks in nodes of {per_node}, {plan.num_heads} heads over {plan.num_kv_heads}: no whole number"
+    short = [seq for seq, length in enumerate(plan.lengths) if length < 1]
+    if short:
+        yield f"sequence {short[0]} has length {plan.lengths[short[0]]}"
+        return
+    placed: Counter[int] = Counter()
+    for at, zone in enumerate(plan.zones):
+        place = f"zone {at} ({zone.name})"
+        placed.update(zone.seqs)
+        if zone.pattern not in PATTERNS:
+            yield f"{place}: there is no comm pattern {zone.pattern!r}"
+        outside = [seq for seq in zone.seqs if not 0 <= seq < len(plan.lengths)]
+        if outside:
+            yield f"{place}: there is no sequence {outside[0]}"
+            return
+        if isinstance(zone, Zone):
+            yield from _of_zone(zone, place, ranks)
+        else:
+            yield from _of_fragments(zone, place, plan)
+    lost = [seq for seq in range(len(plan.lengths)) if placed[seq] != 1]
+    if lost:
+        yield f"sequence {lost[0]} is in {placed[lost[0]]} zones"
+    yield from _of_layers(plan)
+
+
+def _of_zone(zone: Zone, place: str, num_ranks: int) -> Iterator[str]:
+    if not zone.ranks or len(set(zone.ranks)) < len(zone.ranks):
+        yield f"{place}: no ranks, or one twice"
+    elif not 0 <= min(zone.ranks) <= max(zone.ranks) < num_ranks:
+        yield f"{place}: ranks {min(zone.ranks)} to {max(zone.ranks)}, there are {num_ranks}"
+    if zone.group_size < 0 or (zone.group_size and len(zone.ranks) % zone.group_size):
+        yield f"{place}: groups of {zone.group_size} in {len(zone.ranks)} ranks"
+
+
+def _of_fragments(zone: TaskTable | SharedZone, place: str, plan: MicrobatchPlan) -> Iterator[str]:
+    fragments = as_array(zone.fragments)
+    holders = fragments[:, Placed.RANK]
+    if not len(fragments):  # of an empty batch
+        if isinstance(zone, TaskTable) and len(zone.tasks):
+            yield f"{place}: tasks without fragments"
+        return
+    if holders.min() < 0 or holders.max() >= plan.num_ranks:
+        yield f"{place}: a fragment on a rank that is not there"
+        return
+    lengths = np.array(plan.lengths)
+    by_place = fragments[np.lexsort((fragments[:, Placed.START], fragments[:, Placed.SEQ]))]
+    seqs, starts, stops = (by_place[:, column] for column in (Placed.SEQ, Placed.START, Placed.STOP))
+    first = np.append(True, seqs[1:] != seqs[:-1])
+    last = np.append(first[1:], True)
+    begins = np.where(first, 0, np.append(0, stops[:-1]))
+    bad = (starts >= stops) | (starts != begins) | (last & (stops != lengths[seqs]))
+    if bad.any():
+        seq, start, stop = (int(each[bad][0]) for each in (seqs, starts, stops))
+        yield f"{place}: tokens [{start}:{stop}) of sequence {seq} overlap, are empty, or leave some out"
+        return
+    if isinstance(zone, TaskTable):
+        yield from _of_tasks(as_array(zone.tasks), zone.seqs, place, plan)
+
+
+def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan) -> Iterator[str]:
+    """Complaints about queries without all keys before them, or with some twice."""
+    if len(tasks) and not 0 <= tasks[:, Task.RANK].min() <= tasks[:, Task.RANK].max() < plan.num_ranks:
+        yield f"{place}: a task on a rank that is not there"
+    for seq in seqs:
+        own = tasks[tasks[:, Task.SEQ] == seq] if len(seqs) > 1 else tasks
+        q_start, q_stop, k_start, k_stop = own[:, Task.QUERY.stop - 2 : Task.KEYS.stop].T
+        if (q_start >= q_stop).any() or (k_start >= k_stop).any():
+            yield f"{place}: a task of sequence {seq} has no queries or no keys"
+            continue
+        edges = np.unique(np.concatenate([[0, plan.lengths[seq]], q_start, q_stop]))
+        for low, high in pairwise(edges.tolist()):
+            here = (q_start <= low) & (q_stop >= high)
+            keys = sorted(zip(k_start[here].tolist(), k_stop[here].tolist(), strict=True))
+            first, needed = plan.mask.keys(seq, low)[0], min(plan.mask.keys(seq, high - 1)[1], plan.lengths[seq])
+            in_a_row = all(one[1] == other[0] for one, other in pairwise(keys))
+            if not keys or not in_a_row or keys[0][0] > first or keys[-1][1] < needed:
+                yield f"{place}: queries [{low}:{high}) of sequence {seq} have keys {keys[:4]}, not {first} to {needed}"
+                break
+
+
+def _of_layers(plan: MicrobatchPlan) -> Iterator[str]:
+    moves = as_array(plan.moves)
+    if len(moves):
+        pairs = moves[:, [Move.SRC, Move.DST]]
+        if pairs.min() < 0 or pairs.max() >= plan.num_ranks or (pairs[:, 0] == pairs[:, 1]).any():
+            yield "the remap moves to a rank that is not there, or from a rank to itself"
+        if moves[:, Move.TOKENS].min() < 1 or moves[:, Move.TOKENS].sum() > plan.num_tokens:
+            yield f"the remap moves {int(moves[:, Move.TOKENS].sum())} tokens of {plan.num_tokens}"
+    routing = plan.routing
+    if routing is None:
+        return
+    if min(routing.ranks_per_nic, routing.min_tokens, routing.pieces) < 1:
+        yield f"{routing}: at least 1 each"
+    outside = [at for at in routing.zones if at != REMAP and not 0 <= at < len(plan.zones)]
+    if outside:
+        yield f"routing of zone {outside[0]}, there are {len(plan.zones)}"
