@@ -126,13 +126,10 @@ def check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
     """Reject a strategy that the ranks or the model cannot be split by.
 
     Raises:
-        ConfigError: says what does not divide, or how many ranks are missing.
+        ConfigError: says what does not divide, how many ranks are missing, or which TP group would
+            cross nodes.
     """
-    if strategy.num_ranks > cluster.num_ranks:
-        raise ConfigError(
-            f"strategy {strategy} takes {strategy.num_ranks} ranks, and there are {cluster.num_ranks}; use more ranks "
-            "(--ranks), or fewer or smaller pipelines"
-        )
+    strategy.check(cluster.num_ranks, cluster.node_size)
     for scheme in dict.fromkeys(strategy.pipelines):
         check_scheme(scheme, model, f"strategy {strategy}: ")
 
