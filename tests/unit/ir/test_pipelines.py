@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.max_len import max_len
 from megatron_balance.compile.verify_step import verify_step
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.errors import BalanceError, ConfigError, InvalidProgramError
+from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, StepPlan, from_json, held_back, text, to_json
@@ -158,6 +159,28 @@ def test_the_best_candidate_that_holds_the_longest_sequence_is_taken() -> None:
     short = choice.plan_step(((200,) * 8,), CONTEXT)[0]
     long = choice.plan_step(((900, 200, 200),), CONTEXT)[0]
     assert (str(short.strategy), str(long.strategy)) == ("8*tp1-pp1-cp1", "2*tp1-pp1-cp4")
+
+
+def test_a_microbatch_has_no_more_tokens_than_the_memory_of_its_pipelines_gpus_holds() -> None:
+    """MaxLen limits packing, which pipelines take a sequence, and which candidates hold it."""
+    short, wide = Scheme(), Scheme(context=4)
+    memory_bytes = 1e6
+    cluster, model = (
+        replace(CLUSTER, memory_bytes=memory_bytes),
+        replace(MODEL, hidden_size=32, ffn_size=64, vocab_size=128),
+    )
+    most = {each: max_len(each, model, memory_bytes, 8) for each in (short, wide)}
+    assert 0 < most[short] < most[wide]
+    context = StepContext(cluster, model, AnalyticCost(cluster, model))
+    both, lengths = Strategy((wide, *[short] * 4)), (most[short] + 1, *[most[short] // 2 + 1] * 6)
+    choice = choose_planner("hydraulis", {"strategies": ["8*tp1-pp1-cp1", str(both)]})
+    step, _ = choice.plan_step((lengths,), context)
+    assert step.strategy == both
+    verify_step(step, (lengths,), EMPTY, EMPTY, [most[each] for each in both.pipelines])
+    with pytest.raises(InfeasibleError, match=r"a GPU's memory allows no more \(MaxLen\): use more tensor"):
+        choice.plan_step(((most[wide] + 1,),), context)
+    with pytest.raises(InfeasibleError, match=r"with the longest, holds 0; a GPU's memory"):
+        choice.plan_step(((9,),), replace(context, cluster=replace(cluster, memory_bytes=1e3)))
 
 
 def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:
