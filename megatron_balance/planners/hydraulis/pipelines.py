@@ -48,7 +48,7 @@ class Pipelines:
             inside.options.tokens_per_rank * inside.cluster.num_ranks if inside.options.tokens_per_rank else UNLIMITED
             for inside in self.inside
         ]
-        if any(cost.max_tokens < limit for cost, limit in zip(self.costs, limits, strict=True)):
+        if self.max_tokens < max(limits):
             return "a GPU's memory allows no more (MaxLen): use more tensor, pipeline or context parallelism"
         ranks = max(limit // inside.options.tokens_per_rank for limit, inside in zip(limits, self.inside, strict=True))
         return f"raise tokens_per_rank to at least {-(-length // ranks)}, use more context-parallel ranks"
