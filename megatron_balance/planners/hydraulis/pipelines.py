@@ -43,7 +43,7 @@ class Pipelines:
         return max(cost.max_tokens for cost in self.costs) if min(cost.max_tokens for cost in self.costs) else 0
 
     def longer_with(self, length: int) -> str:
-        """What to change so that a sequence fits."""
+        """Advice on how to make a sequence fit."""
         limits = [
             inside.options.tokens_per_rank * inside.cluster.num_ranks if inside.options.tokens_per_rank else UNLIMITED
             for inside in self.inside
