@@ -290,11 +290,12 @@ def greedy(problem: Problem, order: Sequence[int], head: Ints | None = None) -> 
     """
     num_kinds = len(problem.work)
     largest, seconds_of, room = [0.0] * problem.num_machines, [0.0] * problem.num_machines, problem.room.tolist()
-    behind, start_s, kinds = problem.behind.tolist(), problem.start_s.tolist(), problem.kind.tolist()
+    behind, start_s = problem.behind.tolist(), problem.start_s.tolist()
+    kinds: list[int] = problem.kind.tolist()
     work, sizes = problem.work.T.tolist(), problem.sizes.tolist()
     limited = bool(np.isfinite(problem.room).any())
     machine_of = [0] * problem.num_items
-    known = [] if head is None else head.tolist()
+    known: list[int] = [] if head is None else head.tolist()
     for item, machine in zip(order, known, strict=False):
         if machine < 0:
             return None
@@ -471,9 +472,11 @@ def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
     least = work.min(axis=0)
     order = np.argsort(least, kind="stable")
     part = np.cumsum(least[order])
-    edges = np.unique(np.searchsorted(part, part[-1] * np.arange(GROUPS) / GROUPS, side="right"))
-    grouped = np.add.reduceat(work[:, order], np.minimum(edges, len(order) - 1), axis=1)
-    best, best_s, column = weights, 0.0, np.arange(grouped.shape[1])
+    shares = part[-1] * np.linspace(0.0, 1.0, GROUPS, endpoint=False)
+    edges: Ints = np.unique(np.asarray(np.searchsorted(part, shares, side="right"), dtype=np.int64))
+    grouped: Floats = np.add.reduceat(work[:, order], np.minimum(edges, len(order) - 1), axis=1)
+    best, best_s = weights, 0.0
+    column: Ints = np.arange(len(edges), dtype=np.int64)
     for turn in range(rounds):
         weighted = weights[:, None] * grouped
         kind = weighted.argmin(axis=0)
