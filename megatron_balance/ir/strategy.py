@@ -106,7 +106,8 @@ class Strategy:
         """
         if self.num_ranks > num_ranks:
             raise ConfigError(
-                f"strategy {self} needs {self.num_ranks} ranks, there are {num_ranks}; use fewer pipelines"
+                f"strategy {self} takes {self.num_ranks} ranks, and there are {num_ranks}; use more ranks (--ranks), "
+                "or fewer or smaller pipelines"
             )
         first = 0
         for scheme in self.pipelines:

@@ -30,7 +30,7 @@ Counts = tuple[int, ...]
 
 NUM_BINS = 32
 """Intervals of lengths, besides the ends at every scheme's MaxLen."""
-HALVINGS = 24
+HALVINGS = 14
 PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
 """Rounds of the duality bound; few of them leave this many times the strategies wanted."""
 FULL = 1 / EFFICIENCY
@@ -158,7 +158,7 @@ def _needed(classes: Classes, seconds: float, fixed: int | None) -> tuple[float,
     """GPUs and pipelines [schemes] for a step of so many seconds, lengths where they take fewest."""
     left = seconds - classes.fill_s
     pipelines = np.where(left > 0, classes.work_s / np.where(left > 0, left, 1.0), np.inf)
-    count = np.zeros(len(classes.schemes))
+    count: Floats = np.zeros(len(classes.schemes))
     share = np.ones(classes.work_s.shape[1])
     if fixed is not None:
         room = left[fixed, -1]
@@ -170,8 +170,8 @@ def _needed(classes: Classes, seconds: float, fixed: int | None) -> tuple[float,
         share = np.where(np.isfinite(classes.fill_s[fixed]), 1 - taken, 1.0)
         count[fixed] = 1.0
     best = np.argmin(classes.gpus[:, None] * pipelines, axis=0)
-    np.add.at(count, best, share * pipelines[best, np.arange(len(best))])
-    return float((classes.gpus * np.where(count > 0, count, 0.0)).sum()), count
+    count += np.bincount(best, share * pipelines[best, np.arange(len(best))], len(count))
+    return float(classes.gpus @ count), count
 
 
 def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
@@ -219,8 +219,8 @@ def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_RO
         cheapest = price.argmin(axis=1)  # [S, M]
         bound = price[rows, cheapest, columns].sum(axis=1) + (weight * number * fill_s).sum(axis=1)
         best = np.maximum(best, bound)
-        load = np.zeros_like(number)
-        np.add.at(load, (np.broadcast_to(rows, cheapest.shape), cheapest), work_s[cheapest, columns])
+        cell = rows * number.shape[1] + cheapest
+        load = np.bincount(cell.ravel(), work_s[cheapest, columns].ravel(), number.size).reshape(number.shape)
         each = np.where(there, load / np.maximum(number, 1) + fill_s, 0.0)
         mean = each.sum(axis=1, keepdims=True) / there.sum(axis=1, keepdims=True)
         weight = weight * np.exp((each / np.maximum(mean, 1e-30) - 1) / (at + 2))

@@ -126,15 +126,10 @@ def greedy(lengths: Sequence[int], pipelines: Sequence[PipelineCost], trials: in
     """
     _check(lengths, pipelines)
     problem = problem_of(lengths, pipelines)
-    rng = random.Random(seed)
-    best, best_s = np.zeros(len(lengths), dtype=np.int64), np.inf
-    for _ in range(trials):
-        found = makespan.in_turn(problem, rng.sample(range(len(lengths)), len(lengths)))
-        assert found is not None, "pipelines have room for any number of microbatches"
-        seconds = float(problem.seconds(found).max())
-        if seconds < best_s:
-            best, best_s = found, seconds
-    return _by_pipeline(best.tolist(), len(pipelines))
+    found = makespan.trials(problem, trials, random.Random(seed))
+    assert (found >= 0).all(), "pipelines have room for any number of microbatches"
+    seconds = [float(problem.seconds(each).max()) for each in found]
+    return _by_pipeline(found[int(np.argmin(seconds))].tolist(), len(pipelines))
 
 
 def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit: int = 200) -> Assigned:

@@ -18,6 +18,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+CAPPED = 1e9
+"""Seconds by which a machine comes behind others for an item above its limit."""
 NOT_HELD = 1e15
 """Seconds in `Problem.work` where an item is not held: finite, so that sums stay numbers."""
 CLOSE, CLOSE_MANY = 5e-4, 3e-3
@@ -27,20 +29,25 @@ PARTNERS = 8
 """Least busy machines whose items are looked at for swaps."""
 MOST_STEPS = 400
 """Moves and swaps of one search."""
-STARTS = 48
-"""Searches of a small problem; a large one has as many as `WORK` items make."""
+LEAST_GAIN, LEAST_GAIN_MANY = 1e-9, 3e-4
+"""Share of the seconds that a move or swap must gain."""
+MANY = 150
+"""Items from which fewer searches do."""
+TRIALS, SHAKEN = 100, 40
+"""Starts of a problem that is not large: Hydraulis' Alg. 1 in random orders, and almost the longest
+first with random limits."""
+IMPROVED = 10
+"""Starts that are searched from, the earliest done first."""
+HEAD = 32
+"""Of many items, these and two a machine decide between limits."""
 FEW = 24
 """Items up to which a depth-first search follows, of at most `NODES` nodes."""
 NODES = 4_000
-PATIENCE, PATIENCE_MANY, MANY = 12, 4, 150
-"""Searches in a row that find nothing better before the last; with more than `MANY` items
-`PATIENCE_MANY` of them."""
-WORK, STARTS_MANY = 3_000, 4
-"""Items over all searches; searches with more than `MANY` items."""
-SHARES = (0.06, 0.12, 0.25, 0.5)
-"""Of the bound: what a machine's largest item may take beside its items in the first searches."""
-ROUNDS = 60
-"""Of the bound: times that the machines' weights are corrected."""
+SHARES = (0.02, 0.04, 0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
+"""Of the bound: what a machine's largest item may take beside its items in the first starts."""
+ROUNDS, ROUNDS_AHEAD, GROUPS = 120, 32, 48
+"""Of the bound: times that the machines' weights are corrected, fewer ahead of a search; and groups
+of items that are alike for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,40 +83,76 @@ class Problem:
         return total + self.behind * largest + self.start_s * (largest > 0)
 
 
-def assign(problem: Problem, seed: int = 0, starts: int = STARTS) -> Ints | None:
-    """The machine of each item [items]; None: no machine has room for an item that is left. `starts`:
-    searches at most.
+def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints | None:
+    """The machine of each item [items]; None: no machine has room for an item that is left.
+    `searches`: starts that are searched from, at most.
 
     Equal on every host for equal input: ties go to the machine and the item with the lower number.
     """
     if not problem.num_items:
         return np.zeros(0, dtype=np.int64)
-    bound = lower_bound(problem)
+    bound, weights = _bound(problem, ROUNDS_AHEAD)
     few = problem.num_items <= MANY
-    enough, patience = (1 + (CLOSE if few else CLOSE_MANY)) * bound, PATIENCE if few else PATIENCE_MANY
-    longest_first = np.argsort(-problem.work.min(axis=0), kind="stable").tolist()
-    best, best_s, since = None, np.inf, 0
-    rng = random.Random(seed)
-    for start in range(max(1, min(starts if few else STARTS_MANY, starts, WORK // problem.num_items))):
-        if not start:
-            found = greedy(problem, longest_first)
-        elif start % 3 or start <= len(SHARES):
-            caps = _fill_caps(problem, SHARES[start - 1] * bound) if start <= len(SHARES) else _caps(problem, rng)
-            found = greedy(problem, longest_first if start <= len(SHARES) else _shaken(longest_first, rng), caps)
-        else:
-            found = in_turn(problem, rng.sample(longest_first, problem.num_items))
-        if found is None:
-            continue
-        improve(problem, found, enough)
-        seconds = float(problem.seconds(found).max())
-        since += start > len(SHARES) or not problem.behind.any()
-        if seconds < best_s * (1 - 1e-9):
-            best, best_s, since = found, seconds, 0
-        if best_s <= enough or since >= patience:
-            break
-    if problem.num_items <= FEW and best_s > enough and starts > 1:
-        return _searched(problem, longest_first, best, best_s)
+    enough = (1 + (CLOSE if few else CLOSE_MANY)) * bound
+    longest_first = np.argsort(-problem.work.min(axis=0), kind="stable")
+    if not few:
+        head = _limited_head(problem, longest_first, bound, weights) if problem.behind.any() else None
+        found = greedy(problem, longest_first.tolist(), head)
+        if found is not None:
+            improve(problem, found, enough, LEAST_GAIN_MANY)
+        return found
+    best, best_s = None, np.inf
+    first = greedy(problem, longest_first.tolist())
+    if first is not None:
+        improve(problem, first, enough)
+        best, best_s = first, float(problem.seconds(first).max())
+    if searches > 1 and best_s > enough:
+        for found in _starts(problem, longest_first, bound, seed)[:searches]:
+            improve(problem, found, enough)
+            seconds = float(problem.seconds(found).max())
+            if seconds < best_s * (1 - 1e-9):
+                best, best_s = found, seconds
+            if best_s <= enough:
+                break
+    if problem.num_items <= FEW and best_s > enough and searches > 1:
+        return _searched(problem, longest_first.tolist(), best, best_s)
     return best
+
+
+def _limited_head(problem: Problem, longest_first: Ints, bound: float, weights: Floats) -> Ints:
+    """Machines of the longest items under the best of some limits, or without; `weights`: of a
+    machine of each kind.
+
+    The best leaves the least seconds by the dual bound, for the items that are left.
+    """
+    head = longest_first[: HEAD + 2 * problem.num_machines]
+    rest = longest_first[len(head) :]
+    some = Problem(
+        problem.work[:, head], problem.kind, problem.behind, problem.start_s, problem.sizes[head], problem.room
+    )
+    unlimited = np.full(problem.num_machines, np.inf)
+    caps = np.concatenate([unlimited[None], _fill_caps(problem, bound)])
+    found = in_turn(some, np.broadcast_to(np.arange(len(head)), (len(caps), len(head))), caps)
+    seconds = np.array([some.seconds(each) for each in found])
+    left = (weights[:, None] * problem.work[:, rest]).min(axis=0).sum()
+    return found[int(np.maximum(seconds.max(axis=1), seconds @ weights[problem.kind] + left).argmin())]
+
+
+def _starts(problem: Problem, longest_first: Ints, bound: float, seed: int) -> list[Ints]:
+    """Assignments to search from, the earliest done first: the longest first under limits of the
+    largest items, orders and limits at random, and Alg. 1's trials.
+    """
+    rng = random.Random(seed)
+    shaken = [_shaken(longest_first.tolist(), rng) for _ in range(SHAKEN)]
+    orders, caps = np.array(shaken), None
+    if problem.behind.any():
+        limits = _fill_caps(problem, bound)
+        orders = np.array([longest_first] * len(limits) + shaken)
+        caps = np.concatenate([limits, [_caps(problem, rng) for _ in range(SHAKEN)]])
+    found = np.concatenate([in_turn(problem, orders, caps), trials(problem, TRIALS, rng)])
+    found = np.unique(found[(found >= 0).all(axis=1)], axis=0)
+    seconds = [float(problem.seconds(each).max()) for each in found]
+    return [found[at] for at in np.argsort(seconds, kind="stable").tolist()]
 
 
 def _searched(problem: Problem, order: Sequence[int], best: Ints | None, best_s: float) -> Ints | None:
@@ -155,29 +198,28 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints | None, best_s:
     return best
 
 
-def _fill_caps(problem: Problem, most_s: float) -> list[float] | None:
-    """Sizes above which counting an item again would take a machine longer than `most_s`; None: no
-    machine counts any again. The first machine of each kind takes any.
+def _fill_caps(problem: Problem, bound: float) -> Floats:
+    """Sizes above which counting an item again would take a machine longer than each of `SHARES` of
+    the bound [limits, machines].
+
+    The first machine of each kind takes any; in the second half only of kinds that count least.
     """
-    if not problem.behind.any():
-        return None
     again = problem.behind[:, None] * problem.work[problem.kind]
-    sizes = np.where(again <= most_s, problem.sizes, 0).max(axis=1)
+    caps = np.array([np.where(again <= share * bound, problem.sizes, 0.0).max(axis=1) for share in SHARES])
     first = np.unique(problem.kind, return_index=True)[1]
-    caps = np.where(problem.behind > 0, sizes, np.inf)
-    caps[first] = np.inf
-    return caps.tolist()
+    least = first[problem.behind[first] == problem.behind.min()]
+    caps = np.concatenate([caps, caps])
+    caps[: len(SHARES), first] = np.inf
+    caps[len(SHARES) :, least] = np.inf
+    caps[:, problem.behind == 0] = np.inf
+    return caps
 
 
-def _caps(problem: Problem, rng: random.Random) -> list[float] | None:
-    """Sizes above which machines that count their largest item again take none, at random; None: no
-    machine does so.
-    """
-    if not problem.behind.any():
-        return None
+def _caps(problem: Problem, rng: random.Random) -> Floats:
+    """Sizes [machines] above which those that count their largest item again take none, at random."""
     sizes = np.sort(problem.sizes)
     shared = float(sizes[rng.randrange(len(sizes))])
-    caps = [np.inf] * problem.num_machines
+    caps = np.full(problem.num_machines, np.inf)
     for machine in np.flatnonzero(problem.behind).tolist():
         draw = rng.random()
         if draw < 0.7:
@@ -191,60 +233,98 @@ def _shaken(order: Sequence[int], rng: random.Random) -> list[int]:
     return [order[place] for place in sorted(range(len(order)), key=keys.__getitem__)]
 
 
-def in_turn(problem: Problem, order: Sequence[int]) -> Ints | None:
-    """Each item in turn to the first machine with which the slowest is least slow, as Hydraulis'
-    Alg. 1 has it; None: one finds no room.
+def trials(problem: Problem, count: int, rng: random.Random) -> Ints:
+    """Machines [trials, items] by Hydraulis' Alg. 1: items in random order, each to the first machine
+    with which the slowest is least slow; -1: found no room.
     """
-    work_of = problem.work[problem.kind].T
-    total, largest, seconds = np.zeros((3, problem.num_machines))
-    room = problem.room.copy()
-    machine_of = np.zeros(problem.num_items, dtype=np.int64)
-    for item in order:
-        work = work_of[item]
-        now = total + work
-        then = now + problem.behind * np.maximum(largest, work) + problem.start_s
-        then[(room < problem.sizes[item]) | (work >= NOT_HELD)] = np.inf
-        slowest = int(seconds.argmax())
-        others = np.full(problem.num_machines, seconds[slowest])
-        others[slowest] = 0.0  # at most what it becomes itself
-        at = int(np.maximum(then, others).argmin())
-        if then[at] == np.inf:
-            return None
-        machine_of[item], total[at], seconds[at] = at, now[at], then[at]
-        largest[at] = max(largest[at], work[at])
-        room[at] -= problem.sizes[item]
-    return machine_of
+    keys = np.array([rng.random() for _ in range(count * problem.num_items)]).reshape(count, problem.num_items)
+    return in_turn(problem, np.argsort(keys, axis=1, kind="stable"), None, slowest=True)
 
 
-def greedy(problem: Problem, order: Sequence[int], caps: Sequence[float] | None = None) -> Ints | None:
+def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: bool = False) -> Ints:
+    """Each item in turn to the machine that would then be done first; several orders side by side.
+
+    Args:
+        problem: items and machines.
+        orders: items in turn [orders, items].
+        caps: sizes above which a machine takes an item only if no other does [orders, machines].
+        slowest: to the first machine with which the slowest of all is least slow.
+
+    Returns:
+        Machines [orders, items]; -1 where an item found no room.
+    """
+    work_of = np.ascontiguousarray(problem.work[problem.kind].T)
+    count, limited = len(orders), bool(np.isfinite(problem.room).any())
+    total, largest = np.zeros((2, count, problem.num_machines))
+    top = np.zeros((count, 1))
+    room = np.repeat(problem.room[None], count, axis=0)
+    found = np.zeros((count, problem.num_items), dtype=np.int64)
+    row, behind, counted = np.arange(count), problem.behind, bool(problem.behind.any())
+    for items in orders.T:
+        work = work_of[items]
+        then = total + work + problem.start_s
+        more = np.maximum(largest, work)
+        if counted:
+            then += behind * more
+        if slowest:
+            then = np.maximum(then, top)
+        if caps is not None:
+            then += CAPPED * (problem.sizes[items, None] > caps)
+        if limited:
+            then[room < problem.sizes[items, None]] = NOT_HELD
+        at = then.argmin(axis=1)
+        least = then[row, at]
+        found[row, items] = np.where(least < NOT_HELD, at, -1)
+        total[row, at] += work[row, at]
+        largest[row, at] = more[row, at]
+        room[row, at] -= problem.sizes[items]
+        if slowest:
+            top = least[:, None]
+    return found
+
+
+def greedy(problem: Problem, order: Sequence[int], head: Ints | None = None) -> Ints | None:
     """Each item in turn to the machine that would then be done first; None: one finds no place.
 
-    `caps` [machines]: sizes above which a machine takes an item only if no other does.
+    `head`: machines of the first items in `order`, as they are.
     """
     num_kinds = len(problem.work)
-    queues = [
-        [(0.0, machine) for machine in np.flatnonzero(problem.kind == kind).tolist()] for kind in range(num_kinds)
-    ]
-    largest, room = [0.0] * problem.num_machines, problem.room.tolist()
+    largest, seconds_of, room = [0.0] * problem.num_machines, [0.0] * problem.num_machines, problem.room.tolist()
     behind, start_s = problem.behind.tolist(), problem.start_s.tolist()
+    kinds: list[int] = problem.kind.tolist()
     work, sizes = problem.work.T.tolist(), problem.sizes.tolist()
     limited = bool(np.isfinite(problem.room).any())
-    machine_of = np.zeros(problem.num_items, dtype=np.int64)
-    for item in order:
+    machine_of = [0] * problem.num_items
+    known: list[int] = [] if head is None else head.tolist()
+    for item, machine in zip(order, known, strict=False):
+        if machine < 0:
+            return None
+        own = work[item][kinds[machine]]
+        seconds_of[machine] += own + (0.0 if largest[machine] else start_s[machine])
+        seconds_of[machine] += behind[machine] * max(0.0, own - largest[machine])
+        largest[machine] = max(largest[machine], own)
+        room[machine] -= sizes[item]
+        machine_of[item] = machine
+    queues: list[list[tuple[float, int]]] = [[] for _ in range(num_kinds)]
+    for machine, kind in enumerate(kinds):
+        heapq.heappush(queues[kind], (seconds_of[machine], machine))
+    for item in order[len(known) :]:
         best, best_s, at = -1, np.inf, 0.0
-        for kind, queue in enumerate(queues):
-            seconds = work[item][kind]
+        for queue, seconds in zip(queues, work[item], strict=True):
             if seconds >= NOT_HELD or not queue:
                 continue
-            for load, machine in _candidates(queue, sizes[item], room if limited else None, largest, caps):
-                more = seconds + behind[machine] * max(0.0, seconds - largest[machine])
-                then = load + more + (0.0 if largest[machine] else start_s[machine])
+            simple = not limited and largest[queue[0][1]]
+            able = queue[:1] if simple else _candidates(queue, sizes[item], room if limited else None, largest)
+            for load, machine in able:
+                then = load + seconds + (0.0 if largest[machine] else start_s[machine])
+                if seconds > largest[machine]:
+                    then += behind[machine] * (seconds - largest[machine])
                 if then < best_s:
                     best, best_s, at = machine, then, load
         if best < 0:
-            return None if caps is None else greedy(problem, order)
+            return None
         machine_of[item] = best
-        kind = int(problem.kind[best])
+        kind = kinds[best]
         largest[best] = max(largest[best], work[item][kind])
         room[best] -= sizes[item]
         queue = queues[kind]
@@ -253,23 +333,15 @@ def greedy(problem: Problem, order: Sequence[int], caps: Sequence[float] | None 
         else:
             queue[queue.index((at, best))] = (best_s, best)
             heapq.heapify(queue)
-    return machine_of
+    return np.array(machine_of, dtype=np.int64)
 
 
 def _candidates(
-    queue: list[tuple[float, int]],
-    size: int,
-    room: Sequence[float] | None,
-    largest: Sequence[float],
-    caps: Sequence[float] | None,
+    queue: list[tuple[float, int]], size: int, room: Sequence[float] | None, largest: Sequence[float]
 ) -> list[tuple[float, int]]:
     """Machines of a kind that may take an item: the least busy, and beside an empty one the least
-    busy that is not; where caps make them unlike, all that may.
+    busy that is not.
     """
-    if caps is not None:
-        return [each for each in queue if size <= caps[each[1]] and (room is None or room[each[1]] >= size)]
-    if room is None and largest[queue[0][1]]:
-        return queue[:1]
     able = queue if room is None else [each for each in queue if room[each[1]] >= size]
     found = [min(able)] if able else []
     if found and not largest[found[0][1]]:
@@ -278,10 +350,10 @@ def _candidates(
     return found
 
 
-def improve(problem: Problem, machine_of: Ints, enough: float) -> None:
+def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEAST_GAIN) -> None:
     """Move an item of the slowest machine to another, or swap it for one of another's, as long as the
-    later of the two is done earlier than the slowest was, and down to `enough` seconds. Changes
-    `machine_of`.
+    later of the two is done earlier than the slowest was by a share of `gain`, and down to `enough`
+    seconds. Changes `machine_of`.
     """
     items = np.arange(problem.num_items)
     work_of = problem.work[problem.kind]  # [machines, items]
@@ -317,7 +389,7 @@ def improve(problem: Problem, machine_of: Ints, enough: float) -> None:
                 found_s = float(swapped.flat[at])
                 other = int(others[at % len(others)])
                 change = (at // len(others), int(machine_of[other]), other)
-        if found_s >= seconds[slowest] * (1 - 1e-9):
+        if found_s >= seconds[slowest] * (1 - gain):
             return
         item, target, other = change
         machine_of[mine[item]] = target
@@ -366,28 +438,53 @@ def lower_bound(problem: Problem) -> float:
     """Seconds that no assignment comes below.
 
     The larger of two: an item alone on the machine that does it first; and, for weights of the
-    machines that sum to 1, the sum over items of the least weighted work (the dual of the fractional
-    problem, its weights found by multiplicative updates).
+    machines that sum to 1, the sum over items of the least weighted work, that of the largest with
+    what counts again (the dual of the fractional problem).
     """
-    if not problem.num_items:
-        return 0.0
-    kinds, counts = np.unique(problem.kind, return_counts=True)
-    first = np.array([np.flatnonzero(problem.kind == kind)[0] for kind in kinds])
+    return _bound(problem, ROUNDS)[0] if problem.num_items else 0.0
+
+
+def _bound(problem: Problem, rounds: int) -> tuple[float, Floats]:
+    """The lower bound, and the weights of a machine of each kind [kinds] that it was found with."""
+    kinds, first, counts = np.unique(problem.kind, return_index=True, return_counts=True)
     work = problem.work[kinds]  # [kinds, items]
     alone = work * (1 + problem.behind[first][:, None]) + problem.start_s[first][:, None]
-    best = float(alone.min(axis=0).max())
+    least = alone.min(axis=0)
+    longest = int(least.argmax())
+    found = _dual_weights(work, counts, rounds)
+    weighted = found[:, None] * work
+    shared = weighted.min(axis=0)
+    again = (found[:, None] * alone)[:, longest].min() - shared[longest]
+    weights = np.zeros(len(problem.work))
+    weights[kinds] = found
+    return max(float(least[longest]), float(shared.sum() + again)), weights
+
+
+def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
+    """Weights of a machine of each kind [kinds], `counts` of them sum to 1, for which the sum over
+    items of the least weighted work is large: multiplicative updates, on items in groups.
+    """
     typical = np.where(work < NOT_HELD, work, 0.0).sum(axis=1) / np.maximum(1, (work < NOT_HELD).sum(axis=1))
     weights = 1.0 / np.maximum(typical, 1e-30)
     weights /= (weights * counts).sum()
-    for turn in range(ROUNDS):
-        weighted = weights[:, None] * work
+    if len(counts) == 1:
+        return weights
+    least = work.min(axis=0)
+    order = np.argsort(least, kind="stable")
+    part = np.cumsum(least[order])
+    shares = part[-1] * np.linspace(0.0, 1.0, GROUPS, endpoint=False)
+    edges: Ints = np.unique(np.asarray(np.searchsorted(part, shares, side="right"), dtype=np.int64))
+    grouped: Floats = np.add.reduceat(work[:, order], np.minimum(edges, len(order) - 1), axis=1)
+    best, best_s = weights, 0.0
+    column: Ints = np.arange(len(edges), dtype=np.int64)
+    for turn in range(rounds):
+        weighted = weights[:, None] * grouped
         kind = weighted.argmin(axis=0)
-        taken = weighted[kind, np.arange(problem.num_items)]
-        best = max(best, float(taken.sum()))
-        loads = np.bincount(kind, weights=taken / weights[kind], minlength=len(kinds)) / counts
-        mean = float(np.average(loads, weights=counts))
-        if len(kinds) == 1 or not mean:
-            break
+        total = float(weighted[kind, column].sum())
+        if total > best_s:
+            best, best_s = weights, total
+        loads = np.bincount(kind, grouped[kind, column], len(counts)) / counts
+        mean = float(loads @ counts) / float(counts.sum())
         weights = weights * np.exp(np.clip(loads / mean - 1, -1, 1) * 0.3 / (1 + turn / 3))
         weights /= (weights * counts).sum()
     return best

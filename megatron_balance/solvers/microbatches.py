@@ -10,7 +10,7 @@ one is feasible. Eq. 1's (longest microbatch) * (PP - 1 + V) picks the near-equa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from math import ceil
 
 from megatron_balance.errors import InfeasibleError
@@ -59,19 +59,24 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost) -> Microbatches:
             "tensor or context parallelism, or cut the sequence"
         )
     order = sorted(range(len(lengths)), key=lambda seq: (-lengths[seq], seq))
+    times = [pipeline.sequence_s(length) for length in lengths]
     tokens = sum(lengths)
     fewest = max(1, -(-tokens // pipeline.max_tokens))
     most = max(fewest, min(len(lengths), tokens // util_tokens(pipeline)))
     best_s, near = float("inf"), list[tuple[float, Microbatches]]()
     for count in _counts(fewest, most, len(lengths)):
-        if near and count > most:
+        # Without stages that wait for each other, each microbatch only adds its c.
+        if near and (count > most or pipeline.stages == 1):
             break
-        bins = _fill(lengths, order, pipeline, count)
-        if bins is None:
+        filled = _fill(lengths, times, order, pipeline.max_tokens, count)
+        if filled is None:
             continue
-        value_s = step_bound_s([[lengths[seq] for seq in own] for own in bins], pipeline)
+        slowest_s, bins = filled
+        value_s = (slowest_s + pipeline.c) * (pipeline.stages - 1 + len(bins))
         near.append((value_s, bins))
         best_s = min(best_s, value_s)
+    if len(near) == 1:
+        return near[0][1]
     close = [bins for value_s, bins in near if value_s <= best_s * NEAR]
     return min(close, key=lambda bins: clock_s([[lengths[seq] for seq in own] for own in bins], pipeline))
 
@@ -88,12 +93,15 @@ def _counts(fewest: int, most: int, limit: int) -> list[int]:
     return [*tried, *range(most + 1, limit + 1)]
 
 
-def _fill(lengths: Sequence[int], order: Sequence[int], pipeline: PipelineCost, count: int) -> Microbatches | None:
-    """`count` microbatches, or None where a sequence finds no room."""
+def _fill(
+    lengths: Sequence[int], times: Sequence[float], order: Sequence[int], most: int, count: int
+) -> tuple[float, Microbatches] | None:
+    """`count` microbatches of at most `most` tokens, and seconds of the slowest without c; None where
+    a sequence finds no room.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
-    room = [pipeline.max_tokens] * count
+    room = [most] * count
     heap = [(0.0, number) for number in range(count)]
-    heapify(heap)
     for seq in order:
         length = lengths[seq]
         full: list[tuple[float, int]] = []
@@ -101,13 +109,13 @@ def _fill(lengths: Sequence[int], order: Sequence[int], pipeline: PipelineCost, 
             full.append(heappop(heap))
         if not heap:
             return None
-        time_s, number = heappop(heap)
+        time_s, number = heap[0]
         bins[number].append(seq)
         room[number] -= length
-        heappush(heap, (time_s + pipeline.sequence_s(length), number))
+        heapreplace(heap, (time_s + times[seq], number))
         for each in full:
             heappush(heap, each)
-    return tuple(tuple(sorted(own)) for own in bins if own)
+    return max(heap)[0], tuple(tuple(sorted(own)) for own in bins if own)
 
 
 def microbatch_s(lengths: Sequence[int], pipeline: PipelineCost) -> float:

@@ -7,7 +7,8 @@ the choice among candidate strategies at every step.
 What we implement: sequences of a step are dispatched to the pipelines of a strategy by seconds, then
 packed into each pipeline's microbatches (`solvers.dispatch`, `solvers.microbatches`). Of several
 candidates the step takes the one whose slowest pipeline ends first, among those whose longest
-microbatch holds the longest sequence. In training the command line's layout is the only strategy.
+microbatch, by MaxLen (Appendix C.1) and `tokens_per_rank`, holds the longest
+sequence. In training the command line's layout is the only strategy, and its memory the user's.
 Inside a microbatch the planner named by `within` places sequences on the pipeline's
 context-parallel ranks.
 
@@ -126,13 +127,13 @@ def _feasible(sizes: Sequence[int], candidates: Sequence[Strategy], context: Ste
     """
     longest = max(sizes, default=0)
     known = [pipelines_of(strategy, context) for strategy in candidates]
-    held = [each for each in known if each.max_tokens >= longest]
+    held = [each for each in known if each.max_tokens >= max(longest, 1)]
     if not held:
         best = max(known, key=lambda each: each.max_tokens)
         raise InfeasibleError(
             f"a sequence of {longest} tokens is longer than any microbatch: {best.strategy}, with the longest, holds "
-            f"{best.max_tokens}; raise tokens_per_rank to at least {best.tokens_per_rank_for(longest)}, use more "
-            "context-parallel ranks, or cut documents at a shorter --seq-length (documents: split)"
+            f"{best.max_tokens}; {best.longer_with(longest)}, or cut documents at a shorter --seq-length (documents: "
+            "split)"
         )
     return [_Dealt(each, *each.deal(sizes)) for each in held]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_balance.analysis.max_len import max_len
 from megatron_balance.cost.moved import on_cluster
 from megatron_balance.cost.parallel import wide_ranks
 from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
@@ -38,16 +39,19 @@ class Pipelines:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest microbatch of any pipeline."""
-        return max(cost.max_tokens for cost in self.costs)
+        """Tokens of the longest microbatch of any pipeline; 0 where one holds not even its weights."""
+        return max(cost.max_tokens for cost in self.costs) if min(cost.max_tokens for cost in self.costs) else 0
 
-    def tokens_per_rank_for(self, length: int) -> int:
-        """Tokens that a rank must hold for a sequence to fit."""
-        holders = [
-            each.max_tokens // inside.options.tokens_per_rank if inside.options.tokens_per_rank else 1
-            for each, inside in zip(self.costs, self.inside, strict=True)
+    def longer_with(self, length: int) -> str:
+        """Advice on how to make a sequence fit."""
+        limits = [
+            inside.options.tokens_per_rank * inside.cluster.num_ranks if inside.options.tokens_per_rank else UNLIMITED
+            for inside in self.inside
         ]
-        return -(-length // max(holders))
+        if self.max_tokens < max(limits):
+            return "a GPU's memory allows no more (MaxLen): use more tensor, pipeline or context parallelism"
+        ranks = max(limit // inside.options.tokens_per_rank for limit, inside in zip(limits, self.inside, strict=True))
+        return f"raise tokens_per_rank to at least {-(-length // ranks)}, use more context-parallel ranks"
 
     def deal(self, lengths: Sequence[int]) -> tuple[Microbatches, float]:
         """By pipeline and microbatch, positions in `lengths`; and seconds of the slowest pipeline."""
@@ -126,13 +130,10 @@ def check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
     """Reject a strategy that the ranks or the model cannot be split by.
 
     Raises:
-        ConfigError: says what does not divide, or how many ranks are missing.
+        ConfigError: says what does not divide, how many ranks are missing, or which TP group would
+            cross nodes.
     """
-    if strategy.num_ranks > cluster.num_ranks:
-        raise ConfigError(
-            f"strategy {strategy} takes {strategy.num_ranks} ranks, and there are {cluster.num_ranks}; use more ranks "
-            "(--ranks), or fewer or smaller pipelines"
-        )
+    strategy.check(cluster.num_ranks, cluster.node_size)
     for scheme in dict.fromkeys(strategy.pipelines):
         check_scheme(scheme, model, f"strategy {strategy}: ")
 
@@ -145,6 +146,8 @@ def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepC
     if options.tokens_per_rank is not None and tensor is not None:
         options = replace(options, tokens_per_rank=options.tokens_per_rank * tensor)
     most = UNLIMITED if options.tokens_per_rank is None else options.tokens_per_rank * scheme.context
+    if tensor is not None:  # a training job's memory is its own: recomputation, offloading
+        most = min(most, max_len(scheme, context.model, context.cluster.memory_bytes, context.cluster.num_ranks))
     cluster = stage_cluster(context.cluster if tensor is None else wide_ranks(context.cluster, tensor), scheme.context)
     cost = on_cluster(context.cost, cluster, tensor)
     alone = Scheme(1, scheme.pipeline, scheme.context)

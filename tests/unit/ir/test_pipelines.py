@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.max_len import max_len
 from megatron_balance.compile.verify_step import verify_step
 from megatron_balance.cost.analytic import AnalyticCost
-from megatron_balance.errors import BalanceError, ConfigError, InvalidProgramError
+from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, StepPlan, from_json, held_back, text, to_json
@@ -27,7 +28,9 @@ CAPACITY = 300
 
 schemes = st.builds(Scheme, st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
 strategies = (
-    st.lists(schemes, min_size=1, max_size=5).map(lambda each: Strategy(tuple(each))).filter(lambda s: s.num_ranks <= 8)
+    st.lists(schemes, min_size=1, max_size=5)
+    .map(lambda each: Strategy(tuple(sorted(each, key=lambda scheme: -scheme.tensor))))  # no TP group crosses nodes
+    .filter(lambda strategy: strategy.num_ranks <= 8)
 )
 steps = st.lists(st.lists(st.integers(1, CAPACITY), max_size=6).map(tuple), min_size=1, max_size=4).map(tuple)
 waits = st.dictionaries(st.integers(-9, -1), st.integers(1, CAPACITY), max_size=3).map(
@@ -138,6 +141,7 @@ def test_what_is_lost_twice_there_cut_or_does_not_fit_is_found() -> None:
         (["tp8-pp1-cp1"], (9,), r"splits the 4 heads of custom 8 ways; choose a divisor of 4"),
         (["tp1-pp3-cp1"], (9,), r"splits the 4 layers of custom 3 ways"),
         (["9*tp1-pp1-cp1"], (9,), r"takes 9 ranks, and there are 8; use more ranks"),
+        (["tp1-pp1-cp3+tp2-pp1-cp1"], (9,), r"the TP group of ranks 3 to 4 crosses nodes of 4 ranks; list pipelines"),
         (["2*tp1-pp1-cp3"], (9,), r"3 context-parallel ranks of a pipeline would lie unevenly on nodes of 4"),
         (["8*tp1-pp1-cp1"], (301,), r"a sequence of 301 tokens .* 8\*tp1-pp1-cp1, with the longest, holds 300; raise"),
         ("auto", (9,), r"strategies: auto: .megatron-balance strategies --out FILE. proposes them; name that"),
@@ -155,6 +159,28 @@ def test_the_best_candidate_that_holds_the_longest_sequence_is_taken() -> None:
     short = choice.plan_step(((200,) * 8,), CONTEXT)[0]
     long = choice.plan_step(((900, 200, 200),), CONTEXT)[0]
     assert (str(short.strategy), str(long.strategy)) == ("8*tp1-pp1-cp1", "2*tp1-pp1-cp4")
+
+
+def test_a_microbatch_has_no_more_tokens_than_the_memory_of_its_pipelines_gpus_holds() -> None:
+    """MaxLen limits packing, which pipelines take a sequence, and which candidates hold it."""
+    short, wide = Scheme(), Scheme(context=4)
+    memory_bytes = 1e6
+    cluster, model = (
+        replace(CLUSTER, memory_bytes=memory_bytes),
+        replace(MODEL, hidden_size=32, ffn_size=64, vocab_size=128),
+    )
+    most = {each: max_len(each, model, memory_bytes, 8) for each in (short, wide)}
+    assert 0 < most[short] < most[wide]
+    context = StepContext(cluster, model, AnalyticCost(cluster, model))
+    both, lengths = Strategy((wide, *[short] * 4)), (most[short] + 1, *[most[short] // 2 + 1] * 6)
+    choice = choose_planner("hydraulis", {"strategies": ["8*tp1-pp1-cp1", str(both)]})
+    step, _ = choice.plan_step((lengths,), context)
+    assert step.strategy == both
+    verify_step(step, (lengths,), EMPTY, EMPTY, [most[each] for each in both.pipelines])
+    with pytest.raises(InfeasibleError, match=r"a GPU's memory allows no more \(MaxLen\): use more tensor"):
+        choice.plan_step(((most[wide] + 1,),), context)
+    with pytest.raises(InfeasibleError, match=r"with the longest, holds 0; a GPU's memory"):
+        choice.plan_step(((9,),), replace(context, cluster=replace(cluster, memory_bytes=1e3)))
 
 
 def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:

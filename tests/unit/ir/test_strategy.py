@@ -30,5 +30,5 @@ def test_a_tp_group_lies_inside_a_node_unless_it_is_larger() -> None:
     for text in ("tp1-pp1-cp1+tp8-pp1-cp1", "2*tp6-pp1-cp1", "tp8-pp1-cp1+tp12-pp1-cp1", "tp1-pp1-cp1+tp16-pp1-cp1"):
         with pytest.raises(ConfigError, match="crosses nodes of 8"):
             Strategy.parse(text).check(num_ranks=64, node_size=8)
-    with pytest.raises(ConfigError, match="needs 9 ranks, there are 8"):
+    with pytest.raises(ConfigError, match="takes 9 ranks, and there are 8"):
         Strategy.parse("9*tp1-pp1-cp1").check(num_ranks=8, node_size=8)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_balance.ir.strategy import Scheme
 from megatron_balance.papers.base import Effort
-from megatron_balance.papers.hydraulis import PAPER, appendix_a, cases, fig15, table1
+from megatron_balance.papers.hydraulis import PAPER, appendix_a, cases, fig13, fig15, fig20, table1
 from megatron_balance.papers.hydraulis.cases import (
     AUTHORS,
     B32,
     HOMOGENEOUS,
+    Job,
     candidates,
     chosen,
     costs,
@@ -31,7 +33,8 @@ def few_batches():
 
 
 def test_the_paper_has_what_it_prints() -> None:
-    assert list(PAPER.tables) == ["fig13", "fig14", "fig15a", "fig15b", "fig16", "table1", "a1", "a2", "table2"]
+    names = ["fig13", "fig14", "fig15a", "fig15b", "fig16", "fig20", "table1", "a1", "a2", "table2"]
+    assert list(PAPER.tables) == names
 
 
 def test_table_1_by_the_authors_coefficients(monkeypatch) -> None:
@@ -71,6 +74,24 @@ def test_microbatches_to_the_context_length_dealt_in_turn() -> None:
     one_s = (cost.a * 32768 + cost.b) * 32768 + cost.c
     assert found == pytest.approx((2 * one_s, one_s, one_s, one_s))
     assert gap(found) == pytest.approx(0.5)
+
+
+def test_hotspa_trains_each_range_of_lengths_under_its_own_strategy_and_switches() -> None:
+    job = Job("13b", 16)
+    cost, narrow = (costs(AUTHORS, "13b").pipeline(Scheme(tensor), 16) for tensor in (4, 2))
+    one_s = (cost.a * 9000 + cost.b) * 9000 + cost.c
+    short_s = (narrow.a * 4000 + narrow.b) * 4000 + narrow.c
+    found = fig13.hotspa(AUTHORS, job, fig13.HOTSPA["13b", 16, fig13.LONG], [9000, 4000])
+    assert found == pytest.approx(one_s + short_s + fig13.SWITCH_S["13b"])
+
+
+def test_algorithm_1_is_never_ahead_of_the_ideal(monkeypatch) -> None:
+    monkeypatch.setattr(fig20, "SOURCES", (AUTHORS,))
+    monkeypatch.setattr(fig20, "NODES", 1)
+    monkeypatch.setattr(fig20, "B32", Job("32b", 64, 40_000))
+    least, most, ours = fig20.rows(Effort(1))
+    assert 1 <= least.ours <= most.ours < 1.1
+    assert 1 <= ours.ours <= most.ours
 
 
 def test_steps_of_four_microbatches_differ_by_attention(monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -97,6 +98,11 @@ def test_the_closed_form_is_the_limit_of_equation_4() -> None:
     assert closed_s > 0.9 * printed_s
 
 
+@cache
+def proposed() -> dict[int, tuple[Strategy, ...]]:
+    return propose(SAMPLE, TOKENS, COSTS, NUM_RANKS)
+
+
 def test_the_best_proposed_is_not_slower_than_equation_4s_best() -> None:
     """Both rounded to all neighbours and ranked by dispatch and packing."""
     known = {each: COSTS.pipeline(each, NUM_RANKS) for each in COSTS.schemes(NUM_RANKS)}
@@ -109,7 +115,7 @@ def test_the_best_proposed_is_not_slower_than_equation_4s_best() -> None:
     oracle = [Strategy(tuple(s for s, n in zip(schemes, each, strict=True) for _ in range(n))) for each in neighbours]
     oracle = [each for each in oracle if max(known[s].max_tokens for s in each.pipelines) >= LONGEST]
     assert oracle
-    ours = propose(SAMPLE, TOKENS, COSTS, NUM_RANKS)[LONGEST]
+    ours = proposed()[LONGEST]
     batches = drawn(7, 6)
 
     def mean_s(strategy: Strategy) -> float:
@@ -138,15 +144,15 @@ def test_roundings_use_what_is_left_and_never_more() -> None:
 
 
 def test_a_proposal_holds_its_longest_and_fits_the_gpus() -> None:
-    proposed = propose(SAMPLE, TOKENS, COSTS, NUM_RANKS)
-    assert max(proposed) == LONGEST
-    for longest, strategies in proposed.items():
+    found = proposed()
+    assert max(found) == LONGEST
+    for longest, strategies in found.items():
         for strategy in strategies:
             assert strategy.num_ranks <= NUM_RANKS
             assert max(cost.max_tokens for cost in costs_of(strategy, COSTS, NUM_RANKS)) >= longest
-    assert proposed == propose(SAMPLE, TOKENS, COSTS, NUM_RANKS)
+    assert found == propose(SAMPLE, TOKENS, COSTS, NUM_RANKS)
     batches = drawn(3, 4)
-    ranked = rank(proposed, batches, COSTS, NUM_RANKS)
+    ranked = rank(found, batches, COSTS, NUM_RANKS)
     assert sum(each.best_share for each in ranked) == pytest.approx(1)
     assert ranked[0].held_batches == len(batches)
     assert [each.max_tokens for each in ranked] == sorted((each.max_tokens for each in ranked), reverse=True)

@@ -25,7 +25,7 @@ def drawn(draw: np.random.Generator, most: int) -> list[int]:
 
 def test_every_sequence_goes_once_to_a_pipeline_that_holds_it() -> None:
     draw = np.random.default_rng(0)
-    for _ in range(8):
+    for _ in range(4):
         lengths = drawn(draw, 120)
         pipelines = (TP16, *(KINDS[k] for k in draw.integers(0, 5, 6)))
         for answer in (dispatch(lengths, pipelines), greedy(lengths, pipelines, trials=5)):
@@ -76,6 +76,11 @@ def test_microbatches_hold_every_sequence_once_and_fit(pipeline: PipelineCost) -
 def test_more_microbatches_than_the_range_where_none_of_it_is_feasible() -> None:
     # 3 x 6 tokens need three microbatches of 10, though 18 tokens would fill only two.
     assert pack([6, 6, 6], PipelineCost(0, 1, 100, 2, 10)) == ((0,), (1,), (2,))
+
+
+def test_a_pipeline_of_one_stage_runs_as_few_microbatches_as_hold_its_sequences() -> None:
+    assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 100, 1, 16))) == 1
+    assert len(pack([6, 3, 3, 2, 2], PipelineCost(0, 1, 1e-3, 1, 8))) == 2
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (4, 2), (3, 7), (4, 4)])

@@ -13,6 +13,7 @@ from megatron_balance.solvers.dispatch import (
     dispatch,
     greedy,
     lower_bound_s,
+    problem_of,
 )
 from tools.bench.dispatch import drawn, least_of_all, seconds
 
@@ -68,6 +69,18 @@ def test_room_is_kept_to_also_by_swaps() -> None:
     assert makespan.assign(with_room(sizes, 10.0)) is None
 
 
+def test_of_many_sequences_only_some_pipelines_with_stages_take_long_ones() -> None:
+    """Each such pipeline waits for its longest microbatch again."""
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
+    rng = random.Random(1)
+    lengths = [min(16384, max(1, int(rng.lognormvariate(5.6, 1.5)))) for _ in range(400)]
+    problem = problem_of(lengths, pipelines)
+    plain = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
+    assert plain is not None
+    found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
+    assert lower_bound_s(lengths, pipelines) <= found < 0.98 * problem.seconds(plain).max()
+
+
 def with_room(sizes: makespan.Ints, room: float) -> makespan.Problem:
     """Two machines that are alike."""
     return makespan.Problem(
@@ -97,7 +110,7 @@ def test_a_swap_makes_the_longest_first_even() -> None:
     makespan.improve(problem, found, 0.0)
     assert problem.seconds(found).tolist() == [6, 6]
     many = unlike([1] * (makespan.FEW + 1), [np.inf, np.inf])  # too many for the depth-first search
-    found = makespan.assign(many, starts=1)
+    found = makespan.assign(many, searches=1)
     assert found is not None
     assert many.seconds(found).tolist() == [6, 6]
 
