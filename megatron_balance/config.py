@@ -249,6 +249,9 @@ class RunConfig(BaseModel):
     documents: Literal["split", "truncate"] = "split"
     """The rest of a document that is longer than the context becomes a document of its own, or is
     dropped."""
+    accepted_sources: dict[str, str] = {}
+    """Digests of functions of Megatron that nobody here reviewed, by target, which you answer for:
+    the message that stops a run on another Megatron lists them."""
     kernel: Literal[
         "auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"
     ] = "auto"

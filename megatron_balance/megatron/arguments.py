@@ -308,13 +308,28 @@ JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 """Flags that cannot work where all pipeline stages attend together."""
 
 
+class _OfAnyVersion:
+    """Megatron's arguments; None for those that this version does not have."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name, None)
+
+
+def _reasons(table: tuple[tuple[Callable[[Any], bool], str], ...], args: argparse.Namespace) -> list[str]:
+    given = _OfAnyVersion(args)
+    return [reason for refused, reason in table if refused(given)]
+
+
 def check_joint_arguments(args: argparse.Namespace) -> None:
     """Reject arguments under which pipeline stages cannot attend together.
 
     Raises:
         ConfigError: names every flag that cannot work.
     """
-    reasons = [reason for refused, reason in JOINT_REFUSALS if refused(args)]
+    reasons = _reasons(JOINT_REFUSALS, args)
     if reasons:
         raise ConfigError(f"pipeline stages cannot attend together: {'; '.join(reasons)}; or set 'pipeline: stages'")
 
@@ -354,7 +369,7 @@ def check_pipeline_arguments(args: argparse.Namespace, planner: str) -> None:
     Raises:
         ConfigError: names every flag that cannot work.
     """
-    reasons = [reason for refused, reason in PIPELINE_REFUSALS if refused(args)]
+    reasons = _reasons(PIPELINE_REFUSALS, args)
     if reasons:
         raise ConfigError(f"planner {planner}: {'; '.join(reasons)}")
 
@@ -367,6 +382,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     if not getattr(args, "balance_config", None) and args.yaml_cfg is None:
         raise ConfigError("--balance-config is missing: name a YAML with a planner, such as configs/experiment/*.yaml")
-    reasons = [reason for refused, reason in REFUSALS if refused(args)]
+    reasons = _reasons(REFUSALS, args)
     if reasons:
         raise ConfigError("; ".join(reasons))

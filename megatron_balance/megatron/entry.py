@@ -57,10 +57,11 @@ def training(cfg_container: Any) -> Iterator[None]:
         ConfigError: flags or a configuration that cannot work, before anything is built.
     """
     from megatron.training import get_args
-    from megatron.training.models import GPTModelConfig
 
-    from megatron_balance.megatron.core_attention import layer_spec_of
+    from megatron_balance.megatron.gpt import give_layer_spec
     from megatron_balance.megatron.session import Session, opened
+    from megatron_balance.patches import applied
+    from megatron_balance.patches.selection import for_job
     from megatron_balance.planning.run import load_config
 
     args: Any = get_args()
@@ -71,13 +72,7 @@ def training(cfg_container: Any) -> Iterator[None]:
         raise ConfigError(
             f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'"
         )
-    model_config = getattr(cfg_container, "model", None)
-    if model_config is not None:
-        if not isinstance(model_config, GPTModelConfig):
-            raise ConfigError(
-                f"the model is a {type(model_config).__name__}; plans are made for GPT models (GPTModelConfig)"
-            )
-        model_config.transformer_layer_spec = layer_spec_of(model_config)
+    give_layer_spec(cfg_container)
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
         log.warning(
             "--recompute-granularity selective runs core attention again in the backward pass, its exchanges included; "
@@ -88,7 +83,9 @@ def training(cfg_container: Any) -> Iterator[None]:
         config.planner.name,
         config.source,
     )
-    with opened(Session(args, config, te_patched=te_available())):
+    session = Session(args, config, te_patched=te_available())
+    patches = for_job(args, joint=session.joint, ping_pong=session.ping_pong)
+    with applied(patches, config.accepted_sources, config.source), opened(session):
         yield
 
 
