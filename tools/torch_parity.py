@@ -7,7 +7,7 @@
 
 Largest differences over 20 steps: of the loss and of the gradient norm (relative), and of a
 parameter's gradient at the first step (over its largest entry). 4 ranks on gloo, 8 with `--waves`.
-The suite runs pairs of these (tests/dist/test_torch.py).
+The suite runs pairs of these (tests/distributed/test_torch.py).
 """
 
 from __future__ import annotations

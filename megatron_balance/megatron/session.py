@@ -43,6 +43,7 @@ from megatron_balance.training.ledger import Ledger
 from megatron_balance.training.log import StepLog
 from megatron_balance.training.plans import StepPlans
 from megatron_balance.training.pool import Pool
+from megatron_balance.training.roll_call import RollCall
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Session:
         self.train_data: DocumentDataset | None = None
         """The training samples if they are ours: planning ahead reads their lengths."""
         self._pool: Pool | None = None
+        self._roll: RollCall | None = None
         self._kernel: str | None = None
         self._planners: dict[bool, StepPlans] = {}
         self._ledger, self._corpus = Ledger(), ""
@@ -91,6 +93,7 @@ class Session:
     def make_pools(self) -> None:
         """Make the groups of all pools; every rank calls this once, together."""
         cluster, planner, communication = self.config.cluster, self.config.planner, self.config.communication
+        self._roll = RollCall()
         self._pool = make_pool(
             cluster.ranks_per_node if cluster is not None else None,
             communication.sms,
@@ -249,6 +252,13 @@ class Session:
             planner.close()
         self.bind_ahead.close()
         self.steps.close()
+        if self._roll is not None:
+            self._roll.close()
+
+    def call_roll(self) -> None:
+        """Log which ranks do not answer, where one failed."""
+        if self._roll is not None:
+            self._roll.call()
 
 
 def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
@@ -305,10 +315,13 @@ def current() -> Session:
 
 @contextmanager
 def opened(session: Session) -> Iterator[Session]:
-    """Make `session` the current one inside the block."""
+    """Make `session` the current one inside the block; if that fails, say which ranks are missing."""
     _current.append(session)
     try:
         yield session
+    except RuntimeError:  # torch's errors do not say which rank a collective waits for
+        session.call_roll()
+        raise
     finally:
         _current.remove(session)
         session.close()

@@ -1,20 +1,25 @@
 """Planning ahead: a background process that plans the coming steps while the current one runs.
 
 The process is spawned, imports neither torch nor Megatron, and is never forked from a process that
-talks to others. What goes through the pipe is lines of JSON. It answers in the order it was asked,
-so a result does not depend on timing, and each step is planned with what the one before carried.
+talks to others. What goes through its two pipes is numbered frames of JSON, over descriptors that
+nothing else writes to. It answers in the order it was asked, so a result does not depend on timing,
+and each step is planned with what the one before carried. A process that dies or is silent for too
+long is started again, once; then all is planned on the spot.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import Full, Queue
 from threading import Event, Thread
 from typing import IO, Any
 
@@ -23,6 +28,16 @@ from megatron_balance.ir.step import Carry, StepPlan, from_body, to_json
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 log = logging.getLogger(__name__)
+
+HEADER = struct.Struct("<QQ")
+"""Of a frame: its number, and the bytes that follow."""
+MOST_UNSENT = 8
+"""Requests that wait to be written to a process that does not read; others are not asked at all."""
+PATIENCE_S = 60.0
+"""How long the first answer is waited for."""
+LEAST_PATIENCE_S, TIMES_LONGEST = 10.0, 20.0
+"""Later ones: so many seconds, or so many times the longest planning so far, whichever is more."""
+RESTARTS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +55,83 @@ class Ready:
     waited_s: float
 
 
+@dataclass(slots=True)
 class _Slot:
-    def __init__(self) -> None:
-        self.done = Event()
-        self.answer: bytes = b""
+    """An answer that comes, or that the process left out."""
+
+    done: Event = field(default_factory=Event)
+    answer: bytes = b""
+
+
+class _Process:
+    """One planning process, a thread that writes to it and one that reads."""
+
+    def __init__(self, spec: PlanSpec) -> None:
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_balance.planning.ahead", str(theirs_in), str(theirs_out)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs_in, theirs_out),
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._slots: dict[int, _Slot] = {}
+        self._unsent: Queue[tuple[int, bytes] | None] = Queue(MOST_UNSENT + 1)  # the spec is one more
+        self._asked = 0
+        self._unsent.put((0, spec.to_json().encode()))
+        self._reader = Thread(target=self._read, args=(os.fdopen(ours_in, "rb"),), daemon=True)
+        self._writer = Thread(target=self._write, args=(os.fdopen(ours_out, "wb"),), daemon=True)
+        self._reader.start()
+        self._writer.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether answers may still come."""
+        return self._reader.is_alive()
+
+    @property
+    def ended_with(self) -> int | None:
+        """Its exit code; None: it runs."""
+        return self._process.poll()
+
+    def ask(self, request: str) -> _Slot | None:
+        """Where the answer will be; None: too many requests wait to be written. Never waits."""
+        slot = _Slot()
+        self._asked += 1
+        self._slots[self._asked] = slot
+        try:
+            self._unsent.put_nowait((self._asked, request.encode()))
+        except Full:
+            del self._slots[self._asked]
+            return None
+        return slot
+
+    def end(self, timeout_s: float = 5.0) -> None:
+        """End the process: it may finish what it plans, if it is done within `timeout_s`."""
+        try:
+            self._unsent.put_nowait(None)
+        except Full:
+            timeout_s = 0.0
+        try:
+            self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _write(self, stream: IO[bytes]) -> None:
+        with suppress(OSError), stream:  # it died; whoever takes an answer says so
+            while (frame := self._unsent.get()) is not None:
+                write_frame(stream, *frame)
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with stream:
+            while (frame := read_frame(stream)) is not None:
+                number, answer = frame
+                slot = self._slots.pop(number, None)
+                if slot is not None:
+                    slot.answer = answer
+                    slot.done.set()
 
 
 class PlanAhead:
@@ -53,54 +141,61 @@ class PlanAhead:
 
     def __init__(self, spec: PlanSpec) -> None:
         """Start the process (about a tenth of a second of its own, none of the caller's)."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_balance.planning.ahead"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            close_fds=True,
-        )
+        self._spec = spec
+        self._process: _Process | None = _Process(spec)
+        self._restarts = 0
         self._slots: dict[Hashable, _Slot] = {}
-        self._queue: list[_Slot] = []
-        self._send(spec.to_json())
-        assert self._process.stdout is not None
-        self._reader = Thread(target=_read, args=(self._process.stdout, self._queue), daemon=True)
-        self._reader.start()
+        self._chained = True
+        self._longest_s: float | None = None
 
     def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
-        """Ask for the plan of a step of these microbatches, to be taken by `key`.
+        """Ask for the plan of a step of these microbatches, to be taken by `key`. Never waits.
 
-        `carry`: what the step before left; None: what the step that was asked for last leaves.
+        A step that was not asked for, because the process is gone or does not read, has no answer.
+
+        Args:
+            key: of the step.
+            lengths: of its sequences, by microbatch.
+            carry: what the step before left; None: what the step that was asked for last leaves.
         """
-        slot = self._slots[key] = _Slot()
-        self._queue.append(slot)
+        if self._process is None or (carry is None and not self._chained):
+            return
         given = "null" if carry is None else carry.to_json()
-        self._send(
+        slot = self._process.ask(
             f'{{"lengths":{json.dumps([[int(n) for n in microbatch] for microbatch in lengths])},"carry":{given}}}'
         )
+        self._chained = slot is not None
+        if slot is not None:
+            self._slots[key] = slot
 
     def forget(self) -> None:
         """Drop all answers that were not taken."""
         self._slots.clear()
 
-    def take(self, key: Hashable, timeout_s: float = 60.0) -> Ready | None:
-        """The answer to `key`, waited for if need be; None if `key` was never asked or the process
-        died (said in the log).
+    def take(self, key: Hashable, timeout_s: float | None = None) -> Ready | None:
+        """The answer to `key`, waited for if need be; None if `key` was never asked, or the process
+        died or was silent for `timeout_s` (said in the log).
+
+        `timeout_s`: by default what earlier answers took, and much more.
         """
         slot = self._slots.pop(key, None)
-        if slot is None:
+        if slot is None or self._process is None:
             return None
+        patience = self._patience_s if timeout_s is None else timeout_s
         start = time.perf_counter()
-        deadline = start + timeout_s
         while not slot.done.wait(0.2):
-            if self._process.poll() is not None or time.perf_counter() > deadline:
-                log.warning(
-                    "the planning process gave no answer (exit code %s); planning on the spot", self._process.poll()
-                )
+            if not self._process.is_alive and not slot.done.is_set():
+                self._process.end()
+                self._again(f"ended with code {self._process.ended_with}")
+                return None
+            if time.perf_counter() - start > patience:
+                self._again(f"gave no answer in {patience:.0f} s")
                 return None
         waited = time.perf_counter() - start
         body: dict[str, Any] = json.loads(slot.answer)
         before, after = (Carry.from_body(body[name]) for name in ("before", "after"))
         step = None if body["step"] is None else from_body(body["step"])
+        self._longest_s = max(self._longest_s or 0.0, body["plan_s"])
         return Ready(step, before, after, body["plan_s"], waited)
 
     def peek(self, key: Hashable) -> StepPlan | None:
@@ -113,43 +208,62 @@ class PlanAhead:
 
     def close(self) -> None:
         """End the process; safe to call twice."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            self._process.end()
+            self._process = None
 
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # it died; `take` says so
+    @property
+    def _patience_s(self) -> float:
+        return PATIENCE_S if self._longest_s is None else max(LEAST_PATIENCE_S, TIMES_LONGEST * self._longest_s)
+
+    def _again(self, why: str) -> None:
+        """Start another process, or none where that was done before."""
+        assert self._process is not None
+        self._process.end(0.0)
+        self._slots.clear()
+        self._chained = False
+        self._restarts += 1
+        if self._restarts > RESTARTS:
+            self._process = None
+            log.warning("the planning process %s, once more; planning on the spot from here on", why)
+            return
+        log.warning("the planning process %s; planning this step on the spot, and starting another process", why)
+        self._process = _Process(self._spec)
 
 
-def _read(stream: IO[bytes], queue: list[_Slot]) -> None:
-    for line in stream:
-        slot = queue.pop(0)
-        slot.answer = line.rstrip(b"\n")
-        slot.done.set()
+def write_frame(stream: IO[bytes], number: int, body: bytes) -> None:
+    """Write a frame of this number, and flush."""
+    stream.write(HEADER.pack(number, len(body)))
+    stream.write(body)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> tuple[int, bytes] | None:
+    """Number and body of the next frame; None: the stream ends before the frame does."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    number, size = HEADER.unpack(header)
+    body = stream.read(size)
+    return None if len(body) < size else (number, body)
 
 
 def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The process itself: the first line is a PlanSpec, each other line a step; every answer is one
-    line.
+    """The process itself: the first frame is a PlanSpec, each other one a step; an answer has the
+    number of its request.
 
     After a step that could not be planned, what it would have carried is unknown: steps that follow
     it are not planned either, until one comes with a carry of its own.
     """
-    planner = StepPlanner(PlanSpec.from_json(requests.readline()))
+    first = read_frame(requests)
+    if first is None:
+        return
+    planner = StepPlanner(PlanSpec.from_json(first[1]))
     carry: Carry | None = Carry()
-    for line in requests:
+    while (frame := read_frame(requests)) is not None:
+        number, request = frame
         start = time.perf_counter()
-        body = json.loads(line)
+        body = json.loads(request)
         before = carry if body["carry"] is None else Carry.from_body(body["carry"])
         text, carry = "null", None
         if before is not None:
@@ -161,9 +275,8 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
         pair = ",".join(
             f'"{name}":{(each or Carry()).to_json()}' for name, each in (("before", before), ("after", carry))
         )
-        answers.write(f'{{"plan_s":{seconds:.6f},{pair},"step":{text}}}\n'.encode())
-        answers.flush()
+        write_frame(answers, number, f'{{"plan_s":{seconds:.6f},{pair},"step":{text}}}'.encode())
 
 
 if __name__ == "__main__":
-    answer_requests(sys.stdin.buffer, sys.stdout.buffer)
+    answer_requests(os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb"))

@@ -64,9 +64,13 @@ LAYERED += [
 ]
 
 
+LONG = (("te_ring", "never", False), ("zeppelin", "always", True))
+"""Trained until the loss falls; the others over a few steps, in which zeppelin has all its queues."""
+
+
 @pytest.mark.parametrize(("planner", "routing", "remap"), LAYERED)
 def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: str, routing: str, remap: bool) -> None:
-    steps = STEPS if planner in ONE_OF_EACH else 8
+    steps = STEPS if (planner, routing, remap) in LONG else 8 if planner == "zeppelin" else 5
     flags = {"train-iters": steps}
     run = train(4, options_of(planner), flags, config={**two_nodes(4), "routing": routing, "remap": remap})
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
@@ -80,7 +84,7 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
     ("planner", "num_ranks"), [*((planner, 8) for planner in ONE_OF_EACH), ("te_ring", 2), ("zeppelin", 2)]
 )
 def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planner: str, num_ranks: int) -> None:
-    steps = 4
+    steps = 4 if planner == "zeppelin" else 2  # with all three queues
     config = {**two_nodes(num_ranks), "routing": "always", "remap": True}
     run = train(num_ranks, options_of(planner), {"train-iters": steps}, config=config)
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
@@ -93,7 +97,7 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
 @pytest.mark.parametrize(("num_ranks", "group_size"), [(4, None), (4, 2), (8, 4)])
 def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
     """Uneven shares, heads exchanged in groups and keys in waves; remapped too."""
-    steps = 6
+    steps = 4
     planner = {"name": "zeppelin", "slack": 2.0, "group_size": group_size, "num_waves": 2}
     planner = {key: value for key, value in planner.items() if value is not None}
     config = {**two_nodes(num_ranks), "remap": True}
@@ -216,8 +220,9 @@ def test_other_position_embeddings_train_like_one_rank(train: Train, tmp_path: P
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, context: int) -> None:
-    run = train(2 * context, "zeppelin", {"context-parallel-size": context}, config=two_nodes(2 * context))
-    assert_same_training(run, one_rank)
+    flags = {"context-parallel-size": context, "train-iters": 5}
+    run = train(2 * context, "zeppelin", flags, config=two_nodes(2 * context))
+    assert_same_training(run, Run(one_rank.result, one_rank.steps[:5]))
 
 
 @pytest.mark.parametrize("layers", [{}, {**EXPERTS, "moe-aux-loss-coeff": 0.2}], ids=["dense", "experts"])
@@ -239,7 +244,7 @@ def test_three_servers_without_tokens_train_like_one_rank(train: Train, tmp_path
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
     """Flags to start from one rank's weights, and one rank's run from there."""
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {"train-iters": 8})
+    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {"train-iters": 3})
     return flags, train(1, "te_ring", flags)
 
 

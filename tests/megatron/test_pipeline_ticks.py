@@ -22,7 +22,7 @@ from tests.megatron.test_training import validation_losses
 
 pytestmark = pytest.mark.megatron
 
-STEPS, BATCH = 20, 8
+BATCH = 8
 # Blocks so small that these documents are cut, and a balance so strict that they must be.
 DISTCA = {"name": "distca", "block": 16, "tolerance": 0.02}
 OVERLAPPED = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
@@ -32,12 +32,16 @@ RECOMPUTED = {"recompute-granularity": "full", "recompute-method": "uniform", "r
 @pytest.fixture(scope="module")
 def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Run]:
     """Flags to start from one rank's weights, and one rank's run from there."""
-    flags = started(train, tmp_path_factory.mktemp("checkpoint"), {"num-layers": LAYERS, "global-batch-size": BATCH})
+    flags = started(
+        train,
+        tmp_path_factory.mktemp("checkpoint"),
+        {"num-layers": LAYERS, "global-batch-size": BATCH, "train-iters": 5},
+    )
     return flags, train(1, "te_ring", at_once(flags))
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "PP2 x DP4": (8, 2, {}),
+    "PP2 x DP4": (8, 2, {"train-iters": 5}),
     "PP4 x DP2": (8, 4, {"train-iters": 4}),
     "PP2 x DP2, interleaved": (4, 2, {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 4, **OVERLAPPED}),
     "PP2 x TP2": (4, 2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 3, **RECOMPUTED}),
@@ -55,7 +59,7 @@ def test_stages_that_attend_together_train_like_one_rank(
     run = train(
         ranks, DISTCA, {**start, **parallel}, config={"cluster": {"ranks_per_node": pool // 2}, "plan_ahead": True}
     )
-    steps = flags.get("train-iters", STEPS)
+    steps = flags["train-iters"]
     assert_same_training(run, Run(one.result, one.steps[:steps]))
     assert run.column("step") == list(range(1, steps + 1))
     assert run.column("num_tokens") == one.column("num_tokens")[:steps]

@@ -6,6 +6,7 @@ import io
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -449,11 +450,13 @@ def run_example(world: World, script: str, arguments: Sequence[str]) -> str:
     """Run an example on this rank, in the world that is there; what it prints."""
     printed = io.StringIO()
     with (
+        warnings.catch_warnings(),  # of transformers, for what its next version renames
         patch.object(dist, "init_process_group"),
         patch.object(dist, "destroy_process_group"),
         patch.object(sys, "argv", [script, *arguments]),
         redirect_stdout(printed),
         redirect_stderr(printed),
     ):
+        warnings.simplefilter("ignore", FutureWarning)
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()

@@ -10,6 +10,8 @@ the paper's Table 2: `original` (as dealt), `fixed` (greedy by squares of length
 of one length) and `ilp` (Eq. 1), over the microbatches of one global batch or of several
 (`window`). The tuning of the thresholds is `planners.wlb_llm.tuning`.
 
+Ours: an order of a step's microbatches for pipelines (`order`).
+
 What we leave out: sharding inside a context-parallel group (section 5), which is another planner's,
 chosen by `within`. Every planner of the registry may follow inside a microbatch.
 
@@ -33,7 +35,15 @@ from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan, held_back
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.wlb_llm.delay import check_thresholds, release
-from megatron_balance.planners.wlb_llm.packing import Document, Packed, Work, by_workload, longest_first, workload
+from megatron_balance.planners.wlb_llm.packing import (
+    Document,
+    Packed,
+    Work,
+    by_workload,
+    longest_first,
+    rise_and_fall,
+    workload,
+)
 from megatron_balance.solvers import fixed_packing
 from megatron_balance.solvers.packing import best_fit
 
@@ -65,6 +75,9 @@ class WlbLlmOptions:
     """S of `fixed` and `ilp`, the length of a microbatch; the fullest one as dealt if not given."""
     node_limit: int = 20
     """Nodes of the search of `ilp`."""
+    order: Literal["packed", "rise_and_fall"] = "packed"
+    """In which order the microbatches of a step run: as they were packed, or the least work first and
+    last and the most in the middle (`planners.wlb_llm.packing.rise_and_fall`)."""
 
     def __post_init__(self) -> None:
         """Keep a list from a YAML as a tuple, equal to one given in Python."""
@@ -120,7 +133,10 @@ def pack(
         packed = _of_one_length(now, lengths, most, options, work)
     if packed.left and not context.may_carry:
         packed = _all_of(now, lengths, most, context.cluster.num_ranks)
-    return tuple(tuple(sorted(each)) for each in packed.microbatches), held
+    microbatches = packed.microbatches
+    if options.order == "rise_and_fall":
+        microbatches = rise_and_fall(microbatches, work)
+    return tuple(tuple(sorted(each)) for each in microbatches), held
 
 
 def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
@@ -143,6 +159,11 @@ def _check(options: WlbLlmOptions, num_microbatches: int) -> None:
         )
     if options.slack < 1:
         raise ConfigError(f"slack: expected at least 1, the tokens of full samples, got {options.slack}")
+    if options.window > 1 and options.order != "packed":
+        raise ConfigError(
+            f"order: {options.order} orders the microbatches of one step; window: {options.window} has those of "
+            "several in one order by work, leave one out"
+        )
     if options.window < 1 or (num_microbatches and num_microbatches % options.window):
         raise ConfigError(
             f"window: expected a divisor of the {num_microbatches} microbatches that are planned at once, got "

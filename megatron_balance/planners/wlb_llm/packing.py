@@ -80,6 +80,16 @@ def by_workload(documents: Sequence[Document], num_microbatches: int, most_token
     return Packed(tuple(map(tuple, packed)), tuple(left))
 
 
+def rise_and_fall(microbatches: Sequence[tuple[Document, ...]], work: Work) -> tuple[tuple[Document, ...], ...]:
+    """The microbatches with the least work first and last, the most in the middle.
+
+    A pipeline of stages that alternate forward and backward waits longest where a long microbatch is
+    its first or last: the others of that time are too short to fill it. Equal ones stay in order.
+    """
+    rising = sorted(microbatches, key=lambda each: sum(work(document.length) for document in each))
+    return (*rising[::2], *reversed(rising[1::2]))
+
+
 def longest_first(documents: Sequence[Document]) -> list[Document]:
     """Documents by length, descending; equal ones as they were dealt."""
     return sorted(documents, key=lambda each: (-each.length, each.number))

@@ -141,7 +141,7 @@ def test_figures_are_those_of_the_ops(seed: int) -> None:
 
 
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(case=cases(masks=tuple(MASKS)), ranks_per_nic=st.integers(1, 4), pieces=st.integers(1, 3))
 def test_figures_of_any_planner_remapped_and_routed_are_those_of_the_ops(
     planner: str, case: Case, ranks_per_nic: int, pieces: int

@@ -127,7 +127,7 @@ def test_what_has_no_exchanges_is_attended_in_the_second_part() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(case=cases(max_length=80, max_sequences=4), other=cases(max_length=80, max_sequences=4))
 def test_two_interleaved_programs_meet(planner: str, policy: Policy, case: Case, other: Case) -> None:
     """No rank waits for ever. That all issue in one order is proved in the contract suite."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.cost.base import Floats
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -20,6 +21,8 @@ from megatron_balance.planners.wlb_llm import WlbLlmOptions, tuning
 from megatron_balance.planners.wlb_llm.delay import release
 from megatron_balance.planners.wlb_llm.packing import Document, by_workload
 from megatron_balance.planning.choice import choose_planner
+from megatron_balance.simulator import pipeline
+from megatron_balance.simulator.pipeline import Pass
 from megatron_balance.solvers.fixed_packing import Problem, greedy, improve
 
 CLUSTER, MODEL = Cluster(2, 2), Model(4, 2, 16)
@@ -138,6 +141,10 @@ def test_any_planner_may_follow_inside_a_microbatch() -> None:
         ({"thresholds": [9], "packing": "fixed"}, r"thresholds \[9\] go with packing: workload, got packing: fixed"),
         ({"within_options": {"tokens_per_rank": 9}}, "within_options: tokens_per_rank is an option of wlb_llm itself"),
         ({"slack": 0.5}, "slack: expected at least 1"),
+        (
+            {"window": 2, "order": "rise_and_fall"},
+            "order: rise_and_fall orders the microbatches of one step; window: 2",
+        ),
         ({"window": 3}, "window: expected a divisor of the 2 microbatches that are planned at once, got 3"),
         ({"tokens_per_rank": 100}, "a document of 400 tokens is longer than S_max, 200 tokens .2 ranks x 100.; raise"),
     ],
@@ -145,6 +152,23 @@ def test_any_planner_may_follow_inside_a_microbatch() -> None:
 def test_options_out_of_range_are_told_in_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, InfeasibleError), match=message):
         plan(((400, 300), (20, 20, 20)), **options)
+
+
+def test_the_longest_microbatches_run_in_the_middle_and_a_pipeline_waits_less() -> None:
+    lengths = ((900,), (100,), (500,), (301,), (502,), (300,))
+    packed, _ = plan(lengths, packing="original")
+    ordered, _ = plan(lengths, packing="original", order="rise_and_fall")
+    assert [each.lengths for each in packed.plans] == [*lengths]
+    assert [each.num_tokens for each in ordered.plans] == [100, 301, 502, 900, 500, 300]
+    assert members(ordered) == [(1,), (3,), (4,), (0,), (2,), (5,)]
+
+    def seconds(step: StepPlan) -> float:
+        def after(_stage: int, one: Pass, ready: Floats) -> Floats:
+            return ready + (1 + one.backward) * step.plans[one.microbatch].num_tokens ** 2
+
+        return pipeline.run(3, len(lengths), 1, 1, after, lambda _: np.zeros(1)).total_s
+
+    assert seconds(ordered) < 0.9 * seconds(packed)
 
 
 def test_eq_1_is_solved_better_than_greedy_where_greedy_errs() -> None:

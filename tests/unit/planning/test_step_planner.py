@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,7 +20,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, to_json
-from megatron_balance.planning.ahead import PlanAhead, answer_requests
+from megatron_balance.planning.ahead import MOST_UNSENT, PlanAhead, answer_requests, read_frame, write_frame
 from megatron_balance.planning.step_planner import Pipeline, PlanSpec, StepPlanner
 
 STEP = ((300, 140, 72), (512,), (64,) * 8, (200, 200, 112))
@@ -78,14 +82,19 @@ def test_a_planner_that_plans_stage_by_stage_says_so() -> None:
 def answers(spec_: PlanSpec, *requests: tuple[tuple[tuple[int, ...], ...], Carry | None]) -> list[dict[str, object]]:
     """The answers of the planning process to steps, each with a carry or, None, with that of the
     step before."""
-    lines = [
-        {"lengths": lengths, "carry": None if carry is None else json.loads(carry.to_json())}
+    bodies = [
+        json.dumps({"lengths": lengths, "carry": None if carry is None else json.loads(carry.to_json())})
         for lengths, carry in requests
     ]
-    out = io.BytesIO()
-    text = "\n".join([spec_.to_json(), *map(json.dumps, lines)])
-    answer_requests(io.BytesIO(text.encode()), out)
-    return [json.loads(line) for line in out.getvalue().splitlines()]
+    asked, out = io.BytesIO(), io.BytesIO()
+    for number, body in enumerate([spec_.to_json(), *bodies]):
+        write_frame(asked, number, body.encode())
+    asked.seek(0)
+    answer_requests(asked, out)
+    out.seek(0)
+    frames = list(iter(lambda: read_frame(out), None))
+    assert [number for number, _ in frames] == list(range(1, len(requests) + 1))
+    return [json.loads(body) for _, body in frames]
 
 
 def test_steps_behind_one_that_cannot_be_planned_wait_for_a_carry_of_their_own() -> None:
@@ -95,3 +104,83 @@ def test_steps_behind_one_that_cannot_be_planned_wait_for_a_carry_of_their_own()
     assert first["step"] == again["step"] == json.loads(to_json(StepPlanner(small).plan(fits)[0]))
     assert refused["step"] is None
     assert behind["step"] is None
+
+
+SMALL = PlanSpec("te_ring", Cluster(2, 2), Model(4, 2, 16), Layers(), {})
+FITS = ((100, 90),)
+
+
+def child_of(ahead: PlanAhead) -> int:
+    """Process id of the planning process."""
+    assert ahead._process is not None
+    return ahead._process._process.pid
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"), [(signal.SIGKILL, "ended with code -9"), (signal.SIGSTOP, "gave no answer in 1 s")]
+)
+def test_a_process_that_is_gone_is_started_once_more_and_then_never(
+    stop: signal.Signals, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = PlanAhead(SMALL)
+    try:
+        for key in (1, 2):
+            os.kill(child_of(ahead), stop)
+            ahead.submit(key, FITS, EMPTY)
+            assert ahead.take(key, timeout_s=1.0) is None
+            if key == 1:
+                ahead.submit("unchained", FITS)
+                assert ahead.take("unchained") is None, "it follows a step that nobody planned"
+                ahead.submit("again", FITS, EMPTY)
+                ready = ahead.take("again")
+                assert ready is not None
+                assert ready.step == StepPlanner(SMALL).plan(FITS)[0]
+        ahead.submit(3, FITS, EMPTY)
+        assert ahead.take(3) is None
+    finally:
+        ahead.close()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert said in first
+    assert first.endswith("planning this step on the spot, and starting another process")
+    assert said in last
+    assert last.endswith("planning on the spot from here on")
+
+
+def test_large_steps_are_asked_for_without_waiting_for_a_process_that_does_not_read() -> None:
+    """Each is larger than a pipe holds; more of them than may wait are not asked for."""
+    ahead = PlanAhead(SMALL)
+    try:
+        os.kill(child_of(ahead), signal.SIGSTOP)
+        large = ((7,) * 100_000,)
+        begin = time.monotonic()
+        for key in range(MOST_UNSENT + 9):
+            ahead.submit(key, large, EMPTY)
+        assert time.monotonic() - begin < 20, "it waited"
+        assert ahead.take(MOST_UNSENT + 8) is None
+    finally:
+        ahead.close()
+
+
+def test_what_others_write_to_standard_output_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """A library that prints where a plan is made."""
+    code = (
+        "import sys; from megatron_balance.planning import ahead, step_planner; "
+        "real = step_planner.StepPlanner.plan; "
+        "ahead.StepPlanner.plan = lambda *args: print('a line', flush=True) or real(*args); "
+        "ahead.answer_requests(open(int(sys.argv[1]), 'rb'), open(int(sys.argv[2]), 'wb'))"
+    )
+    asked, answered = os.pipe(), os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(asked[0]), str(answered[1])], pass_fds=(asked[0], answered[1])
+    )
+    os.close(asked[0])
+    os.close(answered[1])
+    with open(asked[1], "wb") as requests, open(answered[0], "rb") as answers_:
+        write_frame(requests, 0, SMALL.to_json().encode())
+        write_frame(requests, 5, json.dumps({"lengths": FITS, "carry": None}).encode())
+        frame = read_frame(answers_)
+    assert process.wait(30) == 0
+    assert frame is not None
+    assert frame[0] == 5
+    assert json.loads(frame[1])["step"] is not None
+    assert capfd.readouterr().out == "a line\n"

@@ -2,7 +2,7 @@
 of different lengths (WLB-LLM, section 4.1), through Megatron's 1F1B with 2 and 4 pipeline stages.
 
 First the simulator, at the size of WLB-LLM's 7B-128K on H100s. Then Megatron's pretrain loop on an
-emulated cluster, the same batches both ways in turn, and beside it the simulator's clocks of the
+emulated cluster, the same batches every way in turn, and beside it the simulator's clocks of the
 same pipelines, with the kernels' speed as it was calibrated.
 """
 
@@ -42,12 +42,13 @@ of the time of a pass.
 PAPER_RANKS = 8
 """Of a stage on the simulated cluster: a node, one tensor-parallel rank each."""
 EXPLANATION = (
-    "The same documents both ways, a step's in turn; every document is cut evenly over the ranks of a stage "
+    "The same documents every way, a step's in turn; every document is cut evenly over the ranks of a stage "
     "(te_ring), so only microbatches differ. Equal length: as dealt, a context each, the last document cut (planner "
-    "wlb_llm, packing: original). Equal work: packing: workload, within the step's documents, none delayed. Step: "
-    "without the reduction of gradients and the optimizer; means over batches, of medians over repeats where "
-    "measured. Ratio: to equal length. Bubble: idle time over work, all ranks: waiting for neighbouring stages, "
-    "transfers, and the end. Losses and gradient norms of a batch are equal to 1e-5."
+    "wlb_llm, packing: original). Equal work: packing: workload, within the step's documents, none delayed. Rise and "
+    "fall: the same microbatches, the least work first and last (order: rise_and_fall). Step: without the reduction "
+    "of gradients and the optimizer; means over batches, of medians over repeats where measured. Ratio: to equal "
+    "length. Bubble: idle time over work, all ranks: waiting for neighbouring stages, transfers, and the end. Losses "
+    "and gradient norms of a batch are equal to 1e-5."
 )
 
 

@@ -42,13 +42,17 @@ NICS = 4
 WITHIN = "te_ring"
 """Cuts every document evenly over a stage's ranks, so that only microbatches differ."""
 
-VARIANTS: dict[str, str] = {"equal length": "original", "equal work": "workload"}
-"""Ways to make microbatches, by what wlb_llm calls its packing."""
+VARIANTS: dict[str, dict[str, str]] = {
+    "equal length": {"packing": "original"},
+    "equal work": {"packing": "workload"},
+    "equal work, rise and fall": {"packing": "workload", "order": "rise_and_fall"},
+}
+"""Ways to make microbatches, by options of wlb_llm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatches(Experiment):
-    """Both ways, in pipelines of several depths."""
+    """Every way, in pipelines of several depths."""
 
     stages: tuple[int, ...]
     """Pipeline stages, by training."""
@@ -86,8 +90,8 @@ class Microbatches(Experiment):
 
     def choice(self, variant: int, **options: Any) -> PlannerChoice:
         """The planner of a variant, the `variant`-th of the table."""
-        name, packing = list(VARIANTS.items())[variant]
-        given = {"packing": packing, "slack": self.room, "within": WITHIN, **options}
+        name, way = list(VARIANTS.items())[variant]
+        given = {**way, "slack": self.room, "within": WITHIN, **options}
         return choose_planner("wlb_llm", given, name, Layers())
 
     def planned(self, lengths: Lengths, variant: int, machine: Machine, context: int) -> StepPlan:

@@ -54,7 +54,7 @@ def bubble_share(record: Record) -> float:
 
 
 def small_lines(records: Sequence[Record], experiment: Microbatches, point: Point) -> list[Line]:
-    """By depth, both ways on the emulated cluster, measured, then simulated."""
+    """By depth, every way on the emulated cluster, measured, then simulated."""
     kept = [record for record in records if record["repeat"] != WARM_UP]
     found: list[Line] = []
     for stages in experiment.stages:
@@ -72,16 +72,16 @@ def small_lines(records: Sequence[Record], experiment: Microbatches, point: Poin
             clocks = small_step(plan, point, machine, stages)
             return clocks.total_s, clocks.bubble_share
 
-        both = _both(experiment, experiment.drawn_small(), machine, CONTEXT)
-        found += _lines("measured", stages, both, machine, measured)
-        found += _lines("simulated", stages, both, machine, clocked)
+        planned = _planned(experiment, experiment.drawn_small(), machine, CONTEXT)
+        found += _lines("measured", stages, planned, machine, measured)
+        found += _lines("simulated", stages, planned, machine, clocked)
     return found
 
 
 def large_lines(experiment: Microbatches, machine: Machine, count: int) -> list[Line]:
-    """By depth, both ways by the simulator on a large cluster. `machine`: of a stage."""
+    """By depth, every way by the simulator on a large cluster. `machine`: of a stage."""
     found: list[Line] = []
-    both = _both(experiment, experiment.drawn(count), machine, PAPER_CONTEXT)
+    planned = _planned(experiment, experiment.drawn(count), machine, PAPER_CONTEXT)
     for stages in experiment.stages:
 
         def times(_variant: int, _batch: int, plan: StepPlan, stages: int = stages) -> tuple[float, float]:
@@ -89,20 +89,22 @@ def large_lines(experiment: Microbatches, machine: Machine, count: int) -> list[
             assert step.bubble_share is not None
             return step.step_s - step.phases_s["gradient_sync"] - step.phases_s["optimizer"], step.bubble_share
 
-        found += _lines("simulated", stages, both, machine, times)
+        found += _lines("simulated", stages, planned, machine, times)
     return found
 
 
-def _both(experiment: Microbatches, drawn: Sequence[Lengths], machine: Machine, context: int) -> list[list[StepPlan]]:
+def _planned(
+    experiment: Microbatches, drawn: Sequence[Lengths], machine: Machine, context: int
+) -> list[list[StepPlan]]:
     """By variant, the plans of all batches."""
     return [[experiment.planned(each, at, machine, context) for each in drawn] for at in range(len(VARIANTS))]
 
 
-def _lines(kind: str, stages: int, both: Sequence[Sequence[StepPlan]], machine: Machine, times: Times) -> list[Line]:
+def _lines(kind: str, stages: int, planned: Sequence[Sequence[StepPlan]], machine: Machine, times: Times) -> list[Line]:
     found: list[Line] = []
     base: list[float] = []
     work = workload(machine.cost, machine.cluster)
-    for at, (variant, plans) in enumerate(zip(VARIANTS, both, strict=True)):
+    for at, (variant, plans) in enumerate(zip(VARIANTS, planned, strict=True)):
         seconds, bubbles = zip(*(times(at, batch, plan) for batch, plan in enumerate(plans)), strict=True)
         base = base or list(seconds)
         ratios = [b / s for b, s in zip(base, seconds, strict=True)]

@@ -1,4 +1,4 @@
-"""In a rank: Megatron's `pretrain` in pipeline stages over the same documents in both kinds of
+"""In a rank: Megatron's `pretrain` in pipeline stages over the same documents in all kinds of
 microbatches, each step timed from outside.
 
 What is wrapped lives in this process only, which ends with its job, as in

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from megatron_balance.analysis.statistics import plan_statistics
+from megatron_balance.analysis.traffic import traffic
+from megatron_balance.analysis.wire import Payload
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Exchange
-from megatron_balance.compile.transpose import POLICIES
-from megatron_balance.compile.pipeline import expand
-from megatron_balance.analysis.statistics import plan_statistics
-from megatron_balance.analysis.wire import Payload
-from megatron_balance.analysis.traffic import traffic
 from tests.support import jobs
 from tests.support.jobs import Run
 from tests.support.pool import Pool
@@ -31,7 +31,9 @@ RUNS = tuple(Run(policy) for policy in POLICIES)
 # A failure costs new ranks: shrinking would take minutes.
 @settings(max_examples=4, phases=(Phase.explicit, Phase.generate))
 @given(data=st.data())
-def test_ranks_send_and_receive_between_nodes_what_the_program_says(pool: Pool, planner: str, num_ranks: int, data: st.DataObject) -> None:
+def test_ranks_send_and_receive_between_nodes_what_the_program_says(
+    pool: Pool, planner: str, num_ranks: int, data: st.DataObject
+) -> None:
     case: Case = data.draw(cases([num_ranks], max_sequences=5, min_sequences=1))
     planned = plan(planner, case)
     model = Model(planned.num_heads, planned.num_kv_heads, HEAD_DIM, bytes_per_element=4)
@@ -47,7 +49,12 @@ def test_ranks_send_and_receive_between_nodes_what_the_program_says(pool: Pool, 
             continue
         planned_bytes = traffic(program, Payload.of(model), ranks_per_node=planned.ranks_per_node)
         for way, expected in (("sent", planned_bytes.inter_node_sent), ("received", planned_bytes.inter_node_received)):
-            counted = [sum(r[index].counters[f"inter_node_bytes_{way}_{phase}"] for phase in ("forward", "backward")) for r in results]
+            counted = [
+                sum(r[index].counters[f"inter_node_bytes_{way}_{phase}"] for phase in ("forward", "backward"))
+                for r in results
+            ]
             assert counted == expected.tolist(), (run, way)
-        assert sum(map(sum, predicted["bytes_sent_per_nic"])) == sum(c["inter_node_bytes_sent_forward"] for c in counters)
+        assert sum(map(sum, predicted["bytes_sent_per_nic"])) == sum(
+            c["inter_node_bytes_sent_forward"] for c in counters
+        )
         assert predicted["routed_transfers"] <= sum(c["routed_transfers"] for c in counters)

@@ -41,12 +41,16 @@ def dealt(lengths: tuple[int, ...], owned: Rows) -> MicrobatchPlan:
 
 def spread(lengths: tuple[int, ...], num_ranks: int) -> MicrobatchPlan:
     """Each sequence in as many parts as a stage has ranks."""
-    parts = [(r, s, n * r // num_ranks, n * (r + 1) // num_ranks) for r in range(num_ranks) for s, n in enumerate(lengths)]
+    parts = [
+        (r, s, n * r // num_ranks, n * (r + 1) // num_ranks) for r in range(num_ranks) for s, n in enumerate(lengths)
+    ]
     zones = (by_hand.task_table([row for row in parts if row[2] < row[3]]),) if lengths else ()
     return by_hand.plan(lengths, num_ranks, *zones, ranks_per_node=2, heads=(HEADS, KV_HEADS))
 
 
-def nano_batch_step(microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1) -> NanoBatchStep:
+def nano_batch_step(
+    microbatches: tuple[tuple[int, ...], ...], num_stages: int = 2, num_chunks: int = 1
+) -> NanoBatchStep:
     plans = tuple(spread(lengths, RANKS // num_stages) for lengths in microbatches)
     return NanoBatchStep(plans, plan_ticks(ticks(num_stages, len(plans), num_chunks), plans, dealt))
 
@@ -76,17 +80,35 @@ def test_every_stage_gets_the_attention_of_its_own_microbatches(
             assert len(values[0]) == sum(stop - start for _, start, stop in owned)
             truth = alone(plan, DIM, seed_of(stage, cell, nano_batch)) if len(owned) else [[]] * 4
             for name, value, wanted in zip(("out", "q_grad", "k_grad", "v_grad"), values, truth, strict=True):
-                assert not len(owned) or dense.worst([value], [owned_rows(owned, wanted)]) < 1e-10, (number, cell, nano_batch, name)
-        assert attended.order == ranks[0].order, "a rank that serves makes the calls of those that compute, in their order"
+                assert not len(owned) or dense.worst([value], [owned_rows(owned, wanted)]) < 1e-10, (
+                    number,
+                    cell,
+                    nano_batch,
+                    name,
+                )
+        assert attended.order == ranks[0].order, (
+            "a rank that serves makes the calls of those that compute, in their order"
+        )
     segments = ping_pong.forward(LAYERS, len(nano_batches))
-    forwards, backwards = ([segment for segment in ts if segment.part != "linear"] for ts in (segments, ping_pong.backward(segments)))
+    forwards, backwards = (
+        [segment for segment in ts if segment.part != "linear"] for ts in (segments, ping_pong.backward(segments))
+    )
     num_ticks = len(steps[0].ticks) // 2
     assert len(ranks[0].order) == num_ticks * (len(forwards) * (1 + way.again) + len(backwards))
 
 
 def test_ticks_are_proved_like_any_plan() -> None:
     step = nano_batch_step(FIRST[:3])
-    assert {one.tick.microbatches for one in step.ticks} == {(0, None), (1, 0), (2, 1), (None, 2), (None, 0), (0, 1), (1, 2), (2, None)}
+    assert {one.tick.microbatches for one in step.ticks} == {
+        (0, None),
+        (1, 0),
+        (2, 1),
+        (None, 2),
+        (None, 0),
+        (0, 1),
+        (1, 2),
+        (2, None),
+    }
     for one in step.ticks:
         verify(expand(one.plan, "replay"))
 

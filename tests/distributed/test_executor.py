@@ -36,10 +36,17 @@ SOME = Case(Batch((70, 9, 1, 33)), Cluster(4, 2), Model(4, 2, 8), 40, seed=5)
 RUNS = tuple(Run(policy, dtype) for policy in POLICIES for dtype in TOLERANCE)
 
 
-@pytest.mark.parametrize("num_ranks", WORLDS)
-@pytest.mark.parametrize("planner", ALL_PLANNERS)
+LARGEST = max(WORLDS)
+ON_THE_LARGEST = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_task_table", "random_shares")
+"""Planners that between them have every comm pattern: on so many ranks an example takes seconds."""
+
+
+@pytest.mark.parametrize(
+    ("planner", "num_ranks"),
+    [(name, n) for name in ALL_PLANNERS for n in WORLDS if n < LARGEST or name in ON_THE_LARGEST],
+)
 @settings(
-    max_examples=6, phases=(Phase.explicit, Phase.generate)
+    max_examples=3, phases=(Phase.explicit, Phase.generate)
 )  # a failure costs new ranks: shrinking would take minutes
 @given(data=st.data(), head_dim=st.sampled_from([4, 8]))
 def test_the_executor_equals_the_reference(

@@ -104,8 +104,16 @@ GOOD = [torch.arange(4)]
     ("given", "own", "others"),
     [
         ([torch.zeros(2, 2)], "document 0: expected token ids [n] of integers, at least one, got (2, 2)", "ranks [2] "),
-        ([torch.arange(3), torch.arange(0)], "document 1: expected token ids [n] of integers, at least one", "ranks [2]"),
-        ([(torch.arange(3), torch.arange(2))], "expected tensors with one entry for each of 3 tokens, got [2]", "ranks"),
+        (
+            [torch.arange(3), torch.arange(0)],
+            "document 1: expected token ids [n] of integers, at least one",
+            "ranks [2]",
+        ),
+        (
+            [(torch.arange(3), torch.arange(2))],
+            "expected tensors with one entry for each of 3 tokens, got [2]",
+            "ranks",
+        ),
         (torch.arange(3), "DataError: rank 0 has nothing", "rank 0 has nothing"),
         ([(torch.arange(3), torch.arange(3), torch.ones(3))], "rank 2 has float32 []", "rank 0 has nothing"),
         ([["a"]], "expected tensors of integers, got list", "ranks [2] could not read"),

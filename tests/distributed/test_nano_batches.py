@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_balance.compile import ping_pong
+from megatron_balance.compile.ping_pong import Segment
+from megatron_balance.compile.transpose import POLICIES
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, Routing
-from megatron_balance.compile import ping_pong
-from megatron_balance.compile.ping_pong import Segment
-from megatron_balance.compile.transpose import POLICIES
 from tests.support import nano_batches
 from tests.support.nano_batches import NanoBatches
 from tests.support.pool import Pool
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.dist
 
 LAYERS = 2
 CASES = tuple(
-    Case(Batch(lengths), Cluster(8, 4), Model(4, 2, 8), None, seed=seed) for lengths, seed in (((200, 90, 33), 5), ((250, 70), 6))
+    Case(Batch(lengths), Cluster(8, 4), Model(4, 2, 8), None, seed=seed)
+    for lengths, seed in (((200, 90, 33), 5), ((250, 70), 6))
 )
 PLANNERS = ["random_task_table", "llama_all_gather", "ulysses", "zeppelin"]
 """One of each comm pattern; tests/unit/compile/test_ping_pong.py plays all planners' steps against
@@ -53,7 +54,9 @@ def assert_same_bits(ours: list[NanoBatches], theirs: list[NanoBatches]) -> None
 
 @pytest.mark.parametrize("layered", [False, True], ids=["plain", "remapped and routed"])
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(pool: Pool, planner: str, layered: bool) -> None:
+def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
+    pool: Pool, planner: str, layered: bool
+) -> None:
     plans = nano_batches_of(planner, layered=layered)
     segments = ping_pong.forward(LAYERS)
     for policy in POLICIES:
@@ -63,18 +66,25 @@ def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(pool:
             assert [counted["forward_calls"] for counted in result.counters] == [LAYERS, LAYERS]
 
 
-@pytest.mark.parametrize(("planner", "layered"), [("random_task_table", False), ("random_task_table", True), ("zeppelin", True)])
+@pytest.mark.parametrize(
+    ("planner", "layered"), [("random_task_table", False), ("random_task_table", True), ("zeppelin", True)]
+)
 def test_streams_joined_by_events_alone_carry_two_nano_batches(pool: Pool, planner: str, layered: bool) -> None:
     """Order as NCCL needs it: both nano-batches on the same communicators, whose messages match by
     their order.
     """
     plans = nano_batches_of(planner, layered=layered)
     for policy in POLICIES:
-        ours, theirs = (pool.run(nano_batches.layers, 8, plans, ping_pong.forward(LAYERS), policy, streams) for streams in (True, False))
+        ours, theirs = (
+            pool.run(nano_batches.layers, 8, plans, ping_pong.forward(LAYERS), policy, streams)
+            for streams in (True, False)
+        )
         assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("segments", [ping_pong.forward(LAYERS), ping_pong.one_by_one(LAYERS)], ids=["interleaved", "one by one"])
+@pytest.mark.parametrize(
+    "segments", [ping_pong.forward(LAYERS), ping_pong.one_by_one(LAYERS)], ids=["interleaved", "one by one"]
+)
 def test_segments_run_in_the_order_that_the_simulator_prices(pool: Pool, segments: tuple[Segment, ...]) -> None:
     """Also in the backward, which autograd orders: a rank issues an exchange of one nano-batch
     under the computation of the other.

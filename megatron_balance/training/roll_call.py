@@ -1,0 +1,101 @@
+"""Who is missing: after a collective failed, the ranks that still run say which others do not answer.
+
+torch's errors name a socket, or nothing. Every rank has a thread that waits for a call in the store
+through which the job's ranks found one another, and answers it, whatever its rank is busy with. A
+rank that failed or is frozen does not; one that came to the end of its training has answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+NAME = "megatron_balance/roll_call"
+PATIENCE_S = 3.0
+"""How long answers are waited for."""
+_POLL_S = 0.1
+_FOREVER = timedelta(days=365)
+
+
+class RollCall:
+    """This rank's part: it answers the calls of others, from the start to `close`."""
+
+    def __init__(self) -> None:
+        """Stand by, if the job has several ranks (whose process groups are made)."""
+        self._thread: Thread | None = None
+        self._size = dist.get_world_size() if dist.is_initialized() else 1
+        if self._size > 1:
+            self._store, self._rank = _store(), dist.get_rank()
+            # a wait keeps its connection busy, so it has its own
+            self._thread = Thread(target=_answer, args=(self._store.clone(), self._rank), daemon=True)
+            self._thread.start()
+
+    def call(self) -> None:
+        """Log which ranks do not answer; to be called where a collective failed."""
+        if self._thread is not None:
+            log.error("%s", in_words(missing(self._store, self._size), self._size))
+
+    def close(self) -> None:
+        """End the thread; for the others this rank has answered. Safe to call twice."""
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the store may have ended before
+                self._store.set(_call_of(self._rank), "")
+            self._thread.join(PATIENCE_S)
+            self._thread = None
+
+
+def missing(store: dist.Store, size: int, patience_s: float = PATIENCE_S) -> list[int] | None:
+    """The ranks of `size` that did not answer within `patience_s`; None: the store itself is gone."""
+    waiting = list(range(size))
+    try:
+        for rank in waiting:
+            store.set(_call_of(rank), "")
+        deadline = time.monotonic() + patience_s
+        while waiting:
+            waiting = [rank for rank in waiting if not store.check([_answer_of(rank)])]
+            if not waiting or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+    except RuntimeError:
+        return None
+    return waiting
+
+
+def in_words(ranks: list[int] | None, size: int) -> str:
+    """One sentence on what `missing` found."""
+    if ranks is None:
+        return "the process that holds the job's store has ended: rank 0, or the launcher"
+    if not ranks:
+        return f"all {size} ranks still run: none of them ended or is frozen"
+    some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    one = len(ranks) == 1
+    return f"rank{'' if one else 's'} {some} of {size} {'does' if one else 'do'} not answer: ended, or frozen"
+
+
+def _answer(store: dist.Store, rank: int) -> None:
+    """In a thread: answer the call, once. Ends with the store."""
+    try:
+        store.wait([_call_of(rank)], _FOREVER)
+        store.set(_answer_of(rank), "")
+    except RuntimeError:
+        log.debug("the job's store ended before a call")
+
+
+def _call_of(rank: int) -> str:
+    return f"{NAME}/call/{rank}"
+
+
+def _answer_of(rank: int) -> str:
+    return f"{NAME}/answer/{rank}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
