@@ -243,12 +243,22 @@ class RunConfig(BaseModel):
     """Type that gradients of queries, keys and values travel in between ranks: `fp32`, or `bf16` as
     in Transformer Engine's ring, half the bytes and one rounding on every rank that adds its own."""
     agreement_every: int = Field(default=100, ge=1)
-    """Ranks compare the plan's fingerprint in the first steps and then every so many."""
+    """With `backward: auto` ranks agree on how far devices' memory passed its prediction in the third
+    step and then every so many. Plans are compared in every step."""
     plan_ahead: bool = True
     """Plan coming batches in a background process."""
+    data: Literal["documents", "script"] = "documents"
+    """`documents`: whole documents from --data-path, in place of the script's data set; `script`: the
+    script's own stays, with its blends and caches, and plans are made of what it delivers."""
     documents: Literal["split", "truncate"] = "split"
     """The rest of a document that is longer than the context becomes a document of its own, or is
     dropped."""
+    accepted_data: str = ""
+    """Fingerprint of the samples that a checkpoint was trained on, or plain, if this run may count
+    on in others: the message that refuses to resume says it."""
+    accepted_sources: dict[str, str] = {}
+    """Digests of functions of Megatron that nobody here reviewed, by target, which you answer for:
+    the message that stops a run on another Megatron lists them."""
     kernel: Literal[
         "auto", "plain", "cpu_flash", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "te_fused"
     ] = "auto"

@@ -16,29 +16,20 @@ from megatron_balance.megatron import entry
 
 def main() -> None:
     """Parse Megatron's arguments, build the model and train."""
-    from megatron_balance.patches import applied
-    from megatron_balance.patches.selection import for_training
-
-    with applied(for_training(script=False)):
-        train()
-
-
-def train() -> None:
-    """Megatron's `pretrain` under our session."""
     import torch
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
+    from megatron_balance.megatron import gpt
     from megatron_balance.megatron.arguments import add_balance_arguments
     from megatron_balance.megatron.data import document_datasets_provider
     from megatron_balance.megatron.forward_step import forward_step
 
     args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    config, provider = gpt.start(pretrain, args)
     with entry.training(config):
-        pretrain(config, document_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+        pretrain(config, document_datasets_provider, *provider, ModelType.encoder_or_decoder, forward_step)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -1,29 +1,36 @@
 """Replacements in Megatron-LM and Transformer Engine at run time, one module per target.
 
 A patch is the last resort, after a subclass, a layer spec and a documented hook (docs/adr: seams
-before patches). Every module here ends in `PATCHES`; `applied` checks the source of every target
-against the source we reviewed before it changes any, and undoes all of them on exit.
+before patches). Every module here ends in `PATCHES`; `selection` names those that a run needs.
+`applied` checks all of them before it changes any, and undoes all of them on exit.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 from megatron_balance.errors import PatchError
+from megatron_balance.patches.digest import source_digest
 
 log = logging.getLogger(__name__)
 
 Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-REVIEWED = "megatron-core 0.19.2"
-"""The version whose sources the digests belong to."""
+Role: TypeAlias = Literal["numbers", "wrapped", "observed"]
+"""How much a patch relies on the source of its target.
+
+`numbers`: what is trained depends on it; only reviewed sources, and those that the configuration
+accepts. `wrapped`: the replacement calls the original, whatever it does; only its parameters count.
+`observed`: nothing that is trained depends on it; another source is a warning, and one that is
+missing is left out.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,55 +38,121 @@ class Patch:
     """One replacement.
 
     `target` is "package.module:qualname". `wrap` is given the original and returns the replacement,
-    so that the original stays callable. `digest` is `source_digest` of the original as reviewed.
-    `why` says why no hook of Megatron does.
+    so that the original stays callable. `why` says why no hook of Megatron does. `reviewed`: the
+    versions of Megatron-core by `source_digest` of the sources that were read. `parameters`: the
+    names that a wrapper hands on or reads.
     """
 
     target: str
     wrap: Wrap
-    digest: str
     why: str
+    role: Role = "numbers"
+    reviewed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    parameters: tuple[str, ...] = ()
 
 
 def read(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Change nothing: only the source must be the reviewed one; it is relied on elsewhere."""
+    """Change nothing: the source is relied on elsewhere."""
     return original
 
 
-def source_digest(source: str) -> str:
-    """First 12 hex digits of the sha256 of a function's source, indentation and all."""
-    return hashlib.sha256(source.encode()).hexdigest()[:12]
+@dataclass(frozen=True, slots=True)
+class _Found:
+    owner: Any
+    name: str
+    original: Callable[..., Any]
 
 
 @contextmanager
-def applied(patches: Sequence[Patch]) -> Iterator[None]:
-    """Apply all patches inside the block; none if the source of any target is not the one reviewed.
+def applied(
+    patches: Sequence[Patch], accepted: Mapping[str, str] = MappingProxyType({}), source: str = "the configuration"
+) -> Iterator[tuple[str, ...]]:
+    """Apply all patches inside the block; none if one of them does not fit.
+
+    Args:
+        patches: each target once.
+        accepted: digests of sources that nobody reviewed, by target; the user answers for them.
+        source: the file that `accepted` comes from.
+
+    Yields:
+        The targets whose source was accepted without review.
 
     Raises:
-        PatchError: a target that is missing, patched twice, or whose source differs; names it.
+        PatchError: targets that are missing, patched twice, have other parameters, or a source that
+            was neither reviewed nor accepted; names all of them.
     """
-    originals = [(patch, *_find(patch)) for patch in patches]
     targets = [patch.target for patch in patches]
     if len(set(targets)) < len(targets):
         twice = sorted({t for t in targets if targets.count(t) > 1})
         raise PatchError(f"{', '.join(twice)}: patched twice; put the two changes into one wrap")
+    found, unreviewed = _check(patches, accepted, source)
     undo: list[tuple[Any, str, Any]] = []
     try:
-        for patch, owner, name, original in originals:
-            kept = vars(owner)[
-                name
-            ]  # a staticmethod or classmethod object where there is one, which getattr would unwrap
-            replacement = patch.wrap(original)
-            setattr(owner, name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)
-            undo.append((owner, name, kept))
+        for patch, at in found:
+            # A staticmethod or classmethod object where there is one, which getattr would unwrap.
+            kept = vars(at.owner)[at.name]
+            replacement = patch.wrap(at.original)
+            setattr(at.owner, at.name, staticmethod(replacement) if isinstance(kept, staticmethod) else replacement)
+            undo.append((at.owner, at.name, kept))
             log.info("patched %s: %s", patch.target, patch.why)
-        yield
+        yield unreviewed
     finally:
         for owner, name, kept in reversed(undo):
             setattr(owner, name, kept)
 
 
-def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
+def _check(
+    patches: Sequence[Patch], accepted: Mapping[str, str], source: str
+) -> tuple[list[tuple[Patch, _Found]], tuple[str, ...]]:
+    """The targets, and those of them that were accepted without review."""
+    found: list[tuple[Patch, _Found]] = []
+    unreviewed: list[str] = []
+    faults: list[str] = []
+    unknown: dict[str, str] = {}
+    for patch in patches:
+        try:
+            at = _find(patch)
+        except PatchError as error:
+            if patch.role == "observed":
+                log.warning("%s; left out, since no number depends on it", error)
+            else:
+                faults.append(str(error))
+            continue
+        found.append((patch, at))
+        digest = "" if patch.role == "wrapped" else source_digest(inspect.getsource(at.original))
+        if patch.role == "wrapped" or digest in patch.reviewed:
+            continue
+        if patch.role == "observed":
+            log.warning(
+                "%s: its source (%s) is not one that was reviewed; no number depends on it", patch.target, digest
+            )
+        elif accepted.get(patch.target) == digest:
+            unreviewed.append(patch.target)
+            log.warning("%s: its source (%s) was not reviewed; %s accepts it", patch.target, digest, source)
+        else:
+            unknown[patch.target] = digest
+            reviewed = ", ".join(f"{known} of {version}" for known, version in patch.reviewed.items())
+            faults.append(f"{patch.target}: its source has digest {digest}, reviewed were {reviewed}")
+    if faults:
+        raise PatchError(f"this Megatron differs from what was reviewed, nothing was patched: {'; '.join(faults)}"
+                         + (_advice(unknown, source) if unknown else ""))  # fmt: skip
+    return found, tuple(unreviewed)
+
+
+def _advice(unknown: Mapping[str, str], source: str) -> str:
+    keys = ", ".join(f'"{target}": "{digest}"' for target, digest in unknown.items())
+    return (
+        ". See what changed with 'megatron-balance doctor --patches', and install a reviewed version or accept the "
+        f"changes in {source}: accepted_sources: {{{keys}}}"
+    )
+
+
+def _find(patch: Patch) -> _Found:
+    """The target of a patch.
+
+    Raises:
+        PatchError: there is none, it is inherited, or it lacks a parameter.
+    """
     module, _, qualname = patch.target.partition(":")
     *parents, name = qualname.split(".")
     try:
@@ -87,17 +160,13 @@ def _find(patch: Patch) -> tuple[Any, str, Callable[..., Any]]:
         for parent in parents:
             owner = getattr(owner, parent)
         original = getattr(owner, name)
-        source = inspect.getsource(original)
+        inspect.getsource(original)
     except (ImportError, AttributeError, TypeError, OSError) as error:
-        raise PatchError(
-            f"{patch.target}: not found ({error}). Install {REVIEWED}, whose sources were reviewed"
-        ) from error
+        raise PatchError(f"{patch.target}: not found ({error})") from error
     if name not in vars(owner):
         raise PatchError(f"{patch.target}: inherited, not defined there; patch the class that defines it")
-    if (digest := source_digest(source)) != patch.digest:
-        raise PatchError(
-            f"{patch.target}: its source is not the one reviewed (digest {digest}, reviewed {patch.digest} of "
-            f"{REVIEWED}). "
-            f"Nothing was patched. Install {REVIEWED}, or review the new source and change the digest in patches/"
-        )
-    return owner, name, original
+    taken = inspect.signature(original).parameters
+    missing = [each for each in patch.parameters if each not in taken]
+    if missing:
+        raise PatchError(f"{patch.target}: expected a parameter {', '.join(missing)}, it takes {', '.join(taken)}")
+    return _Found(owner, name, original)

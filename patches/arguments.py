@@ -26,7 +26,8 @@ PATCHES = (
     Patch(
         target="megatron.training.arguments:add_megatron_arguments",
         wrap=add_ours,
-        digest="580b80fbe586",
+        role="wrapped",
+        parameters=("parser",),
         why=(
             "--balance-* must be known to the parser; extra_args_provider belongs to the script, which we do not change"
         ),

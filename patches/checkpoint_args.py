@@ -26,7 +26,8 @@ PATCHES = (
     Patch(
         target="megatron.training.checkpointing:check_checkpoint_args",
         wrap=with_carry,
-        digest="4c636308e56b",
+        role="wrapped",
+        parameters=("checkpoint_args",),
         why=(
             "a checkpoint's arguments, where the planner's carry is, meet this run's nowhere else; not called with "
             "--finetune"

@@ -26,7 +26,7 @@ PATCHES = (
     Patch(
         target="megatron.core.parallel_state:initialize_model_parallel",
         wrap=with_pools,
-        digest="6e1200b46fab",
+        role="wrapped",
         why=(
             "Megatron's context-parallel groups are fixed slices of the world; a plan's rings run over any ranks of a "
             "pool, and "
@@ -36,7 +36,8 @@ PATCHES = (
     Patch(
         target="megatron.core.parallel_state:update_pg_timeout",
         wrap=read,
-        digest="bc6875505830",
+        role="observed",
+        reviewed={"8803be35dab8": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why="it sets the timeout of all groups in Megatron's list, to which `megatron.groups` adds those of the pools",
     ),
 )

@@ -24,7 +24,8 @@ PATCHES = (
     Patch(
         target="megatron.training.training:build_train_valid_test_data_iterators",
         wrap=from_documents,
-        digest="d12ed278f953",
+        role="wrapped",
+        parameters=("build_train_valid_test_datasets_provider",),
         why=(
             "a script's own provider joins documents inside samples of fixed length; a planner needs whole sequences "
             ""

@@ -32,7 +32,8 @@ PATCHES = (
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
         wrap=skip_when_compiled,
-        digest="84029a50ae8c",
+        role="observed",
+        reviewed={"834469025eba": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why="the wheel has helpers_cpp compiled but no Makefile, so Megatron would stop at start-up",
     ),
 )

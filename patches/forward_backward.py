@@ -24,7 +24,7 @@ PATCHES = (
     Patch(
         target="megatron.training.training:get_forward_backward_func",
         wrap=planned,
-        digest="9d8e0a75be40",
+        role="wrapped",
         why=(
             "the one place inside the rerun loop that sees all raw microbatches of a step, in training and evaluation; "
             "wrapping the iterator would hide the RerunDataIterator from Megatron's replay"

@@ -27,7 +27,12 @@ PATCHES = (
     Patch(
         target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         wrap=also_from_cpu,
-        digest="8fc5847a887d",
+        role="wrapped",
+        parameters=(
+            "tensor",
+            "as_numpy",
+            "record_stream",
+        ),
         why="the alltoall dispatcher hands its split sizes to torch as arrays, which it makes of CUDA tensors only",
     ),
 )

@@ -39,53 +39,56 @@ _TAKEN_TOGETHER = (
     "what each method computes"
 )
 
-PATCHES = (
+LAYERS = (
     Patch(
         target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
         wrap=interleaved,
-        digest="e20defb813f6",
+        reviewed={"194039641fa3": "0.19.x, 0.18.2", "b0248f0dec10": "0.20 of 2026-08"},
         why="the layers' loop calls one layer after the other; two nano-batches take turns inside the layers",
     ),
     Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention",
         wrap=read,
-        digest="257c7c162bd0",
+        reviewed={"0b95d95abd32": "0.19.x", "7f7145882040": "0.18.2", "ff81dbaed790": "0.20 of 2026-08"},
         why=_TAKEN_APART,
     ),
     Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
         wrap=read,
-        digest="bdfecfb342cb",
+        reviewed={"8a9854499f12": "0.19.x", "4ef11ae0cef8": "0.18.2", "01a4c56bdff4": "0.20 of 2026-08"},
         why=_TAKEN_APART,
     ),
     Patch(
         target="megatron.core.transformer.attention:Attention.forward",
         wrap=read,
-        digest="b144e903f3ca",
+        reviewed={"f15d3a7a34fd": "0.19.x", "03d782de9aec": "0.18.2", "eedc5cdd0ad5": "0.20 of 2026-08"},
         why=_TAKEN_APART,
     ),
+)
+ROUTER = (
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter.routing",
         wrap=read,
-        digest="e93abc48c2d9",
+        reviewed={"09d9a85f7dba": "0.19.x, 0.20 of 2026-08", "3fa170311845": "0.18.2"},
         why=_TAKEN_TOGETHER,
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter.apply_z_loss",
         wrap=read,
-        digest="bce126c6a499",
+        reviewed={"d6d01030e61f": "0.19.x, 0.20 of 2026-08", "257081afd8ac": "0.18.2"},
         why=_TAKEN_TOGETHER,
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_aux_loss",
         wrap=read,
-        digest="6ae2521667b8",
+        reviewed={"993a3b59cab2": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why=_TAKEN_TOGETHER,
     ),
     Patch(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss",
         wrap=read,
-        digest="d0754632a4ab",
+        reviewed={"ac86fc2005fc": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why=_TAKEN_TOGETHER,
     ),
 )
+PATCHES = (*LAYERS, *ROUTER)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.megatron.entry import training
+from megatron_balance.megatron.gpt import with_planned_model
 from megatron_balance.patches import Patch
 
 
@@ -16,7 +17,7 @@ def with_balance(pretrain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(pretrain)
     def balanced(cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         with training(cfg_container):
-            return pretrain(cfg_container, *args, **kwargs)
+            return with_planned_model(pretrain, (cfg_container, *args), kwargs)
 
     return balanced
 
@@ -26,7 +27,8 @@ PATCHES = tuple(
     Patch(
         target=f"{module}:pretrain",
         wrap=with_balance,
-        digest="538adc5ffb17",
+        role="wrapped",
+        parameters=("cfg_container",),
         why=(
             "the layer spec must hold our core attention before the script's model is built, and bad flags must stop "
             ""

@@ -7,35 +7,40 @@ from megatron_balance.patches import Patch, read
 _ORDER = "which microbatch a transfer brings follows from its place in the schedule (megatron/stage_transfers.py)"
 _ASKS = "our communicator is a subclass that answers `_communicate_shapes`; it relies on when this asks, and for what"
 
-PATCHES = (
+ONE_CHUNK = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
         wrap=read,
-        digest="772d6b7d8182",
+        reviewed={"43c05abb1b63": "0.19.x", "818d94bd60e8": "0.18.2", "29c981e03dad": "0.20 of 2026-08"},
         why=_ORDER,
     ),
+)
+INTERLEAVED = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
         wrap=read,
-        digest="091263d1c27e",
+        reviewed={"00baf040c63b": "0.19.x", "b59fc2244c30": "0.18.2", "3063902f8600": "0.20 of 2026-08"},
         why=_ORDER,
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_schedule_table",
         wrap=read,
-        digest="158bd2492372",
+        reviewed={"a7b63a2b60a2": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why=_ORDER,
     ),
+)
+COMMUNICATOR = (
     Patch(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
         wrap=read,
-        digest="a902480caa75",
+        reviewed={"3fb54290a618": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why=_ASKS,
     ),
     Patch(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
         wrap=read,
-        digest="64129c790b8b",
+        reviewed={"572ea46b0de6": "0.19.x, 0.18.2, 0.20 of 2026-08"},
         why=_ASKS,
     ),
 )
+PATCHES = (*ONE_CHUNK, *INTERLEAVED, *COMMUNICATOR)

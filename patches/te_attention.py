@@ -42,7 +42,13 @@ PATCHES = (
     Patch(
         target="megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
         wrap=planned,
-        digest="83470b9732d2",
+        role="wrapped",
+        parameters=(
+            "query",
+            "key",
+            "value",
+            "packed_seq_params",
+        ),
         why="Transformer Engine's context parallelism cuts every sequence alike over one static group; a plan does not",
     ),
 )

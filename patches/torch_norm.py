@@ -37,7 +37,8 @@ PATCHES = (
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         wrap=marked,
-        digest="d3dc509021de",
+        role="wrapped",
+        parameters=("config",),
         why=(
             "a norm acts on each token alone, so sequence parallelism needs only the mark that makes its gradient whole"
         ),

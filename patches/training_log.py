@@ -34,7 +34,12 @@ PATCHES = (
     Patch(
         target="megatron.training.training:training_log",
         wrap=reported,
-        digest="5e34a182d566",
+        role="wrapped",
+        parameters=(
+            "loss_dict",
+            "iteration",
+            "grad_norm",
+        ),
         why="the only place where the reduced loss and the gradient norm of a step meet",
     ),
 )

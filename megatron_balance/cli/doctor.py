@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import shutil
@@ -19,7 +20,9 @@ from typing import Any, Literal, cast
 from megatron_balance.errors import ConfigError
 
 MEGATRON_CORE = "0.19.2"
-"""The version whose source the patches were reviewed against."""
+"""The version that is installed with the extra `train`."""
+MEGATRON_REVIEWED = ("0.18.2", "0.19.")
+"""Versions, or their beginnings, whose sources the patches were reviewed against."""
 
 Status = Literal["ok", "missing", "wrong"]
 
@@ -90,6 +93,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="also predict the memory of a step of this configuration, and how its backward would run",
     )
+    parser.add_argument(
+        "--patches",
+        action="store_true",
+        help="list the functions of the installed Megatron that are patched or relied on, and whether they were "
+        "reviewed",
+    )
+    parser.add_argument(
+        "--reviewed",
+        type=Path,
+        metavar="DIR",
+        help=(
+            "with --patches: show what differs from a reviewed version, "
+            f"pip install --target DIR --no-deps megatron-core=={MEGATRON_CORE}"
+        ),
+    )
     parser.set_defaults(run=run)
 
 
@@ -97,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
     """Look at every part of the stack; 0 also when parts are missing, since not everybody needs all
     of them.
     """
+    if args.reviewed is not None and not args.patches:
+        raise ConfigError("--reviewed DIR: belongs to --patches; give both")
+    if args.patches:
+        return _patches(args.reviewed)
     if args.write_cluster is not None:
         return _write_cluster(args.write_cluster, as_json=args.json)
     told = _memory_lines(args.config) if args.config is not None else []
@@ -134,6 +156,21 @@ def _memory_lines(config: Path) -> list[str]:
     cost = given.planning_cost()
     plans = [choice.plan(batch, given.cluster, given.model, cost) for batch in given.batches]
     return [f"{config}, planner {choice.name} on {given.cluster.name}:", *memory.lines(plans, given)]
+
+
+def _patches(reviewed: Path | None) -> int:
+    """Report on the patches (`--patches`), in a process that may import Megatron.
+
+    Raises:
+        ConfigError: Megatron is not installed, or no reviewed version is in that folder.
+    """
+    if _version("megatron-core") is None and importlib.util.find_spec("megatron") is None:
+        raise ConfigError(f"--patches: no Megatron here; pip install --no-deps megatron-core=={MEGATRON_CORE}")
+    if reviewed is not None and not (reviewed / "megatron" / "core").is_dir():
+        raise ConfigError(f"--reviewed {reviewed}: expected a folder with megatron/core in it")
+    report = [sys.executable, "-W", "ignore", "-m", "megatron_balance.patches.report"]
+    given = [] if reviewed is None else ["--reviewed", str(reviewed.absolute())]
+    return subprocess.run([*report, *given], check=False).returncode
 
 
 def _write_cluster(path: Path, *, as_json: bool) -> int:
@@ -193,7 +230,7 @@ def _training() -> list[Check]:
     )
     torch = _probe_torch()
     core = _version("megatron-core")
-    core_status: Status = "missing" if core is None else "ok" if core == MEGATRON_CORE else "wrong"
+    core_status: Status = "missing" if core is None else "ok" if core.startswith(MEGATRON_REVIEWED) else "wrong"
     broken = str(torch.get("error", "")) if torch else ""
     return [
         _check(
@@ -211,7 +248,7 @@ def _training() -> list[Check]:
             "train",
             core_status,
             core or "",
-            f"== {MEGATRON_CORE}",
+            "0.19.x or 0.18.2",
             "" if core_status == "ok" else mend_core,
         ),
         _package("psutil", "psutil", "train", "pip install psutil"),

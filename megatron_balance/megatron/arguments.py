@@ -25,6 +25,14 @@ Its own need a GPU or Transformer Engine.
 """
 
 
+DEFAULTS: dict[str, Any] = {
+    "calculate_per_token_loss": True,
+    "attention_dropout": 0.0,
+    "moe_token_dispatcher_type": "alltoall",
+}
+"""Defaults of Megatron's flags wherever plans run: without them none could. The log says so."""
+
+
 def device_of(argv: Sequence[str]) -> Device:
     """The device that the command line asks for.
 
@@ -73,6 +81,7 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     )
     from megatron_balance.megatron import cpu
 
+    parser.set_defaults(**DEFAULTS)
     if cpu.installed():
         parser.set_defaults(**CPU_DEFAULTS)
     return parser
@@ -116,7 +125,7 @@ def _balances_by(kind: str) -> Callable[[Any], bool]:
 REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda args: not args.calculate_per_token_loss,
-        "--calculate-per-token-loss is missing: ranks hold unequal numbers of tokens, so a loss averaged per rank "
+        "calculate_per_token_loss was switched off: ranks hold unequal numbers of tokens, so a loss averaged per rank "
         "would be biased",
     ),
     (
@@ -308,13 +317,29 @@ JOINT_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 """Flags that cannot work where all pipeline stages attend together."""
 
 
+class _OfAnyVersion:
+    """Megatron's arguments; None for those that this version does not have."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name, None)
+
+
+def reasons_in(table: tuple[tuple[Callable[[Any], bool], str], ...], args: argparse.Namespace) -> list[str]:
+    """The reasons of a table that hold for these arguments."""
+    given = _OfAnyVersion(args)
+    return [reason for refused, reason in table if refused(given)]
+
+
 def check_joint_arguments(args: argparse.Namespace) -> None:
     """Reject arguments under which pipeline stages cannot attend together.
 
     Raises:
         ConfigError: names every flag that cannot work.
     """
-    reasons = [reason for refused, reason in JOINT_REFUSALS if refused(args)]
+    reasons = reasons_in(JOINT_REFUSALS, args)
     if reasons:
         raise ConfigError(f"pipeline stages cannot attend together: {'; '.join(reasons)}; or set 'pipeline: stages'")
 
@@ -354,19 +379,19 @@ def check_pipeline_arguments(args: argparse.Namespace, planner: str) -> None:
     Raises:
         ConfigError: names every flag that cannot work.
     """
-    reasons = [reason for refused, reason in PIPELINE_REFUSALS if refused(args)]
+    reasons = reasons_in(PIPELINE_REFUSALS, args)
     if reasons:
         raise ConfigError(f"planner {planner}: {'; '.join(reasons)}")
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Reject arguments under which a plan cannot run.
+def check_arguments(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
+    """Reject arguments under which a plan cannot run, for the reasons here and `others`.
 
     Raises:
         ConfigError: names every flag that cannot work, and what would be right.
     """
     if not getattr(args, "balance_config", None) and args.yaml_cfg is None:
         raise ConfigError("--balance-config is missing: name a YAML with a planner, such as configs/experiment/*.yaml")
-    reasons = [reason for refused, reason in REFUSALS if refused(args)]
+    reasons = [*reasons_in(REFUSALS, args), *others]
     if reasons:
         raise ConfigError("; ".join(reasons))

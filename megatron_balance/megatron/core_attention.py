@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -192,6 +193,18 @@ def layer_spec_of(model_config: Any) -> Callable[..., Any]:
         return balanced_spec(spec)
 
     return build
+
+
+def give_core_attention(model: torch.nn.Module) -> None:
+    """Put our core attention in place of Megatron's own in a model that was built past the layer
+    spec. Neither has parameters.
+    """
+    for attention in list(model.modules()):
+        core = vars(attention)["_modules"].get("core_attention")
+        if type(core) is DotProductAttention:
+            attention.core_attention = BalancedCoreAttention(
+                core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
+            )
 
 
 def _core_attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -234,39 +234,56 @@ def build_datasets(args: DataArguments, num_samples: Sequence[int | None], polic
     return train, valid, test
 
 
-def corpus_prefix(args: DataArguments) -> str:
-    """The one corpus that --data-path names.
-
-    Raises:
-        ConfigError: none, several (a blend), or another way of naming data.
-    """
+def data_reasons(args: DataArguments) -> list[str]:
+    """The reasons why whole documents cannot be read under these arguments; empty: they can."""
+    reasons: list[str] = []
     for name in ("train_data_path", "valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path"):
         if getattr(args, name, None):
-            raise ConfigError(
+            reasons.append(
                 f"--{name.replace('_', '-')}: whole documents are read from one corpus; give --data-path PREFIX and "
                 "--split"
             )
     if args.dataloader_type != "single":
-        raise ConfigError(
+        reasons.append(
             f"--dataloader-type {args.dataloader_type}: samples are shuffled by epoch already, and are read in order; "
             "use single"
         )
     if getattr(args, "phase_transition_iterations", None):
-        raise ConfigError(
+        reasons.append(
             "--phase-transition-iterations: every phase would begin at the first sample again; run the phases as one"
         )
-    path = list(args.data_path or ())
-    if not path:
-        raise ConfigError(
+    if getattr(args, "fim_data", False):
+        reasons.append("--fim-data rearranges documents, and whole documents are delivered as they are; leave it out")
+    path = _without_weight(args.data_path)
+    if not path and not reasons:
+        reasons.append(
             "--data-path: missing; name a corpus, PREFIX of `megatron-balance corpus build PREFIX` or of "
             "preprocess_data.py"
         )
-    if len(path) != 1:
-        raise ConfigError(
+    elif len(path) > 1:
+        reasons.append(
             f"--data-path {' '.join(path)}: {len(path)} values, a blend; whole documents are read from exactly one "
             "PREFIX"
         )
-    return path[0]
+    return reasons
+
+
+def _without_weight(path: Sequence[str] | None) -> list[str]:
+    """--data-path without the weight of a blend of one corpus, as in `1.0 PREFIX`."""
+    given = list(path or ())
+    return given[1:] if len(given) == 2 and re.fullmatch(r"[0-9]*\.?[0-9]+", given[0]) else given
+
+
+def corpus_prefix(args: DataArguments) -> str:
+    """The one corpus that --data-path names.
+
+    Raises:
+        ConfigError: none, several (a blend), or another way of naming data; all reasons at once.
+    """
+    reasons = data_reasons(args)
+    if reasons:
+        raise ConfigError("; ".join((*reasons, "or keep the script's own data set with 'data: script'")))
+    return _without_weight(args.data_path)[0]
 
 
 def parse_split(split: str | None) -> tuple[float, float, float]:

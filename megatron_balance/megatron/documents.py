@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from megatron_balance.errors import ConfigError
 from megatron_balance.megatron import session
 from megatron_balance.megatron.data import DocumentDataset, make_provider
 
@@ -21,18 +22,33 @@ CORPUS_OPTIONS = (
 )
 
 
+def names_corpus(args: Any) -> bool:
+    """Whether the command line names a corpus, in any way."""
+    return any(getattr(args, name, None) for name in CORPUS_OPTIONS)
+
+
 def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Our document provider if the command line names a corpus, else `given`; the log says why."""
+    """Our document provider if the command line names a corpus, else `given`; the log says why.
+
+    Raises:
+        ConfigError: the script's data set shall stay, and there is no script.
+    """
     job = session.current()
-    replace = any(getattr(job.args, name, None) for name in CORPUS_OPTIONS)
+    kept = job.config.data == "script"
+    if kept and getattr(given, "func", given).__module__ == DocumentDataset.__module__:
+        raise ConfigError(
+            "data: script: megatron_balance.pretrain_gpt has no data set of its own; start your script by "
+            "megatron_balance.launch"
+        )
+    replace = names_corpus(job.args) and not kept
     provider: Callable[..., Any] = make_provider(job.config.documents) if replace else given
     named = getattr(given, "__qualname__", None) or repr(given)
     if not replace:
         log.warning(
-            "data: %s of the script is kept, since no --data-path is given; a sequence begins where its position_ids "
-            "are 0, "
-            "and batches cannot be planned ahead",
+            "data: %s of the script is kept, since %s; a sequence begins where its position_ids are 0 (with "
+            "--reset-position-ids at every document), and batches cannot be planned ahead",
             named,
+            "the configuration says so" if kept else "no --data-path is given",
         )
     elif getattr(given, "func", given).__module__ != DocumentDataset.__module__:
         log.warning(

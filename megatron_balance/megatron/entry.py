@@ -57,27 +57,28 @@ def training(cfg_container: Any) -> Iterator[None]:
         ConfigError: flags or a configuration that cannot work, before anything is built.
     """
     from megatron.training import get_args
-    from megatron.training.models import GPTModelConfig
 
-    from megatron_balance.megatron.core_attention import layer_spec_of
+    from megatron_balance.megatron.data import data_reasons
+    from megatron_balance.megatron.documents import names_corpus
+    from megatron_balance.megatron.gpt import give_layer_spec
     from megatron_balance.megatron.session import Session, opened
+    from megatron_balance.patches import applied
+    from megatron_balance.patches.selection import for_job
     from megatron_balance.planning.run import load_config
 
     args: Any = get_args()
-    check_arguments(args)
+    if not args.balance_config:
+        check_arguments(args)
     cluster = None if args.balance_cluster is None else _absolute(args.balance_cluster)
     config = load_config(args.balance_config, planner=args.balance_planner, cluster=cluster)
     if config.planner is None:
         raise ConfigError(
             f"{args.balance_config}: planner: missing; name one, for example 'planner: {{name: zeppelin}}'"
         )
-    model_config = getattr(cfg_container, "model", None)
-    if model_config is not None:
-        if not isinstance(model_config, GPTModelConfig):
-            raise ConfigError(
-                f"the model is a {type(model_config).__name__}; plans are made for GPT models (GPTModelConfig)"
-            )
-        model_config.transformer_layer_spec = layer_spec_of(model_config)
+    ours = config.data == "documents" and names_corpus(args)
+    check_arguments(args, data_reasons(args) if ours else ())
+    _say_what_was_set(args, cfg_container)
+    give_layer_spec(cfg_container)
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
         log.warning(
             "--recompute-granularity selective runs core attention again in the backward pass, its exchanges included; "
@@ -88,8 +89,32 @@ def training(cfg_container: Any) -> Iterator[None]:
         config.planner.name,
         config.source,
     )
-    with opened(Session(args, config, te_patched=te_available())):
+    session = Session(args, config, te_patched=te_available())
+    patches = for_job(args, joint=session.joint, ping_pong=session.ping_pong)
+    with applied(patches, config.accepted_sources, config.source), opened(session):
         yield
+
+
+def _say_what_was_set(args: Any, cfg_container: Any) -> None:
+    """Set what plans need and no flag of the script's can want otherwise; the log says so."""
+    if "--calculate-per-token-loss" not in sys.argv:
+        log.warning("--calculate-per-token-loss was set: ranks hold unequal numbers of tokens")
+    if not any(word.startswith("--attention-dropout") for word in sys.argv):
+        log.warning("--attention-dropout was set to 0, Megatron's default is 0.1: planned attention drops nothing")
+    if args.num_experts is not None and not any(word.startswith("--moe-token-dispatcher-type") for word in sys.argv):
+        log.warning("--moe-token-dispatcher-type was set to alltoall: allgather needs equal numbers of tokens")
+    ddp = getattr(cfg_container, "ddp", None)
+    if args.ddp_average_in_collective:
+        log.warning("--ddp-average-in-collective was left out: a loss per token is summed, then divided")
+        args.ddp_average_in_collective = False
+        if ddp is not None:
+            ddp.average_in_collective = False
+    if args.hidden_dropout > 0:
+        log.warning(
+            "--hidden-dropout %s: what is dropped depends on where a token lies, so losses differ between plans; 0 "
+            "makes them comparable",
+            args.hidden_dropout,
+        )
 
 
 def _absolute(cluster: str) -> str:

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
@@ -17,7 +16,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.megatron import session
 from megatron_balance.megatron.data import NUM_COLUMNS
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step, planned_microbatch
-from megatron_balance.megatron.groups import tensor_parallel
+from megatron_balance.megatron.groups import schedule_groups, tensor_parallel
 from megatron_balance.megatron.pipeline_ticks import TickRun
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes, given_group
 from megatron_balance.megatron.tokens import job_device, numbered, read, recall
@@ -151,9 +150,8 @@ def _planned_transfers(pool: Pool, shapes: StageShapes, chunks: list[Any], given
     group = given_group(given.get("p2p_communicator"))
     if group is not None:
         return {"p2p_communicator": PlannedTransfers(group, config, shapes, crossings)}
-    passes: Any = schedules
     transfers = PlannedTransfers.of_pipeline(config, shapes, crossings)
-    return {"p2p_communicator": transfers, "pg_collection": passes._build_default_pg_collection()}
+    return {"p2p_communicator": transfers, "pg_collection": schedule_groups()}
 
 
 def _run_ticks(

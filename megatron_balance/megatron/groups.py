@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import mpu, parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_balance.training import pool
 from megatron_balance.training.pool import Attends, Membership, Pool, TensorParallel
@@ -46,6 +47,15 @@ def make_pool(
     own = [group for groups in (found.groups, found.joint, found.attention) for group in groups.process_groups()]
     known += [group for group in dict.fromkeys(own) if group not in known]
     return found
+
+
+SCHEDULE_GROUPS = ("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp")
+"""The groups that Megatron's schedules use."""
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """The groups that a schedule takes where it is given none."""
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=list(SCHEDULE_GROUPS))
 
 
 def tensor_parallel() -> TensorParallel:

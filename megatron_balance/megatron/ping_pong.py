@@ -10,6 +10,7 @@ cannot be taken apart so is refused.
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -75,6 +76,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: bool(args.attention_output_gate),
         "--attention-output-gate is computed with the queries and used behind attention",
     ),
+    (
+        lambda args: bool(getattr(args, "enable_mhc_connections", False)),
+        "--enable-mhc-connections widens what goes between the layers",
+    ),
     (lambda args: (args.mlp_chunks_for_training or 1) > 1, "--mlp-chunks-for-training splits the batch another time"),
 )
 
@@ -137,6 +142,10 @@ def _foreign(layer: torch.nn.Module) -> str | None:
     if router is not None and type(router) is not BalancedRouter:
         return f"the router of its experts, {type(router).__name__}, does not come from Megatron's own layer spec"
     return None
+
+
+_MLP_TAKES_PARAMS = "packed_seq_params" in inspect.signature(TransformerLayer._forward_mlp).parameters
+"""Whether a layer's MLP is told of packed sequences, as since 0.19."""
 
 
 class _NanoBatch(NamedTuple):
@@ -281,13 +290,7 @@ def before(
     skipped = cast("list[int] | None", layer.config.no_rope_freq)  # Megatron makes a list of a pattern or a number
     if rotary is not None and not (skipped and skipped[attention.layer_number - 1]):
         query, key = (
-            apply_rotary_pos_emb(
-                x,
-                rotary,
-                config=layer.config,
-                mscale=attention._yarn_concentration_factor,
-                cp_group=attention.pg_collection.cp,
-            )
+            apply_rotary_pos_emb(x, rotary, config=layer.config, cp_group=attention.pg_collection.cp)
             for x in (query, key)
         )
     return (query, key, value), residual
@@ -302,5 +305,6 @@ def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _
         )
     router = router_of(layer)
     with nullcontext() if router is None else router.routing_nano_batch(nano_batch.number, nano_batch.count):
-        mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, packed_seq_params=nano_batch.params)
+        given = {"packed_seq_params": nano_batch.params} if _MLP_TAKES_PARAMS else {}
+        mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, **given)
     return cast(Tensor, mlp)  # a tuple only where CUDA graphs are captured

@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_balance.ir.tick import Cell, Tick, TickPlan
 from megatron_balance.megatron.forward_step import PlannedMicrobatch, forward_step
+from megatron_balance.megatron.groups import schedule_groups
 from megatron_balance.megatron.recompute import recompute_of
 from megatron_balance.megatron.stage_transfers import Crossings, PlannedTransfers, StageShapes
 from megatron_balance.patterns import pattern_of
@@ -262,7 +263,7 @@ class TickRun:
                 self.chunks,
                 self.num_tokens,
                 # as Megatron's schedules make where they are given none
-                pg_collection=self.passes._build_default_pg_collection(),
+                pg_collection=schedule_groups(),
                 force_all_reduce=force_all_reduce,
             )
 

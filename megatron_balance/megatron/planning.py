@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from torch.distributed import ProcessGroup
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.megatron.groups import tensor_parallel
 from megatron_balance.megatron.job import PlannedJob
 from megatron_balance.megatron.own_scheduler import by_own_scheduler
 from megatron_balance.planning.ahead import PlanAhead
@@ -25,7 +27,7 @@ def step_plans(job: PlannedJob, *, ahead: bool, evaluation: bool = False, joint:
         evaluation: whether steps have no backward pass.
         joint: whether all pipeline stages attend together; None: as the job has it.
     """
-    spec = plan_spec(job, joint=job.joint if joint is None else joint)
+    spec = plan_spec(job, joint=job.joint if joint is None else joint, evaluation=evaluation)
     own = by_own_scheduler(spec.choice())
     # The planning process imports no Megatron: what Megatron's own code plans is planned on the
     # spot.
@@ -33,20 +35,32 @@ def step_plans(job: PlannedJob, *, ahead: bool, evaluation: bool = False, joint:
     return StepPlans(
         StepPlanner(spec, own),
         samples(job),
-        lambda fingerprint: check_agreement(fingerprint, job.pool.joint),
-        agreement_every=job.config.agreement_every,
+        lambda fingerprint: check_agreement(fingerprint, job.pool.joint, tensor_parallel=peers(job)),
         ahead=process,
         evaluation=evaluation,
     )
 
 
-def plan_spec(job: PlannedJob, *, joint: bool) -> PlanSpec:
-    """The planner of the configuration for the ranks, the model and the samples of a job."""
+def peers(job: PlannedJob) -> ProcessGroup | None:
+    """The tensor-parallel group, whose ranks plan the same for themselves; None: of one rank."""
+    return tensor_parallel().group if job.args.tensor_model_parallel_size > 1 else None
+
+
+def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> PlanSpec:
+    """The planner of the configuration for the ranks, the model and the samples of a job.
+
+    A rank holds as many more tokens in evaluation as its microbatches have more samples: it keeps
+    nothing for a backward pass.
+    """
+    trained = job.args.micro_batch_size
+    size = (getattr(job.args, "eval_micro_batch_size", None) or trained) if evaluation else trained
     choice = job.config.planner
     assert choice is not None
     options = dataclasses.asdict(choice.options)
-    if options.get("tokens_per_rank") is None:
-        full = tokens_per_rank(job.args.seq_length, job.args.micro_batch_size, job.args.context_parallel_size)
+    if options.get("tokens_per_rank") is not None:
+        options["tokens_per_rank"] = options["tokens_per_rank"] * max(size, trained) // trained
+    else:
+        full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
         cluster = job.cluster()
         # Ranks without tokens leave theirs to the others; and a planner that may place tokens
         # unevenly says by how much: what a rank must have memory for, whatever the batch.

@@ -199,7 +199,7 @@ class Session:
             ahead = self.config.plan_ahead and not forward_only
             self._planners[forward_only] = step_plans(self, ahead=ahead, evaluation=forward_only)
             if not forward_only:
-                self._planners[forward_only].restore(self._ledger, self._corpus)
+                self._planners[forward_only].restore(self._ledger, self._corpus, self.config.accepted_data)
         return self._planners[forward_only]
 
     def resume(self, checkpoint_args: argparse.Namespace) -> None:
@@ -213,7 +213,7 @@ class Session:
         assert self.config.planner is not None
         self.config.planner.check_carry(self._ledger.carry)
         if False in self._planners:
-            self._planners[False].restore(self._ledger, self._corpus)
+            self._planners[False].restore(self._ledger, self._corpus, self.config.accepted_data)
         carry.save(self._ledger.to_json(self._corpus), self.args)
 
     def end_step(self) -> None:

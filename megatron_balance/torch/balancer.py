@@ -274,7 +274,6 @@ class SequenceBalancer:
             StepPlanner(self._spec),
             samples,
             lambda fingerprint: check_agreement(fingerprint, self.pool.groups, self.device),
-            agreement_every=self.settings.agreement_every,
             ahead=ahead,
             evaluation=evaluation,
         )

@@ -35,7 +35,6 @@ class Settings:
             them again.
         kernel: of attention, by name, or "auto".
         gradient_wire: type that gradients of queries, keys and values travel in.
-        agreement_every: ranks compare their plans in the first steps, and then every so many.
         device: of the batches; None: of the mesh.
     """
 
@@ -49,7 +48,6 @@ class Settings:
     backward: Policy = "keep"
     kernel: str = "auto"
     gradient_wire: GradientWire = "fp32"
-    agreement_every: int = 100
     device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
@@ -60,11 +58,8 @@ class Settings:
         """
         if self.mask is not None:
             mask_named(self.mask)
-        if self.row_multiple < 1 or self.agreement_every < 1:
-            raise ConfigError(
-                "row_multiple and agreement_every: expected at least 1, got "
-                f"{self.row_multiple} and {self.agreement_every}"
-            )
+        if self.row_multiple < 1:
+            raise ConfigError(f"row_multiple: expected at least 1, got {self.row_multiple}")
         if self.backward not in ("keep", "replay"):
             raise ConfigError(f"backward: expected 'keep' or 'replay', got {self.backward!r}")
 

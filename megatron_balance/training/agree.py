@@ -11,26 +11,42 @@ from megatron_balance.errors import PlanMismatchError
 from megatron_balance.runtime.groups import Groups
 
 
-def check_agreement(fingerprint: str, groups: Groups, device: torch.device | str = "cpu") -> None:
-    """Compare `fingerprint` (16 hex digits) across the pool. Collective.
+def check_agreement(
+    fingerprint: str,
+    groups: Groups,
+    device: torch.device | str = "cpu",
+    tensor_parallel: dist.ProcessGroup | None = None,
+) -> None:
+    """Compare `fingerprint` (16 hex digits) across the pool and the tensor-parallel group. Collective.
+
+    One reduction of 32 bytes where all is well.
 
     Raises:
-        PlanMismatchError: on every rank of the pool, naming the ranks that differ from most others.
+        PlanMismatchError: on every rank, naming those of the pool that differ from most others.
             Since all raise, none is left waiting in an exchange.
     """
-    if groups.pool is None:
+    reduced = [group for group in (groups.pool, tensor_parallel) if group is not None]
+    if not reduced:
         return
-    if dist.get_backend(groups.pool) == "nccl":
+    if dist.get_backend(reduced[0]) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     words = [int(fingerprint[i : i + 8], 16) for i in (0, 8)]  # 64 bits do not fit an int64
     mine = torch.tensor(words, dtype=torch.int64, device=device)
-    every = torch.empty(2 * groups.size, dtype=torch.int64, device=device)
-    dist.all_gather(list(every.view(-1, 2).unbind()), mine, group=groups.pool)
-    fingerprints = [f"{a:08x}{b:08x}" for a, b in every.view(-1, 2).tolist()]
-    common, count = Counter(fingerprints).most_common(1)[0]
-    if count == groups.size:
+    ends = torch.cat([mine, -mine])
+    for group in reduced:
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    least, most = ends.view(2, 2).tolist()
+    if least == [-word for word in most]:
         return
+    # All ranks come here: pools of one stage differ, or their tensor-parallel peers do.
+    every = mine.clone()[None]
+    if groups.pool is not None:
+        every = torch.empty(groups.size, 2, dtype=torch.int64, device=device)
+        dist.all_gather(list(every.unbind()), mine, group=groups.pool)
+    fingerprints = [f"{a:08x}{b:08x}" for a, b in every.tolist()]
+    common, count = Counter(fingerprints).most_common(1)[0]
     others = ", ".join(f"rank {groups.ranks[i]} has {f}" for i, f in enumerate(fingerprints) if f != common)
+    others = others or "their tensor-parallel peers have others"
     raise PlanMismatchError(
         f"ranks planned differently: {count} of {groups.size} ranks have plan {common}, but {others}. "
         "Check that all ranks run the same version of megatron_balance with the same configuration"

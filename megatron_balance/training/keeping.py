@@ -19,9 +19,12 @@ from megatron_balance.analysis.backward import Decision, Stage, check_fits, deci
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.runtime.groups import Groups
-from megatron_balance.training.plans import ALWAYS_AGREE, PlannedStep
+from megatron_balance.training.plans import PlannedStep
 
 log = logging.getLogger(__name__)
+
+FIRST_AGREEMENT = 3
+"""The step in which ranks first agree on what devices counted; then every `agreement_every`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Keeping:
         if self._last is not None and (self._last[0] == planned.fingerprint or self._asked != "auto"):
             return self._last[1]
         self._steps += 1
-        if self._asked == "auto" and (self._steps == ALWAYS_AGREE or self._steps % self._agreement_every == 0):
+        if self._asked == "auto" and (self._steps == FIRST_AGREEMENT or self._steps % self._agreement_every == 0):
             self._correct()
         model = self._layers.model
         stages = [

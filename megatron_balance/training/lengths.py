@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,9 +104,10 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
     if failed:
         if isinstance(failure, BalanceError):
             raise failure
-        raise DataError(
-            f"ranks {failed} could not read their microbatches; the reason is in the log of each"
-        ) from failure
+        if failure is not None:
+            own = pool.joint.ranks[pool.joint.rank]
+            raise DataError(f"rank {own} could not read its microbatches: {chain_of(failure)}") from failure
+        raise DataError(f"ranks {failed} could not read their microbatches; the error of each of them says why")
     _check_numbers(rows[:, :_HEADER], pool)
     first, last = rows[: pool.size], rows[-pool.size :]
     if not np.array_equal(first, last):
@@ -114,6 +116,18 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
             f"ranks {differing} and their peers on the last pipeline stage read different samples; give all ranks the "
             "same data set"
         )
+
+
+def chain_of(error: BaseException) -> str:
+    """An error and its causes, the first cause last, each with the line that raised it."""
+    told: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        frames = traceback.extract_tb(seen.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        told.append(f"{type(seen).__name__}: {' '.join(str(seen).split())}{where}")
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return ", caused by ".join(told)
 
 
 def _check_numbers(numbers: Ints, pool: Pool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,32 @@ class LineFile:
         self._file = path.open("ab", buffering=0)
         self._torn = _is_torn(path)
         self._left_out = 0
+
+    def move_from(self, first: Callable[[bytes], bool], aside: Path) -> int:
+        """Move the first line for which `first` holds, and all behind it, to the end of file `aside`.
+
+        Returns the number of lines moved. A file that cannot be read or cut stays whole.
+        """
+        if not self._path.is_file():  # a pipe or a device
+            return 0
+        try:
+            with self._path.open("rb") as stream:
+                kept = 0
+                for line in stream:
+                    if first(line):
+                        break
+                    kept += len(line)
+                else:
+                    return 0
+                moved = [line, *stream]
+            with aside.open("ab") as into:
+                into.writelines(moved)
+            os.truncate(self._path, kept)
+        except OSError as error:
+            log.warning("%s: steps that run again stay in it twice (%s)", self._path, error.strerror)
+            return 0
+        self._torn = False
+        return len(moved)
 
     def add(self, line: str) -> None:
         """Write a line, given without its end."""

@@ -27,6 +27,8 @@ from megatron_balance.training.plans import PlannedStep
 log = logging.getLogger(__name__)
 
 STEPS_FILE = "steps.jsonl"
+REPLACED_FILE = "steps.replaced.jsonl"
+"""Records of steps that ran again after a resume."""
 CONFIG_FILE = "config.yaml"
 
 ScalarWriter: TypeAlias = Callable[[str, float, int], object]
@@ -72,6 +74,7 @@ class StepLog:
         self._target = target
         self._file: LineFile | None = None
         self._failed_writers = 0
+        self._first = True
         self._begun: float | None = None
         self._ran: _Ran | None = None
         self._job: tuple[Job, torch.device] | None = None
@@ -120,7 +123,8 @@ class StepLog:
         if self._target.folder is not None:
             counted, reduced = self._gather(ran.counters), self._from_last_stage(reduced)
         writers = self._target.writers(step)
-        if not (self._target.writes or writers):
+        read = self._target.writes and (self._file is not None or log.isEnabledFor(logging.INFO))
+        if not (read or writers):
             return
         record: Json = {
             "step": int(step),
@@ -137,9 +141,21 @@ class StepLog:
         if self._target.writes:
             _log_line(record)
             if self._file is not None:
+                if self._first:
+                    self._move_steps_from(int(step), self._file)
                 self._file.add(json.dumps(record))
         for write in writers:
             self._write_scalars(write, record, step)
+
+    def _move_steps_from(self, step: int, file: LineFile) -> None:
+        """Put aside what an earlier run wrote of this step and later ones: they run again."""
+        self._first = False
+        assert self._target.folder is not None
+        moved = file.move_from(lambda line: _is_of_step(line, step), self._target.folder / REPLACED_FILE)
+        if moved:
+            log.warning(
+                "%s: %d lines from step %d on, which run again, are now in %s", STEPS_FILE, moved, step, REPLACED_FILE
+            )
 
     def close(self) -> None:
         """Close the files; later steps are not written."""
@@ -182,6 +198,16 @@ class StepLog:
 
 
 _COUNTERS = tuple(field.name for field in fields(Counters))
+
+
+def _is_of_step(line: bytes, step: int) -> bool:
+    """Whether a line is the record of this step or a later one; a torn or foreign line is not."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    number = record.get("step") if isinstance(record, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return isinstance(number, int) and number >= step
 
 
 def _sums(counters: Sequence[Counters]) -> Ints:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.errors import ConfigError, DataError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.tick import TickPlan
@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 
 HORIZON = 2
 """Steps planned ahead."""
-ALWAYS_AGREE = 3
-"""Number of first steps in which the ranks compare their plans; then every `agreement_every`."""
+
+
+PLAIN = "plain"
+"""The name of samples that were not ours, in `accepted_data`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,6 @@ class StepPlans:
         samples: Samples,
         agree: Callable[[str], None],
         *,
-        agreement_every: int,
         ahead: PlanAhead | None = None,
         evaluation: bool = False,
     ) -> None:
@@ -143,14 +144,12 @@ class StepPlans:
         self._planner = planner
         self._samples = samples
         self._agree = agree
-        self._agreement_every = agreement_every
         self._ahead = ahead
         self._evaluation = evaluation
         self._expected: dict[tuple[int, int], Lengths] = {}
         self._drawn: tuple[int, int, Draw, Lengths, PlannedStep] | None = None
         self._last: tuple[int, Lengths, PlannedStep] | None = None
         self._ledger = Ledger()
-        self._steps = 0
         self._warned = False
 
     def draw(self, num_microbatches: int) -> Draw:
@@ -212,11 +211,21 @@ class StepPlans:
             if self._drawn is not None and self._drawn[0] == consumed:
                 self._check_read(consumed, planned)
             planned = self._accounted(planned, lengths, consumed, len(lengths), 0)
-        self._steps += 1
-        if self._steps <= ALWAYS_AGREE or self._steps % self._agreement_every == 0:
-            self._agree(planned.fingerprint)
+        self._compare(planned, consumed)
         self._last = (consumed, lengths, planned)
         return planned
+
+    def _compare(self, planned: PlannedStep, consumed: int) -> None:
+        """Compare a plan across ranks before any of them runs it.
+
+        Raises:
+            PlanMismatchError: on every rank; says which step, whose plan and which ranks.
+        """
+        try:
+            self._agree(planned.fingerprint)
+        except PlanMismatchError as error:
+            kind = "evaluation" if self._evaluation else "step"
+            raise PlanMismatchError(f"{kind} at sample {consumed}, planner {planned.planner}: {error}") from None
 
     def _check_read(self, consumed: int, planned: PlannedStep) -> None:
         """Reject other documents than the corpus has where documents wait, since these are known by
@@ -242,26 +251,53 @@ class StepPlans:
         """The text for a checkpoint behind the last step."""
         ledger = self.end_step()
         corpus = self._samples.corpus
-        return ledger.to_json(corpus() if ledger.needs_corpus and corpus is not None else "")
+        return ledger.to_json(corpus() if corpus is not None else "")
 
-    def restore(self, ledger: Ledger, corpus: str = "") -> None:
-        """Go on with the ledger of a checkpoint. `corpus`: the fingerprint saved with it.
+    def restore(self, ledger: Ledger, corpus: str = "", accepted: str = "") -> None:
+        """Go on with the ledger of a checkpoint.
+
+        Args:
+            ledger: the account of its documents.
+            corpus: the fingerprint of its samples; empty: they were not ours.
+            accepted: the fingerprint of other samples, or "plain", after which to go on with these.
 
         Raises:
             ConfigError: this run's planner cannot take over what waits, or this run reads other
                 samples.
         """
         self._planner.choice.check_carry(ledger.carry)
-        if ledger.needs_corpus:
-            here = "" if self._samples.corpus is None else self._samples.corpus()
-            if here != corpus:
+        here = "" if self._samples.corpus is None else self._samples.corpus()
+        if here != corpus:
+            if ledger.needs_corpus:
                 raise ConfigError(
                     f"the checkpoint's {len(ledger.held)} waiting documents are of corpus {corpus or 'unknown'}, and "
                     f"this run reads {here or 'the samples of a script'}: expected the same --data-path, --split, "
                     "--seq-length, --seed and documents policy; give those, or start anew from the weights alone "
                     "(--finetune)"
                 )
+            self._check_samples(corpus, here, accepted)
         self._ledger, self._last, self._drawn = ledger, None, None
+
+    def _check_samples(self, corpus: str, here: str, accepted: str) -> None:
+        """Reject to count on in other samples than the checkpoint's, unless they are accepted by name.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        consumed, name = self._samples.consumed(), corpus or PLAIN
+        if consumed == 0:
+            return
+        what = (
+            f"{consumed} samples of {corpus or 'a data set that was not ours (a plain checkpoint, or data: script)'}, "
+            f"and this run reads {here or 'the samples of a script'}"
+        )
+        if accepted != name:
+            raise ConfigError(
+                f"the checkpoint has trained {what}: going on at sample {consumed} would repeat some documents and "
+                "lose others. Give the same --data-path, --split, --seq-length, --seed and documents policy; or start "
+                f"anew from the weights (--finetune); or accept it in the configuration: accepted_data: {name}"
+            )
+        log.warning("data: the checkpoint has trained %s; accepted_data: %s accepts it", what, name)
 
     def coming(self) -> StepPlan | None:
         """The plan of the next step, if it is made ahead and there already. Any thread may ask.

@@ -41,3 +41,14 @@ def test_when_no_two_agree_all_but_the_first_are_named(pool: Pool) -> None:
     assert len(set(heard)) == 1
     assert "rank 1 has" in heard[0]
     assert "rank 2 has" in heard[0]
+
+
+def test_tensor_parallel_peers_that_plan_otherwise_are_an_error_on_every_rank(pool: Pool) -> None:
+    (ours, _) = plans(2)
+    other = replace(ours, lengths=(50, 8, 3))
+    assert pool.run(jobs.compare_with_peers, 4, [ours] * 4) == ["agreed"] * 4
+    for said in pool.run(jobs.compare_with_peers, 4, [ours, ours, other, other]):
+        assert "their tensor-parallel peers have others" in said
+    for rank, said in enumerate(pool.run(jobs.compare_with_peers, 4, [ours, other, ours, ours])):
+        assert ("rank 1 has" in said) == (rank < 2)
+        assert "ranks planned differently" in said

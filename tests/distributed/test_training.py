@@ -35,7 +35,7 @@ def test_a_pool_of_one_rank_exchanges_nothing(pool: Pool) -> None:
 def test_every_rank_hears_of_one_that_cannot_read(pool: Pool) -> None:
     heard = pool.run(training_jobs.read_with_failure, 4, 2)
     assert heard.pop(2) == "this rank was asked to fail"
-    assert set(heard) == {"ranks [2] could not read their microbatches; the reason is in the log of each"}
+    assert set(heard) == {"ranks [2] could not read their microbatches; the error of each of them says why"}
 
 
 @pytest.mark.parametrize(

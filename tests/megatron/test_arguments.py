@@ -27,7 +27,6 @@ pytestmark = pytest.mark.megatron
 WORKS = (
     "--balance-config",
     "x.yaml",
-    "--calculate-per-token-loss",
     "--attention-dropout",
     "0",
     "--position-embedding-type",
@@ -101,7 +100,7 @@ def test_every_refusal_is_tested() -> None:
     tried = [parse(*words) for words in REFUSED.values()]
     untested = [reason for refused, reason in REFUSALS if not any(refused(args) for args in tried)]
     without_flag = (
-        "--calculate-per-token-loss is missing",
+        "calculate_per_token_loss was switched off",
         "--fused-single-qkv",
         "fp8_dot_product_attention",
     )  # tested below
@@ -115,10 +114,17 @@ def test_what_remains_passes() -> None:
     check_arguments(parse("--position-embedding-type", "learned_absolute"))
 
 
+def test_what_plans_need_is_the_default() -> None:
+    args = parser().parse_args(["--balance-config", "x.yaml", *EXPERTS[:2]])
+    check_arguments(args)
+    assert args.calculate_per_token_loss
+    assert (args.attention_dropout, args.moe_token_dispatcher_type) == (0, "alltoall")
+
+
 def test_a_loss_that_is_not_per_token_is_refused() -> None:
     args = parse()
     args.calculate_per_token_loss = False
-    with pytest.raises(ConfigError, match="--calculate-per-token-loss is missing"):
+    with pytest.raises(ConfigError, match="calculate_per_token_loss was switched off"):
         check_arguments(args)
 
 
@@ -165,6 +171,8 @@ def test_the_configuration_must_be_named() -> None:
 def test_all_reasons_come_at_once() -> None:
     with pytest.raises(ConfigError, match=r"--sft.*; .*--qk-clip"):
         check_arguments(parse("--sft", "--qk-clip"))
+    with pytest.raises(ConfigError, match=r"--sft.*; --fim-data"):
+        check_arguments(parse("--sft"), ["--fim-data"])
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,12 @@ def test_validation_is_the_same_however_training_went(prefix: str) -> None:
             ConfigError,
             "--train-data-path: whole documents are read from one corpus",
         ),
+        ({"fim_data": True}, ConfigError, "--fim-data rearranges documents"),
+        (
+            {"fim_data": True, "dataloader_type": "cyclic"},
+            ConfigError,
+            "--dataloader-type cyclic.*; --fim-data.*script",
+        ),
         ({"dataloader_type": "cyclic"}, ConfigError, "--dataloader-type cyclic: .* use single"),
         ({"phase_transition_iterations": [5]}, ConfigError, "--phase-transition-iterations"),
         ({"split": "0,0,0"}, ConfigError, "--split 0,0,0: expected up to three weights"),
@@ -302,6 +308,14 @@ def test_arguments_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(error, match=sentence):
         data.build_datasets(arguments(prefix, **({"split": "50,50,0"} | changed)), (8, 4, 0), "split")
+
+
+def test_the_weight_of_a_blend_of_one_corpus_changes_nothing(prefix: str) -> None:
+    weighted = arguments(prefix, data_path=["1.0", prefix])
+    alone, one = (data.build_datasets(each, (8, 0, 0), "split")[0] for each in (arguments(prefix), weighted))
+    assert alone is not None
+    assert one is not None
+    assert one.fingerprint() == alone.fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import ast
-import functools
+import dataclasses
 import importlib
-import importlib.metadata
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
+import megatron.core
 import pytest
 
 from megatron_balance.errors import PatchError
-from megatron_balance.patches import REVIEWED, Patch, applied, source_digest
+from megatron_balance.patches import Patch, Role, applied, report
+from megatron_balance.patches.digest import source_digest
+from megatron_balance.patches.selection import every, for_job
 
 pytestmark = pytest.mark.megatron
 
-MODULES = (
-    "arguments",
-    "checkpoint_args",
-    "context_parallel_groups",
-    "data_iterator",
-    "dataset_helpers",
-    "forward_backward",
-    "moe_aux_loss",
-    "moe_splits",
-    "ping_pong",
-    "pretrain",
-    "stage_transfers",
-    "te_attention",
-    "torch_norm",
-    "training_log",
-)
 FOLDER = Path(__file__).resolve().parents[2] / "patches"
-
-
-def patches() -> list[Patch]:
-    return [patch for name in MODULES for patch in importlib.import_module(f"megatron_balance.patches.{name}").PATCHES]
+INSTALLED = Path(str(megatron.core.__file__)).parents[2]
+NO_PATCHES = ("__init__", "digest", "report", "selection")
+DENSE = {
+    "num_experts": None,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "sequence_parallel": False,
+}
 
 
 def victim(value: int) -> int:
@@ -53,46 +43,50 @@ class Owner:
         return value + 3
 
 
-def patch_of(function: object, qualname: str, digest: str | None = None) -> Patch:
+def patch_of(function: object, qualname: str, digest: str | None = None, role: Role = "numbers") -> Patch:
     source = inspect.getsource(function)  # pyright: ignore[reportArgumentType]
     return Patch(
         target=f"{__name__}:{qualname}",
         wrap=lambda original: lambda value: 10 * original(value),
-        digest=digest or source_digest(source),
+        role=role,
+        reviewed={digest or source_digest(source): "here"},
+        parameters=("value",),
         why="a test",
     )
 
 
-def test_every_module_of_the_folder_is_listed() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "selection")) == sorted(
-        MODULES
+def test_every_module_of_the_folder_is_in_the_selection() -> None:
+    listed = {patch.target for patch in every()}
+    for path in FOLDER.glob("*.py"):
+        if path.stem not in NO_PATCHES:
+            module = importlib.import_module(f"megatron_balance.patches.{path.stem}")
+            assert {patch.target for patch in module.PATCHES} <= listed, path.stem
+
+
+def test_a_job_needs_only_what_it_uses() -> None:
+    def targets(*, joint: bool = False, ping_pong: bool = False, **args: object) -> str:
+        chosen = for_job(SimpleNamespace(**{**DENSE, **args}), joint=joint, ping_pong=ping_pong)
+        return " ".join(patch.target for patch in chosen if patch.role == "numbers")
+
+    assert targets() == ""
+    assert "router" not in targets(ping_pong=True)
+    assert targets(ping_pong=True).count("megatron.core") == 4
+    assert "get_tokens_per_expert" in targets(num_experts=4)
+    assert "TopKRouter" in targets(num_experts=4, ping_pong=True)
+    stages = targets(pipeline_model_parallel_size=2)
+    assert "without_interleaving" in stages
+    assert "with_interleaving" not in stages
+    assert "with_interleaving" in targets(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert "schedules" not in targets(pipeline_model_parallel_size=2, joint=True)
+
+
+@pytest.mark.parametrize("patch", every(), ids=lambda patch: patch.target)
+def test_the_installed_source_is_reviewed(patch: Patch) -> None:
+    assert bool(patch.reviewed) == (patch.role != "wrapped")
+    assert (
+        patch.role == "wrapped" or "0.19" in patch.reviewed[source_digest(report.find_source(INSTALLED, patch.target))]
     )
-
-
-def test_the_pinned_megatron_is_the_reviewed_one() -> None:
-    assert f"megatron-core {importlib.metadata.version('megatron-core')}" == REVIEWED
-
-
-@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.target)
-def test_the_digest_is_that_of_the_pinned_source(patch: Patch) -> None:
-    assert source_digest(source_of(patch.target)) == patch.digest
     assert len(patch.why) > 20
-
-
-def source_of(target: str) -> str:
-    """Source of a target; read from the file where the class cannot be made without Transformer
-    Engine.
-    """
-    module_name, _, qualname = target.partition(":")
-    module = importlib.import_module(module_name)
-    if "transformer_engine" not in module_name:
-        return inspect.getsource(functools.reduce(getattr, qualname.split("."), module))
-    text = Path(str(module.__file__)).read_text()
-    class_name, name = qualname.split(".")
-    owner = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    function = next(node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    assert not function.decorator_list
-    return "".join(text.splitlines(keepends=True)[function.lineno - 1 : function.end_lineno])
 
 
 def test_a_patch_holds_inside_the_block_and_is_undone_after_it() -> None:
@@ -110,19 +104,88 @@ def test_a_patch_is_undone_when_the_block_fails() -> None:
     assert victim(1) == 2
 
 
-def test_another_source_is_refused_by_name_and_nothing_is_patched() -> None:
+def test_all_sources_that_are_not_reviewed_are_refused_at_once_and_nothing_is_patched() -> None:
     stale = patch_of(other_victim, "other_victim", digest="0123456789ab")
-    with pytest.raises(PatchError, match=r"other_victim.*0123456789ab"), applied([patch_of(victim, "victim"), stale]):
+    gone = Patch(target=f"{__name__}:Owner.gone", wrap=lambda original: original, why="a test")
+    with pytest.raises(PatchError) as told, applied([patch_of(victim, "victim"), stale, gone]):
         pytest.fail("the block must not run")
     assert victim(1) == 2
+    digest = source_digest(inspect.getsource(other_victim))
+    for words in (
+        "0123456789ab of here",
+        "Owner.gone: not found",
+        f'accepted_sources: {{"{stale.target}": "{digest}"}}',
+    ):
+        assert words in str(told.value)
 
 
-def test_a_missing_target_is_refused_by_name() -> None:
-    gone = Patch(target=f"{__name__}:Owner.gone", wrap=lambda original: original, digest="0" * 12, why="a test")
-    with pytest.raises(PatchError, match=r"Owner\.gone"), applied([gone]):
+def test_an_accepted_source_is_patched_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    stale = patch_of(other_victim, "other_victim", digest="0123456789ab")
+    accepted = {stale.target: source_digest(inspect.getsource(other_victim))}
+    with caplog.at_level("WARNING"), applied([stale, patch_of(victim, "victim")], accepted, "run.yaml") as unreviewed:
+        assert other_victim(1) == 30
+        assert unreviewed == (stale.target,)
+    assert "run.yaml accepts it" in caplog.text
+    with pytest.raises(PatchError), applied([stale], {stale.target: "0" * 12}):
+        pytest.fail("another digest than the accepted one")
+
+
+def test_an_observed_source_is_a_warning_and_left_out_where_missing(caplog: pytest.LogCaptureFixture) -> None:
+    stale = patch_of(other_victim, "other_victim", digest="0123456789ab", role="observed")
+    gone = Patch(target=f"{__name__}:Owner.gone", wrap=lambda original: original, role="observed", why="a test")
+    with caplog.at_level("WARNING"), applied([stale, gone]) as unreviewed:
+        assert other_victim(1) == 30
+    assert unreviewed == ()
+    assert "other_victim" in caplog.text
+    assert "Owner.gone" in caplog.text
+
+
+def test_a_wrapper_fits_any_source_that_takes_its_parameters() -> None:
+    anything = patch_of(other_victim, "other_victim", digest="0123456789ab", role="wrapped")
+    with applied([anything]):
+        assert other_victim(1) == 30
+    with (
+        pytest.raises(PatchError, match="expected a parameter values, it takes value"),
+        applied([dataclasses.replace(anything, parameters=("values",))]),
+    ):
         pytest.fail("the block must not run")
+
+
+def test_a_digest_is_of_the_code_not_of_its_text() -> None:
+    plain = "def f(x):\n    return [x, 'a']\n"
+    for same in (
+        "    def f(x):\n        # why\n        return [x, 'a']\n",
+        'def f(x):\n    """A docstring."""\n    return [\n        x,\n        "a",\n    ]\n',
+    ):
+        assert source_digest(same) == source_digest(plain)
+    for other in (
+        "def f(x):\n    return [x, 'b']\n",
+        "def f(x=None):\n    return [x, 'a']\n",
+        "@g\ndef f(x):\n    return [x, 'a']\n",
+        "def f(x):\n    return (x, 'a')\n",
+    ):
+        assert source_digest(other) != source_digest(plain)
 
 
 def test_one_target_is_patched_once() -> None:
     with pytest.raises(PatchError, match="patched twice"), applied([patch_of(victim, "victim")] * 2):
         pytest.fail("the block must not run")
+
+
+def test_the_report_shows_what_an_unreviewed_source_changes(tmp_path: Path) -> None:
+    """Through a name that the module imports from its neighbour, as Megatron's router does."""
+    before, here = tmp_path / "before", tmp_path / "here"
+    for root, weight in ((before, 1), (here, 2)):
+        package = root / "lib" / "moe"
+        package.mkdir(parents=True)
+        (package / "router.py").write_text("if True:\n    from .utils import count\n")
+        (package / "utils.py").write_text(f"def other():\n    pass\n\n@tag\ndef count(x):\n    return {weight} * x\n")
+    digest = source_digest("@tag\ndef count(x):\n    return 1 * x\n")
+    patch = Patch(target="lib.moe.router:count", wrap=lambda original: original, reviewed={digest: "1.0"}, why="a test")
+    assert report.lines((patch,), before, None) == [f"reviewed    lib.moe.router:count: {digest}, as in 1.0"]
+    told = report.lines((patch,), here, before)
+    assert told[0].startswith("unreviewed  lib.moe.router:count")
+    assert {"-    return 1 * x", "+    return 2 * x"} <= set(told)
+    gone = dataclasses.replace(patch, target="lib.moe.router:lost")
+    (line,) = report.lines((gone,), here, before)
+    assert line.startswith("missing     lib.moe.router:lost")

@@ -78,7 +78,7 @@ def test_stages_that_read_different_samples_are_told_apart(monkeypatch: pytest.M
 
 def test_all_stages_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Groups] = []
-    monkeypatch.setattr(planning, "check_agreement", lambda _fingerprint, groups: compared.append(groups))
+    monkeypatch.setattr(planning, "check_agreement", lambda _fingerprint, groups, **_: compared.append(groups))
     work = job(None)
     work.pool = Pool(single(), 1, (0,), (0,), stage=1, num_stages=2, joint_groups=Groups(1, 2, (4, 5), None))
     planning.step_plans(work, ahead=False).plan(((30, 20),))

@@ -51,8 +51,9 @@ class Data:
 
 
 def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
-    config = SimpleNamespace(planner=choose_planner(planner, {}), agreement_every=100, plan_costs=None)
+    config = SimpleNamespace(planner=choose_planner(planner, {}), plan_costs=None)
     usual = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 1, "consumed_train_samples": 0}
+    usual["tensor_model_parallel_size"] = 1
     return SimpleNamespace(
         config=config,
         row_multiple=1,
@@ -211,3 +212,17 @@ def test_a_pool_shares_its_nics_with_tensor_parallel_peers() -> None:
 def test_ranges_are_runs_of_integers() -> None:
     assert ranges(np.array([5, 0, 9]), np.array([7, 0, 12]))[1].tolist() == [5, 6, 9, 10, 11]
     assert ranges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))[1].tolist() == []
+
+
+def test_evaluation_has_room_for_its_own_microbatches() -> None:
+    """16 samples of 64 tokens on one rank, where training has 2."""
+    sizes = {"micro_batch_size": 2, "eval_micro_batch_size": 16}
+    assert planning.plan_spec(job(None, "te_ring", **sizes), joint=False).options["tokens_per_rank"] == 2 * 64
+    assert (
+        planning.plan_spec(job(None, "te_ring", **sizes), joint=False, evaluation=True).options["tokens_per_rank"]
+        == 16 * 64
+    )
+    work = job(None, "te_ring", **sizes)
+    work.config.planner = choose_planner("zeppelin", {"tokens_per_rank": 100})
+    assert planning.plan_spec(work, joint=False, evaluation=True).options["tokens_per_rank"] == 800
+    planning.step_plans(work, ahead=False, evaluation=True).plan(((64,) * 12,))

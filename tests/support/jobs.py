@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from megatron_balance.ir.rows import Rows
 from megatron_balance.reference import Floats, owned_rows
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, bind
+from megatron_balance.runtime.groups import Groups
 from megatron_balance.training.agree import check_agreement
 from tests.support import dense
 from tests.support.pool import World
@@ -128,6 +130,19 @@ def compare_plans(world: World, plans: Sequence[MicrobatchPlan]) -> str:
         said = str(error)
     assert add_ranks(world) == world.size * (world.size - 1) // 2
     return said
+
+
+def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
+    """As `compare_plans` in two pools of neighbours, rank r and r + 2 being tensor-parallel peers."""
+    first = world.rank // 2 * 2
+    made = {ranks: cast("dist.ProcessGroup", dist.new_group(list(ranks))) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    groups = Groups(world.rank % 2, 2, (first, first + 1), made[first, first + 1])
+    own = world.rank % 2
+    try:
+        check_agreement(plans[world.rank].fingerprint(), groups, tensor_parallel=made[own, own + 2])
+    except PlanMismatchError as error:
+        return str(error)
+    return "agreed"
 
 
 def _tensors(x: dense.Tensors, owned: Rows, shape: AttentionShape, run: Run) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -145,9 +145,9 @@ def serve() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from megatron_balance.patches.selection import for_training
+    from megatron_balance.patches.selection import every
 
-    for_training(script=True)  # imports Megatron and all of ours, so that the ranks are forked with it
+    every()  # imports Megatron and all of ours, so that the ranks are forked with it
     prepare_ranks()
     for line in sys.stdin:
         body: dict[str, Any] = json.loads(line)
@@ -167,7 +167,9 @@ def serve() -> None:
 def prepare_ranks() -> None:
     """Do once what every rank would do for itself, and keep the pages that they inherit shared."""
     for name in IMPORTED_LATE:
-        importlib.import_module(name)
+        # other versions of Megatron do without some of them
+        with suppress(ModuleNotFoundError) if name.startswith("megatron.") else nullcontext():
+            importlib.import_module(name)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments

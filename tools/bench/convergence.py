@@ -126,7 +126,7 @@ def steps(order: str, documents: list[Tensor], seed: int, count: int) -> Iterato
     samples = Samples(
         lambda: at * MICROBATCHES, lambda: MICROBATCHES, 1, stream.lengths_of, 1 << 30, lambda: count - at
     )
-    plans = StepPlans(planner(order), samples, lambda _: None, agreement_every=1)
+    plans = StepPlans(planner(order), samples, lambda _: None)
     for at in range(count):
         draw = plans.draw(MICROBATCHES)
         first = at * MICROBATCHES if draw.first is None else draw.first

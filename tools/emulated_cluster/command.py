@@ -37,10 +37,10 @@ class Command:
             from megatron_balance.megatron import cpu
 
             cpu.install()
-            from megatron_balance.patches.selection import for_training
+            from megatron_balance.patches.selection import every
 
             # imports Megatron, which looks at the device while it is imported
-            for_training(script=True)
+            every()
         else:
             importlib.import_module("torch.distributed")
         if self.is_module and not _exists(self.name):

@@ -167,14 +167,11 @@ def _balanced(batches: Batches) -> None:
     from megatron_balance.megatron import entry
     from megatron_balance.megatron.arguments import add_balance_arguments
     from megatron_balance.megatron.forward_step import forward_step
-    from megatron_balance.patches import applied
-    from megatron_balance.patches.selection import for_training
 
-    with applied(for_training(script=False)):
-        args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        with entry.training(config):
-            pretrain(config, _provider(batches), ModelType.encoder_or_decoder, forward_step)
+    args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    with entry.training(config):
+        pretrain(config, _provider(batches), ModelType.encoder_or_decoder, forward_step)
     torch.distributed.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ def test_nothing_installed_names_a_mend_for_every_part(stack):
 
 def test_another_megatron_is_wrong_and_the_pin_is_said(stack):
     check = stack(**{"megatron-core": "0.17.1"})["megatron-core"]
-    assert (check.status, check.found, check.wanted) == ("wrong", "0.17.1", "== 0.19.2")
+    assert (check.status, check.found, check.wanted) == ("wrong", "0.17.1", "0.19.x or 0.18.2")
     assert check.mend == "pip install --no-deps megatron-core==0.19.2"
 
 
@@ -124,3 +124,10 @@ def test_the_configuration_knows_every_kernel():
     from megatron_balance.runtime.kernels import KERNELS
 
     assert set(get_args(RunConfig.model_fields["kernel"].annotation)) == {"auto", *KERNELS}
+
+
+def test_what_differs_is_asked_of_a_folder_with_a_reviewed_megatron(run, tmp_path):
+    code, _, err = run("doctor", "--patches", "--reviewed", str(tmp_path))
+    assert (code, "expected a folder with megatron/core in it" in err) == (2, True)
+    code, _, err = run("doctor", "--reviewed", str(tmp_path))
+    assert (code, "belongs to --patches" in err) == (2, True)

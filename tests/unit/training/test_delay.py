@@ -71,7 +71,7 @@ class Run:
             remaining=lambda: self.steps - self.done,
             corpus=self.stream.fingerprint,
         )
-        self.plans = StepPlans(StepPlanner(spec), samples, lambda _: None, agreement_every=1)
+        self.plans = StepPlans(StepPlanner(spec), samples, lambda _: None)
         if self.saved:
             self.plans.restore(*Ledger.from_json(self.saved))
 
@@ -202,7 +202,7 @@ def test_documents_wait_only_where_the_corpus_is_ours_and_is_read_in_its_order()
     with pytest.raises(DataError, match="brought other documents at sample 0 than the corpus has there"):
         run.plans.plan((*other[:3], (CONTEXT, 200)))
     spec = PlanSpec("wlb_llm", Cluster(2, 2), Model(4, 2, 16), Layers(), {"thresholds": THRESHOLDS})
-    script = StepPlans(StepPlanner(spec), Samples(lambda: 0, lambda: 4, 2), lambda _: None, agreement_every=1)
+    script = StepPlans(StepPlanner(spec), Samples(lambda: 0, lambda: 4, 2), lambda _: None)
     assert script.draw(4).num_microbatches == 4
     with pytest.raises(ConfigError, match="this run's samples are the script's own; give --data-path"):
         script.plan(((400,), (20,), (30,), (10,)))

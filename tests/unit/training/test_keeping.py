@@ -15,8 +15,8 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.program import Backward
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.runtime.groups import single
-from megatron_balance.training.keeping import AgreedMemory, JobLayers, Keeping, RankMemory
-from megatron_balance.training.plans import ALWAYS_AGREE, PlannedStep
+from megatron_balance.training.keeping import FIRST_AGREEMENT, AgreedMemory, JobLayers, Keeping, RankMemory
+from megatron_balance.training.plans import PlannedStep
 from tests.support import by_hand
 
 MODEL = Model(2, 2, 64, num_layers=4, hidden_size=64, ffn_size=64, vocab_size=1)
@@ -69,8 +69,8 @@ def test_a_step_that_runs_again_is_decided_once():
 def test_what_devices_counted_beyond_the_prediction_leaves_less_for_keeping():
     memory = predicted(4000, 2) / USABLE
     job = keeping(memory, counted=1.2 * predicted(4000, 2))
-    found = [job.decide(step(4000 - i)).keeping for i in range(ALWAYS_AGREE)]
-    assert found[:-1] == [2] * (ALWAYS_AGREE - 1)
+    found = [job.decide(step(4000 - i)).keeping for i in range(FIRST_AGREEMENT)]
+    assert found[:-1] == [2] * (FIRST_AGREEMENT - 1)
     assert found[-1] < 2
 
 

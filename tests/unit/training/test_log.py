@@ -23,6 +23,7 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
+from megatron_balance.training import log
 from megatron_balance.training.figures import Job
 from megatron_balance.training.lengths import PoolLengths
 from megatron_balance.training.lines import LineFile
@@ -69,6 +70,27 @@ def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file: cannot be written"):
         StepLog(LogTarget(folder=tmp_path / "file"))
+
+
+def test_steps_that_run_again_are_in_the_file_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps 7 and 8 of a run that was killed; the run that resumes goes on at 7."""
+    steps, lines = tmp_path / "steps.jsonl", ['{"step": 6}', '{"step": 7}', '{"step": 8, "lo']
+    steps.write_text("\n".join(lines))
+    finished(StepLog(LogTarget(folder=tmp_path)))
+    assert [json.loads(line)["step"] for line in steps.read_text().splitlines()] == [6, 7]
+    assert (tmp_path / "steps.replaced.jsonl").read_text().splitlines() == lines[1:]
+    assert "2 lines from step 7 on, which run again" in caplog.text
+
+
+def test_figures_are_computed_only_where_somebody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    monkeypatch.setattr(log, "step_figures", lambda *_: computed.append(1))
+    logging.getLogger("megatron_balance").setLevel(logging.WARNING)
+    try:
+        finished(StepLog(LogTarget()))
+    finally:
+        logging.getLogger("megatron_balance").setLevel(logging.NOTSET)
+    assert not computed
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

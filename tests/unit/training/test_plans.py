@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, PlanMismatchError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
@@ -82,7 +82,6 @@ class Job:
             planner,
             samples,
             self.compared.append,
-            agreement_every=1,
             ahead=self.ahead,  # pyright: ignore[reportArgumentType]
             evaluation=evaluation,
         )
@@ -118,6 +117,20 @@ def test_the_coming_step_is_the_one_that_is_planned_next(planner: StepPlanner) -
     assert Job(planner).plans.coming() is None, "nothing is made ahead"
 
 
+def test_every_step_is_compared_and_a_difference_names_step_and_planner(planner: StepPlanner) -> None:
+    job = Job(planner)
+    for _ in range(6):
+        job.step()
+    assert len(job.compared) == 6
+
+    def disagree(_fingerprint: str) -> None:
+        raise PlanMismatchError("ranks planned differently: rank 1 has another")
+
+    plans = StepPlans(planner, Samples(lambda: 40, lambda: 1, 1), disagree)
+    with pytest.raises(PlanMismatchError, match="step at sample 40, planner counting: ranks planned differently"):
+        plans.plan(((30, 5),))
+
+
 def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what_it_began_with(
     planner: StepPlanner,
 ) -> None:
@@ -131,6 +144,26 @@ def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what
     resumed.plans.restore(Ledger(saved))
     assert resumed.plans.plan((SAMPLES[1],)).step == first.step
     assert resumed.step() == job.step() == carried(0, 1)
+
+
+def test_other_samples_than_the_checkpoints_are_refused_until_they_are_accepted_by_name(planner: StepPlanner) -> None:
+    def resumed(consumed: int, here: str | None) -> StepPlans:
+        samples = Samples(lambda: consumed, lambda: 1, 1, corpus=None if here is None else lambda: here)
+        return StepPlans(planner, samples, lambda _: None)
+
+    ledger, _ = Ledger.from_json(resumed(0, "0123").saved())
+    _, saved = Ledger.from_json(resumed(3, "0123").saved())
+    assert saved == "0123", "the fingerprint is saved whether or not documents wait"
+    for corpus, here in (("0123", "0123"), ("", None)):
+        resumed(3, here).restore(ledger, corpus)
+    for consumed, corpus, here in ((0, "0123", "4567"), (0, "", "4567")):
+        resumed(consumed, here).restore(ledger, corpus)
+    for corpus, here, name in (("0123", "4567", "0123"), ("0123", None, "0123"), ("", "4567", "plain")):
+        with pytest.raises(ConfigError, match=f"going on at sample 3 would repeat.*accepted_data: {name}"):
+            resumed(3, here).restore(ledger, corpus)
+        with pytest.raises(ConfigError, match="accepted_data"):
+            resumed(3, here).restore(ledger, corpus, accepted="another")
+        resumed(3, here).restore(ledger, corpus, accepted=name)
 
 
 def test_a_step_of_other_lengths_mends_the_chain_of_plans_made_ahead(planner: StepPlanner) -> None:

@@ -24,9 +24,9 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    from megatron_balance.patches.selection import for_training
+    from megatron_balance.patches.selection import every
 
-    for_training(script=True)  # imports Megatron, which looks at the device while it is imported
+    every()  # imports Megatron, which looks at the device while it is imported
     # which torch imports in a process's first backward
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
     from tools.bench.emulated.training import Run

@@ -1,0 +1,126 @@
+"""Reach: which of Megatron's functional test configurations pass our argument checks, and why not.
+
+    python -m tools.reach CHECKOUT [--list] [--before]
+
+CHECKOUT: a checkout of Megatron-LM. Reads `tests/functional_tests/test_cases/*/*/model_config.yaml`
+and hands the flags of each that pretrains a decoder to the installed Megatron's parser and to our
+checks (`megatron/arguments.py`, `megatron/data.py`). Files and GPUs are not looked at. `--before`:
+with the flags that had to be given by hand while they were not set for the user. `--list` names the
+configurations. Prints a table of suites, then the reasons by how many configurations each keeps
+out, and how many it keeps out alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SUITES = ("gpt", "hybrid", "mixtral", "moe", "nemotron")
+NOT_PRETRAINING = ("inference", "rl", "grpo", "multimodal", "mimo", "static", "dynamic_inference", "upcycl")
+BEFORE = ("--calculate-per-token-loss", "--attention-dropout", "--moe-token-dispatcher-type")
+"""Flags that had to be given while they were not set for the user."""
+
+
+def words_of(config: dict[str, Any]) -> list[str]:
+    """The command line of a test's configuration."""
+    words: list[str] = []
+    for flag, value in (config.get("MODEL_ARGS") or {}).items():
+        if value is True:
+            words.append(flag)
+        elif value not in (False, None):
+            text = str(value)
+            several = text.startswith("[") and text.endswith("]") and " " in text
+            words += [flag, *(text[1:-1] if several else text).replace('"', "").split()]
+    return words
+
+
+def pretrains(path: Path, config: dict[str, Any]) -> bool:
+    """Whether a configuration pretrains a decoder."""
+    flags = config.get("MODEL_ARGS") or {}
+    return not any(word in path.parent.name for word in NOT_PRETRAINING) and "--train-iters" in flags
+
+
+def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """The reasons why a command line does not start, by their first words."""
+    from megatron_balance.megatron.arguments import REFUSALS, reasons_in
+    from megatron_balance.megatron.data import data_reasons
+    from megatron_balance.megatron.documents import names_corpus
+
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            args, unknown = parser.parse_known_args(["--balance-config", "balance.yaml", *words])
+    except SystemExit:
+        return [f"Megatron's parser: {told.getvalue().strip().splitlines()[-1].split('error: ')[-1]}"]
+    except KeyError as error:  # from the type of a flag
+        return [f"Megatron's parser: a flag does not take {error}"]
+    if unknown:
+        return [f"Megatron's parser: unknown {next(word for word in unknown if word.startswith('--'))}"]
+    found = reasons_in(REFUSALS, args)
+    # Validation sets what the parser leaves out: the default of Megatron's own script.
+    args.dataloader_type = args.dataloader_type or "single"
+    return [*found, *(data_reasons(args) if names_corpus(args) else ())]
+
+
+def short(reason: str) -> str:
+    """A reason without its explanation."""
+    return reason.split(": ", maxsplit=1)[0] if not reason.startswith("Megatron") else reason
+
+
+def report(checkout: Path, *, listing: bool, before: bool) -> list[str]:
+    """The lines of the report."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_balance.megatron.arguments import add_balance_arguments
+
+    parser = add_balance_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    lines, every, alone = ["suite      files  pretrain  start"], Counter[str](), Counter[str]()
+    named: list[str] = []
+    sums = [0, 0, 0]
+    for suite in SUITES:
+        files = sorted(checkout.glob(f"tests/functional_tests/test_cases/{suite}/*/model_config.yaml"))
+        configs = [(path, yaml.safe_load(path.read_text())) for path in files]
+        chosen = [(path, config) for path, config in configs if pretrains(path, config)]
+        started = 0
+        for path, config in chosen:
+            words = words_of(config)
+            reasons = list(dict.fromkeys(map(short, reasons_of(parser, words))))
+            if before:
+                reasons += [
+                    f"{flag} is not given"
+                    for flag in BEFORE
+                    if flag not in words and ("moe" not in flag or "--num-experts" in words)
+                ]
+            started += not reasons
+            every.update(reasons)
+            alone.update(reasons if len(reasons) == 1 else ())
+            named.append(f"{suite}/{path.parent.name}: {'starts' if not reasons else '; '.join(reasons)}")
+        lines.append(f"{suite:10} {len(files):5} {len(chosen):9} {started:6}")
+        sums = [a + b for a, b in zip(sums, (len(files), len(chosen), started), strict=True)]
+    lines += [f"{'all':10} {sums[0]:5} {sums[1]:9} {sums[2]:6}", "", "keeps out  alone  reason"]
+    lines += [f"{count:9} {alone[reason]:6}  {reason}" for reason, count in every.most_common()]
+    return lines + (["", *named] if listing else [])
+
+
+def main() -> int:
+    """Print the report of a checkout."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--before", action="store_true")
+    args = parser.parse_args()
+    if not (args.checkout / "tests" / "functional_tests" / "test_cases").is_dir():
+        parser.error(f"{args.checkout}: expected a checkout of Megatron-LM, with tests/functional_tests/test_cases")
+    print("\n".join(report(args.checkout, listing=args.list, before=args.before)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
