@@ -10,6 +10,7 @@ script that starts it; this is ours, on documents from `--data-path`. For a scri
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from megatron_balance.megatron import entry
 
@@ -27,9 +28,10 @@ def main() -> None:
     from megatron_balance.megatron.forward_step import forward_step
 
     args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
-    config, provider = gpt.start(pretrain, args)
+    train: Any = pretrain  # of some versions, it takes a provider of the model
+    config, provider = gpt.start(train, args)
     with entry.training(config):
-        pretrain(config, document_datasets_provider, *provider, ModelType.encoder_or_decoder, forward_step)
+        train(config, document_datasets_provider, *provider, ModelType.encoder_or_decoder, forward_step)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -62,7 +62,7 @@ class Version:
         (folder / "balance.yaml").write_text(yaml.safe_dump(config))
         ours = {"balance-config": folder / "balance.yaml", "balance-log": folder / "log"}
         argv = command_line(MODEL, RUN, {"data-path": self.corpus, "train-iters": STEPS}, ours, flags)
-        result = self.trainer.run(Job("pretrain_gpt", num_ranks, argv, str(folder)))
+        result = self.trainer.run(Job("pretrain_gpt", num_ranks, tuple(argv), str(folder)))
         if result.failed is not None:
             told = result.tail(result.failed)
             asked = SOURCES.search(told)

@@ -18,7 +18,7 @@ import io
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -66,7 +66,7 @@ def reasons_of(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     found = reasons_in(REFUSALS, args)
     # Validation sets what the parser leaves out: the default of Megatron's own script.
     args.dataloader_type = args.dataloader_type or "single"
-    return [*found, *(data_reasons(args) if names_corpus(args) else ())]
+    return [*found, *(data_reasons(cast(Any, args)) if names_corpus(args) else ())]
 
 
 def short(reason: str) -> str:

@@ -305,6 +305,6 @@ def behind(layer: TransformerLayer, out: Tensor, residual: Tensor, nano_batch: _
         )
     router = router_of(layer)
     with nullcontext() if router is None else router.routing_nano_batch(nano_batch.number, nano_batch.count):
-        given = {"packed_seq_params": nano_batch.params} if _MLP_TAKES_PARAMS else {}
+        given: dict[str, Any] = {"packed_seq_params": nano_batch.params} if _MLP_TAKES_PARAMS else {}
         mlp = layer._forward_mlp(state, padding_mask=nano_batch.padding, **given)
     return cast(Tensor, mlp)  # a tuple only where CUDA graphs are captured

@@ -471,9 +471,9 @@ def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
         return weights
     least = work.min(axis=0)
     order = np.argsort(least, kind="stable")
-    part = np.cumsum(least[order])
-    shares = part[-1] * np.linspace(0.0, 1.0, GROUPS, endpoint=False)
-    edges: Ints = np.unique(np.asarray(np.searchsorted(part, shares, side="right"), dtype=np.int64))
+    part: Floats = np.cumsum(least[order])
+    shares: Floats = part[-1] * np.linspace(0.0, 1.0, GROUPS, endpoint=False)
+    edges: Ints = np.unique(np.searchsorted(part, shares, side="right").astype(np.int64))
     grouped: Floats = np.add.reduceat(work[:, order], np.minimum(edges, len(order) - 1), axis=1)
     best, best_s = weights, 0.0
     column: Ints = np.arange(len(edges), dtype=np.int64)

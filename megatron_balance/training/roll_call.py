@@ -52,8 +52,11 @@ class RollCall:
             self._thread = None
 
 
-def missing(store: dist.Store, size: int, patience_s: float = PATIENCE_S) -> list[int] | None:
-    """The ranks of `size` that did not answer within `patience_s`; None: the store itself is gone."""
+def missing(store: Any, size: int, patience_s: float = PATIENCE_S) -> list[int] | None:
+    """The ranks of `size` that did not answer within `patience_s`; None: the store itself is gone.
+
+    `store`: of the job, a `torch.distributed.Store`.
+    """
     waiting = list(range(size))
     try:
         for rank in waiting:
@@ -80,7 +83,7 @@ def in_words(ranks: list[int] | None, size: int) -> str:
     return f"rank{'' if one else 's'} {some} of {size} {'does' if one else 'do'} not answer: ended, or frozen"
 
 
-def _answer(store: dist.Store, rank: int) -> None:
+def _answer(store: Any, rank: int) -> None:
     """In a thread: answer the call, once. Ends with the store."""
     try:
         store.wait([_call_of(rank)], _FOREVER)

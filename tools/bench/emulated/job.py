@@ -63,9 +63,9 @@ def carry_out(experiment: Experiment, task: Task, point_of: Callable[[Kernels], 
     import torch
 
     torch.set_num_threads(1)
-    from megatron_balance.patches.selection import for_training
+    from megatron_balance.patches.selection import every
 
-    for_training(script=True)  # imports Megatron, which looks at the device while it is imported
+    every()  # imports Megatron, which looks at the device while it is imported
     # which torch imports in a process's first backward
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
     from tools.bench.emulated import training

@@ -124,18 +124,15 @@ def _pretrain(batches: Batches) -> None:
 
     from megatron_balance.megatron.arguments import add_balance_arguments
     from megatron_balance.megatron.forward_step import forward_step
-    from megatron_balance.patches import applied
-    from megatron_balance.patches.selection import for_training
 
     def provider(*_: Any, **__: Any) -> tuple[Batches, None, None]:
         return batches, None, None
 
     provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
-    with applied(for_training(script=False)):
-        args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        with entry.training(config):
-            pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+    args = parse_and_validate_args(extra_args_provider=add_balance_arguments)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    with entry.training(config):
+        pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
     dist.barrier()
     dist.destroy_process_group()
 
