@@ -255,10 +255,10 @@ class Session:
         if self._roll is not None:
             self._roll.close()
 
-    def call_roll(self) -> None:
-        """Log which ranks do not answer, where one failed."""
+    def failed(self, error: Exception) -> None:
+        """Tell the other ranks why this one ends, or log which of them ended."""
         if self._roll is not None:
-            self._roll.call()
+            self._roll.failed(error)
 
 
 def attends_jointly(args: argparse.Namespace, config: Run) -> bool:
@@ -319,8 +319,8 @@ def opened(session: Session) -> Iterator[Session]:
     _current.append(session)
     try:
         yield session
-    except RuntimeError:  # torch's errors do not say which rank a collective waits for
-        session.call_roll()
+    except Exception as error:  # torch's do not say which rank a collective waits for
+        session.failed(error)
         raise
     finally:
         _current.remove(session)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 NAME = "megatron_balance/roll_call"
 PATIENCE_S = 3.0
 """How long answers are waited for."""
+MOST_NAMED, MOST_CHARACTERS = 8, 300
+"""Ranks that a sentence names, and of the reason of each."""
 _POLL_S = 0.1
 _FOREVER = timedelta(days=365)
 
@@ -38,10 +41,17 @@ class RollCall:
             self._thread = Thread(target=_answer, args=(self._store.clone(), self._rank), daemon=True)
             self._thread.start()
 
-    def call(self) -> None:
-        """Log which ranks do not answer; to be called where a collective failed."""
-        if self._thread is not None:
-            log.error("%s", in_words(missing(self._store, self._size), self._size))
+    def failed(self, error: Exception) -> None:
+        """Tell the others why this rank ends; or, if `error` is about another, log who is missing."""
+        if self._thread is None:
+            return
+        self._thread = None  # it answers until the process ends
+        if _of_communication(error):
+            log.error("%s", in_words(missing(self._store, self._size), reasons(self._store, self._size), self._size))
+            return
+        with suppress(RuntimeError):
+            text = " ".join(str(error).split())
+            self._store.set(_reason_of(self._rank), f"{type(error).__name__}: {text[:MOST_CHARACTERS]}")
 
     def close(self) -> None:
         """End the thread; for the others this rank has answered. Safe to call twice."""
@@ -72,15 +82,36 @@ def missing(store: Any, size: int, patience_s: float = PATIENCE_S) -> list[int] 
     return waiting
 
 
-def in_words(ranks: list[int] | None, size: int) -> str:
-    """One sentence on what `missing` found."""
-    if ranks is None:
+def reasons(store: Any, size: int) -> dict[int, str]:
+    """By rank that failed by itself, why."""
+    try:
+        told = [rank for rank in range(size) if store.check([_reason_of(rank)])]
+        return {rank: store.get(_reason_of(rank)).decode() for rank in told}
+    except RuntimeError:
+        return {}
+
+
+def in_words(silent: list[int] | None, failed: Mapping[int, str], size: int) -> str:
+    """One sentence on what `missing` and `reasons` found."""
+    if silent is None:
         return "the process that holds the job's store has ended: rank 0, or the launcher"
-    if not ranks:
-        return f"all {size} ranks still run: none of them ended or is frozen"
-    some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    one = len(ranks) == 1
-    return f"rank{'' if one else 's'} {some} of {size} {'does' if one else 'do'} not answer: ended, or frozen"
+    told = [f"rank {rank} failed ({reason})" for rank, reason in list(failed.items())[:MOST_NAMED]]
+    silent = [rank for rank in silent if rank not in failed]
+    if silent:
+        some = ", ".join(map(str, silent[:MOST_NAMED]))
+        more = f" and {len(silent) - MOST_NAMED} more" if len(silent) > MOST_NAMED else ""
+        one = len(silent) == 1
+        does = "does" if one else "do"
+        told.append(f"rank{'' if one else 's'} {some}{more} of {size} {does} not answer: ended, or frozen")
+    return "; ".join(told) or f"all {size} ranks still run: none of them ended or is frozen"
+
+
+def _of_communication(error: Exception) -> bool:
+    """Whether an error is about what another rank did: gloo's are RuntimeErrors without a class of
+    their own.
+    """
+    by_gloo = type(error) is RuntimeError and ("gloo" in str(error) or "imed out" in str(error))
+    return by_gloo or isinstance(error, dist.DistError)
 
 
 def _answer(store: Any, rank: int) -> None:
@@ -98,6 +129,10 @@ def _call_of(rank: int) -> str:
 
 def _answer_of(rank: int) -> str:
     return f"{NAME}/answer/{rank}"
+
+
+def _reason_of(rank: int) -> str:
+    return f"{NAME}/reason/{rank}"
 
 
 def _store() -> Any:

@@ -1,0 +1,78 @@
+"""Who is missing: ranks that answer, that do not, that failed, and a store that is gone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from megatron_balance.training import roll_call  # noqa: E402
+from megatron_balance.training.roll_call import RollCall, in_words  # noqa: E402
+
+SIZE = 3
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+class Job:
+    """Ranks of one process, which share a store."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._patch = monkeypatch
+        monkeypatch.setattr(roll_call, "PATIENCE_S", 0.5)
+        monkeypatch.setattr(roll_call.missing, "__defaults__", (0.5,))
+        monkeypatch.setattr(roll_call.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(roll_call.dist, "get_world_size", lambda: SIZE)
+        monkeypatch.setattr(roll_call, "_store", lambda: self.store)
+        self.ranks = [self._rank(rank) for rank in range(SIZE - 1)]  # the last one is dead or frozen
+
+    def _rank(self, rank: int) -> RollCall:
+        self._patch.setattr(roll_call.dist, "get_rank", lambda: rank)
+        return RollCall()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    made = Job(monkeypatch)
+    yield made
+    for rank in made.ranks:
+        rank.close()
+
+
+def said(rank: RollCall, error: Exception, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.ERROR):
+        rank.failed(error)
+    return caplog.messages
+
+
+def test_a_rank_that_is_dead_or_frozen_is_named(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    assert said(job.ranks[0], CLOSED, caplog) == ["rank 2 of 3 does not answer: ended, or frozen"]
+    again = said(job.ranks[1], RuntimeError("Timed out waiting 2000ms for recv operation to complete"), caplog)
+    assert again == ["rank 2 of 3 does not answer: ended, or frozen"], "every survivor says so"
+
+
+def test_a_rank_that_failed_is_named_with_its_reason_though_it_answered(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert said(job.ranks[1], MemoryError("no memory\nfor tokens"), caplog) == [], "its own error is raised"
+    job.ranks[1].close()
+    found = said(job.ranks[0], CLOSED, caplog)
+    assert found == ["rank 1 failed (MemoryError: no memory for tokens); rank 2 of 3 does not answer: ended, or frozen"]
+
+
+def test_a_rank_that_came_to_its_end_has_answered(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.ranks[1].close()
+    job.store.set("megatron_balance/roll_call/answer/2", "")
+    assert said(job.ranks[0], CLOSED, caplog) == ["all 3 ranks still run: none of them ended or is frozen"]
+
+
+def test_many_ranks_and_a_store_that_is_gone_make_one_sentence() -> None:
+    found = in_words(list(range(20)), {}, 32)
+    assert found == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more of 32 do not answer: ended, or frozen"
+    assert in_words(None, {}, 32) == "the process that holds the job's store has ended: rank 0, or the launcher"
