@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_balance.errors import ConfigError
+from megatron_balance.megatron.core_attention import check_model
 from tests.megatron.conftest import Train, assert_same_training, train_with
-from tests.support.megatron_run import Result, Trainer
+from tests.support.megatron_run import Trainer
 
 pytestmark = pytest.mark.megatron
 
@@ -37,13 +40,23 @@ def test_a_model_of_transformer_engines_attention_runs_the_plan(train: Train, tr
     assert_same_training(planned, train(2, "zeppelin", FLAGS, config=TWO_NODES))
 
 
-def test_an_attention_that_knows_no_plan_is_refused(train_te: Train) -> None:
-    def refused(result: Result) -> None:
-        assert set(result.codes) == {2}, result.tail(result.failed or 0)
-        assert "core_attention is DotProductAttention, which knows nothing of plans" in result.log(0)
-
+def test_megatrons_own_attention_gives_way_to_ours_in_a_model_that_a_script_built(
+    train: Train, train_te: Train
+) -> None:
     flags = {**FLAGS, "no-te-attention": True, "context-parallel-size": 1}
-    train_te(2, "zeppelin", flags, entry="launch", before=(SCRIPT,), expect=refused)
+    planned = train_te(2, "zeppelin", flags, config=TWO_NODES, entry="launch", before=(SCRIPT,))
+    assert planned.steps[0]["counters"]["forward_calls"][0] > 0
+    assert_same_training(planned, train(2, "zeppelin", {**FLAGS, "context-parallel-size": 1}, config=TWO_NODES))
+
+
+def test_an_attention_that_knows_no_plan_is_refused() -> None:
+    class Foreign(torch.nn.Module):
+        """An attention of the script's own."""
+
+    layer = torch.nn.Module()
+    layer.core_attention = Foreign()
+    with pytest.raises(ConfigError, match="core_attention is Foreign, which knows nothing of plans"):
+        check_model(torch.nn.ModuleList([layer]), te_patched=False)
 
 
 SPEC = """

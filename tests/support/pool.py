@@ -56,7 +56,7 @@ class World:
 class Pool:
     """Waiting ranks, the world of torch.distributed. `timeout_s`: what one job may take."""
 
-    def __init__(self, timeout_s: float = 60.0, num_ranks: int = NUM_RANKS) -> None:
+    def __init__(self, timeout_s: float = 150.0, num_ranks: int = NUM_RANKS) -> None:
         self.timeout_s = timeout_s
         self.num_ranks = num_ranks
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
