@@ -1,4 +1,4 @@
-"""Who is missing: ranks that answer, that do not, that failed, and a store that is gone."""
+"""The roll call: ranks that answer, that do not, that failed, and a store that is gone."""
 
 from __future__ import annotations
 
