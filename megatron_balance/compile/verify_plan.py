@@ -1,4 +1,5 @@
-"""Check the structure of a plan, in time linear in its size: what can be said before it is a program.
+"""Check the structure of a plan, in about the time of sorting it: what can be said before it is a
+program.
 
 Every plan of a training job goes through this, in the planning process. That the program of a plan
 computes what it shall is proved by `compile.verify`, which takes longer.
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.arrays import Ints, as_array, run_bounds
 from megatron_balance.ir.columns import Move, Placed, Task
+from megatron_balance.ir.intervals import key, key_bounds, key_position, key_seq, ranges
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan, SharedZone, TaskTable, Zone
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.patterns import PATTERNS
@@ -115,24 +116,38 @@ def _of_fragments(zone: TaskTable | SharedZone, place: str, plan: MicrobatchPlan
 
 
 def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan) -> Iterator[str]:
-    """Complaints about queries without all keys before them, or with some twice."""
+    """Complaints about queries without all keys that they see, or with some twice."""
+    lengths, held = np.array(plan.lengths), np.array(seqs)
     if len(tasks) and not 0 <= tasks[:, Task.RANK].min() <= tasks[:, Task.RANK].max() < plan.num_ranks:
         yield f"{place}: a task on a rank that is not there"
-    for seq in seqs:
-        own = tasks[tasks[:, Task.SEQ] == seq] if len(seqs) > 1 else tasks
-        q_start, q_stop, k_start, k_stop = own[:, Task.QUERY.stop - 2 : Task.KEYS.stop].T
-        if (q_start >= q_stop).any() or (k_start >= k_stop).any():
-            yield f"{place}: a task of sequence {seq} has no queries or no keys"
-            continue
-        edges = np.unique(np.concatenate([[0, plan.lengths[seq]], q_start, q_stop]))
-        for low, high in pairwise(edges.tolist()):
-            here = (q_start <= low) & (q_stop >= high)
-            keys = sorted(zip(k_start[here].tolist(), k_stop[here].tolist(), strict=True))
-            first, needed = plan.mask.keys(seq, low)[0], min(plan.mask.keys(seq, high - 1)[1], plan.lengths[seq])
-            in_a_row = all(one[1] == other[0] for one, other in pairwise(keys))
-            if not keys or not in_a_row or keys[0][0] > first or keys[-1][1] < needed:
-                yield f"{place}: queries [{low}:{high}) of sequence {seq} have keys {keys[:4]}, not {first} to {needed}"
-                break
+    seq, (k_start, k_stop) = tasks[:, Task.SEQ], tasks[:, Task.KEYS].T
+    q_start, q_stop = tasks[:, Task.Q_START], tasks[:, Task.Q_STOP]
+    if not np.isin(seq, held).all():
+        yield f"{place}: a task of a sequence that it does not hold"
+        return
+    empty = (q_start >= q_stop) | (k_start >= k_stop) | (q_start < 0) | (q_stop > lengths[seq])
+    if empty.any():
+        yield f"{place}: a task of sequence {seq[empty][0]} has no queries or no keys there"
+        return
+    begin, end = key_bounds(tasks[:, Task.QUERY])
+    edges = np.unique(np.concatenate([begin, end, key(held, 0), key(held, lengths[held])]))
+    own, low, high = key_seq(edges[:-1]), key_position(edges[:-1]), key_position(edges[1:])  # of runs of queries
+    row, run = ranges(edges.searchsorted(begin), edges.searchsorted(end))  # each task's runs
+    order = np.lexsort((k_start[row], run))
+    row, run = row[order], run[order]
+    bounds = run_bounds(run[1:] != run[:-1], len(run))
+    found = np.full((2, len(own)), -1)
+    found[0, run[bounds[:-1]]], found[1, run[bounds[:-1]]] = k_start[row[bounds[:-1]]], k_stop[row[bounds[1:] - 1]]
+    first, needed = plan.mask.keys(own, low)[0], np.minimum(plan.mask.keys(own, high - 1)[1], lengths[own])
+    wrong = (found[0] < 0) | (found[0] > first) | (found[1] < needed)
+    wrong &= low < lengths[own]  # what lies between the end of a sequence and the next is none
+    wrong[run[1:][(run[1:] == run[:-1]) & (k_start[row[1:]] != k_stop[row[:-1]])]] = True
+    for at in np.flatnonzero(wrong)[:1].tolist():
+        keys = [(int(k_start[task]), int(k_stop[task])) for task in row[run == at][:MOST_NAMED]]
+        yield (
+            f"{place}: queries [{low[at]}:{high[at]}) of sequence {own[at]} have keys {keys}, not {first[at]} to "
+            f"{needed[at]}"
+        )
 
 
 def _of_layers(plan: MicrobatchPlan) -> Iterator[str]:

@@ -90,11 +90,6 @@ class _Process:
         """Whether answers may still come."""
         return self._reader.is_alive()
 
-    @property
-    def ended_with(self) -> int | None:
-        """Its exit code; None: it runs."""
-        return self._process.poll()
-
     def ask(self, request: str) -> _Slot | None:
         """Where the answer will be; None: too many requests wait to be written. Never waits."""
         slot = _Slot()
@@ -107,17 +102,17 @@ class _Process:
             return None
         return slot
 
-    def end(self, timeout_s: float = 5.0) -> None:
-        """End the process: it may finish what it plans, if it is done within `timeout_s`."""
+    def end(self, timeout_s: float = 5.0) -> int:
+        """End the process, which may plan on for `timeout_s`; its exit code. Safe to call twice."""
         try:
             self._unsent.put_nowait(None)
         except Full:
             timeout_s = 0.0
         try:
-            self._process.wait(timeout=timeout_s)
+            return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            return self._process.wait()
 
     def _write(self, stream: IO[bytes]) -> None:
         with suppress(OSError), stream:  # it died; whoever takes an answer says so
@@ -185,8 +180,7 @@ class PlanAhead:
         start = time.perf_counter()
         while not slot.done.wait(0.2):
             if not self._process.is_alive and not slot.done.is_set():
-                self._process.end()
-                self._again(f"ended with code {self._process.ended_with}")
+                self._again(f"ended with code {self._process.end()}")
                 return None
             if time.perf_counter() - start > patience:
                 self._again(f"gave no answer in {patience:.0f} s")

@@ -72,7 +72,7 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost) -> Microbatches:
         if filled is None:
             continue
         slowest_s, bins = filled
-        value_s = (slowest_s + pipeline.c) * (pipeline.stages - 1 + len(bins))
+        value_s = _bound_s(slowest_s + pipeline.c, len(bins), pipeline)
         near.append((value_s, bins))
         best_s = min(best_s, value_s)
     if len(near) == 1:
@@ -127,8 +127,12 @@ def step_bound_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) 
     """Eq. 1: all microbatches as slow as the slowest, PP - 1 + V of them."""
     if not microbatches:
         return 0.0
-    slowest_s = max(microbatch_s(own, pipeline) for own in microbatches)
-    return slowest_s * (pipeline.stages - 1 + len(microbatches))
+    return _bound_s(max(microbatch_s(own, pipeline) for own in microbatches), len(microbatches), pipeline)
+
+
+def _bound_s(slowest_s: float, count: int, pipeline: PipelineCost) -> float:
+    """Eq. 1 of `count` microbatches, the slowest of which takes a stage `slowest_s`."""
+    return slowest_s * (pipeline.stages - 1 + count)
 
 
 def clock_s(microbatches: Sequence[Sequence[int]], pipeline: PipelineCost) -> float:

@@ -65,7 +65,7 @@ def test_every_module_of_the_folder_is_in_the_selection() -> None:
 
 def test_a_job_needs_only_what_it_uses() -> None:
     def targets(*, joint: bool = False, ping_pong: bool = False, **args: object) -> str:
-        chosen = for_job(SimpleNamespace(**{**DENSE, **args}), joint=joint, ping_pong=ping_pong)
+        chosen = for_job(SimpleNamespace(**{**DENSE, **args}), joint=joint, nano_batches=ping_pong)
         return " ".join(patch.target for patch in chosen if patch.role == "numbers")
 
     assert targets() == ""

@@ -63,6 +63,12 @@ def test_the_plans_that_are_broken_below_hold_together() -> None:
         (table(fragments=((0, 0, 0, 20), (9, 0, 20, 40))), "on a rank that is not there"),
         (table(fragments=()), "tasks without fragments"),
         (table((*TASKS, (1, 0, 40, 40, 0, 40))), "no queries or no keys"),
+        (table((*TASKS, (1, 0, 40, 41, 0, 40))), "no queries or no keys there"),
+        (table((*TASKS, (1, 1, 0, 9, 0, 9))), "a task of a sequence that it does not hold"),
+        (
+            table((TASKS[0], (1, 0, 20, 40, 0, 19), TASKS[2])),
+            r"queries \[20:40\) of sequence 0 have keys \[\(0, 19\), \(20",
+        ),
         (table(TASKS[:2]), r"queries \[20:40\) of sequence 0 have keys"),
         (table((*TASKS, TASKS[0])), r"queries \[0:20\) of sequence 0 have keys"),
         (table((*TASKS[1:], (4, 0, 0, 20, 0, 20))), "a task on a rank that is not there"),

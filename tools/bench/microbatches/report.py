@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.wlb_llm.packing import workload
@@ -17,6 +18,8 @@ from tools.bench.emulated.report import Record, net_step_s
 from tools.bench.emulated.steps import WARM_UP
 from tools.bench.microbatches.experiment import CONTEXT, PAPER_CONTEXT, VARIANTS, Microbatches, emulated, small_step
 
+CHUNKS = (1, 2)
+"""Of the model on a stage, where simulated."""
 Times = Callable[[int, int, StepPlan], tuple[float, float]]
 """(variant, batch, its plan) -> seconds of the step, bubble over work."""
 
@@ -26,13 +29,15 @@ class Line:
     """One way to make microbatches, in one pipeline.
 
     Seconds and shares: means over batches, of medians over repeats if measured.
-    `kind`: "measured" or "simulated". `ratio`: steps of equal length over this one's, `low` and
-    `high` of one batch. `bubble_share`: idle time over work of all ranks. `imbalance`: work of the
-    heaviest microbatch over the mean. `shortest`, `longest`: microbatches in tokens.
+    `kind`: "measured" or "simulated". `chunks`: of the model on a stage; more than 1 are
+    interleaved. `ratio`: steps of equal length over this one's, `low` and `high` of one batch.
+    `bubble_share`: idle time over work of all ranks. `imbalance`: work of the heaviest microbatch
+    over the mean. `shortest`, `longest`: microbatches in tokens.
     """
 
     kind: str
     stages: int
+    chunks: int
     variant: str
     step_s: float
     ratio: float
@@ -82,14 +87,15 @@ def large_lines(experiment: Microbatches, machine: Machine, count: int) -> list[
     """By depth, every way by the simulator on a large cluster. `machine`: of a stage."""
     found: list[Line] = []
     planned = _planned(experiment, experiment.drawn(count), machine, PAPER_CONTEXT)
-    for stages in experiment.stages:
+    for stages, chunks in product(experiment.stages, CHUNKS):
+        setup = Setup(pipeline=stages, interleave=chunks)
 
-        def times(_variant: int, _batch: int, plan: StepPlan, stages: int = stages) -> tuple[float, float]:
-            step = simulate_step(plan.plans, machine, Setup(pipeline=stages))
+        def times(_variant: int, _batch: int, plan: StepPlan, setup: Setup = setup) -> tuple[float, float]:
+            step = simulate_step(plan.plans, machine, setup)
             assert step.bubble_share is not None
             return step.step_s - step.phases_s["gradient_sync"] - step.phases_s["optimizer"], step.bubble_share
 
-        found += _lines("simulated", stages, planned, machine, times)
+        found += _lines("simulated", stages, planned, machine, times, chunks)
     return found
 
 
@@ -100,7 +106,9 @@ def _planned(
     return [[experiment.planned(each, at, machine, context) for each in drawn] for at in range(len(VARIANTS))]
 
 
-def _lines(kind: str, stages: int, planned: Sequence[Sequence[StepPlan]], machine: Machine, times: Times) -> list[Line]:
+def _lines(
+    kind: str, stages: int, planned: Sequence[Sequence[StepPlan]], machine: Machine, times: Times, chunks: int = 1
+) -> list[Line]:
     found: list[Line] = []
     base: list[float] = []
     work = workload(machine.cost, machine.cluster)
@@ -114,6 +122,7 @@ def _lines(kind: str, stages: int, planned: Sequence[Sequence[StepPlan]], machin
             Line(
                 kind=kind,
                 stages=stages,
+                chunks=chunks,
                 variant=variant,
                 step_s=statistics.fmean(seconds),
                 ratio=sum(base) / sum(seconds),
@@ -138,12 +147,16 @@ def rows(lines: Sequence[Line]) -> list[list[str]]:
     """Cells of a table, by line."""
     return [
         [
-            *(f"PP {line.stages}, {line.kind}", line.variant, f"{line.step_s:.2f}", f"{line.ratio:.2f}"),
+            *(_pipeline(line), line.variant, f"{line.step_s:.2f}", f"{line.ratio:.2f}"),
             *(f"{line.low:.2f}-{line.high:.2f}", f"{100 * line.bubble_share:.0f} %", f"{line.imbalance:.2f}"),
             f"{line.shortest:,}-{line.longest:,}",
         ]
         for line in lines
     ]
+
+
+def _pipeline(line: Line) -> str:
+    return f"PP {line.stages}{f' x {line.chunks} chunks' if line.chunks > 1 else ''}, {line.kind}"
 
 
 def brief(record: Record) -> Record:
