@@ -9,8 +9,9 @@ import pytest
 from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
 from tests.support import jobs
-from tests.support.pool import Pool
+from tests.support.pool import NUM_RANKS, Pool
 from tests.support.strategies import Case, plan
 
 pytestmark = pytest.mark.dist
@@ -46,9 +47,13 @@ def test_when_no_two_agree_all_but_the_first_are_named(pool: Pool) -> None:
 def test_tensor_parallel_peers_that_plan_otherwise_are_an_error_on_every_rank(pool: Pool) -> None:
     (ours, _) = plans(2)
     other = replace(ours, lengths=(50, 8, 3))
-    assert pool.run(jobs.compare_with_peers, 4, [ours] * 4) == ["agreed"] * 4
-    for said in pool.run(jobs.compare_with_peers, 4, [ours, ours, other, other]):
+
+    def answers(*plans_: MicrobatchPlan) -> list[str]:
+        return pool.run(jobs.compare_with_peers, NUM_RANKS, plans_)[: len(plans_)]
+
+    assert answers(ours, ours, ours, ours) == ["agreed"] * 4
+    for said in answers(ours, ours, other, other):
         assert "their tensor-parallel peers have others" in said
-    for rank, said in enumerate(pool.run(jobs.compare_with_peers, 4, [ours, other, ours, ours])):
+    for rank, said in enumerate(answers(ours, other, ours, ours)):
         assert ("rank 1 has" in said) == (rank < 2)
         assert "ranks planned differently" in said

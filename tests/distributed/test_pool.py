@@ -30,3 +30,12 @@ def test_a_hanging_rank_is_named_with_its_stack() -> None:
             impatient.run(jobs.hang_on, 2, 1)
     finally:
         impatient.close()
+
+
+def test_groups_that_some_ranks_make_are_an_error_and_not_a_hang_of_the_next_job() -> None:
+    impatient = Pool(timeout_s=20.0)
+    try:
+        with pytest.raises(RankError, match=r"new_group_of_two made process groups on 2 of 8 ranks; make them on all"):
+            impatient.run(jobs.new_group_of_two, 2)
+    finally:
+        impatient.close()

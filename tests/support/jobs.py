@@ -36,6 +36,11 @@ def add_ranks(world: World) -> int:
     return int(total)
 
 
+def new_group_of_two(world: World) -> None:
+    """Make a group, though the world has more ranks."""
+    dist.new_group(list(world.groups.ranks))
+
+
 def fail_on(world: World, rank: int) -> None:
     """Rank `rank` raises while the others wait for it."""
     if world.rank == rank:
@@ -133,11 +138,15 @@ def compare_plans(world: World, plans: Sequence[MicrobatchPlan]) -> str:
 
 
 def compare_with_peers(world: World, plans: Sequence[MicrobatchPlan]) -> str:
-    """As `compare_plans` in two pools of neighbours, rank r and r + 2 being tensor-parallel peers."""
-    first = world.rank // 2 * 2
+    """As `compare_plans` in two pools of neighbours, rank r and r + 2 being tensor-parallel peers; on
+    the first four ranks of all.
+    """
+    # made by all ranks of the world together, which is all there are
     made = {ranks: cast("dist.ProcessGroup", dist.new_group(list(ranks))) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    groups = Groups(world.rank % 2, 2, (first, first + 1), made[first, first + 1])
-    own = world.rank % 2
+    if world.rank >= len(plans):
+        return "not asked"
+    first, own = world.rank // 2 * 2, world.rank % 2
+    groups = Groups(own, 2, (first, first + 1), made[first, first + 1])
     try:
         check_agreement(plans[world.rank].fingerprint(), groups, tensor_parallel=made[own, own + 2])
     except PlanMismatchError as error:

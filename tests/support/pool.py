@@ -56,7 +56,7 @@ class World:
 class Pool:
     """Waiting ranks, the world of torch.distributed. `timeout_s`: what one job may take."""
 
-    def __init__(self, timeout_s: float = 150.0, num_ranks: int = NUM_RANKS) -> None:
+    def __init__(self, timeout_s: float = 60.0, num_ranks: int = NUM_RANKS) -> None:
         self.timeout_s = timeout_s
         self.num_ranks = num_ranks
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -158,7 +158,7 @@ def _serve(place: tuple[int, int], pipe: Connection, store: Path, stacks: Path) 
                 job, size, args = pipe.recv()
             except (EOFError, OSError):
                 return
-            _run(pipe, job, worlds.get(size), *args)
+            _run(pipe, job, place[1], worlds.get(size), *args)
 
 
 def _die_with_parent() -> None:
@@ -190,8 +190,22 @@ def _join(rank: int, num_ranks: int, pipe: Connection, store: Path) -> dict[int,
     return worlds
 
 
-def _run(pipe: Connection, job: Callable[..., Any], *args: Any) -> None:
+def _run(pipe: Connection, job: Callable[..., Any], num_ranks: int, world: World | None, *args: Any) -> None:
+    """Send the result of a job, or its traceback.
+
+    torch numbers groups as a process makes them, so those that some ranks make are in the way of the
+    next that all make: the job after it would hang.
+    """
+    import torch.distributed as dist
+
+    numbered = dist.distributed_c10d._world  # pyright: ignore[reportPrivateUsage]
+    before = numbered.group_count
     try:
-        pipe.send((True, job(*args)))
+        result = job(world, *args)
+        if numbered.group_count != before and world is not None and world.size < num_ranks:
+            raise RuntimeError(
+                f"{job.__name__} made process groups on {world.size} of {num_ranks} ranks; make them on all"
+            )
+        pipe.send((True, result))
     except Exception:
         pipe.send((False, traceback.format_exc()))
