@@ -9,9 +9,10 @@ of sampled batches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from statistics import fmean
 
 import numpy as np
@@ -19,8 +20,11 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planners.hydraulis.pipelines import deal
-from megatron_balance.planning.scheme_costs import SchemeCosts
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.hydraulis import AUTO
+from megatron_balance.planners.pipelines import deal
+from megatron_balance.planning.choice import PlannerChoice
+from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts
 from megatron_balance.solvers.dispatch import PipelineCost
 from megatron_balance.solvers.microbatches import EFFICIENCY
 
@@ -307,6 +311,29 @@ def _strategy(schemes: Sequence[Scheme], counts: Counts) -> Strategy:
     parts = [(scheme, number) for scheme, number in zip(schemes, counts, strict=True) if number]
     parts.sort(key=lambda part: (-part[0].tensor * part[0].context, -part[0].tensor, -part[0].pipeline))
     return Strategy(tuple(scheme for scheme, number in parts for _ in range(number)))
+
+
+def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], context: StepContext) -> PlannerChoice:
+    """The planner with candidates proposed for these steps, where it asks for `strategies: auto`.
+
+    Args:
+        choice: the planner.
+        steps: lengths of each, by microbatch; the proposal sees them all, and they rank it.
+        context: the GPUs that are planned for, and their costs.
+
+    Raises:
+        InfeasibleError: a sequence that no scheme holds.
+    """
+    if not choice.planner.pipelines or choice.given.get("strategies") != AUTO:
+        return choice
+    batches = [list(chain.from_iterable(step)) for step in steps]
+    costs = PredictedCosts(context.cost, context.cluster, context.model, tokens_per_rank=choice.options.tokens_per_rank)
+    num_ranks = context.cluster.num_ranks
+    tokens = max(1, sum(map(sum, batches)) // len(batches))
+    proposed = propose(list(chain.from_iterable(batches)), tokens, costs, num_ranks)
+    found = rank(proposed, batches, costs, num_ranks)
+    strategies = tuple(str(each.strategy) for each in found)
+    return dataclasses.replace(choice, options=dataclasses.replace(choice.options, strategies=strategies))
 
 
 def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[float, ...]:

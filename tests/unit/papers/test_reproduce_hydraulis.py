@@ -15,7 +15,7 @@ from megatron_balance.papers.hydraulis.cases import (
     candidates,
     chosen,
     costs,
-    first_fit_decreasing,
+    full,
     gap,
     megatron,
     seconds,
@@ -67,7 +67,7 @@ def test_the_candidates_hold_the_context_and_the_choice_is_the_fastest() -> None
 
 
 def test_microbatches_to_the_context_length_dealt_in_turn() -> None:
-    assert first_fit_decreasing([3, 9, 5, 2, 1], 10) == [[9, 1], [5, 3, 2]]
+    assert full([3, 9, 5, 2, 1], 10) == [[9, 1], [5, 3, 2]]
     pipelines = costs_of(HOMOGENEOUS, costs(AUTHORS, "32b"), 64)
     cost = pipelines[0]
     found = megatron(AUTHORS, B32, HOMOGENEOUS, [32768] * 5)
