@@ -22,10 +22,10 @@ from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.hydraulis import AUTO
-from megatron_balance.planners.pipelines import deal
+from megatron_balance.planners.pipelines import deal, packed
 from megatron_balance.planning.choice import PlannerChoice
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts
-from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch
 from megatron_balance.solvers.microbatches import EFFICIENCY
 
 Floats = NDArray[np.float64]
@@ -395,6 +395,11 @@ def _fastest(
     left = list(strategies)
     for count in (*FIRST_ROUNDS, len(batches)):
         if len(left) > 1:
-            mean_s = {each: fmean(max(pipelines_s(batch, known[each])) for batch in batches[:count]) for each in left}
+            mean_s = {each: fmean(_quick_s(batch, known[each]) for batch in batches[:count]) for each in left}
             left = sorted(left, key=mean_s.__getitem__)[: max(1, len(left) // FEWER)]
     return left[0]
+
+
+def _quick_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> float:
+    """Seconds of a batch of which one dispatch is tried: enough to compare strategies by."""
+    return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1))[1])

@@ -90,16 +90,17 @@ def least_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned:
     )
 
 
-def dispatch(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> Assigned:
+def dispatch(lengths: Sequence[int], pipelines: Sequence[PipelineCost], searches: int = makespan.IMPROVED) -> Assigned:
     """Sequences by pipeline: each to one that holds it, the slowest as fast as was found.
 
-    The same for equal input, on every host.
+    The same for equal input, on every host. `searches`: of few sequences, starts that are searched
+    from; 1: the longest first alone.
 
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    return _by_pipeline(makespan.assign(problem_of(lengths, pipelines)).tolist(), len(pipelines))
+    return _by_pipeline(makespan.assign(problem_of(lengths, pipelines), searches=searches).tolist(), len(pipelines))
 
 
 def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:

@@ -19,6 +19,8 @@ from functools import lru_cache
 
 from megatron_balance.config import load_cluster, load_model, load_scheme_table
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.pipelines import fastest, pipeline_s
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
@@ -64,10 +66,17 @@ def costs(source: str, size: str) -> SchemeCosts:
     """Costs of the model of that size by the authors' coefficients or by ours."""
     if source == AUTHORS:
         return TableCosts(load_scheme_table(f"a800-{size}"))
-    model, cluster = load_model(MODELS[size]), load_cluster("a800-ib").build()
+    cluster, model = cluster_and_model(size)
+    return PredictedCosts(AnalyticCost(cluster, model), cluster, model)
+
+
+@lru_cache(maxsize=8)
+def cluster_and_model(size: str) -> tuple[Cluster, Model]:
+    """The A800s and the model of that size, for our costs."""
+    model = load_model(MODELS[size])
     if size == "32b":
         model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)
-    return PredictedCosts(AnalyticCost(cluster, model), cluster, model)
+    return load_cluster("a800-ib").build(), model
 
 
 @lru_cache(maxsize=64)
