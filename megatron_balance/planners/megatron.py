@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
@@ -36,7 +37,7 @@ from megatron_balance.planners.pipelines import (
 )
 from megatron_balance.solvers.packing import first_fit_decreasing
 
-WITHIN = ("te_ring", {})
+WITHIN: tuple[str, dict[str, Any]] = ("te_ring", {})
 
 
 @dataclass(frozen=True, slots=True)

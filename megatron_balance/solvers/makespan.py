@@ -156,7 +156,8 @@ def _starts(problem: Problem, longest_first: Ints, bound: float, seed: int) -> l
         limits = _fill_caps(problem, bound)
         orders = np.array([longest_first] * len(limits) + shaken)
         caps = np.concatenate([limits, [_caps(problem, rng) for _ in range(SHAKEN)]])
-    found, seconds = map(np.concatenate, zip(in_turn(problem, orders, caps), trials(problem, TRIALS, rng), strict=True))
+    ours, tried = in_turn(problem, orders, caps), trials(problem, TRIALS, rng)
+    found, seconds = np.concatenate([ours[0], tried[0]]), np.concatenate([ours[1], tried[1]])
     found, first = np.unique(found, axis=0, return_index=True)
     last = seconds[first].max(axis=1)
     return [found[at] for at in np.argsort(last, kind="stable").tolist()]
