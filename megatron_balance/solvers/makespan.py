@@ -271,8 +271,8 @@ def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: boo
     for turn, items in enumerate(orders.T):
         work = work_of[items]
         then = load + work  # [orders, machines]
+        more = np.maximum(again, again_of[items]) if counted else again
         if counted:
-            more = np.maximum(again, again_of[items])
             then += more
         if slowest:
             np.maximum(then, top, out=then)
@@ -296,7 +296,8 @@ def greedy(problem: Problem, order: Sequence[int], head: Ints | None = None) -> 
 
     `head`: machines of the first items in `order`, as they are.
     """
-    behind, start_s, kinds = problem.behind.tolist(), problem.start_s.tolist(), problem.kind.tolist()
+    behind, start_s = problem.behind.tolist(), problem.start_s.tolist()
+    kinds: list[int] = problem.kind.tolist()
     work: list[list[float]] = problem.work.T.tolist()
     machine_of, known = np.zeros(problem.num_items, dtype=np.int64), 0
     largest, busy, idle = [0.0] * problem.num_machines, *_queues(problem, [0.0] * problem.num_machines)
@@ -343,7 +344,8 @@ def _queues(problem: Problem, seconds: Sequence[float]) -> tuple[list[list[tuple
     """
     busy: list[list[tuple[float, int]]] = [[] for _ in problem.work]
     idle: list[list[int]] = [[] for _ in problem.work]
-    for machine, kind in reversed(list(enumerate(problem.kind.tolist()))):
+    kinds: list[int] = problem.kind.tolist()
+    for machine, kind in reversed(list(enumerate(kinds))):
         if seconds[machine]:
             heapq.heappush(busy[kind], (seconds[machine], machine))
         else:
