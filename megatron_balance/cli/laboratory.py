@@ -99,21 +99,25 @@ class Bench:
         """
         from megatron_balance.ir.step import EMPTY
         from megatron_balance.planners.base import JointStages, StepContext
+        from megatron_balance.planning.strategies import with_proposed
 
         given, mode = self.given, self.mode(choice)
-        if choice.planner.pipelines and choice.given.get("strategies") and given.tensor_parallel > 1:
+        degrees = choice.planner.pipelines and (choice.given.get("strategies") or choice.given.get("strategy"))
+        if degrees and given.tensor_parallel > 1:
             raise ConfigError(
                 f"--tensor-parallel {given.tensor_parallel}: a strategy says the degrees of its pipelines; leave it out"
             )
         pool = self.pool.cluster
         joint = JointStages(pool, given.planning_cost(pool), self.setup.interleave) if mode.joint else None
         context = StepContext(given.cluster, given.model, given.planning_cost(), joint=joint, ping_pong=mode.ping_pong)
-        begin = time.perf_counter()
         groups = [given.batches[at : at + self.group] for at in range(0, len(given.batches), self.group)]
+        lengths = [tuple(batch.lengths for batch in group) for group in groups]
+        choice = with_proposed(choice, lengths, context)
+        begin = time.perf_counter()
         steps: list[StepPlan] = []
         carry = EMPTY
-        for group in progress(groups, f"{choice.name}: plan"):
-            step, carry = choice.plan_step(tuple(batch.lengths for batch in group), context, carry)
+        for group in progress(lengths, f"{choice.name}: plan"):
+            step, carry = choice.plan_step(group, context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
         return Planned(choice.name, mode, tuple(steps), plan_ms)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megatron_balance.planning.strategies import Candidate
 
 BATCHES, SAMPLE_BATCHES = 20, 50
+MOST_RANKS = 1 << 16
+"""GPUs of a proposal: more is a typing error."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -85,9 +87,13 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: must be at least 1")
     if args.out and not args.out.parent.is_dir():
         raise ConfigError(f"--out {args.out}: no folder {args.out.parent}")
+    if args.out and args.out.is_dir():
+        raise ConfigError(f"--out {args.out}: is a folder; name a file in it")
     if args.schemes and args.plan_costs:
         raise ConfigError("--schemes and --plan-costs are both given; use one")
     cluster = load_cluster(args.cluster).build(num_ranks=args.ranks, ranks_per_node=args.ranks_per_node)
+    if cluster.num_ranks > MOST_RANKS:
+        raise ConfigError(f"--ranks {cluster.num_ranks}: more than {MOST_RANKS}; propose for a part of the GPUs")
     most = args.seq_length or args.tokens
 
     def drawn(count: int, seed: int) -> list[list[int]]:
@@ -100,7 +106,10 @@ def run(args: argparse.Namespace) -> int:
     proposed = propose(sample, args.tokens, costs, cluster.num_ranks)
     found = rank(proposed, batches, costs, cluster.num_ranks)
     if args.out:
-        args.out.write_text(_file(found, args), encoding="utf-8")
+        try:
+            args.out.write_text(_file(found, args), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {args.out}: cannot be written ({error.strerror}); name another file") from None
     if args.json:
         rows = [
             {

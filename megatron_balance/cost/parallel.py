@@ -54,6 +54,23 @@ def wide_ranks(cluster: Cluster, tensor_parallel: int) -> Cluster:
     )
 
 
+def joined_nodes(cluster: Cluster, tensor_parallel: int) -> Cluster:
+    """The cluster, nodes taken together as one where a tensor-parallel group is larger than one.
+
+    Such a group's rings cross nodes over the NICs of all its GPUs, each a ring of its own.
+    """
+    if tensor_parallel <= cluster.node_size:
+        return cluster
+    across = cluster.nic_bytes_per_s / cluster.ranks_per_nic * cluster.node_size
+    return replace(
+        cluster,
+        num_ranks=max(1, cluster.num_ranks // tensor_parallel) * tensor_parallel,
+        ranks_per_node=tensor_parallel,
+        intra_bytes_per_s=min(cluster.intra_bytes_per_s, across),
+        intra_alpha_s=cluster.inter_alpha_s,
+    )
+
+
 def gradient_sync_s(num_parameters: float, group: Group, *, sharded: bool = True) -> float:
     """Seconds of the data-parallel synchronisation of a step, nothing hidden: gradients summed,
     weights gathered.

@@ -16,6 +16,7 @@ from megatron_balance.planners import (
     hydraulis,
     knapformer,
     llama_all_gather,
+    megatron,
     megatron_dynamic,
     packing,
     te_ring,
@@ -88,6 +89,14 @@ PLANNERS: dict[str, Planner] = {
         pipelines=True,
         takes_waiting=True,
         left_out="it deals sequences to pipelines; inside a microbatch it is the planner named by its option within",
+    ),
+    "megatron": Planner(
+        None,
+        megatron.MegatronOptions,
+        plan_step=megatron.plan_step,
+        pipelines=True,
+        takes_waiting=True,
+        left_out="it fills microbatches and deals them in turn; inside one it is te_ring",
     ),
     "zeppelin": Planner(
         zeppelin.plan,

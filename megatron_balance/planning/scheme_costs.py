@@ -11,6 +11,7 @@ from megatron_balance.analysis.max_len import MARGIN, max_len
 from megatron_balance.config import SchemeTable
 from megatron_balance.cost.base import MachineCost
 from megatron_balance.cost.moved import on_cluster
+from megatron_balance.cost.parallel import joined_nodes
 from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -91,12 +92,14 @@ class PredictedCosts:
     """Costs predicted for a model on a cluster, by data sheets or a measured cost table.
 
     `cost`: of one GPU of `cluster`. Tensor parallelism beyond a node takes nodes together as one.
+    `tokens_per_rank`: most tokens of a GPU, beside what its memory holds.
     """
 
     cost: MachineCost
     cluster: Cluster
     model: Model
     margin: float = MARGIN
+    tokens_per_rank: int | None = None
     _known: dict[tuple[Scheme, int], PipelineCost] = field(
         default_factory=dict[tuple[Scheme, int], PipelineCost], init=False, repr=False, compare=False
     )
@@ -132,7 +135,10 @@ class PredictedCosts:
         return on_cluster(self.cost, wide, tensor)
 
     def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
-        return max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
+        most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
+        if self.tokens_per_rank is None:
+            return most
+        return min(most, self.tokens_per_rank * scheme.tensor * scheme.context)
 
     def _splits(self, tensor: int) -> bool:
         model = self.model
@@ -144,23 +150,9 @@ class PredictedCosts:
         return context % wide == 0 or wide % context == 0
 
     def _cluster_for(self, scheme: Scheme) -> Cluster:
-        """Nodes for one pipeline, taken together where a tensor-parallel group is larger than one.
-
-        Such a group's rings then cross nodes over the NICs of all its GPUs, each a ring of its own.
-        """
-        cluster = self.cluster
-        node = max(scheme.tensor, cluster.node_size)
-        num_ranks = -(-scheme.num_ranks // node) * node
-        if scheme.tensor <= cluster.node_size:
-            return replace(cluster, num_ranks=num_ranks, ranks_per_node=node)
-        across = cluster.nic_bytes_per_s / cluster.ranks_per_nic * cluster.node_size
-        return replace(
-            cluster,
-            num_ranks=num_ranks,
-            ranks_per_node=node,
-            intra_bytes_per_s=min(cluster.intra_bytes_per_s, across),
-            intra_alpha_s=cluster.inter_alpha_s,
-        )
+        """Nodes for one pipeline."""
+        joined = joined_nodes(self.cluster, scheme.tensor)
+        return replace(joined, num_ranks=-(-scheme.num_ranks // joined.node_size) * joined.node_size)
 
 
 def _powers_of_two(most: int) -> list[int]:

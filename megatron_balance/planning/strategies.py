@@ -9,9 +9,10 @@ of sampled batches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from statistics import fmean
 
 import numpy as np
@@ -19,9 +20,12 @@ from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.strategy import Scheme, Strategy
-from megatron_balance.planners.hydraulis.pipelines import deal
-from megatron_balance.planning.scheme_costs import SchemeCosts
-from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.hydraulis import AUTO
+from megatron_balance.planners.pipelines import deal, packed
+from megatron_balance.planning.choice import PlannerChoice
+from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch
 from megatron_balance.solvers.microbatches import EFFICIENCY
 
 Floats = NDArray[np.float64]
@@ -309,6 +313,29 @@ def _strategy(schemes: Sequence[Scheme], counts: Counts) -> Strategy:
     return Strategy(tuple(scheme for scheme, number in parts for _ in range(number)))
 
 
+def with_proposed(choice: PlannerChoice, steps: Sequence[Sequence[Lengths]], context: StepContext) -> PlannerChoice:
+    """The planner with candidates proposed for these steps, where it asks for `strategies: auto`.
+
+    Args:
+        choice: the planner.
+        steps: lengths of each, by microbatch; the proposal sees them all, and they rank it.
+        context: the GPUs that are planned for, and their costs.
+
+    Raises:
+        InfeasibleError: a sequence that no scheme holds.
+    """
+    if not choice.planner.pipelines or choice.given.get("strategies") != AUTO:
+        return choice
+    batches = [list(chain.from_iterable(step)) for step in steps]
+    costs = PredictedCosts(context.cost, context.cluster, context.model, tokens_per_rank=choice.options.tokens_per_rank)
+    num_ranks = context.cluster.num_ranks
+    tokens = max(1, sum(map(sum, batches)) // len(batches))
+    proposed = propose(list(chain.from_iterable(batches)), tokens, costs, num_ranks)
+    found = rank(proposed, batches, costs, num_ranks)
+    strategies = tuple(str(each.strategy) for each in found)
+    return dataclasses.replace(choice, options=dataclasses.replace(choice.options, strategies=strategies))
+
+
 def pipelines_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> tuple[float, ...]:
     """Seconds of each pipeline for a batch that is dispatched and packed.
 
@@ -368,6 +395,11 @@ def _fastest(
     left = list(strategies)
     for count in (*FIRST_ROUNDS, len(batches)):
         if len(left) > 1:
-            mean_s = {each: fmean(max(pipelines_s(batch, known[each])) for batch in batches[:count]) for each in left}
+            mean_s = {each: fmean(_quick_s(batch, known[each]) for batch in batches[:count]) for each in left}
             left = sorted(left, key=mean_s.__getitem__)[: max(1, len(left) // FEWER)]
     return left[0]
+
+
+def _quick_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> float:
+    """Seconds of a batch of which one dispatch is tried: enough to compare strategies by."""
+    return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1))[1])

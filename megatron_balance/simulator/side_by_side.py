@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_balance.cost.moved import on_cluster
-from megatron_balance.cost.parallel import wide_ranks
+from megatron_balance.cost.parallel import joined_nodes, wide_ranks
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
@@ -63,7 +63,7 @@ def simulate_strategy(plan: StepPlan, strategy: Strategy, gpus: Machine, setup: 
 
 def _simulate(step: StepPlan, scheme: Scheme, gpus: Machine, setup: Setup) -> Step:
     """One pipeline's step; all GPUs share what the pipeline holds of the parameters."""
-    wide = wide_ranks(gpus.cluster, scheme.tensor)
+    wide = wide_ranks(joined_nodes(gpus.cluster, scheme.tensor), scheme.tensor)
     size = wide.node_size
     alike = max(scheme.context, wide.num_ranks // scheme.pipeline)
     alike -= alike % min(alike, size)

@@ -63,6 +63,15 @@ class PipelineCost:
         behind = (self.stages - 1) * (self._load_s(max(lengths), spread) + self.c)
         return behind + sum(self._load_s(length, spread) for length in lengths)
 
+    def least_s(self, lengths: Sequence[int]) -> float:
+        """Seconds that no packing of these sequences comes below (Eq. 1); 0: there are none.
+
+        `bound_s` less the part of c that it counts again for the longest.
+        """
+        if not lengths:
+            return 0.0
+        return self.bound_s(lengths) - (self.stages - 1) * self.c / max(self.max_tokens, 1) * max(lengths)
+
     def _load_s(self, length: int, spread: float) -> float:
         return self.sequence_s(length) + spread * length
 
@@ -74,18 +83,24 @@ def slowest_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigne
     )
 
 
-def dispatch(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> Assigned:
+def least_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned: Assigned) -> float:
+    """Seconds that the slowest pipeline takes at least, however its sequences are packed."""
+    return max(
+        pipeline.least_s([lengths[seq] for seq in seqs]) for pipeline, seqs in zip(pipelines, assigned, strict=True)
+    )
+
+
+def dispatch(lengths: Sequence[int], pipelines: Sequence[PipelineCost], searches: int = makespan.IMPROVED) -> Assigned:
     """Sequences by pipeline: each to one that holds it, the slowest as fast as was found.
 
-    The same for equal input, on every host.
+    The same for equal input, on every host. `searches`: of few sequences, starts that are searched
+    from; 1: the longest first alone.
 
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    found = makespan.assign(problem_of(lengths, pipelines))
-    assert found is not None, "pipelines have room for any number of microbatches"
-    return _by_pipeline(found.tolist(), len(pipelines))
+    return _by_pipeline(makespan.assign(problem_of(lengths, pipelines), searches=searches).tolist(), len(pipelines))
 
 
 def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
@@ -109,9 +124,8 @@ def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> mak
         work,
         np.array([kinds.index(each) for each in pipelines], dtype=np.int64),
         np.array([each.stages - 1.0 for each in pipelines]),
-        np.array([(each.stages - 1) * each.c for each in pipelines]),
+        np.array([(each.stages - 1.0) * each.c for each in pipelines]),
         tokens,
-        np.full(len(pipelines), np.inf),
     )
 
 
@@ -126,10 +140,8 @@ def greedy(lengths: Sequence[int], pipelines: Sequence[PipelineCost], trials: in
     """
     _check(lengths, pipelines)
     problem = problem_of(lengths, pipelines)
-    found = makespan.trials(problem, trials, random.Random(seed))
-    assert (found >= 0).all(), "pipelines have room for any number of microbatches"
-    seconds = [float(problem.seconds(each).max()) for each in found]
-    return _by_pipeline(found[int(np.argmin(seconds))].tolist(), len(pipelines))
+    found, seconds = makespan.trials(problem, trials, random.Random(seed))
+    return _by_pipeline(found[int(seconds.max(axis=1).argmin())].tolist(), len(pipelines))
 
 
 def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit: int = 200) -> Assigned:

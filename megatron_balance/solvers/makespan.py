@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,16 +38,19 @@ TRIALS, SHAKEN = 100, 40
 first with random limits."""
 IMPROVED = 10
 """Starts that are searched from, the earliest done first."""
-HEAD = 32
+HEAD = 16
 """Of many items, these and two a machine decide between limits."""
 FEW = 24
 """Items up to which a depth-first search follows, of at most `NODES` nodes."""
-NODES = 4_000
+NODES = 20_000
 SHARES = (0.02, 0.04, 0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 """Of the bound: what a machine's largest item may take beside its items in the first starts."""
-ROUNDS, ROUNDS_AHEAD, GROUPS = 120, 32, 48
+ROUNDS, ROUNDS_FEW, ROUNDS_AHEAD, GROUPS = 80, 24, 8, 48
 """Of the bound: times that the machines' weights are corrected, fewer ahead of a search; and groups
 of items that are alike for that."""
+SHARPNESS, LEAST_SHARE = (2.0, 500.0), 1e-6
+"""Of the bound: powers of weighted work by which kinds share items, in the first and the last round;
+and the least load or weight of a kind over the mean or the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class Problem:
     """Items and machines.
 
     `work` [kinds, items]: seconds of each item on a machine of each kind; `NOT_HELD`: not there.
-    `kind`, `behind`, `start_s`, `room` [machines]: its kind, how often its largest item counts again,
-    seconds of a machine that has any item, and the sizes that it holds. `sizes` [items].
+    `kind`, `behind`, `start_s` [machines]: its kind, how often its largest item counts again, and
+    seconds of a machine that has any item. `sizes` [items]: what limits are in.
     """
 
     work: Floats
@@ -64,7 +67,6 @@ class Problem:
     behind: Floats
     start_s: Floats
     sizes: Ints
-    room: Floats
 
     @property
     def num_items(self) -> int:
@@ -83,31 +85,28 @@ class Problem:
         return total + self.behind * largest + self.start_s * (largest > 0)
 
 
-def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints | None:
-    """The machine of each item [items]; None: no machine has room for an item that is left.
-    `searches`: starts that are searched from, at most.
+def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints:
+    """The machine of each item [items]. `searches`: starts that are searched from, at most.
 
     Equal on every host for equal input: ties go to the machine and the item with the lower number.
     """
     if not problem.num_items:
         return np.zeros(0, dtype=np.int64)
-    bound, weights = _bound(problem, ROUNDS_AHEAD)
     few = problem.num_items <= MANY
+    bound, weights = _bound(problem, ROUNDS_FEW if few else ROUNDS_AHEAD)
     enough = (1 + (CLOSE if few else CLOSE_MANY)) * bound
     longest_first = np.argsort(-problem.work.min(axis=0), kind="stable")
     if not few:
         head = _limited_head(problem, longest_first, bound, weights) if problem.behind.any() else None
         found = greedy(problem, longest_first.tolist(), head)
-        if found is not None:
-            improve(problem, found, enough, LEAST_GAIN_MANY)
+        improve(problem, found, enough, LEAST_GAIN_MANY)
         return found
-    best, best_s = None, np.inf
-    first = greedy(problem, longest_first.tolist())
-    if first is not None:
-        improve(problem, first, enough)
-        best, best_s = first, float(problem.seconds(first).max())
+    best = greedy(problem, longest_first.tolist())
+    improve(problem, best, enough)
+    best_s = float(problem.seconds(best).max())
     if searches > 1 and best_s > enough:
-        for found in _starts(problem, longest_first, bound, seed)[:searches]:
+        starts = _starts(problem, longest_first, bound, seed)[:searches]
+        for found in [_by_price(problem, longest_first, weights), *starts]:
             improve(problem, found, enough)
             seconds = float(problem.seconds(found).max())
             if seconds < best_s * (1 - 1e-9):
@@ -127,15 +126,23 @@ def _limited_head(problem: Problem, longest_first: Ints, bound: float, weights: 
     """
     head = longest_first[: HEAD + 2 * problem.num_machines]
     rest = longest_first[len(head) :]
-    some = Problem(
-        problem.work[:, head], problem.kind, problem.behind, problem.start_s, problem.sizes[head], problem.room
-    )
+    some = Problem(problem.work[:, head], problem.kind, problem.behind, problem.start_s, problem.sizes[head])
     unlimited = np.full(problem.num_machines, np.inf)
     caps = np.concatenate([unlimited[None], _fill_caps(problem, bound)])
-    found = in_turn(some, np.broadcast_to(np.arange(len(head)), (len(caps), len(head))), caps)
-    seconds = np.array([some.seconds(each) for each in found])
+    found, seconds = in_turn(some, np.arange(len(head))[None], caps)
     left = (weights[:, None] * problem.work[:, rest]).min(axis=0).sum()
     return found[int(np.maximum(seconds.max(axis=1), seconds @ weights[problem.kind] + left).argmin())]
+
+
+def _by_price(problem: Problem, longest_first: Ints, weights: Floats) -> Ints:
+    """The longest first, each among the machines of the kind with the least weighted work; `weights`:
+    of a machine of each kind.
+
+    Where all machines end together, what is left to gain is that items lie where they are cheap.
+    """
+    kind = (weights[:, None] * problem.work).argmin(axis=0)
+    only = np.where(np.arange(len(weights))[:, None] == kind, problem.work, NOT_HELD)
+    return greedy(replace(problem, work=only), longest_first.tolist())
 
 
 def _starts(problem: Problem, longest_first: Ints, bound: float, seed: int) -> list[Ints]:
@@ -149,19 +156,20 @@ def _starts(problem: Problem, longest_first: Ints, bound: float, seed: int) -> l
         limits = _fill_caps(problem, bound)
         orders = np.array([longest_first] * len(limits) + shaken)
         caps = np.concatenate([limits, [_caps(problem, rng) for _ in range(SHAKEN)]])
-    found = np.concatenate([in_turn(problem, orders, caps), trials(problem, TRIALS, rng)])
-    found = np.unique(found[(found >= 0).all(axis=1)], axis=0)
-    seconds = [float(problem.seconds(each).max()) for each in found]
-    return [found[at] for at in np.argsort(seconds, kind="stable").tolist()]
+    ours, tried = in_turn(problem, orders, caps), trials(problem, TRIALS, rng)
+    found, seconds = np.concatenate([ours[0], tried[0]]), np.concatenate([ours[1], tried[1]])
+    found, first = np.unique(found, axis=0, return_index=True)
+    last = seconds[first].max(axis=1)
+    return [found[at] for at in np.argsort(last, kind="stable").tolist()]
 
 
-def _searched(problem: Problem, order: Sequence[int], best: Ints | None, best_s: float) -> Ints | None:
+def _searched(problem: Problem, order: Sequence[int], best: Ints, best_s: float) -> Ints:
     """The best of a depth-first search of at most `NODES` nodes, `best` being known; of machines that
     are alike so far one is tried.
     """
-    work, sizes = problem.work[problem.kind].T.tolist(), problem.sizes.tolist()
+    work = problem.work[problem.kind].T.tolist()
     behind, start_s, kinds = problem.behind.tolist(), problem.start_s.tolist(), problem.kind.tolist()
-    total, largest, room = [0.0] * problem.num_machines, [0.0] * problem.num_machines, problem.room.tolist()
+    total, largest = [0.0] * problem.num_machines, [0.0] * problem.num_machines
     chosen = [0] * problem.num_items
     nodes = 0
 
@@ -177,8 +185,8 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints | None, best_s:
         alike: set[tuple[float, ...]] = set()
         tried: list[tuple[float, int]] = []
         for machine, more in enumerate(work[item]):
-            state = (kinds[machine], behind[machine], start_s[machine], total[machine], largest[machine], room[machine])
-            if more < NOT_HELD and room[machine] >= sizes[item] and state not in alike:
+            state = (kinds[machine], behind[machine], start_s[machine], total[machine], largest[machine])
+            if more < NOT_HELD and state not in alike:
                 alike.add(state)
                 tried.append((seconds(machine, more), machine))
         for then, machine in sorted(tried):
@@ -188,11 +196,9 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints | None, best_s:
             before = total[machine], largest[machine]
             total[machine] += work[item][machine]
             largest[machine] = max(largest[machine], work[item][machine])
-            room[machine] -= sizes[item]
             chosen[item] = machine
             place(depth + 1, max(then, slowest))
             total[machine], largest[machine] = before
-            room[machine] += sizes[item]
 
     place(0, 0.0)
     return best
@@ -233,121 +239,118 @@ def _shaken(order: Sequence[int], rng: random.Random) -> list[int]:
     return [order[place] for place in sorted(range(len(order)), key=keys.__getitem__)]
 
 
-def trials(problem: Problem, count: int, rng: random.Random) -> Ints:
-    """Machines [trials, items] by Hydraulis' Alg. 1: items in random order, each to the first machine
-    with which the slowest is least slow; -1: found no room.
+def trials(problem: Problem, count: int, rng: random.Random) -> tuple[Ints, Floats]:
+    """As `in_turn`, by Hydraulis' Alg. 1: items in random order, each to the first machine with which
+    the slowest is least slow.
     """
     keys = np.array([rng.random() for _ in range(count * problem.num_items)]).reshape(count, problem.num_items)
     return in_turn(problem, np.argsort(keys, axis=1, kind="stable"), None, slowest=True)
 
 
-def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: bool = False) -> Ints:
+def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: bool = False) -> tuple[Ints, Floats]:
     """Each item in turn to the machine that would then be done first; several orders side by side.
 
     Args:
         problem: items and machines.
-        orders: items in turn [orders, items].
+        orders: items in turn [orders, items]; one: the same for all limits.
         caps: sizes above which a machine takes an item only if no other does [orders, machines].
         slowest: to the first machine with which the slowest of all is least slow.
 
     Returns:
-        Machines [orders, items]; -1 where an item found no room.
+        Machines [orders, items], and seconds of each machine [orders, machines].
     """
     work_of = np.ascontiguousarray(problem.work[problem.kind].T)
-    count, limited = len(orders), bool(np.isfinite(problem.room).any())
-    total, largest = np.zeros((2, count, problem.num_machines))
+    again_of = problem.behind * work_of
+    count = max(len(orders), 0 if caps is None else len(caps))
+    load = np.repeat(problem.start_s[None], count, axis=0)  # of a machine that has any item
+    again = np.zeros((count, problem.num_machines))
+    found = np.empty((count, problem.num_items), dtype=np.int64)
     top = np.zeros((count, 1))
-    room = np.repeat(problem.room[None], count, axis=0)
-    found = np.zeros((count, problem.num_items), dtype=np.int64)
-    row, behind, counted = np.arange(count), problem.behind, bool(problem.behind.any())
-    for items in orders.T:
+    row, counted = np.arange(count), bool(problem.behind.any())
+    over = None if caps is None else CAPPED * (problem.sizes[orders.T][:, :, None] > caps)
+    for turn, items in enumerate(orders.T):
         work = work_of[items]
-        then = total + work + problem.start_s
-        more = np.maximum(largest, work)
+        then = load + work  # [orders, machines]
+        more = np.maximum(again, again_of[items]) if counted else again
         if counted:
-            then += behind * more
+            then += more
         if slowest:
-            then = np.maximum(then, top)
-        if caps is not None:
-            then += CAPPED * (problem.sizes[items, None] > caps)
-        if limited:
-            then[room < problem.sizes[items, None]] = NOT_HELD
+            np.maximum(then, top, out=then)
+        if over is not None:
+            then += over[turn]
         at = then.argmin(axis=1)
-        least = then[row, at]
-        found[row, items] = np.where(least < NOT_HELD, at, -1)
-        total[row, at] += work[row, at]
-        largest[row, at] = more[row, at]
-        room[row, at] -= problem.sizes[items]
+        cell = (row, at)
+        found[row, items] = at
+        load[cell] += work_of[items, at]
+        if counted:
+            again[cell] = more[cell]
         if slowest:
-            top = least[:, None]
-    return found
+            top = then[cell][:, None]
+    used = load > problem.start_s
+    return found, np.where(used, load + again, 0.0)
 
 
-def greedy(problem: Problem, order: Sequence[int], head: Ints | None = None) -> Ints | None:
-    """Each item in turn to the machine that would then be done first; None: one finds no place.
+def greedy(problem: Problem, order: Sequence[int], head: Ints | None = None) -> Ints:
+    """Each item in turn to the machine that would then be done first: the least busy of a kind, or one
+    that has none yet.
 
     `head`: machines of the first items in `order`, as they are.
     """
-    num_kinds = len(problem.work)
-    largest, seconds_of, room = [0.0] * problem.num_machines, [0.0] * problem.num_machines, problem.room.tolist()
     behind, start_s = problem.behind.tolist(), problem.start_s.tolist()
     kinds: list[int] = problem.kind.tolist()
-    work, sizes = problem.work.T.tolist(), problem.sizes.tolist()
-    limited = bool(np.isfinite(problem.room).any())
-    machine_of = [0] * problem.num_items
-    known: list[int] = [] if head is None else head.tolist()
-    for item, machine in zip(order, known, strict=False):
-        if machine < 0:
-            return None
-        own = work[item][kinds[machine]]
-        seconds_of[machine] += own + (0.0 if largest[machine] else start_s[machine])
-        seconds_of[machine] += behind[machine] * max(0.0, own - largest[machine])
-        largest[machine] = max(largest[machine], own)
-        room[machine] -= sizes[item]
-        machine_of[item] = machine
-    queues: list[list[tuple[float, int]]] = [[] for _ in range(num_kinds)]
-    for machine, kind in enumerate(kinds):
-        heapq.heappush(queues[kind], (seconds_of[machine], machine))
-    for item in order[len(known) :]:
-        best, best_s, at = -1, np.inf, 0.0
-        for queue, seconds in zip(queues, work[item], strict=True):
-            if seconds >= NOT_HELD or not queue:
+    work: list[list[float]] = problem.work.T.tolist()
+    machine_of, known = np.zeros(problem.num_items, dtype=np.int64), 0
+    largest, busy, idle = [0.0] * problem.num_machines, *_queues(problem, [0.0] * problem.num_machines)
+    if head is not None:
+        known = len(head)
+        first = list(order[:known])
+        machine_of[first] = head
+        some = Problem(problem.work[:, first], problem.kind, problem.behind, problem.start_s, problem.sizes[first])
+        busy, idle = _queues(problem, some.seconds(head).tolist())
+        largest = _two_largest(some.work[problem.kind[head], np.arange(known)], head, problem.num_machines)[0].tolist()
+    sides = list(zip(busy, idle, strict=True))
+    for item in order[known:]:
+        best, best_s, is_idle = -1, NOT_HELD, False
+        for own, (used, unused) in zip(work[item], sides, strict=True):
+            if own >= best_s:
                 continue
-            simple = not limited and largest[queue[0][1]]
-            able = queue[:1] if simple else _candidates(queue, sizes[item], room if limited else None, largest)
-            for load, machine in able:
-                then = load + seconds + (0.0 if largest[machine] else start_s[machine])
-                if seconds > largest[machine]:
-                    then += behind[machine] * (seconds - largest[machine])
+            if used:
+                then, machine = used[0]
+                then += own
+                if own > largest[machine]:
+                    then += behind[machine] * (own - largest[machine])
                 if then < best_s:
-                    best, best_s, at = machine, then, load
-        if best < 0:
-            return None
-        machine_of[item] = best
+                    best, best_s, is_idle = machine, then, False
+            if unused:
+                machine = unused[-1]
+                then = own * (1 + behind[machine]) + start_s[machine]
+                if then < best_s:
+                    best, best_s, is_idle = machine, then, True
+        assert best >= 0, "an item that no machine holds"
         kind = kinds[best]
+        machine_of[item] = best
         largest[best] = max(largest[best], work[item][kind])
-        room[best] -= sizes[item]
-        queue = queues[kind]
-        if queue[0] == (at, best):
-            heapq.heapreplace(queue, (best_s, best))
+        if is_idle:
+            idle[kind].pop()
+            heapq.heappush(busy[kind], (best_s, best))
         else:
-            queue[queue.index((at, best))] = (best_s, best)
-            heapq.heapify(queue)
-    return np.array(machine_of, dtype=np.int64)
+            heapq.heapreplace(busy[kind], (best_s, best))
+    return machine_of
 
 
-def _candidates(
-    queue: list[tuple[float, int]], size: int, room: Sequence[float] | None, largest: Sequence[float]
-) -> list[tuple[float, int]]:
-    """Machines of a kind that may take an item: the least busy, and beside an empty one the least
-    busy that is not.
+def _queues(problem: Problem, seconds: Sequence[float]) -> tuple[list[list[tuple[float, int]]], list[list[int]]]:
+    """By kind, a heap of the machines that have items, by their `seconds`, and the others, the last
+    first.
     """
-    able = queue if room is None else [each for each in queue if room[each[1]] >= size]
-    found = [min(able)] if able else []
-    if found and not largest[found[0][1]]:
-        used = [each for each in able if largest[each[1]]]
-        found += [min(used)] if used else []
-    return found
+    busy: list[list[tuple[float, int]]] = [[] for _ in problem.work]
+    idle: list[list[int]] = [[] for _ in problem.work]
+    kinds: list[int] = problem.kind.tolist()
+    for machine, kind in reversed(list(enumerate(kinds))):
+        if seconds[machine]:
+            heapq.heappush(busy[kind], (seconds[machine], machine))
+        else:
+            idle[kind].append(machine)
+    return busy, idle
 
 
 def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEAST_GAIN) -> None:
@@ -365,8 +368,6 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
         slowest = int(seconds.argmax())
         if seconds[slowest] <= enough:
             return
-        held = np.bincount(machine_of, weights=problem.sizes, minlength=problem.num_machines)
-        free = problem.room - held
         near = np.argsort(seconds, kind="stable")[:PARTNERS]
         mine = np.flatnonzero(machine_of == slowest)
         others = np.flatnonzero(np.isin(machine_of, near[near != slowest]))
@@ -378,12 +379,11 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
         with_it = total + brought + problem.behind * np.maximum(largest, brought) + problem.start_s
         moved = np.maximum(without[:, None], with_it)
         moved[:, slowest] = np.inf
-        moved[problem.sizes[mine, None] > free] = np.inf
         best = int(moved.argmin())
         found_s, change = float(moved.flat[best]), (best // problem.num_machines, best % problem.num_machines, -1)
         if len(others):
             both = others, machine_of[others]
-            swapped = _swapped(problem, (own, rest, total, free), slowest, mine, both)
+            swapped = _swapped(problem, (own, rest, total), slowest, mine, both)
             at = int(swapped.argmin())
             if swapped.flat[at] < found_s:
                 found_s = float(swapped.flat[at])
@@ -398,12 +398,12 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
 
 
 def _swapped(
-    problem: Problem, now: tuple[Floats, Floats, Floats, Floats], slowest: int, mine: Ints, others: tuple[Ints, Ints]
+    problem: Problem, now: tuple[Floats, Floats, Floats], slowest: int, mine: Ints, others: tuple[Ints, Ints]
 ) -> Floats:
     """Seconds of the later of two machines [mine, others] that have swapped an item each; `others`:
     the items and their machines.
     """
-    own, rest, total, free = now
+    own, rest, total = now
     items, theirs = others
     comes = problem.work[problem.kind[slowest], items]  # to the slowest
     goes = problem.work[problem.kind[theirs][None, :], mine[:, None]]  # from it
@@ -416,10 +416,7 @@ def _swapped(
     there = (
         total[theirs] - own[items] + goes + problem.behind[theirs] * np.maximum(rest[items], goes)
     ) + problem.start_s[theirs]
-    later = np.maximum(here, there)
-    grows = problem.sizes[mine][:, None] - problem.sizes[items]
-    later[(grows > free[theirs]) | (-grows > free[slowest])] = np.inf
-    return later
+    return np.maximum(here, there)
 
 
 def _two_largest(values: Floats, group: Ints, num_groups: int) -> tuple[Floats, Floats]:
@@ -462,7 +459,10 @@ def _bound(problem: Problem, rounds: int) -> tuple[float, Floats]:
 
 def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
     """Weights of a machine of each kind [kinds], `counts` of them sum to 1, for which the sum over
-    items of the least weighted work is large: multiplicative updates, on items in groups.
+    items of the least weighted work is large.
+
+    Items, in groups, are shared among kinds by weighted work, ever more sharply; kinds that get more
+    than the mean become dearer.
     """
     typical = np.where(work < NOT_HELD, work, 0.0).sum(axis=1) / np.maximum(1, (work < NOT_HELD).sum(axis=1))
     weights = 1.0 / np.maximum(typical, 1e-30)
@@ -475,16 +475,19 @@ def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
     shares: Floats = part[-1] * np.linspace(0.0, 1.0, GROUPS, endpoint=False)
     edges: Ints = np.unique(np.searchsorted(part, shares, side="right").astype(np.int64))
     grouped: Floats = np.add.reduceat(work[:, order], np.minimum(edges, len(order) - 1), axis=1)
-    best, best_s = weights, 0.0
-    column: Ints = np.arange(len(edges), dtype=np.int64)
+    each, best, best_s = counts.astype(np.float64), weights, 0.0
+    logs = np.log(grouped)
     for turn in range(rounds):
-        weighted = weights[:, None] * grouped
-        kind = weighted.argmin(axis=0)
-        total = float(weighted[kind, column].sum())
+        sharpness = SHARPNESS[0] * (SHARPNESS[1] / SHARPNESS[0]) ** (turn / rounds)
+        price = np.log(weights)[:, None] + logs
+        least_price = price.min(axis=0)
+        total = float(np.exp(least_price).sum())
         if total > best_s:
             best, best_s = weights, total
-        loads = np.bincount(kind, grouped[kind, column], len(counts)) / counts
-        mean = float(loads @ counts) / float(counts.sum())
-        weights = weights * np.exp(np.clip(loads / mean - 1, -1, 1) * 0.3 / (1 + turn / 3))
-        weights /= (weights * counts).sum()
+        share = np.exp(-sharpness * (price - least_price))
+        loads = (share / share.sum(axis=0) * grouped).sum(axis=1) / each
+        mean = loads.mean()
+        weights = weights * np.maximum(loads / mean, LEAST_SHARE) ** (1 / (1 + sharpness / 2))
+        weights = np.maximum(weights, LEAST_SHARE * weights.max())
+        weights /= weights @ each
     return best

@@ -1,5 +1,5 @@
-"""Packing items into bins: least loaded first (LPT when the items come in descending order), and
-best fit.
+"""Packing items into bins: least loaded first (LPT when the items come in descending order), best
+fit, and first fit into as many bins as it takes.
 """
 
 from __future__ import annotations
@@ -44,3 +44,20 @@ def best_fit(sizes: Sequence[int], spaces: Sequence[int]) -> list[int | None]:
         bisect.insort(free, (space - size, index))
         chosen.append(index)
     return chosen
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Items of each bin, the largest items first, each in the first bin that has room.
+
+    An item that is larger than a bin has one of its own.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        at = next((number for number, left in enumerate(room) if left >= sizes[item]), len(bins))
+        if at == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[at].append(item)
+        room[at] -= sizes[item]
+    return bins

@@ -1,6 +1,6 @@
 """Sequences to pipelines: ours against the paper's Alg. 1, against all assignments where these are
-few, and against a bound; and the CPU time, packing too (Hydraulis, arXiv 2412.07894, sections 6.1 and
-6.2, Table 2).
+few, and against a bound; and the CPU time, packing and a choice among strategies too (Hydraulis,
+arXiv 2412.07894, sections 6.1 and 6.2, Table 2).
 
 python -m tools.bench.dispatch [--cases 1000] [--small 60] [--batches 20]
 
@@ -18,13 +18,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from statistics import mean, median
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.schemes import Scheme, fit_scheme
+from megatron_balance.planners.pipelines import fastest
 from megatron_balance.solvers import makespan
 from megatron_balance.solvers.dispatch import (
     Assigned,
@@ -38,14 +39,26 @@ from megatron_balance.solvers.microbatches import pack
 from megatron_balance.workloads.lengths import draw
 
 T = TypeVar("T")
+Parts: TypeAlias = "tuple[tuple[Scheme, int, int], ...]"
+"""Of a strategy: schemes, how many pipelines, and tokens of a microbatch."""
 LONGEST = 32_768
 FITTED = tuple(1 << power for power in range(8, 16))
-STRATEGIES = {
+STRATEGIES: dict[str, Parts] = {
     "2*tp8-pp1 + 8*tp4-pp1 + 8*tp2-pp1": ((Scheme(8), 2, 16_384), (Scheme(4), 8, 8_192), (Scheme(2), 8, 4_096)),
     "1*tp8-pp2 + 4*tp4-pp2 + 8*tp2-pp1": ((Scheme(8, 2), 1, 32_768), (Scheme(4, 2), 4, 16_384), (Scheme(2), 8, 4_096)),
     "4*tp8-pp2": ((Scheme(8, 2), 4, 32_768),),
 }
 """Of 64 ranks: schemes, how many pipelines, and tokens of a microbatch (assumed)."""
+MORE: tuple[Parts, ...] = (
+    ((Scheme(8), 8, 16_384),),
+    ((Scheme(8), 4, 16_384), (Scheme(4), 8, 8_192)),
+    ((Scheme(8), 1, 16_384), (Scheme(4), 6, 8_192), (Scheme(2), 16, 4_096)),
+    ((Scheme(8), 6, 16_384), (Scheme(2), 8, 4_096)),
+    ((Scheme(8, 2), 1, 32_768), (Scheme(4), 12, 8_192)),
+)
+"""Others, for the choice."""
+SIZES = ((1, 200_000), (16, 3_200_000))
+"""Times 64 ranks, and tokens of a step."""
 
 
 def drawn(rng: random.Random, mixed: bool) -> tuple[list[int], list[PipelineCost]]:
@@ -116,18 +129,34 @@ def timed(run: Callable[..., T], *given: object) -> tuple[float, T]:
     return 1e3 * (time.process_time() - begin), made
 
 
+def pipelines_of(parts: Parts, times: int) -> list[PipelineCost]:
+    """The pipelines of a strategy of 64 ranks, `times` over."""
+    model, cluster = load_model("llama-13b"), load_cluster("a800").build(num_ranks=64, ranks_per_node=8)
+    pipelines: list[PipelineCost] = []
+    for scheme, count, most in parts:
+        fitted = fit_scheme(scheme, model, cluster, lambda wide, tensor: AnalyticCost(wide, model, tensor), FITTED)
+        cost = PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most)
+        pipelines += [cost] * (count * times)
+    return pipelines
+
+
+def choosing(batches: int) -> None:
+    """CPU time of a choice among eight strategies, the three above and five that differ little."""
+    for times, tokens in SIZES:
+        known = [pipelines_of(parts, times) for parts in (*STRATEGIES.values(), *MORE)]
+        longest = min(max(each.max_tokens for each in pipelines) for pipelines in known)
+        took = [
+            timed(fastest, [min(length, longest) for length in lengths], known)[0]
+            for lengths in draw("commoncrawl", tokens, batches, 0)
+        ]
+        print(f"one of {len(known)} strategies, {64 * times} ranks: {median(took):.0f} ms", flush=True)
+
+
 def at_scale(batches: int) -> None:
     """CPU time, and how far from the bound, on lengths of `commoncrawl`."""
-    model, cluster = load_model("llama-13b"), load_cluster("a800").build(num_ranks=64, ranks_per_node=8)
     for name, parts in STRATEGIES.items():
-        for times, tokens in ((1, 200_000), (16, 3_200_000)):
-            pipelines: list[PipelineCost] = []
-            for scheme, count, most in parts:
-                fitted = fit_scheme(
-                    scheme, model, cluster, lambda wide, tensor: AnalyticCost(wide, model, tensor), FITTED
-                )
-                cost = PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most)
-                pipelines += [cost] * (count * times)
+        for times, tokens in SIZES:
+            pipelines = pipelines_of(parts, times)
             longest = max(pipeline.max_tokens for pipeline in pipelines)
             dispatching, packing, over, counts = [], [], [], []
             for lengths in draw("commoncrawl", tokens, batches, 0):
@@ -159,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         against_all(options.small)
     if options.batches:
         at_scale(options.batches)
+        choosing(options.batches)
     return 0
 
 

@@ -6,7 +6,7 @@ from itertools import count, islice
 
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.papers.base import Effort, PaperTable, Row
-from megatron_balance.papers.hydraulis.cases import SEED, SOURCES, Job, K, first_fit_decreasing, megatron
+from megatron_balance.papers.hydraulis.cases import SEED, SOURCES, Job, K, full, megatron
 
 LARGE = Job("32b", 1024, 1_600_000)
 TOKENS = "1.6M tokens a step, as printed here; section 8.3 says 16M of the same, Appendix F 3.2M"
@@ -30,7 +30,7 @@ def longest(effort: Effort) -> list[Row]:
 def fluctuation(effort: Effort) -> list[Row]:
     """(slowest - fastest) / slowest step among those that make four microbatches."""
     drawn = (SMALL.batches(1, SEED + at)[0] for at in count())
-    four = (batch for batch in drawn if len(first_fit_decreasing(batch, SMALL.longest)) == MICROBATCHES)
+    four = (batch for batch in drawn if len(full(batch, SMALL.longest)) == MICROBATCHES)
     batches = list(islice(four, effort.batches))
     found: list[Row] = []
     for source in SOURCES:

@@ -19,11 +19,14 @@ from functools import lru_cache
 
 from megatron_balance.config import load_cluster, load_model, load_scheme_table
 from megatron_balance.cost.analytic import AnalyticCost
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.ir.strategy import Strategy
-from megatron_balance.planners.hydraulis.pipelines import pipeline_s
+from megatron_balance.planners.pipelines import fastest, pipeline_s
 from megatron_balance.planning.scheme_costs import PredictedCosts, SchemeCosts, TableCosts
 from megatron_balance.planning.strategies import costs_of, pipelines_s, propose, rank
 from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.solvers.packing import first_fit_decreasing
 from megatron_balance.workloads.lengths import draw
 
 AUTHORS, OURS = "authors' coefficients", "our costs"
@@ -34,7 +37,6 @@ K = 1024
 MODELS = {"7b": "llama-7b", "13b": "llama-13b", "32b": "llama2-32b"}
 
 Lengths = Sequence[int]
-Packed = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,17 @@ def costs(source: str, size: str) -> SchemeCosts:
     """Costs of the model of that size by the authors' coefficients or by ours."""
     if source == AUTHORS:
         return TableCosts(load_scheme_table(f"a800-{size}"))
-    model, cluster = load_model(MODELS[size]), load_cluster("a800-ib").build()
+    cluster, model = cluster_and_model(size)
+    return PredictedCosts(AnalyticCost(cluster, model), cluster, model)
+
+
+@lru_cache(maxsize=8)
+def cluster_and_model(size: str) -> tuple[Cluster, Model]:
+    """The A800s and the model of that size, for our costs."""
+    model = load_model(MODELS[size])
     if size == "32b":
         model = replace(model, num_heads=64, num_kv_heads=64, head_dim=104)
-    return PredictedCosts(AnalyticCost(cluster, model), cluster, model)
+    return load_cluster("a800-ib").build(), model
 
 
 @lru_cache(maxsize=64)
@@ -89,20 +98,16 @@ def seconds(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[
 def chosen(source: str, job: Job, batch: Lengths) -> tuple[Strategy, float]:
     """The candidate that Hydraulis takes for a step, and its seconds."""
     known = costs(source, job.size)
-    held = [
-        each
-        for each in candidates(source, job)
-        if max(cost.max_tokens for cost in costs_of(each, known, job.num_ranks)) >= max(batch)
-    ]
-    timed = [(max(seconds(source, job, each, batch)), each) for each in held]
-    best_s, best = min(timed, key=lambda each: each[0])
-    return best, best_s
+    pipelines = {each: costs_of(each, known, job.num_ranks) for each in candidates(source, job)}
+    held = [each for each, own in pipelines.items() if max(cost.max_tokens for cost in own) >= max(batch)]
+    best, _, found = fastest(batch, [pipelines[each] for each in held])
+    return held[best], max(found)
 
 
 def megatron(source: str, job: Job, strategy: Strategy, batch: Lengths) -> tuple[float, ...]:
     """Seconds of each pipeline; microbatches are packed to the context length and dealt in turn."""
     pipelines = costs_of(strategy, costs(source, job.size), job.num_ranks)
-    packed = first_fit_decreasing(batch, job.longest)
+    packed = full(batch, job.longest)
     return tuple(pipeline_s(packed[at :: len(pipelines)], cost) for at, cost in enumerate(pipelines))
 
 
@@ -113,22 +118,13 @@ def packed_to_the_most(
     pipelines: tuple[PipelineCost, ...] = costs_of(strategy, costs(source, job.size), job.num_ranks)
     found: list[float] = []
     for own, cost in zip(dispatch(batch, pipelines), pipelines, strict=True):
-        found.append(pipeline_s(first_fit_decreasing([batch[seq] for seq in own], job.longest), cost))
+        found.append(pipeline_s(full([batch[seq] for seq in own], job.longest), cost))
     return tuple(found)
 
 
-def first_fit_decreasing(lengths: Lengths, most: int) -> Packed:
-    """Microbatches of at most `most` tokens, the longest sequences first, each where it first fits."""
-    packed: Packed = []
-    room: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        at = next((number for number, left in enumerate(room) if left >= length), len(packed))
-        if at == len(packed):
-            packed.append([])
-            room.append(most)
-        packed[at].append(length)
-        room[at] -= length
-    return packed
+def full(lengths: Lengths, most: int) -> list[list[int]]:
+    """Lengths by microbatch of at most `most` tokens, by first fit decreasing."""
+    return [[lengths[seq] for seq in each] for each in first_fit_decreasing(lengths, most)]
 
 
 def gap(pipelines: Sequence[float]) -> float:

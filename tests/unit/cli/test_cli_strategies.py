@@ -34,6 +34,8 @@ def test_people_see_a_table(run):
         ("--schemes a800-8b", "no scheme named 'a800-8b', did you mean"),
         ("--plan-costs x.json", "--schemes and --plan-costs are both given"),
         ("--out nowhere/x.txt", "--out nowhere/x.txt: no folder nowhere"),
+        ("--out .", "--out .: is a folder"),
+        ("--ranks 70000", "--ranks 70000: more than 65536"),
         ("--ranks 1", "fits no pipeline of 1 GPUs: none"),
     ],
 )
@@ -42,3 +44,9 @@ def test_a_mistake_is_one_line(run, more, message):
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_one_line(run):
+    code, out, err = run(f"{COMMAND} --out /proc/strategies.txt")
+    assert (code, out) == (2, "")
+    assert "--out /proc/strategies.txt: cannot be written (No such file" in err

@@ -18,8 +18,13 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, Carry, StepPlan, from_json, held_back, text, to_json
 from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.planners import pipelines
 from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.pipelines import deal
 from megatron_balance.planning.choice import choose_planner
+from megatron_balance.planning.strategies import with_proposed
+from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.solvers.microbatches import pack
 
 MODEL = Model(4, 4, 8, num_layers=4)
 CLUSTER = Cluster(8, 4)
@@ -87,6 +92,34 @@ def test_a_step_of_pipelines_is_read_back_and_its_parts_are_its_own(
     assert len(lines) == 1 + len(strategy.pipelines) + len(step.members)
 
 
+@given(strategies, steps, waits)
+def test_full_microbatches_go_to_the_pipelines_in_turn(
+    strategy: Strategy, lengths: tuple[tuple[int, ...], ...], carry: Carry
+) -> None:
+    options = {"strategy": str(strategy), "tokens_per_rank": CAPACITY}
+    step, after = choose_planner("megatron", options).plan_step(lengths, CONTEXT, carry)
+    most = min(CAPACITY * each.tensor * each.context for each in strategy.pipelines)
+    verify_step(step, lengths, carry, after, [most] * len(strategy.pipelines))
+    filled = [sum(any(seqs for seqs in step.members[at]) for at in own) for own in step.pipelines]
+    assert filled == sorted(filled, reverse=True)
+    assert max(filled) - min(filled) <= 1
+    tokens = [plan.num_tokens for plan in step.plans if plan.num_tokens]
+    assert all(a + b > most for at, a in enumerate(tokens) for b in tokens[:at]), "two would fit in one"
+
+
+def test_full_microbatches_of_a_training_job_are_those_of_its_layout() -> None:
+    layout = replace(CONTEXT, strategy=Strategy((Scheme(), Scheme())), cluster=Cluster(2, 2), own_microbatches=False)
+    choice = choose_planner("megatron", {"tokens_per_rank": CAPACITY})
+    step, _ = choice.plan_step(((200, 200), (200, 90)), layout)
+    assert step.num_microbatches == (2, 1)
+    with pytest.raises(InfeasibleError, match=r"301 tokens .* holds 300; raise tokens_per_rank"):
+        choice.plan_step(((301,),), layout)
+    with pytest.raises(ConfigError, match="strategy: training runs the command line's layout"):
+        choose_planner("megatron", {"strategy": "tp1-pp1-cp2"}).plan_step(((9,),), layout)
+    with pytest.raises(ConfigError, match="tokens_per_rank: full microbatches need a limit"):
+        choose_planner("megatron", {}).plan_step(((9,),), layout)
+
+
 TWO = Strategy((Scheme(), Scheme()))
 
 
@@ -144,13 +177,34 @@ def test_what_is_lost_twice_there_cut_or_does_not_fit_is_found() -> None:
         (["tp1-pp1-cp3+tp2-pp1-cp1"], (9,), r"the TP group of ranks 3 to 4 crosses nodes of 4 ranks; list pipelines"),
         (["2*tp1-pp1-cp3"], (9,), r"3 context-parallel ranks of a pipeline would lie unevenly on nodes of 4"),
         (["8*tp1-pp1-cp1"], (301,), r"a sequence of 301 tokens .* 8\*tp1-pp1-cp1, with the longest, holds 300; raise"),
-        ("auto", (9,), r"strategies: auto: .megatron-balance strategies --out FILE. proposes them; name that"),
+        ("auto", (9,), r"strategies: auto: .simulate. and .compare. propose them for all their batches; elsewhere"),
         ("nowhere", (9,), r"strategies: nowhere: cannot be read \(No such file"),
     ],
 )  # fmt: skip
 def test_bad_strategies_are_told_in_one_sentence(given: object, lengths: tuple[int, ...], message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         choose_planner("hydraulis", {"strategies": given, "tokens_per_rank": CAPACITY}).plan_step((lengths,), CONTEXT)
+
+
+def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing all chooses as this; the first candidate ends before the least of the others."""
+    quick, slow = PipelineCost(0, 1, 1, 1, 100), PipelineCost(0, 3, 1, 2, 100)
+    lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
+    every = [max(deal(lengths, costs)[1]) for costs in candidates]
+    packed: list[PipelineCost] = []
+    monkeypatch.setattr(pipelines, "pack", lambda own, cost: packed.append(cost) or pack(own, cost))
+    best, made, seconds = pipelines.fastest(lengths, candidates)
+    assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
+    assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
+    assert packed == [quick, quick]
+
+
+def test_nothing_that_packs_comes_below_the_least() -> None:
+    """Eq. 2 with c once for what stages wait for."""
+    cost = PipelineCost(0, 1, 100, 4, 10)
+    lengths = [10]
+    assert cost.least_s(lengths) == pipelines.pipeline_s([lengths], cost) < cost.bound_s(lengths)
+    assert cost.least_s([]) == 0
 
 
 def test_the_best_candidate_that_holds_the_longest_sequence_is_taken() -> None:
@@ -215,3 +269,29 @@ def test_a_file_without_strategies_is_refused(tmp_path: Path, content: bytes, me
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         choose_planner("hydraulis", {"strategies": str(path)}).plan_step(((9,),), CONTEXT)
+
+
+def test_candidates_are_proposed_for_the_steps_at_hand() -> None:
+    """`strategies: auto`: they hold what is there, within the capacity, and lie on the ranks."""
+    steps = [((900, 200, 200), (40,) * 20), ((100, 30) * 9,)]
+    choice = with_proposed(choose_planner("hydraulis", {"strategies": "auto", "tokens_per_rank": 300}), steps, CONTEXT)
+    assert choice.options.strategies
+    for lengths in steps:
+        step, _ = choice.plan_step(lengths, CONTEXT)
+        assert step.strategy is not None
+        assert str(step.strategy) in choice.options.strategies
+        most = [300 * each.tensor * each.context for each in step.strategy.pipelines]
+        verify_step(step, lengths, EMPTY, EMPTY, most)
+    auto = choose_planner("hydraulis", {"strategies": "auto", "tokens_per_rank": 300})
+    with pytest.raises(InfeasibleError, match="a sequence of 2401 tokens fits no pipeline of 8 GPUs"):
+        with_proposed(auto, [((2401,),)], CONTEXT)
+    layout = replace(CONTEXT, strategy=TWO, cluster=Cluster(2, 2), own_microbatches=False)
+    assert auto.plan_step(((9,),), layout)[0].strategy == TWO
+
+
+def test_a_tensor_parallel_group_of_two_nodes_is_planned() -> None:
+    wide = replace(MODEL, num_heads=8, num_kv_heads=8)
+    context = replace(CONTEXT, model=wide, cost=AnalyticCost(CLUSTER, wide))
+    choice = choose_planner("hydraulis", {"strategies": ["tp8-pp1-cp1"], "tokens_per_rank": 50})
+    step, _ = choice.plan_step(((390, 20),), context)
+    assert [plan.num_tokens for plan in step.plans] == [390, 20] or [p.num_tokens for p in step.plans] == [20, 390]

@@ -15,11 +15,12 @@ from megatron_balance.papers.hydraulis.cases import (
     candidates,
     chosen,
     costs,
-    first_fit_decreasing,
+    full,
     gap,
     megatron,
     seconds,
 )
+from megatron_balance.papers.hydraulis.deepspeed import deepspeed
 from megatron_balance.planning.strategies import costs_of
 
 
@@ -28,6 +29,7 @@ def few_batches():
     """Strategies are ranked on few batches here, on more where the figures are made."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "RANK_BATCHES", 2)
+        patch.setattr(cases, "SAMPLE_BATCHES", 10)
         yield
     cases.candidates.cache_clear()
 
@@ -67,7 +69,7 @@ def test_the_candidates_hold_the_context_and_the_choice_is_the_fastest() -> None
 
 
 def test_microbatches_to_the_context_length_dealt_in_turn() -> None:
-    assert first_fit_decreasing([3, 9, 5, 2, 1], 10) == [[9, 1], [5, 3, 2]]
+    assert full([3, 9, 5, 2, 1], 10) == [[9, 1], [5, 3, 2]]
     pipelines = costs_of(HOMOGENEOUS, costs(AUTHORS, "32b"), 64)
     cost = pipelines[0]
     found = megatron(AUTHORS, B32, HOMOGENEOUS, [32768] * 5)
@@ -83,6 +85,20 @@ def test_hotspa_trains_each_range_of_lengths_under_its_own_strategy_and_switches
     short_s = (narrow.a * 4000 + narrow.b) * 4000 + narrow.c
     found = fig13.hotspa(AUTHORS, job, fig13.HOTSPA["13b", 16, fig13.LONG], [9000, 4000])
     assert found == pytest.approx(one_s + short_s + fig13.SWITCH_S["13b"])
+
+
+def test_deepspeed_computes_a_part_of_the_heads_and_waits_for_weights() -> None:
+    job = Job("7b", 16, longest=32_000)
+    long = [32_000] * 2
+    one_s = deepspeed(job, 8, long, recompute=False)
+    assert deepspeed(job, 8, [*long, *long], recompute=False) == pytest.approx(2 * one_s)
+    assert 1.2 < deepspeed(job, 8, long, recompute=True) / one_s < 1.4
+    half_s = deepspeed(job, 4, long, recompute=False)
+    assert 1.7 < half_s / one_s < 2.1
+    # A sequence of one token waits for the weights alone, which no narrower replica shortens.
+    short_s = [deepspeed(job, degree, [1], recompute=False) for degree in (4, 8)]
+    assert short_s[0] == pytest.approx(short_s[1], rel=0.05)
+    assert short_s[0] > 0.1 * one_s
 
 
 def test_algorithm_1_is_never_ahead_of_the_ideal(monkeypatch) -> None:

@@ -66,6 +66,18 @@ def test_simulate_runs_whole_steps_of_a_strategy(capsys: pytest.CaptureFixture[s
     assert len(found["peak_bytes_per_rank"]) == 8
 
 
+def test_candidates_of_auto_and_the_baseline_of_full_microbatches_are_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A tensor-parallel group larger than a node among them."""
+    assert _simulate('{"planner": {"name": "hydraulis", "strategies": "auto"}}', "--json") == 0
+    auto = json.loads(capsys.readouterr().out)["step_s"]["median"]
+    assert _simulate('{"planner": {"name": "megatron", "strategy": "tp8-pp1-cp1"}}', "--json") == 0
+    full = json.loads(capsys.readouterr().out)["step_s"]["median"]
+    assert auto > 0
+    assert full > 0
+
+
 def _simulate(config: str, *more: str) -> int:
     import tempfile
     from pathlib import Path

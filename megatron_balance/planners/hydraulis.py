@@ -1,0 +1,120 @@
+"""hydraulis: pipelines side by side, each with microbatches of its own in number and length.
+
+Paper: Hydraulis: Balancing Large Transformer Model Training via Co-designing Parallel Strategies and
+Data Assignment (Li et al., arXiv 2412.07894), sections 4 to 6: Eq. 1 (packing), Eq. 3 (dispatch), and
+the choice among candidate strategies at every step.
+
+What we implement: sequences of a step are dispatched to the pipelines of a strategy by seconds, then
+packed into each pipeline's microbatches (`solvers.dispatch`, `solvers.microbatches`). Of several
+candidates the step takes the one whose slowest pipeline ends first, among those whose longest
+microbatch, by MaxLen (Appendix C.1) and `tokens_per_rank`, holds the longest
+sequence. In training the command line's layout is the only strategy, and its memory the user's.
+Inside a microbatch the planner named by `within` places sequences on the pipeline's
+context-parallel ranks.
+
+What we leave out: changing from one strategy to another during training.
+
+Where we differ and why: context parallelism is a degree of a scheme like the others (the authors'
+code has none). A pipeline without sequences runs one microbatch without any, since it still meets
+the others where gradients are summed. Without a strategy there is one pipeline of all ranks, and
+its microbatches are as dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.files import UnreadableError, read_text
+from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
+from megatron_balance.ir.strategy import Strategy
+from megatron_balance.planners.base import StepContext
+from megatron_balance.planners.pipelines import (
+    candidates_of,
+    fastest,
+    holders,
+    pipelines_of,
+    planner_within,
+    side_by_side,
+)
+
+NAME = "hydraulis"
+AUTO = "auto"
+"""Strategies to be proposed for the lengths at hand, by whoever knows them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class HydraulisOptions:
+    """Options of hydraulis."""
+
+    tokens_per_rank: int | None = None
+    """Capacity of a rank in tokens; a microbatch has at most this times the context-parallel ranks of
+    its pipeline. Unlimited if not given."""
+    strategies: Sequence[str] | str = ()
+    """Candidates, such as `4*tp1-pp1-cp2`, or the file that verb `strategies` wrote; `auto`: in
+    `simulate` and `compare` those that suit the batches, in training the layout. None: the layout of
+    the training job; elsewhere one pipeline of all ranks."""
+    within: str = "te_ring"
+    """The planner that places a microbatch on the context-parallel ranks of a pipeline."""
+    within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of that planner."""
+
+    def __post_init__(self) -> None:
+        """Keep a list from a YAML as a tuple, equal to one given in Python."""
+        if not isinstance(self.strategies, str):
+            object.__setattr__(self, "strategies", tuple(self.strategies))
+
+
+def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
+    """Dispatch and pack the sequences of a step, those that wait first, under the best candidate.
+
+    Raises:
+        InfeasibleError: a sequence that no candidate holds.
+        ConfigError: options out of range; strategies that do not fit the ranks.
+    """
+    options: HydraulisOptions = context.options
+    if options.within == NAME:
+        raise ConfigError(f"within: expected the planner of one microbatch, such as te_ring, got {NAME}")
+    if "tokens_per_rank" in options.within_options:
+        raise ConfigError("within_options: tokens_per_rank is an option of hydraulis itself; give it beside them")
+    within = options.within, options.within_options
+    trains = context.strategy is not None
+    given = () if trains and options.strategies == AUTO else read_strategies(options.strategies)
+    candidates = candidates_of(given, context, "strategies")
+    if not candidates:
+        return planner_within(context, *within)(lengths, context, carry)
+    every = [*carry.waiting, *enumerate(chain.from_iterable(lengths))]
+    sizes = [length for _, length in every]
+    held = holders([pipelines_of(strategy, context) for strategy in candidates], sizes)
+    best, microbatches, _ = fastest(sizes, [each.costs for each in held])
+    return side_by_side(every, held[best], microbatches, within), EMPTY
+
+
+def read_strategies(given: Sequence[str] | str) -> tuple[Strategy, ...]:
+    """The candidates of an option: texts, or the file that names one a line.
+
+    Raises:
+        ConfigError: a text that is no strategy, or a file that cannot be read.
+    """
+    if given == AUTO:
+        raise ConfigError(
+            "strategies: auto: 'simulate' and 'compare' propose them for all their batches; elsewhere name the FILE of "
+            "'megatron-balance strategies --out FILE', or list them"
+        )
+    if isinstance(given, str):
+        try:
+            lines = read_text(Path(given)).splitlines()
+        except (OSError, UnreadableError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"strategies: {given}: cannot be read ({why}); name a file of strategies, or list them: "
+                "[2*tp1-pp1-cp2, tp1-pp1-cp4]"
+            ) from None
+        given = [line for line in (each.partition("#")[0].strip() for each in lines) if line]
+        if not given:
+            raise ConfigError("strategies: the file names none")
+    return tuple(Strategy.parse(each) for each in given)

@@ -1,0 +1,275 @@
+"""The pipelines of a strategy on the ranks that a step is planned for: what they hold, what they cost,
+which sequences go where, and the step that this makes. For planners whose replicas are pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from megatron_balance.analysis.max_len import max_len
+from megatron_balance.cost.moved import on_cluster
+from megatron_balance.cost.parallel import joined_nodes, wide_ranks
+from megatron_balance.cost.schemes import check_scheme, fit_scheme, lengths_to_fit
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.layers import Layers
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.step import EMPTY, StepPlan
+from megatron_balance.ir.strategy import Scheme, Strategy
+from megatron_balance.planners.base import PlanStep, StepContext
+from megatron_balance.solvers.dispatch import Assigned, PipelineCost, dispatch, least_s
+from megatron_balance.solvers.microbatches import microbatch_s, pack
+
+UNLIMITED = 1 << 40
+"""Tokens of a microbatch where nobody says what a rank holds."""
+
+Microbatches = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """A strategy with the cost of each of its pipelines, and the context of the planner inside a
+    microbatch of each.
+    """
+
+    strategy: Strategy
+    costs: tuple[PipelineCost, ...]
+    inside: tuple[StepContext, ...]
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest microbatch of any pipeline; 0 where one holds not even its weights."""
+        return max(cost.max_tokens for cost in self.costs) if min(cost.max_tokens for cost in self.costs) else 0
+
+    def of_one_size(self) -> Pipelines:
+        """These pipelines with microbatches of the most tokens that all of them hold."""
+        most = min(cost.max_tokens for cost in self.costs)
+        return replace(self, costs=tuple(replace(cost, max_tokens=most) for cost in self.costs))
+
+    def longer_with(self, length: int) -> str:
+        """Advice on how to make a sequence fit."""
+        limits = [
+            inside.options.tokens_per_rank * inside.cluster.num_ranks if inside.options.tokens_per_rank else UNLIMITED
+            for inside in self.inside
+        ]
+        if self.max_tokens < max(limits):
+            return "a GPU's memory allows no more (MaxLen): use more tensor, pipeline or context parallelism"
+        ranks = max(limit // inside.options.tokens_per_rank for limit, inside in zip(limits, self.inside, strict=True))
+        return f"raise tokens_per_rank to at least {-(-length // ranks)}, use more context-parallel ranks"
+
+
+def deal(lengths: Sequence[int], costs: Sequence[PipelineCost]) -> tuple[Microbatches, tuple[float, ...]]:
+    """Dispatch sequences to pipelines, and pack those of each.
+
+    Returns:
+        By pipeline and microbatch, positions in `lengths`; and seconds of each pipeline.
+
+    Raises:
+        InfeasibleError: a sequence that no pipeline holds.
+    """
+    return packed(lengths, costs, dispatch(lengths, costs))
+
+
+def packed(
+    lengths: Sequence[int], costs: Sequence[PipelineCost], assigned: Assigned
+) -> tuple[Microbatches, tuple[float, ...]]:
+    """Pack the sequences that each pipeline is given; as `deal`."""
+    made: list[tuple[tuple[int, ...], ...]] = []
+    seconds: list[float] = []
+    for own, cost in zip(assigned, costs, strict=True):
+        of_pipeline = pack([lengths[seq] for seq in own], cost)
+        made.append(tuple(tuple(own[at] for at in microbatch) for microbatch in of_pipeline))
+        seconds.append(pipeline_s([[lengths[seq] for seq in each] for each in made[-1]], cost))
+    return tuple(made), tuple(seconds)
+
+
+def fastest(
+    lengths: Sequence[int], candidates: Sequence[Sequence[PipelineCost]]
+) -> tuple[int, Microbatches, tuple[float, ...]]:
+    """The candidate whose slowest pipeline ends first: its number, and as `deal`.
+
+    Sequences are dispatched under every candidate. Packing adds to what that leaves at least, so
+    candidates are packed from the least on, until one can no longer win.
+
+    Raises:
+        InfeasibleError: a sequence that no pipeline of a candidate holds.
+    """
+    assigned = [dispatch(lengths, costs) for costs in candidates]
+    least = [least_s(lengths, costs, each) for costs, each in zip(candidates, assigned, strict=True)]
+    best: tuple[float, int, Microbatches, tuple[float, ...]] | None = None
+    for at in sorted(range(len(candidates)), key=least.__getitem__):
+        if best is not None and least[at] > best[0]:
+            break
+        made, seconds = packed(lengths, candidates[at], assigned[at])
+        if best is None or (max(seconds), at) < best[:2]:
+            best = max(seconds), at, made, seconds
+    assert best is not None, "no candidates"
+    return best[1:]
+
+
+def pipeline_s(microbatches: Sequence[Sequence[int]], cost: PipelineCost) -> float:
+    """Seconds of a pipeline's microbatches, by their lengths: their stage times, and the fullest one
+    through the other stages (Eq. 2); 0 without any.
+    """
+    times = [microbatch_s(lengths, cost) for lengths in microbatches]
+    return sum(times) + (cost.stages - 1) * max(times, default=0.0)
+
+
+def candidates_of(given: Sequence[Strategy], context: StepContext, key: str) -> tuple[Strategy, ...]:
+    """The strategies to choose from; empty: one pipeline of all ranks, with microbatches as dealt.
+
+    `key`: the option that names those `given`.
+
+    Raises:
+        ConfigError: strategies beside a training job's own layout, or for a microbatch alone.
+    """
+    if context.strategy is not None:
+        if given and tuple(given) != (context.strategy,):
+            raise ConfigError(
+                f"{key}: training runs the command line's layout, {context.strategy}, as the only one; leave it out, "
+                "or start with the flags of one of them"
+            )
+        return (context.strategy,)
+    if given and not context.own_microbatches:
+        raise ConfigError(
+            f"{key}: pipelines have microbatches of their own, and here these are as dealt (a microbatch alone, or a "
+            "training loop that shares every microbatch over all ranks); leave it out, or use 'simulate' and 'compare'"
+        )
+    return tuple(given)
+
+
+def holders(known: Sequence[Pipelines], sizes: Sequence[int]) -> list[Pipelines]:
+    """Those that hold the longest of sequences of `sizes` tokens.
+
+    Raises:
+        InfeasibleError: there is none.
+    """
+    longest = max(sizes, default=0)
+    held = [each for each in known if each.max_tokens >= max(longest, 1)]
+    if not held:
+        best = max(known, key=lambda each: each.max_tokens)
+        raise InfeasibleError(
+            f"a sequence of {longest} tokens is longer than any microbatch: {best.strategy}, with the longest, holds "
+            f"{best.max_tokens}; {best.longer_with(longest)}, or cut documents at a shorter --seq-length (documents: "
+            "split)"
+        )
+    return held
+
+
+def side_by_side(
+    every: Sequence[tuple[int, int]], pipelines: Pipelines, microbatches: Microbatches, within: tuple[str, Any]
+) -> StepPlan:
+    """The step of these microbatches, each placed by a planner on its pipeline's own ranks.
+
+    Args:
+        every: number and tokens of each sequence.
+        pipelines: that they are trained on.
+        microbatches: by pipeline and microbatch, positions in `every`.
+        within: name and options of the planner of one microbatch.
+    """
+    steps = [
+        _pipeline_step([length for _, length in every], own, inside, within)
+        for own, inside in zip(microbatches, pipelines.inside, strict=True)
+    ]
+    planned = StepPlan.side_by_side(pipelines.strategy, steps)
+    members = tuple(tuple(tuple(every[seq][0] for seq in part) for part in each) for each in planned.members)
+    return replace(planned, members=members)
+
+
+def _pipeline_step(
+    sizes: Sequence[int], microbatches: Sequence[Sequence[int]], inside: StepContext, within: tuple[str, Any]
+) -> StepPlan:
+    """The microbatches of one pipeline, one empty one where there are none; their members are
+    positions in `sizes`.
+    """
+    chosen = tuple(tuple(each) for each in microbatches) or ((),)
+    lengths = tuple(tuple(sizes[at] for at in each) for each in chosen)
+    step, carried = planner_within(inside, *within)(lengths, inside, EMPTY)
+    assert carried.is_empty, "nothing may be carried inside a microbatch"
+    flat = list(chain.from_iterable(chosen))
+    members = tuple(tuple(tuple(flat[seq] for seq in part) for part in of) for of in step.members)
+    return StepPlan(members, step.plans)
+
+
+def planner_within(context: StepContext, name: str, given: Mapping[str, Any]) -> PlanStep:
+    """A planner that places microbatches, with the capacity and the layers of the one that asks."""
+    options = dict(given)
+    if context.options.tokens_per_rank is not None:
+        options["tokens_per_rank"] = context.options.tokens_per_rank
+    # Layers that somebody asked for go inside; otherwise that planner comes with its own.
+    asked = Layers(align=context.layers.align)
+    return context.planner(name, options, None if context.layers == asked else context.layers)
+
+
+def pipelines_of(strategy: Strategy, context: StepContext) -> Pipelines:
+    """The pipelines of a strategy with their costs.
+
+    Raises:
+        ConfigError: a strategy that the ranks or the model cannot be split by.
+    """
+    if context.strategy is None:
+        check_strategy(strategy, context.cluster, context.model)
+    known: dict[Scheme, tuple[PipelineCost, StepContext]] = {}
+    for scheme in strategy.pipelines:
+        if scheme not in known:
+            known[scheme] = _pipeline(scheme, context)
+    costs, inside = zip(*(known[scheme] for scheme in strategy.pipelines), strict=True)
+    return Pipelines(strategy, costs, inside)
+
+
+def check_strategy(strategy: Strategy, cluster: Cluster, model: Model) -> None:
+    """Reject a strategy that the ranks or the model cannot be split by.
+
+    Raises:
+        ConfigError: says what does not divide, how many ranks are missing, or which TP group would
+            cross nodes.
+    """
+    strategy.check(cluster.num_ranks, cluster.node_size)
+    for scheme in dict.fromkeys(strategy.pipelines):
+        check_scheme(scheme, model, f"strategy {strategy}: ")
+
+
+def _pipeline(scheme: Scheme, context: StepContext) -> tuple[PipelineCost, StepContext]:
+    """The cost of a pipeline, and the context of the planner inside its microbatches."""
+    # The ranks of a training job are tensor-parallel groups already.
+    tensor = None if context.strategy is not None else scheme.tensor
+    options = context.options
+    if options.tokens_per_rank is not None and tensor is not None:
+        options = replace(options, tokens_per_rank=options.tokens_per_rank * tensor)
+    most = UNLIMITED if options.tokens_per_rank is None else options.tokens_per_rank * scheme.context
+    if tensor is not None:  # a training job's memory is its own: recomputation, offloading
+        most = min(most, max_len(scheme, context.model, context.cluster.memory_bytes, context.cluster.num_ranks))
+    gpus = context.cluster
+    ranks = gpus if tensor is None else wide_ranks(joined_nodes(gpus, tensor), tensor)
+    cluster = stage_cluster(ranks, scheme.context)
+    cost = on_cluster(context.cost, cluster, tensor)
+    alone = Scheme(1, scheme.pipeline, scheme.context)
+    fitted = fit_scheme(alone, context.model, cluster, lambda _cluster, _tensor: cost, lengths_to_fit(most))
+    inside = replace(
+        context,
+        cluster=cluster,
+        cost=cost,
+        options=options,
+        strategy=None,
+        own_microbatches=False,
+        may_carry=False,
+    )
+    return PipelineCost(fitted.a, fitted.b, fitted.c, scheme.pipeline, most), inside
+
+
+def stage_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
+    """The first `num_ranks` of a cluster's ranks, which any of its pipelines' stages are like.
+
+    Raises:
+        ConfigError: pipelines of so many ranks would lie on nodes unevenly.
+    """
+    size = cluster.node_size
+    if size % num_ranks and num_ranks % size:
+        raise ConfigError(
+            f"{num_ranks} context-parallel ranks of a pipeline would lie unevenly on nodes of {size}; use a number "
+            "that divides a node, or whole nodes"
+        )
+    return replace(cluster, num_ranks=num_ranks, ranks_per_node=min(size, num_ranks))
