@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from megatron_balance.errors import PatchError
-from megatron_balance.patches.digest import source_digest
+from megatron_balance.patches.digest import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _check(
                 faults.append(str(error))
             continue
         found.append((patch, at))
-        digest = "" if patch.role == "wrapped" else source_digest(inspect.getsource(at.original))
+        digest = "" if patch.role == "wrapped" else digest_of(at.original)
         if patch.role == "wrapped" or digest in patch.reviewed:
             continue
         if patch.role == "observed":
@@ -160,7 +160,7 @@ def _find(patch: Patch) -> _Found:
         for parent in parents:
             owner = getattr(owner, parent)
         original = getattr(owner, name)
-        inspect.getsource(original)
+        digest_of(original)
     except (ImportError, AttributeError, TypeError, OSError) as error:
         raise PatchError(f"{patch.target}: not found ({error})") from error
     if name not in vars(owner):

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
+import inspect
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
 _NOT_CODE = ("kind", "type_comment", "type_ignores")
 """Fields of the syntax tree that say how something was written."""
+
+
+@functools.cache  # finding a source reads its whole file
+def digest_of(function: Callable[..., Any]) -> str:
+    """`source_digest` of a function that Python can find the source of.
+
+    Raises:
+        OSError, TypeError: it cannot.
+    """
+    return source_digest(inspect.getsource(function))
 
 
 def source_digest(source: str) -> str:

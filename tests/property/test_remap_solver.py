@@ -97,7 +97,7 @@ def equation_2(instance: Instance, over: Any, *, whole: bool, total: bool = Fals
 def test_before_rounding_the_bottleneck_is_the_optimum_of_the_linear_program():
     # The target is the mean as in the paper, and tokens are cut so finely that rounding is far
     # below the tolerance.
-    for instance in instances()[::3]:
+    for instance in instances()[::11]:
         pieces = len(instance.held) * 2**20
         exact, _ = costs(solve(instance.held * pieces, **instance.arguments()).moves, instance)
         relaxed = equation_2(instance, instance.held - instance.held.mean(), whole=False)
@@ -106,7 +106,7 @@ def test_before_rounding_the_bottleneck_is_the_optimum_of_the_linear_program():
 
 def test_in_whole_tokens_the_bottleneck_is_that_of_the_integer_program():
     compared = 0
-    for instance in instances()[::3]:
+    for instance in instances()[::9]:
         remapping = solve(instance.held, **instance.arguments())
         over = instance.held - remapping.target
         exact, _ = costs(remapping.moves, instance)
@@ -119,12 +119,12 @@ def test_in_whole_tokens_the_bottleneck_is_that_of_the_integer_program():
             assert (
                 relaxed * (1 - LP_TOLERANCE) - LP_TOLERANCE <= exact <= relaxed * (1 + LP_TOLERANCE) + instance.inter
             ), instance
-    assert compared >= 160
+    assert compared >= 48
 
 
 def test_the_same_moves_minimise_the_sum():
     # A transport problem: its linear program has whole optima.
-    for instance in instances()[::5]:
+    for instance in instances()[::15]:
         remapping = solve(instance.held, **instance.arguments(), objective="total")
         _, total = costs(remapping.moves, instance)
         over = instance.held - remapping.target
@@ -134,7 +134,7 @@ def test_the_same_moves_minimise_the_sum():
 
 @pytest.mark.parametrize("align", [1, 2, 4, 8])
 def test_targets_are_balanced_and_moves_reach_them_with_the_fewest_tokens(align):
-    for instance in instances():
+    for instance in instances()[align.bit_length() - 1 :: 5]:
         held, num_ranks = instance.held, len(instance.held)
         remapping = solve(held, **instance.arguments(), align=align)
         target, (src, dst, tokens) = remapping.target, remapping.moves.T

@@ -145,9 +145,15 @@ def serve() -> None:
     import torch
 
     torch.set_num_threads(1)
+    from megatron_balance.errors import PatchError
+    from megatron_balance.patches import applied
     from megatron_balance.patches.selection import every
 
-    every()  # imports Megatron and all of ours, so that the ranks are forked with it
+    # Imports Megatron and all of ours, and reads the sources that are patched, so that the ranks are
+    # forked with that.
+    for patch in every():
+        with suppress(PatchError), applied((patch,)):
+            pass
     prepare_ranks()
     for line in sys.stdin:
         body: dict[str, Any] = json.loads(line)

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 ONE_PLACE = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 SUM_TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-few = settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+few = settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 
 def packed_of(runs: list[tuple[int, list[int], int, int, int]], num_heads: int) -> Packed:

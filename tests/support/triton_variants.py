@@ -66,14 +66,11 @@ def main() -> None:
             launches = variants.build(torch.device("cpu"), dtype, HEAD_DIM)
             built = set(seen)
             seen.clear()
-            for planner in PLANNERS:
+            for at, planner in enumerate(PLANNERS):
                 for case, policy in zip(CASES, ("keep", "replay"), strict=True):
-                    plans = [plan(planner, case)]
-                    way = Way(policy, num_layers=1, head_dim=HEAD_DIM, dtype=dtype)
-                    record(plans, 3, way)
-                    record(
-                        [plans[0], plan(planner, replace(case, batch=Batch((64, 21))))], 1, replace(way, num_layers=2)
-                    )
+                    plans = [plan(planner, each) for each in (case, replace(case, batch=Batch((64, 21))))]
+                    way = Way(policy, num_layers=1 + at % 2, head_dim=HEAD_DIM, dtype=dtype)
+                    record(plans, 1 + 2 * (at % 2), way)
             found[str(dtype)] = {
                 "built": len(built),
                 "launches of the start": launches,

@@ -132,7 +132,7 @@ def test_what_is_only_received_is_asked_for_at_once() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(case=cases(max_length=80, max_sequences=4))
 def test_every_step_comes_after_what_it_needs_and_no_rank_waits_for_ever(
     planner: str, policy: Policy, case: Case

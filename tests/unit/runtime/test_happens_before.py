@@ -47,10 +47,18 @@ def recorded(planner: str, case: Case, way: Way, rank: int = 1) -> Recorded:
     return Recorded(record([plan(planner, case)], rank, way))
 
 
+WAYS = (Way("keep"), Way("replay"), Way("replay", mover="plain"))
+EVERY_PATTERN = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin", "random_shares")
+"""Planners that between them have every comm pattern: these in every pair of layers and ways, the
+others in one pair each, in turn.
+"""
+
+
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_happens_before_orders_every_access_of_every_planner_layer_and_policy(planner: str) -> None:
-    ways = [Way("keep"), Way("replay"), Way("replay", mover="plain")]
-    for (layers, case), way in zip(LAYERS.items(), ways, strict=True):
+    pairs = list(zip(LAYERS.items(), WAYS, strict=True))
+    mine = ALL_PLANNERS.index(planner) % len(pairs)
+    for (layers, case), way in pairs if planner in EVERY_PATTERN else pairs[mine : mine + 1]:
         run = recorded(planner, case, way)
         assert run.races() == [], (layers, way)
         assert len(run.pairs) > 30

@@ -69,8 +69,7 @@ VARIED = {
 }
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("policy", ["keep", "replay"])
+@pytest.mark.parametrize(("policy", "wire"), [("keep", "fp32"), ("replay", "bf16")])
 @pytest.mark.parametrize("planner", ALL_PLANNERS)
 def test_all_tables_of_a_microbatch_are_one_copy_at_bind(planner, policy, wire):
     pytest.importorskip("triton")
