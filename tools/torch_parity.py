@@ -1,13 +1,17 @@
 """Train in plain PyTorch in every way that docs/torch.md names, and compare with one rank.
 
-    python -m tools.torch_parity                  # all ways, some minutes each planner
+    python -m tools.torch_parity                  # all ways, some hours on two cores
     python -m tools.torch_parity --planners zeppelin --models gpt --steps 5
+    python -m tools.torch_parity --models dit --planners g2n1+g1n2 --compiled yes
     python -m tools.torch_parity --waves          # zeppelin's waves: 8 ranks, heads, keep and replay
     python -m tools.torch_parity --compiled no --results runs.jsonl      # go on after an interruption
+    python -m tools.torch_parity --results runs.jsonl --show             # the table of what has run
 
 Largest differences over 20 steps: of the loss and of the gradient norm (relative), and of a
 parameter's gradient at the first step (over its largest entry). 4 ranks on gloo, 8 with `--waves`.
-The suite runs pairs of these (tests/distributed/test_torch.py).
+Models: `gpt`, `llama` (an unmodified Transformers model), `dit` (the diffusion transformer of
+scripts/examples, under planners of full attention and KnapFormer's interface on topologies). The
+suite runs pairs of these (tests/distributed/test_torch.py, test_knapformer.py).
 """
 
 from __future__ import annotations
@@ -22,20 +26,30 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from megatron_balance.planners import PLANNERS
-from tests.support import torch_jobs
+from tests.support import dit_jobs, torch_jobs
 from tests.support.pool import Pool
 from tests.support.torch_jobs import Way
 
+MODELS = ("gpt", "llama", "dit")
 RANKS = 4
 MOST = 1e-5
 NO, YES = "no", "yes"
 Found: TypeAlias = tuple[Way, tuple[float, float, float], int]
 """A way, its largest differences of losses, gradient norms and gradients, and its graphs."""
+
+
+TOPOLOGIES = ("g1n4", "g2n2", "g4n1", "g2n1+g1n2", "g1n1", "g2n1")
+"""Of KnapFormer's interface; the last two repeat as replicas."""
+
+
+def fits(model: str, planner: str) -> bool:
+    """Whether a model trains under a planner, or on a topology: the diffusion transformer attends
+    fully, and has the interface that topologies are given to.
+    """
+    return model == "dit" if planner not in PLANNERS else model != "dit" or "full" in PLANNERS[planner].masks
 
 
 def ways(options: argparse.Namespace) -> list[Way]:
@@ -62,6 +76,7 @@ def ways(options: argparse.Namespace) -> list[Way]:
             backend=options.backend,
         )
         for compiled, model, planner, parallel, checkpointed, accumulate, backward in choices
+        if fits(model, planner)
     ]
 
 
@@ -87,8 +102,8 @@ def waves(options: argparse.Namespace) -> list[Way]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ways; 0 if all agree with one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt", "llama"])
-    parser.add_argument("--planners", nargs="+", default=list(PLANNERS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--planners", nargs="+", default=[*PLANNERS, *TOPOLOGIES], help="names, or topologies (dit)")
     parser.add_argument("--parallel", nargs="+", default=["fsdp2", "ddp"])
     parser.add_argument("--checkpointed", nargs="+", default=[NO, YES], choices=[NO, YES])
     parser.add_argument("--compiled", nargs="+", default=[NO, YES], choices=[NO, YES])
@@ -97,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--backend", default="eager", help="of torch.compile, such as inductor")
     parser.add_argument("--results", type=Path, help="a line of JSON for each run; runs that have one are left out")
+    parser.add_argument("--show", action="store_true", help="run nothing; the table of --results")
     parser.add_argument("--waves", action="store_true", help="zeppelin's waves on 8 ranks (function waves)")
     options = parser.parse_args(argv)
     num_ranks = 2 * RANKS if options.waves else RANKS
@@ -107,25 +123,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = [way for way, _, _ in found]
     started = time.monotonic()
     chosen = [way for way in (waves(options) if options.waves else ways(options)) if way not in done]
-    found += _run(chosen, num_ranks, results)
-    print(f"{time.monotonic() - started:.0f} s")
+    if not options.show:
+        found += _run(chosen, num_ranks, results)
+        print(f"{time.monotonic() - started:.0f} s")
     return _show(found)
 
 
 def _show(found: Sequence[Found]) -> int:
-    """Print a row for each model and planner, and the runs that are wrong; 1 if one is."""
+    """Print a row for each model, planner, and compiled or not, as Markdown, and the runs that are
+    wrong; 1 if one is.
+    """
     wrong = [way for way, differences, graphs in found if max(differences) > MOST or (graphs > 0) != way.compiled]
-    table = Table("model", "planner", "runs", "compiled", "loss", "gradient norm", "gradient", "graphs")
-    for model, planner in dict.fromkeys((way.model, way.planner) for way, _, _ in found):
-        of = [(way, d, graphs) for way, d, graphs in found if (way.model, way.planner) == (model, planner)]
-        largest = (max(d[at] for _, d, _ in of) for at in range(3))
-        graphs, compiled = max(graphs for _, _, graphs in of), sum(way.compiled for way, _, _ in of)
-        table.add_row(model, planner, str(len(of)), str(compiled), *(f"{x:.1e}" for x in largest), str(graphs))
-    Console().print(table)
-    print(f"{len(found)} runs, {len(wrong)} of them wrong")
+    print("| model | planner, topology | compiled by | runs | loss | gradient norm | gradient | graphs |")
+    print("|---|---|---|---:|---:|---:|---:|---:|")
+    kinds = {
+        kind: [each for each in found if _kind(each[0]) == kind] for kind in map(_kind, (way for way, _, _ in found))
+    }
+    for kind, of in kinds.items():
+        largest = [f"{max(differences[at] for _, differences, _ in of):.1e}" for at in range(3)]
+        graphs = [number for _, _, number in of]
+        counted = f"{min(graphs)} to {max(graphs)}" if max(graphs) else "-"
+        print(f"| {' | '.join([*kind, str(len(of)), *largest, counted])} |")
+    print(f"\n{len(found)} runs, {len(wrong)} of them wrong")
     for way in wrong:
         print(f"wrong: {way}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _kind(way: Way) -> tuple[str, str, str]:
+    """The row of the table that a way is in."""
+    return way.model, way.planner, way.backend if way.compiled else "-"
 
 
 def _run(chosen: Sequence[Way], num_ranks: int, results: Path | None) -> list[Found]:
@@ -134,10 +161,11 @@ def _run(chosen: Sequence[Way], num_ranks: int, results: Path | None) -> list[Fo
     found: list[Found] = []
     try:
         for way in tqdm(chosen, unit="run"):
+            jobs, given = (dit_jobs, dit_jobs.of(way)) if way.model == "dit" else (torch_jobs, way)
             key = (way.model, way.accumulate, way.heads)
             if key not in expected:
-                expected[key] = torch_jobs.reference(way)
-            trained = [each for (each,) in ranks.run(torch_jobs.train, num_ranks, [way])]
+                expected[key] = jobs.reference(given)
+            trained = [each for (each,) in ranks.run(jobs.train, num_ranks, [given])]
             each = [torch_jobs.differences(of_rank, expected[key]) for of_rank in trained]
             loss, norm, gradient = (max(column) for column in zip(*each, strict=True))
             found.append((way, (loss, norm, gradient), min(of_rank.graphs for of_rank in trained)))

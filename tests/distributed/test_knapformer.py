@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,7 +23,7 @@ HEADS_DIVIDE = tuple(topology for topology in TOPOLOGIES if "g3" not in topology
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Pool]:
-    ranks = Pool(num_ranks=4)
+    ranks = Pool(timeout_s=240.0, num_ranks=4)
     yield ranks
     ranks.close()
 
@@ -54,33 +55,32 @@ def test_attention_between_pre_attn_and_post_attn_is_that_of_whole_sequences(wor
 def test_the_example_shows_its_progress_and_prints_a_table(world: Pool) -> None:
     source = dit_jobs.EXAMPLE.read_text(encoding="utf-8")
     assert "torchrun --standalone --nproc-per-node 4 scripts/examples/dit.py" in source
-    printed, *others = world.run(torch_jobs.run_example, 4, str(dit_jobs.EXAMPLE), ["--steps", "2", "--samples", "5"])
+    printed, *others = world.run(dit_jobs.run_example, 4, ["--steps", "2", "--samples", "5"])
     assert "2/2" in printed
     assert "gradient norm" in printed
     assert set(others) == {""}, "one rank prints"
 
 
+STEPS = 3
+"""Of a run; all ways, torch.compile too, over 20 steps: tools/torch_parity.py."""
+
+
 @cache
 def truth() -> Trained:
-    return dit_jobs.reference(dit_jobs.arguments())
+    return dit_jobs.reference(dit_jobs.arguments(steps=STEPS))
 
 
 @pytest.mark.parametrize(
     "way",
     [
-        dit_jobs.arguments("g2n1+g1n2"),
-        dit_jobs.arguments("g4n1", checkpoint=True, steps=5),
-        dit_jobs.arguments(planner="knapformer", ddp=True, steps=5),
-        dit_jobs.arguments(planner="zeppelin", checkpoint=True, ddp=True, accumulate=2, steps=5),
+        dit_jobs.arguments("g2n1+g1n2", steps=STEPS),
+        dit_jobs.arguments("g4n1", checkpoint=True, steps=2),
+        dit_jobs.arguments(planner="knapformer", ddp=True, steps=STEPS),
+        dit_jobs.arguments(planner="zeppelin", checkpoint=True, ddp=True, accumulate=2, steps=STEPS),
     ],
     ids=lambda way: f"{way.planner or way.topology}{'-checkpointed' * way.checkpoint}",
 )
 def test_a_diffusion_transformer_trains_as_on_one_rank(world: Pool, way: dit_jobs.argparse.Namespace) -> None:
-    expected = truth()
+    expected = replace(truth(), losses=truth().losses[: way.steps], norms=truth().norms[: way.steps])
     for (trained,) in world.run(dit_jobs.train, 4, [way]):
-        assert trained.losses == pytest.approx(expected.losses[: way.steps], rel=1e-5)
-        assert trained.norms == pytest.approx(expected.norms[: way.steps], rel=1e-5)
-        assert trained.gradients.keys() == expected.gradients.keys()
-        for name, gradient in expected.gradients.items():
-            largest = gradient.abs().max().item()
-            assert (trained.gradients[name] - gradient).abs().max().item() <= 1e-5 * max(largest, 1e-3), name
+        assert torch_jobs.differences(trained, expected) == pytest.approx((0, 0, 0), abs=1e-5)

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.dist
 
 RANKS = 4
 WAYS = [
-    Way(compiled=True, steps=4),
-    Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=8),
-    Way(model="llama", planner="distca", parallel="ddp"),
-    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=4),
+    Way(compiled=True, steps=2),
+    Way(planner="wlb_llm", parallel="ddp", accumulate=2, checkpointed=True, backward="replay", steps=3),
+    Way(model="llama", planner="distca", parallel="ddp", steps=3),
+    Way(model="llama", planner="te_ring", checkpointed=True, accumulate=2, pools=2, steps=3),
     Way(model="llama", parallel="ddp", compiled=True, checkpointed=True, accumulate=2, steps=2),
 ]
-"""Every two choices meet in one of them at least; all of them together: tools/torch_parity.py."""
+"""Every two choices meet in one of them at least; all, over 20 steps: tools/torch_parity.py."""
 
 
 @pytest.fixture(scope="module")
@@ -129,19 +129,18 @@ def test_every_rank_hears_of_documents_that_are_none(world: Pool, given: object,
     assert all(each.startswith("DataError") for each in said)
 
 
-@pytest.mark.parametrize("resume_after", [None, 3])
-def test_every_document_is_trained_once_though_some_wait(world: Pool, resume_after: int | None) -> None:
-    ranks = world.run(torch_jobs.delay, RANKS, 6, resume_after)
-    assert max(ranks[0].waited) > 0, "nothing waited"
-    assert ranks[0].waited[-1] == 0, "what waits is trained at the end"
-    for delayed in ranks:
+def test_every_document_is_trained_once_though_some_wait_and_a_resume_goes_on_alike(world: Pool) -> None:
+    straight, resumed = (world.run(torch_jobs.delay, RANKS, 6, resume_after) for resume_after in (None, 2))
+    assert straight[0].waited[1] > 0, "nothing waits at the resume"
+    assert straight[0].waited[-1] == 0, "what waits is trained at the end"
+    assert [delayed.trained for delayed in resumed] == [delayed.trained for delayed in straight]
+    for delayed in straight:
         numbers = [number for step in delayed.trained for number in step]
         assert sorted(numbers) == list(range(len(numbers)))
+    for delayed in (*straight, *resumed):
         assert delayed.ahead >= 4, "coming steps are planned while others compute"
-    first = [number for step in ranks[0].trained for number in step]
+    first = [number for step in straight[0].trained for number in step]
     assert first != sorted(first), "rank 0 read those that wait"
-    straight = world.run(torch_jobs.delay, RANKS, 6, None)
-    assert [delayed.trained for delayed in ranks] == [delayed.trained for delayed in straight]
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
@@ -161,4 +160,17 @@ def test_an_example_trains_shows_its_progress_and_prints_a_table(world: Pool, na
     assert "2/2" in printed
     assert last in printed
     assert "┃" in printed
+    assert set(others) == {""}, "one rank prints"
+
+
+def test_a_new_users_script_has_under_20_lines_beyond_its_model_and_trains(world: Pool) -> None:
+    script = EXAMPLES / "new_user.py"
+    source = script.read_text(encoding="utf-8")
+    assert "torchrun --standalone --nproc-per-node 4 scripts/examples/new_user.py" in source
+    beyond = source.partition("# Beyond the model\n")[2]
+    assert 0 < len([line for line in beyond.splitlines() if line]) < 20
+    printed, *others = world.run(torch_jobs.run_example, RANKS, str(script), [])
+    losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines()]
+    assert len(losses) == 20
+    assert losses[-1] < 0.8 * losses[0]
     assert set(others) == {""}, "one rank prints"

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_balance.planners import PLANNERS
 from tests.support.pool import World
-from tests.support.torch_jobs import Trained, compiling
+from tests.support.torch_jobs import CountGraphs, Trained, Way, compiling, printed_by
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "dit.py"
 
@@ -35,6 +37,19 @@ def arguments(topology: str = "g2n1+g1n2", planner: str = "", **others: Any) -> 
     """Of the example; fewer samples than two a rank."""
     given: dict[str, Any] = {"checkpoint": False, "ddp": False, "compile": "", "accumulate": 1, "steps": 20, **others}
     return argparse.Namespace(**{"samples": 7, "ranks": 4, "topology": topology, "planner": planner, **given})
+
+
+def of(way: Way) -> argparse.Namespace:
+    """The arguments for a way, whose planner is one's name or a topology."""
+    placed = {"planner": way.planner} if way.planner in PLANNERS else {"topology": way.planner}
+    return arguments(
+        **placed,
+        ddp=way.parallel == "ddp",
+        checkpoint=way.checkpointed,
+        compile=way.backend if way.compiled else "",
+        accumulate=way.accumulate,
+        steps=way.steps,
+    )
 
 
 def reference(given: argparse.Namespace) -> Trained:
@@ -68,11 +83,13 @@ def train(world: World, ways: Sequence[argparse.Namespace]) -> list[Trained]:
             if not done.gradients:
                 _note(done, model)
 
+        counted = CountGraphs(way.compile or "eager")
+        compiled = argparse.Namespace(**{**vars(way), "compile": counted if way.compile else ""})
         with compiling() if way.compile else nullcontext():
-            for loss, norm in dit.train(world.rank, world.size, way, look):
+            for loss, norm in dit.train(world.rank, world.size, compiled, look):
                 done.losses.append(loss)
                 done.norms.append(norm)
-        found.append(done)
+        found.append(replace(done, graphs=counted.graphs))
     return found
 
 
@@ -82,6 +99,11 @@ def _note(done: Trained, model: nn.Module) -> None:
         assert gradient is not None, name
         full = getattr(gradient, "full_tensor", None)
         done.gradients[name] = (gradient if full is None else full()).clone()
+
+
+def run_example(world: World, arguments: Sequence[str]) -> str:
+    """As `torch_jobs.run_example`; the pictures that were read stay read."""
+    return printed_by(example().main, [str(EXAMPLE), *arguments])
 
 
 def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> list[list[Tensor]]:

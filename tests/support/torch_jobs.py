@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -448,15 +448,20 @@ def delay(world: World, num_steps: int, resume_after: int | None) -> Delayed:
 
 def run_example(world: World, script: str, arguments: Sequence[str]) -> str:
     """Run an example on this rank, in the world that is there; what it prints."""
+    return printed_by(lambda: runpy.run_path(script, run_name="__main__"), [script, *arguments])
+
+
+def printed_by(main: Callable[[], object], arguments: Sequence[str]) -> str:
+    """The output of a program in the world that is there. `arguments`: its name and the others."""
     printed = io.StringIO()
     with (
         warnings.catch_warnings(),  # of transformers, for what its next version renames
         patch.object(dist, "init_process_group"),
         patch.object(dist, "destroy_process_group"),
-        patch.object(sys, "argv", [script, *arguments]),
+        patch.object(sys, "argv", list(arguments)),
         redirect_stdout(printed),
         redirect_stderr(printed),
     ):
         warnings.simplefilter("ignore", FutureWarning)
-        runpy.run_path(script, run_name="__main__")
+        main()
     return printed.getvalue()
