@@ -166,7 +166,7 @@ def _partial(target: type) -> type[BaseModel]:
     """A model of the dataclass's fields in which none is required."""
     hints = get_type_hints(target)
     fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(target)}
-    config = ConfigDict(**{**STRICT, "use_attribute_docstrings": False})  # which reads the sources of all modules
+    config: ConfigDict = {**STRICT, "use_attribute_docstrings": False}  # which reads the sources of all modules
     return create_model(target.__name__, __config__=config, **fields)
 
 
