@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
 from typing import assert_never
 
 import numpy as np
@@ -179,42 +178,61 @@ def _difference(sent: Ints, received: Ints) -> str:
 
 
 def split(program: Program, rank: int) -> RankProgram:
-    """The projection of `rank`, from which `join` would make `program` again (exchange ids are
-    counted anew).
-    """
-    return RankProgram(
-        rank,
-        program.owned[rank],
-        tuple(_ops_of(program.forward, rank)),
-        sum(isinstance(op, Exchange) for op in program.forward),
-        tuple(_ops_of(program.backward, rank)),
-        remap_in=program.remap_in,
-        mask=program.mask,
-    )
+    """The projection of `rank`, from which `join` would make `program` again."""
+    return split_all(program)[rank]
 
 
-def _ops_of(ops: Sequence[Op], rank: int) -> Iterator[Op]:
-    ids = count()
+def split_all(program: Program) -> list[RankProgram]:
+    """The projections of all ranks, in order."""
+    ids = [op.id for op in program.forward if isinstance(op, Exchange)]
+    forward, backward = (_shared_out(ops, program.num_ranks) for ops in (program.forward, program.backward))
+    return [
+        RankProgram(
+            rank,
+            program.owned[rank],
+            tuple(forward[rank]),
+            max(ids, default=-1) + 1,
+            tuple(backward[rank]),
+            remap_in=program.remap_in,
+            mask=program.mask,
+        )
+        for rank in range(program.num_ranks)
+    ]
+
+
+def _shared_out(ops: Sequence[Op], num_ranks: int) -> list[list[Op]]:
+    """The ops of each rank."""
+    own: list[list[Op]] = [[] for _ in range(num_ranks)]
     for op in ops:
         match op:
-            case Exchange(_, transfers, collective, group, routes):
-                exchange_id = next(ids)
-                rows, pieces = as_array(transfers), as_array(routes)
-                served = {(src, dst) for src, dst, _, *proxies in pieces.tolist() if rank in (src, dst, *proxies)}
-                mine = np.array(
-                    [rank in pair or tuple(pair) in served for pair in rows[:, Transfer.ENDS].tolist()], dtype=bool
-                )
-                if mine.any() or rank in group:
-                    yield Exchange(
-                        exchange_id,
-                        as_rows(rows[mine]),
-                        collective,
-                        group,
-                        routes_of(routes, rows[mine]) if served else NO_ROUTES,
-                        collective != "p2p" and bool(np.isin(rows[:, Transfer.KIND], MOVED).any()),
-                    )
+            case Exchange():
+                for rank, part in _shares(op, num_ranks):
+                    own[rank].append(part)
             case Attend() | AttendGrad() | Merge():
-                if op.rank == rank:
-                    yield op
+                own[op.rank].append(op)
             case _:
                 assert_never(op)
+    return own
+
+
+def _shares(op: Exchange, num_ranks: int) -> Iterator[tuple[int, Exchange]]:
+    """The part of each rank in an exchange: what it sends, receives, and passes on as a proxy."""
+    rows = as_array(op.transfers)
+    listed = [np.column_stack([rows[:, side], np.arange(len(rows))]) for side in (Transfer.SRC, Transfer.DST)]
+    routes: dict[int, set[tuple[int, int]]] = {}
+    for src, dst, _, *proxies in op.routes:
+        for rank in (src, dst, *proxies):
+            routes.setdefault(rank, set()).add((src, dst))
+    for rank, pairs in routes.items():
+        for src, dst in pairs:
+            if rank not in (src, dst):
+                passed_on = np.flatnonzero(_between(rows, src, dst))
+                listed.append(np.column_stack([np.full(len(passed_on), rank), passed_on]))
+    whose, which = np.unique(np.concatenate(listed), axis=0).T
+    begin = np.searchsorted(whose, np.arange(num_ranks + 1))
+    moves = op.collective != "p2p" and bool(np.isin(rows[:, Transfer.KIND], MOVED).any())
+    present = np.union1d(whose, np.array(op.group, dtype=np.int64))
+    for rank in present[(present >= 0) & (present < num_ranks)].tolist():
+        mine = rows[which[begin[rank] : begin[rank + 1]]]
+        of = routes_of(op.routes, mine) if rank in routes else NO_ROUTES
+        yield rank, Exchange(op.id, as_rows(mine), op.collective, op.group, of, moves)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import assert_never
+from dataclasses import dataclass
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -83,21 +84,22 @@ def _check_shape(program: Program) -> None:
 class _State:
     """The values that every rank holds, while ops run one after the other.
 
-    Arrays are flat over rank * num_atoms + atom; heads are counted in query heads.
+    Arrays are flat over `_Places`; heads are counted in query heads.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ratio = program.num_heads // program.num_kv_heads
         self.lengths = np.array(program.lengths, dtype=np.int64)
-        self.atoms = self._cut(program)
+        tables = _Tables.of(program)
+        self.atoms = self._cut(program, tables)
         self.num_heads = self.atoms.num_head_atoms
-        self.num_atoms = self.atoms.num_token_atoms * self.num_heads
-        size = program.num_ranks * self.num_atoms
         every = np.arange(len(self.lengths))
         self.first, self.last = self.atoms.tokens(
             every, np.zeros_like(self.lengths), self.lengths
         )  # atoms of each sequence
+        self.places = _Places.of(tables, program.num_ranks, self.first, self.last, self.num_heads)
+        size = self.places.size
         self.held = {kind: np.zeros(size, dtype=bool) for kind in COPIED}
         self.brought = {kind: np.full(size, _NEVER, dtype=np.int32) for kind in self.held}
         self.parts = {kind: np.zeros(size, dtype=np.int16) for kind in MOVED}
@@ -111,6 +113,10 @@ class _State:
             1, dtype=bool
         )  # by op: something that this exchange brought was read; the last entry is nobody's
         self.where: tuple[str, Sequence[int], Sequence[Op]] = ("", (), ())
+        self.owner_ranks = tables.owners
+        self.owned_regions = np.concatenate(
+            [tables.owned, np.tile([0, program.num_heads], (len(tables.owned), 1))], axis=1
+        )
 
     def _visible_keys(self) -> tuple[Ints, Ints]:
         """First and one past the last key atom of which each query atom sees any key:
@@ -125,7 +131,7 @@ class _State:
         last[query] = self.atoms.at(seq, np.minimum(end, self.lengths[seq]) - 1) + 1
         return first, last
 
-    def _cut(self, program: Program) -> Atoms:
+    def _cut(self, program: Program, tables: _Tables) -> Atoms:
         """Atoms of all regions of the program; regions that the mask trims are cut there, too."""
         seqs, starts, stops, heads = (
             [np.arange(len(self.lengths))],
@@ -157,20 +163,13 @@ class _State:
                 raise InvalidProgramError("a region has an empty head span or heads that the model has not")
             heads.extend(np.flatnonzero(np.bincount(side)) for side in (low, high))
 
-        for owned in program.owned:
-            add_spans(as_array(owned))
-        ops = (*program.forward, *program.backward)
-        moved = concat([op.transfers for op in ops if isinstance(op, Exchange)], Transfer.WIDTH)
-        merged = concat([op.values for op in ops if isinstance(op, Merge)], Value.WIDTH)
-        for table in (moved[:, Transfer.VALUE], merged):
+        add_spans(tables.owned)
+        for table in (tables.moved[:, Transfer.VALUE], tables.merged):
             kinds = table[:, Value.KIND]
             if ((kinds < 0) | (kinds >= len(Kind))).any():
                 raise InvalidProgramError(f"a transfer or merge of an unknown kind; kinds are 0 to {len(Kind) - 1}")
             add(table[:, Value.REGION], np.where(np.isin(kinds, KEY_SIDE), self.ratio, 1))
-        # A backward launch has the very table of its forward launch; looking at it once will do.
-        pairs = concat(
-            list({id(op.pairs): op.pairs for op in ops if isinstance(op, Attend | AttendGrad)}.values()), Pair.WIDTH
-        )
+        pairs = tables.pairs
         add(pairs[:, Pair.QUERY], 1)
         add(pairs[:, Pair.KEY], self.ratio)
         # Tokens that a rectangle trims away take no part in it, so that its atoms are all visible
@@ -191,15 +190,13 @@ class _State:
         scale = self.ratio if kind in KEY_SIDE else 1
         seq, start, stop, head_start, head_stop = regions.T
         row, atom = self.atoms.expand(seq, start, stop, head_start * scale, head_stop * scale)
-        return row, ranks[row] * self.num_atoms + atom
+        return row, self.places.offset(ranks, seq)[row] + atom
 
     def place_owned(self) -> None:
-        tables = [as_array(owned) for owned in self.program.owned]
-        owned = np.concatenate([np.empty((0, Fragment.WIDTH), dtype=np.int64), *tables])
-        self.owner_ranks = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
-        self.owned_regions = np.concatenate([owned, np.tile([0, self.program.num_heads], (len(owned), 1))], axis=1)
-        _, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
-        owners = np.bincount(flat % self.num_atoms, minlength=self.num_atoms)
+        row, flat = self.index(self.owner_ranks, Kind.Q, self.owned_regions)
+        seq = self.owned_regions[row, Region.SEQ]
+        self.owned_atom = flat - self.places.offset(self.owner_ranks[row], seq)
+        owners = np.bincount(self.owned_atom, minlength=self.atoms.num_token_atoms * self.num_heads)
         _, tokens = ranges(self.first, self.last)
         wrong = tokens[owners[tokens * self.num_heads] != 1]
         if len(wrong):
@@ -228,6 +225,7 @@ class _State:
 
     def run(self, phase: str, ops: Sequence[Op]) -> None:
         self.used = np.zeros(len(ops) + 1, dtype=bool)
+        self.check_ids(phase, ops)
         for batch in _batches(ops):
             chosen = [ops[i] for i in batch]
             self.where = (phase, batch, chosen)
@@ -252,6 +250,16 @@ class _State:
             ):
                 self.where = (phase, [index], [op])
                 raise self.error(0, "nothing that it brings is ever used; drop it")
+
+    def check_ids(self, phase: str, ops: Sequence[Op]) -> None:
+        """Check that exchange ids rise, so that all ranks issue theirs in one order."""
+        last = -1
+        for index, op in enumerate(ops):
+            if isinstance(op, Exchange):
+                if op.id <= last:
+                    self.where = (phase, [index], [op])
+                    raise self.error(0, f"it comes after exchange {last}; ids must rise")
+                last = op.id
 
     def check_ops(self, ops: Sequence[Op]) -> None:
         """Check that every op does something, on ranks that are there."""
@@ -288,7 +296,10 @@ class _State:
         for kind in _kinds(kinds):
             chosen = rows[kinds == kind]
             row, there = self.index(chosen[:, Transfer.SRC], kind, chosen[:, Transfer.REGION])
-            here = chosen[row, Transfer.DST] * self.num_atoms + there % self.num_atoms
+            src_offset, dst_offset = (
+                self.places.offset(chosen[:, side], chosen[:, Transfer.SEQ]) for side in (Transfer.SRC, Transfer.DST)
+            )
+            here = there + (dst_offset - src_offset)[row]
             if kind in self.held:
                 self.require(self.held[kind][there], chosen[row], "the source does not hold it")
                 self.mark_used(kind, there)
@@ -350,14 +361,16 @@ class _State:
         there is none.
         """
         order = np.lexsort((others, one))
-        ends = np.searchsorted(
-            one[order] * self.program.num_ranks + others[order], np.arange(self.program.num_ranks**2 + 1)
-        )
+        group = np.sort(op.group)
+        size = len(group)
+        pair = np.searchsorted(group, one[order]) * size + np.searchsorted(group, others[order])
+        ends = np.searchsorted(pair, np.arange(size**2 + 1))
         ordered = rows[order, Transfer.VALUE]
-        for rank in op.group:
-            first = rank * self.program.num_ranks
+        for at, rank in enumerate(group.tolist()):
             each = {
-                ordered[ends[first + other] : ends[first + other + 1]].tobytes() for other in op.group if other != rank
+                ordered[ends[cell] : ends[cell + 1]].tobytes()
+                for cell in range(at * size, (at + 1) * size)
+                if cell != at * (size + 1)
             }
             if len(each) > 1:
                 return rank
@@ -401,6 +414,7 @@ class _State:
             self.require_pair(self.held[kind][flat], pairs[row], f"rank does not hold {kind.name}", ranks[row])
             self.mark_used(kind, flat)
         # Every (query atom, key atom, head atom) once.
+        offset = self.places.offset(ranks, pairs[:, Pair.SEQ])
         row, query = ranges(*self.atoms.tokens(*queries[:, Region.SPAN].T))
         key_first, key_last = self.atoms.tokens(*keys[:, Region.SPAN].T)
         key_first, key_last = (
@@ -421,16 +435,16 @@ class _State:
         self.done[pair] = True
         if not self.distinct(pair):
             raise self.error(0, "it computes some pair twice")
-        rank = ranks[row]
-        self.contribute(Kind.OUT if phase == "forward" else Kind.Q_GRAD, rank, query, head, queries, ranks)
+        place = offset[row] + head
+        self.contribute(
+            Kind.OUT if phase == "forward" else Kind.Q_GRAD, place + query * self.num_heads, queries, ranks
+        )
         if phase == "backward":
-            self.contribute(Kind.KV_GRAD, rank, key, head, keys, ranks)
+            self.contribute(Kind.KV_GRAD, place + key * self.num_heads, keys, ranks)
 
-    def contribute(self, kind: Kind, rank: Ints, token: Ints, head: Ints, regions: Ints, ranks: Ints) -> None:
-        """Count contributions at (rank, token atom, head atom); the launch leaves one partial of
-        each region.
-        """
-        np.add.at(self.count[kind], rank * self.num_atoms + token * self.num_heads + head, 1)
+    def contribute(self, kind: Kind, places: Ints, regions: Ints, ranks: Ints) -> None:
+        """Count contributions at `places`; the launch leaves one partial of each region."""
+        np.add.at(self.count[kind], places, 1)
         row, flat = self.index(ranks, kind, regions)
         if (self.parts[kind][flat] > 1).any():
             owner = int(ranks[row[int(np.flatnonzero(self.parts[kind][flat] > 1)[0])]])
@@ -467,29 +481,30 @@ class _State:
         num_queries = np.cumsum(begin - end)  # query atoms that see each key atom
         for kind in kinds:
             owned = self.owned_index
-            atom = owned % self.num_atoms // self.num_heads
-            seq = self.atoms.seq(atom)
+            atom = self.owned_atom // self.num_heads
             want = (num_queries if kind == Kind.KV_GRAD else num_keys)[atom]
             bad = (self.count[kind][owned] != want) | (self.parts[kind][owned] != 1)
             if bad.any():
                 index = int(np.flatnonzero(bad)[0])
-                one = atom[index : index + 1]
-                region = f"s{seq[index]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
+                rank, region = self.named(int(owned[index]))
                 raise InvalidProgramError(
-                    f"{phase}: rank {owned[index] // self.num_atoms} never completes {kind.name} of {region}: it has "
+                    f"{phase}: rank {rank} never completes {kind.name} of {region}: it has "
                     f"{self.count[kind][owned[index]]} of {want[index]} parts of the sequence in "
                     f"{self.parts[kind][owned[index]]} partials"
                 )
             self.parts[kind][owned] = 0
             if self.parts[kind].any():
-                flat = np.flatnonzero(self.parts[kind])[:1]
-                one = flat % self.num_atoms // self.num_heads
-                region = f"s{self.atoms.seq(one)[0]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
+                rank, region = self.named(int(np.flatnonzero(self.parts[kind])[0]))
                 raise InvalidProgramError(
-                    f"{phase}: rank {flat[0] // self.num_atoms} ends with an unconsumed partial {kind.name} of "
-                    f"{region}; "
+                    f"{phase}: rank {rank} ends with an unconsumed partial {kind.name} of {region}; "
                     "a Merge or a transfer to its owner is missing"
                 )
+
+    def named(self, place: int) -> tuple[int, str]:
+        """The rank and, as text, the tokens of a place."""
+        rank, atom = self.places.at(place)
+        one = np.array([atom // self.num_heads])
+        return rank, f"s{self.atoms.seq(one)[0]}[{self.atoms.start(one)[0]}:{self.atoms.stop(one)[0]})"
 
     # Complaints
 
@@ -528,6 +543,86 @@ class _State:
         lines = list(op_lines(ops[which], self.program.num_heads, self.program.num_kv_heads))
         shown = "\n".join(lines[:6] + (["  ..."] if len(lines) > 6 else []))
         return InvalidProgramError(f"{phase} op {indices[which]}: {complaint}\n{shown}")
+
+
+class _Tables(NamedTuple):
+    """All rows of a program below one another, and the ranks of those that do not name theirs.
+
+    `owned` with `owners`; `moved`: `Transfer` rows; `merged`: `Value` rows, with `merging`; `pairs`
+    with `attending`.
+    """
+
+    owned: Ints
+    owners: Ints
+    moved: Ints
+    merged: Ints
+    merging: Ints
+    pairs: Ints
+    attending: Ints
+
+    @classmethod
+    def of(cls, program: Program) -> _Tables:
+        ops = (*program.forward, *program.backward)
+        merges = [op for op in ops if isinstance(op, Merge)]
+        # A backward launch has the very table of its forward launch; looking at it once will do.
+        launches = {(op.rank, id(op.pairs)): op for op in ops if isinstance(op, Attend | AttendGrad)}.values()
+        return cls(
+            concat(list(program.owned), Fragment.WIDTH),
+            np.repeat(np.arange(program.num_ranks), [len(rows) for rows in program.owned]),
+            concat([op.transfers for op in ops if isinstance(op, Exchange)], Transfer.WIDTH),
+            concat([op.values for op in merges], Value.WIDTH),
+            _repeated([op.rank for op in merges], [len(op.values) for op in merges]),
+            concat([op.pairs for op in launches], Pair.WIDTH),
+            _repeated([op.rank for op in launches], [len(op.pairs) for op in launches]),
+        )
+
+
+def _repeated(ranks: list[int], counts: list[int]) -> Ints:
+    return np.repeat(np.array(ranks, dtype=np.int64), np.array(counts, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Indices of what the ranks may hold: a run of atoms for each (sequence, rank) that occur
+    together.
+
+    So a plan of many small zones takes the sum of them, not all ranks times all sequences.
+
+    `cells` [n], ascending: sequence * num_ranks + rank; `base` [n + 1]: where the run of each begins;
+    `first` [S]: the first atom of each sequence.
+    """
+
+    num_ranks: int
+    cells: Ints
+    base: Ints
+    first: Ints
+
+    @classmethod
+    def of(cls, tables: _Tables, num_ranks: int, first: Ints, last: Ints, num_heads: int) -> _Places:
+        """`first`, `last` [S]: token atoms of each sequence; ranks that are not there are left out."""
+        met = [np.empty((0, 2), dtype=np.int64)]
+        met += [tables.moved[:, [Transfer.SEQ, side]] for side in (Transfer.SRC, Transfer.DST)]
+        met += [np.column_stack([tables.merged[:, Value.SEQ], tables.merging])]
+        met += [np.column_stack([tables.pairs[:, Pair.SEQ], tables.attending])]
+        met += [np.column_stack([tables.owned[:, Fragment.SEQ], tables.owners])]
+        seqs, ranks = np.concatenate(met).T
+        cells = np.unique((seqs * num_ranks + ranks)[(ranks >= 0) & (ranks < num_ranks)])
+        sizes = (last - first)[cells // num_ranks] * num_heads
+        return cls(num_ranks, cells, np.append(0, np.cumsum(sizes)), first * num_heads)
+
+    @property
+    def size(self) -> int:
+        return int(self.base[-1])
+
+    def offset(self, ranks: Ints, seqs: Ints) -> Ints:
+        """What to add to an atom of `seqs` [n] to get its index on `ranks` [n]."""
+        return self.base[np.searchsorted(self.cells, seqs * self.num_ranks + ranks)] - self.first[seqs]
+
+    def at(self, place: int) -> tuple[int, int]:
+        """The rank and the atom of an index."""
+        cell = int(np.searchsorted(self.base, place, side="right")) - 1
+        seq, rank = divmod(int(self.cells[cell]), self.num_ranks)
+        return rank, place - int(self.base[cell] - self.first[seq])
 
 
 def _kinds(column: Ints) -> list[Kind]:
