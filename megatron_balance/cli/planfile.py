@@ -117,22 +117,16 @@ def _entry(entry: Any, where: str) -> Entry:
 
 
 def prove(plan: MicrobatchPlan, policy: Policy) -> int:
-    """Number of ops of the plan's program, after proving it, forward and backward, and the order in
-    which its ranks issue their exchanges.
+    """Number of ops of the plan's program, after proving it, forward and backward, and that it is what
+    the ranks run.
 
     Raises:
         InvalidProgramError: names the op or the region that is wrong, or ranks that would wait for
             one another.
     """
-    from megatron_balance.compile.batches import verify_order_of
-    from megatron_balance.compile.pipeline import expand
-    from megatron_balance.compile.verify import verify
-    from megatron_balance.compile.verify_plan import verify_plan
+    from megatron_balance.compile import prove
 
-    verify_plan(plan)
-    program = expand(plan, policy)
-    verify(program)
-    verify_order_of(plan, policy)
+    program = prove.prove(plan, policy)
     return len(program.forward) + len(program.backward)
 
 

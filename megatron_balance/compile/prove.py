@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_balance.compile.batches import issued, verify_issue_order
 from megatron_balance.compile.join import split_all
-from megatron_balance.compile.pipeline import CompiledRank, compile_ranks, expand
+from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.projector import Projector
 from megatron_balance.compile.verify import verify
 from megatron_balance.compile.verify_plan import verify_plan

@@ -436,9 +436,7 @@ class _State:
         if not self.distinct(pair):
             raise self.error(0, "it computes some pair twice")
         place = offset[row] + head
-        self.contribute(
-            Kind.OUT if phase == "forward" else Kind.Q_GRAD, place + query * self.num_heads, queries, ranks
-        )
+        self.contribute(Kind.OUT if phase == "forward" else Kind.Q_GRAD, place + query * self.num_heads, queries, ranks)
         if phase == "backward":
             self.contribute(Kind.KV_GRAD, place + key * self.num_heads, keys, ranks)
 
@@ -615,7 +613,7 @@ class _Places:
         return int(self.base[-1])
 
     def offset(self, ranks: Ints, seqs: Ints) -> Ints:
-        """What to add to an atom of `seqs` [n] to get its index on `ranks` [n]."""
+        """Offsets [n] that turn atoms of `seqs` [n] into indices on `ranks` [n]."""
         return self.base[np.searchsorted(self.cells, seqs * self.num_ranks + ranks)] - self.first[seqs]
 
     def at(self, place: int) -> tuple[int, int]:

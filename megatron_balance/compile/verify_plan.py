@@ -135,10 +135,12 @@ def _of_tasks(tasks: Ints, seqs: Sequence[int], place: str, plan: MicrobatchPlan
     row, run = ranges(edges.searchsorted(begin), edges.searchsorted(end))  # each task's runs
     order = np.lexsort((k_start[row], run))
     row, run = row[order], run[order]
+    first, needed = plan.mask.keys(own, low)[0], np.minimum(plan.mask.keys(own, high - 1)[1], lengths[own])
+    seen = k_start[row] < needed[run]  # of others the mask hides all
+    row, run = row[seen], run[seen]
     bounds = run_bounds(run[1:] != run[:-1], len(run))
     found = np.full((2, len(own)), -1)
     found[0, run[bounds[:-1]]], found[1, run[bounds[:-1]]] = k_start[row[bounds[:-1]]], k_stop[row[bounds[1:] - 1]]
-    first, needed = plan.mask.keys(own, low)[0], np.minimum(plan.mask.keys(own, high - 1)[1], lengths[own])
     wrong = (found[0] < 0) | (found[0] > first) | (found[1] < needed)
     wrong &= low < lengths[own]  # what lies between the end of a sequence and the next is none
     wrong[run[1:][(run[1:] == run[:-1]) & (k_start[row[1:]] != k_stop[row[:-1]])]] = True

@@ -61,8 +61,9 @@ def verify_steps(ops: Sequence[Op], steps: Sequence[Step], rank: int, mask: Mask
         wrong = (early != (source < reader)) if kind in MOVED else ((source < reader) & ~early)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
+            word = "without" if source[at] < reader[at] else "with"
             raise InvalidProgramError(
-                f"rank {rank}: op {int(reader[at])} takes {kind.name} {'without' if source[at] < reader[at] else 'with'} "
+                f"rank {rank}: op {int(reader[at])} takes {kind.name} {word} "
                 f"what op {int(source[at])} leaves; its step is {'before' if not early[at] else 'behind'} that one's"
             )
 
@@ -144,7 +145,10 @@ def _given(ops: Sequence[Op], rank: int, kind: Kind) -> _Regions:
 def _moving(ops: Sequence[Op], rank: int, kind: Kind, side: int) -> _Regions:
     tables = [(at, as_array(op.transfers)) for at, op in enumerate(ops) if isinstance(op, Exchange)]
     return _Regions.of(
-        [(at, rows[_both(rows[:, side] == rank, rows[:, Transfer.KIND] == kind), Transfer.REGION]) for at, rows in tables]
+        [
+            (at, rows[_both(rows[:, side] == rank, rows[:, Transfer.KIND] == kind), Transfer.REGION])
+            for at, rows in tables
+        ]
     )
 
 
@@ -178,7 +182,7 @@ def _joined(one: _Regions, other: _Regions) -> _Regions:
 
 
 def _pairs(there: _Regions, reads: _Regions) -> tuple[Ints, Ints]:
-    """(op that leaves, op that reads) of every two that share a token and a head, other than itself."""
+    """(op that leaves, op that reads) of every two different ones that share a token and a head."""
     kept = there.rows[:, Region.START] < there.rows[:, Region.STOP]
     there = _Regions(there.op[kept], there.rows[kept])
     read, left = overlaps(reads.rows, there.rows)
