@@ -116,7 +116,7 @@ def verify_routes(plan: MicrobatchPlan, program: Program) -> None:
             at, odd = divmod(op.id - remap_in, 2)
             at, replayed = num_exchanges - 1 - at, not odd
         # what is brought again may be less than what was brought at first
-        ends = {row[:2] for row in op.routes} if replayed else {(dst, src) for src, dst in routed.get(at, ())}
+        ends = {(row[0], row[1]) for row in op.routes} if replayed else {(dst, src) for src, dst in routed.get(at, ())}
         _check_ways(plan, op, ends if at in wanted else set(), "backward")
 
 
