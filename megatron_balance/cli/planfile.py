@@ -17,7 +17,7 @@ from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.files import UnreadableError, read_json
 from megatron_balance.ir.plan import FORMAT, MicrobatchPlan, from_body, to_json
-from megatron_balance.ir.program import Exchange, Program
+from megatron_balance.ir.program import Program
 from megatron_balance.ir.text import parse, text
 
 LIST_FORMAT = "megatron-balance plans 1"
@@ -147,29 +147,12 @@ def prove_entry(entry: Entry, policy: Policy) -> int:
     num_ops = prove(plan, policy)
     if program is not None:
         _check_same(plan, program)
+        from megatron_balance.compile.prove import verify_runs
         from megatron_balance.compile.verify import verify
 
         verify(program)
-        _check_routes(plan, program)
+        verify_runs(plan, program)
     return num_ops
-
-
-def _check_routes(plan: MicrobatchPlan, program: Program) -> None:
-    """The program written takes the plan's routes; it would compute the same by any others, or by
-    none.
-    """
-    from megatron_balance.compile.pipeline import expand
-
-    planned = expand(plan, cast("Policy | None", program.policy))
-    for phase in ("forward", "backward"):
-        theirs, ours = ([op for op in getattr(p, phase) if isinstance(op, Exchange)] for p in (program, planned))
-        for wrote, meant in zip(theirs, ours, strict=False):
-            if wrote.routes != meant.routes:
-                raise InvalidProgramError(
-                    f"the program written is not the plan's: {phase} exchange {wrote.id} is routed "
-                    f"{wrote.routes!r:.80}, "
-                    f"planned {meant.routes!r:.80}"
-                )
 
 
 def _check_same(plan: MicrobatchPlan, program: Program) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_balance.compile.order import Finish, Run, Start, Step, hops
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Bools, Ints, as_array
+from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Pair, Region, Transfer
 from megatron_balance.ir.intervals import overlaps
 from megatron_balance.ir.mask import Mask
@@ -91,8 +91,8 @@ def verify_meeting(ranks: Sequence[Lowered]) -> None:
                 if isinstance(step, Start):
                     started.add((rank, op.id))
                     ready += sleeping.pop((rank, op.id), [])
-                elif missing := next((m for m in _senders(op, rank) if (m, op.id) not in started), -1) + 1:
-                    waits[rank] = (missing - 1, op.id)
+                elif missing := [m for m in _senders(op, rank) if (m, op.id) not in started][:1]:
+                    waits[rank] = (missing[0], op.id)
                     sleeping[waits[rank]].append(rank)
                     break
             at[rank] += 1
@@ -145,15 +145,8 @@ def _given(ops: Sequence[Op], rank: int, kind: Kind) -> _Regions:
 def _moving(ops: Sequence[Op], rank: int, kind: Kind, side: int) -> _Regions:
     tables = [(at, as_array(op.transfers)) for at, op in enumerate(ops) if isinstance(op, Exchange)]
     return _Regions.of(
-        [
-            (at, rows[_both(rows[:, side] == rank, rows[:, Transfer.KIND] == kind), Transfer.REGION])
-            for at, rows in tables
-        ]
+        [(at, rows[(rows[:, side] == rank) & (rows[:, Transfer.KIND] == kind), Transfer.REGION]) for at, rows in tables]
     )
-
-
-def _both(one: Bools, other: Bools) -> Bools:
-    return one & other
 
 
 def _read(ops: Sequence[Op], kind: Kind, mask: Mask) -> _Regions:

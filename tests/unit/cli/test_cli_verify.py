@@ -71,6 +71,17 @@ def test_program_of_another_plan_is_found(plan_file, tmp_path, run):
     assert "the program written is not the plan's" in err
 
 
+def test_program_with_another_exchange_id_is_found(plan_file, run):
+    """It computes the same, but it is not what the ranks run."""
+    lines = body_of(plan_file)["program"]
+    last = max(number for number, line in enumerate(lines) if line.startswith("exchange "))
+    word, number, rest = lines[last].split(" ", 2)
+    change(plan_file, program=[*lines[:last], f"{word} {int(number) + 1} {rest}", *lines[last + 1 :]])
+    code, _, err = run("verify", plan_file)
+    assert code == 1
+    assert "not the one that was proved" in err
+
+
 def test_changed_plan_does_not_have_its_fingerprint(plan_file, run):
     change(plan_file, lengths=[901, 300, 60, 7], program=None)
     code, _, err = run("verify", plan_file)
