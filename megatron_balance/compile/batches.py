@@ -24,12 +24,10 @@ from megatron_balance.compile.order import (
     stream_name,
 )
 from megatron_balance.compile.ping_pong import Segment
-from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder, compile_ranks
-from megatron_balance.compile.transpose import Policy
+from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder
 from megatron_balance.errors import InvalidProgramError
 from megatron_balance.ir.arrays import Ints, as_array
 from megatron_balance.ir.columns import Route, Transfer
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Op
 
 _LEGS: tuple[Leg, ...] = ("direct", *LEGS)
@@ -233,12 +231,12 @@ def _circle(calls: Sequence[Sequence[Batch]], at: Sequence[int], members: dict[C
     return "ranks issue their exchanges in different orders and would wait for one another:\n  " + "\n  ".join(lines)
 
 
-def verify_order_of(plan: MicrobatchPlan, policy: Policy | None, *, passing: bool = True) -> None:
-    """Compile all ranks of a plan and prove that they issue their exchanges in one order.
+def verify_order_of(ranks: Sequence[CompiledRank], ranks_per_node: int, policy: str | None) -> None:
+    """Prove that all ranks of a plan issue their exchanges in one order, forward and, with a policy,
+    backward.
 
     Raises:
         InvalidProgramError: as `verify_issue_order`.
     """
-    ranks = compile_ranks(plan, policy, passing=passing)
     for backward in (False, True) if policy else (False,):
-        verify_issue_order(issued(ranks, plan.ranks_per_node, backward=backward))
+        verify_issue_order(issued(ranks, ranks_per_node, backward=backward))

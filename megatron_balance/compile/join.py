@@ -177,13 +177,8 @@ def _difference(sent: Ints, received: Ints) -> str:
     return "two ranks list the same transfers in different orders"
 
 
-def split(program: Program, rank: int) -> RankProgram:
-    """The projection of `rank`, from which `join` would make `program` again."""
-    return split_all(program)[rank]
-
-
-def split_all(program: Program) -> list[RankProgram]:
-    """The projections of all ranks, in order."""
+def split(program: Program) -> list[RankProgram]:
+    """The projections of all ranks, in order, from which `join` would make `program` again."""
     ids = [op.id for op in program.forward if isinstance(op, Exchange)]
     forward, backward = (_shared_out(ops, program.num_ranks) for ops in (program.forward, program.backward))
     return [

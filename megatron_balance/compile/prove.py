@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
-from megatron_balance.compile.batches import issued, verify_issue_order
-from megatron_balance.compile.join import split_all
+from megatron_balance.compile.batches import verify_order_of
+from megatron_balance.compile.join import split
 from megatron_balance.compile.pipeline import compile_ranks, expand
 from megatron_balance.compile.projector import Projector
 from megatron_balance.compile.verify import verify
@@ -51,8 +52,8 @@ def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True)
         InvalidProgramError: they do not; names the rank and the op.
     """
     verify_routes(plan, program)
-    ranks = compile_ranks(plan, program.policy, passing=passing)  # pyright: ignore[reportArgumentType]
-    for rank, (compiled, proved) in enumerate(zip(ranks, split_all(program), strict=True)):
+    ranks = compile_ranks(plan, cast("Policy | None", program.policy), passing=passing)
+    for rank, (compiled, proved) in enumerate(zip(ranks, split(program), strict=True)):
         if proved.owned != compiled.program.owned:
             raise InvalidProgramError(f"rank {rank} owns other tokens than in the program that was proved")
         _check_same(rank, "forward", proved.forward, compiled.program.forward)
@@ -65,7 +66,7 @@ def verify_runs(plan: MicrobatchPlan, program: Program, *, passing: bool = True)
         for rank, (ops, steps) in enumerate(lowered):
             verify_steps(ops, steps, rank, plan.mask)
         verify_meeting(lowered)
-        verify_issue_order(issued(ranks, plan.ranks_per_node, backward=backward))
+    verify_order_of(ranks, plan.ranks_per_node, program.policy)
 
 
 def _check_same(rank: int, phase: str, proved: Sequence[Op], runs: Sequence[Op]) -> None:

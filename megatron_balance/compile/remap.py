@@ -189,8 +189,8 @@ def with_remap(program: Program, moves: Rows) -> Program:
     layouts = [as_array(rows) for rows in program.owned]
     regions = np.concatenate([remote(layout, rank, table) for rank, layout in enumerate(layouts)])
     ranks: list[RankProgram] = []
-    for rank, layout in enumerate(layouts):
+    for rank, (layout, own) in enumerate(zip(layouts, split(program), strict=True)):
         linear = linear_layout(layout, rank, table, regions[regions[:, Remote.OWNER] == rank])
         mine = regions[(regions[:, Remote.OWNER] == rank) | (regions[:, Remote.HOLDER] == rank)]
-        ranks.append(remap(split(program, rank), linear, mine, (program.num_heads, program.num_kv_heads)))
+        ranks.append(remap(own, linear, mine, (program.num_heads, program.num_kv_heads)))
     return join(ranks, program.lengths, program.num_heads, program.num_kv_heads)

@@ -21,7 +21,7 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from megatron_balance.compile.join import join, routes_of, split_all
+from megatron_balance.compile.join import join, routes_of, split
 from megatron_balance.ir.arrays import Ints, as_array, as_rows, concat, run_starts
 from megatron_balance.ir.columns import Pair, Route, Transfer, Value
 from megatron_balance.ir.intervals import Atoms
@@ -74,7 +74,7 @@ def merge_gradients(program: RankProgram) -> RankProgram:
 
 def with_backward(program: Program, policy: Policy) -> Program:
     """A whole program, as parsed from text, with its backward."""
-    ranks = [transpose(rank, policy) for rank in split_all(program)]
+    ranks = [transpose(rank, policy) for rank in split(program)]
     return join(ranks, program.lengths, program.num_heads, program.num_kv_heads, policy)
 
 

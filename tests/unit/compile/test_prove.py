@@ -60,8 +60,17 @@ def test_every_changed_exchange_id_and_proxy_is_refused(policy) -> None:
         for row, column in ((0, 3), (-1, 4)):  # send proxy, receive proxy
             routes = [list(each) for each in op.routes]
             routes[row][column] ^= 1  # the other rank of that node
-            changed = replace(op, routes=Rows.of(Route.WIDTH, routes))
-            assert refused(with_op(program, phase, at, changed)), (phase, at, row, column)
+            changed = with_op(program, phase, at, replace(op, routes=Rows.of(Route.WIDTH, routes)))
+            assert refused(changed), (phase, at, row, column)
+            with pytest.raises(InvalidProgramError, match="expected proxies"):  # by the plan's routing alone
+                prove.verify_routes(PLANNED, changed)
+
+
+def test_ids_that_do_not_rise_are_refused_without_a_plan() -> None:
+    program = expand(PLANNED, "keep")
+    (_, _, first), (phase, at, second), *_ = exchanges(program)
+    with pytest.raises(InvalidProgramError, match="ids must rise"):
+        verify(with_op(program, phase, at, replace(second, id=first.id)))
 
 
 def test_a_projection_that_lost_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,9 +277,9 @@ def test_projections_that_do_not_fit_are_refused() -> None:
 def test_splitting_and_joining_gives_the_whole_again(pattern: str) -> None:
     one = pool(pattern, (17, 3, 1, 40), 4, heads=(4, 2))
     whole = expand(one)
-    assert join([split(whole, rank) for rank in range(4)], one.lengths, 4, 2) == whole
-    for rank in range(4):
-        assert split(whole, rank).owned == project(one, rank).owned
+    assert join(split(whole), one.lengths, 4, 2) == whole
+    for rank, own in enumerate(split(whole)):
+        assert own.owned == project(one, rank).owned
 
 
 def test_a_tiling_is_made_of_arrays() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_balance.compile import pipeline
-from megatron_balance.compile.batches import verify_order_of
+from megatron_balance.compile import pipeline, prove
 from megatron_balance.compile.issue_order import IssueOrder
 from megatron_balance.compile.pipeline import compile_ranks
 from megatron_balance.compile.transpose import POLICIES, Policy
@@ -134,7 +133,7 @@ def test_rendezvous_hangs_where_ranks_issue_in_orders_of_their_own() -> None:
     connected, _ = host_threads.run([planned], "replay")
     assert not connected
     with pytest.raises(InvalidProgramError, match="different orders"):
-        verify_order_of(planned, "replay")
+        prove.prove(planned, "replay")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

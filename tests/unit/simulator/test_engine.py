@@ -59,7 +59,7 @@ def moving(num_ranks: int, *transfers: tuple[int, int, int], exchanges: int = 1)
 
 
 def forward_s(program: Program, machine: Machine) -> np.ndarray:
-    ranks = [in_order(split(program, rank)) for rank in range(program.num_ranks)]
+    ranks = list(map(in_order, split(program)))
     return engine.play(phase_of(ranks, machine, backward=False), machine, np.zeros(machine.num_ranks)).end_s
 
 

@@ -43,7 +43,7 @@ def program(num_ranks: int, rows: list[tuple[int, int, int]], collective: Collec
 
 
 def play(of: Program, machine: Machine, enter_s: list[float] | None = None) -> Outcome:
-    ranks = [in_order(split(of, rank)) for rank in range(of.num_ranks)]
+    ranks = list(map(in_order, split(of)))
     start = np.zeros(machine.num_ranks) if enter_s is None else np.array(enter_s)
     return engine.play(phase_of(ranks, machine, backward=False), machine, start, "sockets")
 
