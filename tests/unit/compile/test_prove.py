@@ -16,6 +16,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import REMAP, Routing
 from megatron_balance.ir.program import Exchange, Program
 from megatron_balance.ir.rows import Rows
 from tests.support.strategies import Case, plan
@@ -71,6 +72,15 @@ def test_ids_that_do_not_rise_are_refused_without_a_plan() -> None:
     (_, _, first), (phase, at, second), *_ = exchanges(program)
     with pytest.raises(InvalidProgramError, match="ids must rise"):
         verify(with_op(program, phase, at, replace(second, id=first.id)))
+
+
+def test_proxies_that_ranks_and_program_agree_on_are_held_against_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, ranks = expand(PLANNED, "keep"), compile_ranks(PLANNED, "keep")
+    monkeypatch.setattr(prove, "compile_ranks", lambda *_, **__: ranks)
+    prove.verify_runs(PLANNED, program)
+    in_pieces = replace(PLANNED, routing=Routing(1, (REMAP, 0), pieces=2))
+    with pytest.raises(InvalidProgramError, match="expected proxies"):
+        prove.verify_runs(in_pieces, program)
 
 
 def test_a_projection_that_lost_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

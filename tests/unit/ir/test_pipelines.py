@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.pipelines import deal
 from megatron_balance.planning.choice import choose_planner
 from megatron_balance.planning.strategies import with_proposed
-from megatron_balance.solvers.dispatch import PipelineCost
+from megatron_balance.solvers.dispatch import PipelineCost, dispatch, least_s
 from megatron_balance.solvers.microbatches import pack
 
 MODEL = Model(4, 4, 8, num_layers=4)
@@ -197,6 +198,24 @@ def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPat
     assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
     assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
     assert packed == [quick, quick]
+
+
+def test_the_least_before_packing_need_not_win() -> None:
+    """The best of drawn candidates is that of packing them all, also where another promised less."""
+    rng = random.Random(7)
+    overtaken = 0
+    for _ in range(60):
+        lengths = [rng.randint(1, 60) for _ in range(rng.randint(2, 9))]
+        candidates = [
+            [PipelineCost(0, 1, 30 * rng.random(), rng.randint(1, 4), 64 + rng.randrange(40))] * rng.randint(1, 3)
+            for _ in range(4)
+        ]
+        every = [max(deal(lengths, costs)[1]) for costs in candidates]
+        least = [least_s(lengths, costs, dispatch(lengths, costs)) for costs in candidates]
+        best, _, seconds = pipelines.fastest(lengths, candidates)
+        assert max(seconds) == every[best] == min(every)
+        overtaken += best != least.index(min(least))
+    assert overtaken > 0
 
 
 def test_nothing_that_packs_comes_below_the_least() -> None:
