@@ -116,8 +116,9 @@ def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
     for leg, pair, begin, end in ends:
         own = ((begin == rank) | (end == rank)) & (begin != end)
-        hops = np.stack([begin[own], end[own], np.isin(pair[own], moved)], axis=1)
-        for a, b, of in set(map(tuple, hops.tolist())):
+        carries: list[bool] = np.isin(pair[own], moved).tolist()
+        hops = {*zip(begin[own].tolist(), end[own].tolist(), carries, strict=True)}
+        for a, b, of in hops:
             stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
             found[leg, stream].add((a, b))
     return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
