@@ -20,6 +20,8 @@ import numpy as np
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.solvers import makespan
+from megatron_balance.solvers.machines import NOT_HELD, Problem
+from megatron_balance.solvers.makespan_bound import lower_bound
 
 TRIALS = 100
 """Of Alg. 1, as in the paper's experiments."""
@@ -110,17 +112,17 @@ def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> 
         InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    return makespan.lower_bound(problem_of(lengths, pipelines))
+    return lower_bound(problem_of(lengths, pipelines))
 
 
-def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> makespan.Problem:
+def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> Problem:
     """The pipelines as machines. c is spread over the tokens of full microbatches."""
     kinds = list(dict.fromkeys(pipelines))
     tokens = np.array(lengths, dtype=np.int64)
     per_token = np.array([each.b + each.c / max(each.max_tokens, 1) for each in kinds])
     work = np.array([each.a for each in kinds])[:, None] * tokens.astype(np.float64) ** 2 + per_token[:, None] * tokens
-    work[np.array([each.max_tokens for each in kinds])[:, None] < tokens] = makespan.NOT_HELD
-    return makespan.Problem(
+    work[np.array([each.max_tokens for each in kinds])[:, None] < tokens] = NOT_HELD
+    return Problem(
         work,
         np.array([kinds.index(each) for each in pipelines], dtype=np.int64),
         np.array([each.stages - 1.0 for each in pipelines]),
@@ -160,7 +162,7 @@ def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit:
     return min(known, assigned, key=lambda each: slowest_s(lengths, pipelines, each))
 
 
-def _solved(problem: makespan.Problem, node_limit: int) -> list[int] | None:
+def _solved(problem: Problem, node_limit: int) -> list[int] | None:
     """The machine of each item in the best answer that was found; None: none was found.
 
     Columns: item by machine; then of each machine its largest item and whether it has any; last the
@@ -169,7 +171,7 @@ def _solved(problem: makespan.Problem, node_limit: int) -> list[int] | None:
     optimize, sparse = _library("scipy.optimize"), _library("scipy.sparse")
     work = problem.work[problem.kind]
     machines, items = problem.num_machines, problem.num_items
-    able = work < makespan.NOT_HELD
+    able = work < NOT_HELD
     scale = float(work[able].max())
     work = np.where(able, work / scale, 0.0)
     cells, end = machines * items, machines * (items + 2)

@@ -193,7 +193,7 @@ def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPat
     lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
     every = [max(deal(lengths, costs)[1]) for costs in candidates]
     packed: list[PipelineCost] = []
-    monkeypatch.setattr(pipelines, "pack", lambda own, cost: packed.append(cost) or pack(own, cost))
+    monkeypatch.setattr(pipelines, "pack", lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes))
     best, made, seconds = pipelines.fastest(lengths, candidates)
     assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
     assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
