@@ -178,6 +178,7 @@ def test_what_is_lost_twice_there_cut_or_does_not_fit_is_found() -> None:
         (["tp1-pp1-cp3+tp2-pp1-cp1"], (9,), r"the TP group of ranks 3 to 4 crosses nodes of 4 ranks; list pipelines"),
         (["2*tp1-pp1-cp3"], (9,), r"3 context-parallel ranks of a pipeline would lie unevenly on nodes of 4"),
         (["8*tp1-pp1-cp1"], (301,), r"a sequence of 301 tokens .* 8\*tp1-pp1-cp1, with the longest, holds 300; raise"),
+        (["tp4-pp1-cp1", "tp1-pp4-cp3"], (9,), r"tp1-pp4-cp3 takes 12 ranks, and there are 8"),
         ("auto", (9,), r"strategies: auto: .simulate. and .compare. propose them for all their batches; elsewhere"),
         ("nowhere", (9,), r"strategies: nowhere: cannot be read \(No such file"),
     ],
@@ -254,6 +255,32 @@ def test_a_microbatch_has_no_more_tokens_than_the_memory_of_its_pipelines_gpus_h
         choice.plan_step(((most[wide] + 1,),), context)
     with pytest.raises(InfeasibleError, match=r"with the longest, holds 0; a GPU's memory"):
         choice.plan_step(((9,),), replace(context, cluster=replace(cluster, memory_bytes=1e3)))
+
+
+@pytest.mark.parametrize(
+    "solvers", [{"dispatching": "trials"}, {"dispatching": "ilp", "node_limit": 1}, {"packing": "ilp", "node_limit": 1}]
+)
+def test_the_papers_ways_to_dispatch_and_pack_are_options(
+    solvers: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("dispatch", "greedy", "exact"):
+        ask = getattr(pipelines, name)
+        monkeypatch.setattr(pipelines, name, lambda *given, ask=ask, name=name: asked.append(name) or ask(*given))
+    monkeypatch.setattr(
+        pipelines, "pack", lambda own, cost, nodes: asked.append(f"pack {nodes}") or pack(own, cost, nodes)
+    )
+    lengths = ((200, 150, 100), (100, 50))
+    options = {"strategies": ["tp1-pp2-cp2+2*tp1-pp1-cp2"], "tokens_per_rank": CAPACITY, **solvers}
+    step, after = choose_planner("hydraulis", options).plan_step(lengths, CONTEXT)
+    verify_step(step, lengths, EMPTY, after, [2 * CAPACITY] * 3)
+    by = {"trials": "greedy", "ilp": "exact"}.get(str(solvers.get("dispatching")), "dispatch")
+    assert asked == [by, *[f"pack {1 if 'packing' in solvers else 0}"] * 3]
+
+
+def test_a_search_without_nodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="node_limit 0: a search needs nodes; use at least 1"):
+        choose_planner("hydraulis", {"node_limit": 0}).plan_step(((9,),), CONTEXT)
 
 
 def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:
