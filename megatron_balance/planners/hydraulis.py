@@ -66,6 +66,9 @@ class HydraulisOptions:
     """The planner that places a microbatch on the context-parallel ranks of a pipeline."""
     within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of that planner."""
+    microbatch_s: float = 0.0
+    """Seconds that a microbatch takes on a stage beside what its tokens do, above what the costs
+    know of: overheads of host and framework. With 0 many short microbatches look as good as few."""
     dispatching: Dispatching = "search"
     """Sequences to pipelines: the longest first with moves and swaps; `trials`: the paper's Alg. 1;
     `ilp`: Eq. 3 by HiGHS, which needs SciPy."""
@@ -94,6 +97,10 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
         raise ConfigError("within_options: tokens_per_rank is an option of hydraulis itself; give it beside them")
     if options.node_limit < 1:
         raise ConfigError(f"node_limit {options.node_limit}: a search needs nodes; use at least 1")
+    if options.microbatch_s < 0:
+        raise ConfigError(
+            f"microbatch_s {options.microbatch_s}: a microbatch takes no less than nothing; use 0 or more"
+        )
     within = options.within, options.within_options
     trains = context.strategy is not None
     given = () if trains and options.strategies == AUTO else read_strategies(options.strategies)
@@ -104,7 +111,8 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     sizes = [length for _, length in every]
     held = holders([pipelines_of(strategy, context) for strategy in candidates], sizes)
     solvers = Solvers(options.dispatching, options.packing, options.node_limit)
-    best, microbatches, _ = fastest(sizes, [each.costs for each in held], solvers)
+    costs = [each.with_overhead(options.microbatch_s).costs for each in held]
+    best, microbatches, _ = fastest(sizes, costs, solvers)
     return side_by_side(every, held[best], microbatches, within), EMPTY
 
 

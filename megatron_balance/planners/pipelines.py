@@ -46,7 +46,7 @@ class Solvers:
         """As `solvers.dispatch.dispatch`."""
         match self.dispatching:
             case "search":
-                return dispatch(lengths, costs)
+                return dispatch(lengths, costs, filled=True)
             case "trials":
                 return greedy(lengths, costs)
             case "ilp":
@@ -80,6 +80,10 @@ class Pipelines:
         """These pipelines with microbatches of the most tokens that all of them hold."""
         most = min(cost.max_tokens for cost in self.costs)
         return replace(self, costs=tuple(replace(cost, max_tokens=most) for cost in self.costs))
+
+    def with_overhead(self, microbatch_s: float) -> Pipelines:
+        """These pipelines where each microbatch takes a stage so many seconds more."""
+        return replace(self, costs=tuple(replace(cost, c=cost.c + microbatch_s) for cost in self.costs))
 
     def longer_with(self, length: int) -> str:
         """Advice on how to make a sequence fit."""

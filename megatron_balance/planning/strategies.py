@@ -402,4 +402,4 @@ def _fastest(
 
 def _quick_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> float:
     """Seconds of a batch of which one dispatch is tried: enough to compare strategies by."""
-    return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1))[1])
+    return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1, filled=True))[1])

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.solvers import makespan
-from megatron_balance.solvers.machines import NOT_HELD, Problem
+from megatron_balance.solvers.machines import NOT_HELD, Floats, Problem
 from megatron_balance.solvers.makespan_bound import lower_bound
 
 TRIALS = 100
@@ -92,17 +92,25 @@ def least_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned:
     )
 
 
-def dispatch(lengths: Sequence[int], pipelines: Sequence[PipelineCost], searches: int = makespan.IMPROVED) -> Assigned:
+def dispatch(
+    lengths: Sequence[int],
+    pipelines: Sequence[PipelineCost],
+    searches: int = makespan.IMPROVED,
+    *,
+    filled: bool = False,
+) -> Assigned:
     """Sequences by pipeline: each to one that holds it, the slowest as fast as was found.
 
     The same for equal input, on every host. `searches`: of few sequences, starts that are searched
-    from; 1: the longest first alone.
+    from; 1: the longest first alone. `filled`: later stages wait for the fullest microbatch that
+    packing will make, not for the longest sequence alone as in Eq. 3.
 
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    return _by_pipeline(makespan.assign(problem_of(lengths, pipelines), searches=searches).tolist(), len(pipelines))
+    problem = problem_of(lengths, pipelines, filled=filled)
+    return _by_pipeline(makespan.assign(problem, searches=searches).tolist(), len(pipelines))
 
 
 def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
@@ -115,8 +123,10 @@ def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> 
     return lower_bound(problem_of(lengths, pipelines))
 
 
-def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> Problem:
-    """The pipelines as machines. c is spread over the tokens of full microbatches."""
+def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, filled: bool = False) -> Problem:
+    """The pipelines as machines. c is spread over the tokens of full microbatches. `filled`: as in
+    `dispatch`.
+    """
     kinds = list(dict.fromkeys(pipelines))
     tokens = np.array(lengths, dtype=np.int64)
     per_token = np.array([each.b + each.c / max(each.max_tokens, 1) for each in kinds])
@@ -128,6 +138,24 @@ def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> Pro
         np.array([each.stages - 1.0 for each in pipelines]),
         np.array([(each.stages - 1.0) * each.c for each in pipelines]),
         tokens,
+        _fullest_s(work, pipelines, kinds) if filled and len(tokens) else None,
+    )
+
+
+def _fullest_s(work: Floats, pipelines: Sequence[PipelineCost], kinds: Sequence[PipelineCost]) -> Floats:
+    """Seconds of the fullest microbatch of a pipeline of each kind [kinds] with short sequences alone.
+
+    W seconds in microbatches of m seconds take W + c W / m + (PP - 1) (m + c), least where m is the
+    root of W c / (PP - 1). W is about the same for all: what they take if all share evenly.
+    """
+    done = np.where(work < NOT_HELD, work, 0.0).sum(axis=1)
+    counts = np.array([pipelines.count(each) for each in kinds])
+    step_s = 1 / (counts / np.maximum(done, 1e-30)).sum()
+    return np.array(
+        [
+            min((step_s * each.c / (each.stages - 1)) ** 0.5, each.b * each.max_tokens) if each.stages > 1 else 0.0
+            for each in kinds
+        ]
     )
 
 

@@ -1,7 +1,8 @@
 """Items to machines of unlike speed, so that the last machine is done early: the problem.
 
 Beside its items a machine may be charged for its largest one again (`behind` times): the first
-microbatch of a pipeline goes through all its stages alone.
+microbatch of a pipeline goes through all its stages alone. A small one may count more there than the
+machine works for it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ class Problem:
     behind: Floats
     start_s: Floats
     sizes: Ints
+    floor: Floats | None = None
+    """[kinds]: seconds that the largest item counts at least where it counts again; None: its work."""
+
+    @property
+    def again(self) -> Floats:
+        """Seconds of each item where it counts again as the largest [kinds, items]."""
+        return self.work if self.floor is None else np.maximum(self.work, self.floor[:, None])
 
     @property
     def num_items(self) -> int:
@@ -43,8 +51,8 @@ class Problem:
 
     def seconds(self, machine_of: Ints) -> Floats:
         """Seconds of each machine [machines]; `machine_of` [items]."""
-        work = self.work[self.kind[machine_of], np.arange(self.num_items)]
-        total = np.bincount(machine_of, weights=work, minlength=self.num_machines)
+        at = self.kind[machine_of], np.arange(self.num_items)
+        total = np.bincount(machine_of, weights=self.work[at], minlength=self.num_machines)
         largest = np.zeros(self.num_machines)
-        np.maximum.at(largest, machine_of, work)
+        np.maximum.at(largest, machine_of, self.again[at])
         return total + self.behind * largest + self.start_s * (largest > 0)

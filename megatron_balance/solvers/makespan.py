@@ -36,6 +36,8 @@ TRIALS, SHAKEN = 100, 40
 first with random limits."""
 IMPROVED = 10
 """Starts that are searched from, the earliest done first."""
+ALONE = 0.97
+"""Share of the bound from which the longest item alone makes it."""
 HEIGHT = 0.003
 """By how much stairs are higher than the bound, with many items."""
 HEIGHTS = (0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -83,13 +85,22 @@ def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints:
 def _of_many(problem: Problem, longest_first: Ints, stairs: Stairs | None, least_s: float) -> Ints:
     """One search, from machines that are opened by stairs where any counts its largest item again."""
     order: list[int] = longest_first.tolist()
-    if stairs is None:
-        found = greedy(problem, order)
-    else:
+    enough_s = (1 + CLOSE_MANY) * least_s
+    found = greedy(problem, order) if stairs is None or _alone_s(problem) > ALONE * least_s else None
+    # Where one item alone takes the time, machines need not be filled as far as stairs do.
+    if stairs is not None and (found is None or float(problem.seconds(found).max()) > enough_s):
         full_s = (1 + HEIGHT) * least_s
         found = greedy(problem, order, stairs.climb(full_s) or [], full_s)
-    improve(problem, found, (1 + CLOSE_MANY) * least_s, LEAST_GAIN_MANY)
+    assert found is not None
+    improve(problem, found, enough_s, LEAST_GAIN_MANY)
     return found
+
+
+def _alone_s(problem: Problem) -> float:
+    """Seconds of the item that takes longest alone, on the machine that does it first."""
+    kind, first = np.unique(problem.kind, return_index=True)
+    again = problem.behind[first][:, None] * problem.again[kind]
+    return float((problem.work[kind] + again + problem.start_s[first][:, None]).min(axis=0).max())
 
 
 def _by_price(problem: Problem, longest_first: Ints, weights: Floats) -> Ints:
@@ -139,14 +150,14 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints, best_s: float)
     """The best of a depth-first search of at most `NODES` nodes, `best` being known; of machines that
     are alike so far one is tried.
     """
-    work = problem.work[problem.kind].T.tolist()
+    work, again = problem.work[problem.kind].T.tolist(), problem.again[problem.kind].T.tolist()
     behind, start_s, kinds = problem.behind.tolist(), problem.start_s.tolist(), problem.kind.tolist()
     total, largest = [0.0] * problem.num_machines, [0.0] * problem.num_machines
     chosen = [0] * problem.num_items
     nodes = 0
 
-    def seconds(machine: int, more: float) -> float:
-        return total[machine] + more + behind[machine] * max(largest[machine], more) + start_s[machine]
+    def seconds(machine: int, more: float, counted: float) -> float:
+        return total[machine] + more + behind[machine] * max(largest[machine], counted) + start_s[machine]
 
     def place(depth: int, slowest: float) -> None:
         nonlocal best, best_s, nodes
@@ -160,14 +171,14 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints, best_s: float)
             state = (kinds[machine], behind[machine], start_s[machine], total[machine], largest[machine])
             if more < NOT_HELD and state not in alike:
                 alike.add(state)
-                tried.append((seconds(machine, more), machine))
+                tried.append((seconds(machine, more, again[item][machine]), machine))
         for then, machine in sorted(tried):
             nodes += 1
             if max(then, slowest) >= best_s * (1 - 1e-12) or nodes > NODES:
                 return
             before = total[machine], largest[machine]
             total[machine] += work[item][machine]
-            largest[machine] = max(largest[machine], work[item][machine])
+            largest[machine] = max(largest[machine], again[item][machine])
             chosen[item] = machine
             place(depth + 1, max(then, slowest))
             total[machine], largest[machine] = before
@@ -215,7 +226,7 @@ def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: boo
         Machines [orders, items], and seconds of each machine [orders, machines].
     """
     work_of = np.ascontiguousarray(problem.work[problem.kind].T)
-    again_of = problem.behind * work_of
+    again_of = problem.behind * problem.again[problem.kind].T
     count = max(len(orders), 0 if caps is None else len(caps))
     load = np.repeat(problem.start_s[None], count, axis=0)  # of a machine that has any item
     again = np.zeros((count, problem.num_machines))
@@ -256,6 +267,7 @@ def greedy(problem: Problem, order: Sequence[int], opened: Opened | None = None,
     behind, start_s = problem.behind.tolist(), problem.start_s.tolist()
     kinds: list[int] = problem.kind.tolist()
     work: list[list[float]] = problem.work.T.tolist()
+    again = work if problem.floor is None else problem.again.T.tolist()
     machine_of: list[int] = [0] * problem.num_items
     largest = [0.0] * problem.num_machines
     busy: list[list[tuple[float, int]]] = [[] for _ in problem.work]
@@ -270,15 +282,15 @@ def greedy(problem: Problem, order: Sequence[int], opened: Opened | None = None,
         while closed and closed[-1][0] <= turn:
             machine = closed.pop()[1]
             idle[kinds[machine]].insert(0, machine)
-        best, best_s, is_idle = _first_done(work[item], sides, largest, behind, start_s)
+        best, best_s, is_idle = _first_done(work[item], again[item], sides, largest, behind, start_s)
         while closed and best_s > full_s:
             machine = closed.pop()[1]
             idle[kinds[machine]].insert(0, machine)
-            best, best_s, is_idle = _first_done(work[item], sides, largest, behind, start_s)
+            best, best_s, is_idle = _first_done(work[item], again[item], sides, largest, behind, start_s)
         assert best >= 0, "an item that no machine holds"
         kind = kinds[best]
         machine_of[item] = best
-        largest[best] = max(largest[best], work[item][kind])
+        largest[best] = max(largest[best], again[item][kind])
         if is_idle:
             idle[kind].pop()
             heapq.heappush(busy[kind], (best_s, best))
@@ -289,29 +301,30 @@ def greedy(problem: Problem, order: Sequence[int], opened: Opened | None = None,
 
 def _first_done(
     work: Sequence[float],
+    again: Sequence[float],
     sides: Sequence[tuple[list[tuple[float, int]], list[int]]],
     largest: Sequence[float],
     behind: Sequence[float],
     start_s: Sequence[float],
 ) -> tuple[int, float, bool]:
-    """The machine that would be done first with an item of this `work` [kinds], when that is, and
-    whether it has none yet; -1: there is none. `sides`: by kind, machines that have items, as a heap,
+    """The machine that would be done first with an item of this `work` and `again` [kinds], when that
+    is, and whether it has none yet; -1: there is none. `sides`: by kind, machines that have items, as a heap,
     and those that have none.
     """
     best, best_s, is_idle = -1, NOT_HELD, False
-    for own, (used, unused) in zip(work, sides, strict=True):
+    for own, counted, (used, unused) in zip(work, again, sides, strict=True):
         if own >= best_s:
             continue
         if used:
             then, machine = used[0]
             then += own
-            if own > largest[machine]:
-                then += behind[machine] * (own - largest[machine])
+            if counted > largest[machine]:
+                then += behind[machine] * (counted - largest[machine])
             if then < best_s:
                 best, best_s, is_idle = machine, then, False
         if unused:
             machine = unused[-1]
-            then = own * (1 + behind[machine]) + start_s[machine]
+            then = own + behind[machine] * counted + start_s[machine]
             if then < best_s:
                 best, best_s, is_idle = machine, then, True
     return best, best_s, is_idle
@@ -356,14 +369,15 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
 class _State:
     """Machines as a search changes them.
 
-    `work_of` [machines, items]; `items` [machines]: the numbers of each one's items; `seconds`,
-    `total`, `largest` [machines]; `own`, `rest` [items]: work of each where it is, and of the largest
-    other there.
+    `work_of`, `again_of` [machines, items]; `items` [machines]: the numbers of each one's items; `seconds`,
+    `total`, `largest` [machines]; `own`, `rest` [items]: work of each where it is, and what the largest
+    other there counts again.
     """
 
     problem: Problem
     machine_of: Ints
     work_of: Floats
+    again_of: Floats
     items: list[Ints]
     seconds: Floats
     total: Floats
@@ -375,9 +389,10 @@ class _State:
     def of(cls, problem: Problem, machine_of: Ints) -> _State:
         machines = np.zeros((3, problem.num_machines))
         items = np.zeros((2, problem.num_items))
-        state = cls(
-            problem, machine_of, problem.work[problem.kind], [machine_of] * problem.num_machines, *machines, *items
-        )
+        work_of = problem.work[problem.kind]
+        again_of = work_of if problem.floor is None else problem.again[problem.kind]
+        of = [machine_of] * problem.num_machines
+        state = cls(problem, machine_of, work_of, again_of, of, *machines, *items)
         for machine in range(problem.num_machines):
             state.update(machine)
         return state
@@ -385,16 +400,16 @@ class _State:
     def update(self, machine: int) -> None:
         """Bring what is known of a machine up to date."""
         items = self.items[machine] = (self.machine_of == machine).nonzero()[0]
-        own = self.work_of[machine, items]
+        own, again = self.work_of[machine, items], self.again_of[machine, items]
         self.own[items] = own
         if not len(items):
             self.total[machine] = self.largest[machine] = self.seconds[machine] = 0.0
             return
-        first = int(own.argmax())
-        largest, own_s = float(own[first]), own.copy()
-        own_s[first] = 0.0
+        first = int(again.argmax())
+        largest = float(again[first])
         self.rest[items] = largest
-        self.rest[items[first]] = own_s.max()
+        again[first] = 0.0
+        self.rest[items[first]] = again.max()
         total = float(own.sum())
         self.total[machine], self.largest[machine] = total, largest
         self.seconds[machine] = total + self.problem.behind[machine] * largest + self.problem.start_s[machine]
@@ -405,7 +420,7 @@ class _State:
         without = self.total[slowest] - self.own[mine] + problem.behind[slowest] * left
         without += problem.start_s[slowest] * (left > 0)
         brought = self.work_of[:, mine]
-        with_it = np.maximum(self.largest[:, None], brought) * problem.behind[:, None] + brought
+        with_it = np.maximum(self.largest[:, None], self.again_of[:, mine]) * problem.behind[:, None] + brought
         with_it += (self.total + problem.start_s)[:, None]
         later = np.maximum(with_it, without)  # [machines, mine]
         later[slowest] = np.inf
@@ -419,10 +434,10 @@ class _State:
         without = self.total[slowest] - self.own[mine] + problem.start_s[slowest]
         here = without[:, None] + comes
         if problem.behind[slowest]:
-            here += problem.behind[slowest] * np.maximum(self.rest[mine][:, None], comes)
+            here += problem.behind[slowest] * np.maximum(self.rest[mine][:, None], self.again_of[slowest, others])
         goes = self.work_of[theirs[None, :], mine[:, None]]
         behind = problem.behind[theirs]
         there = goes + (self.total[theirs] - self.own[others] + problem.start_s[theirs])
         if behind.any():
-            there += behind * np.maximum(self.rest[others], goes)
+            there += behind * np.maximum(self.rest[others], self.again_of[theirs[None, :], mine[:, None]])
         return np.maximum(here, there, out=here)

@@ -53,10 +53,10 @@ class Stairs:
 
     "Place": in the order of the items, the longest first. `machines`: by kind that counts again, its
     machines. `costs`: of each such kind the weight, how often the largest counts, seconds to start,
-    and the least work [places] of the items up to a place. `before` [places]: weighted work up to and
-    with each; `free` [places]: weight of the machines that count nothing again and hold an item up to
-    there. `steps`: states, numbers of open machines, with kind and state of each that one more leads
-    to; those with fewer machines first.
+    and the least seconds [places] that the items up to a place count again. `before` [places]:
+    weighted work up to and with each; `free` [places]: weight of the machines that count nothing
+    again and hold an item up to there. `steps`: states, numbers of open machines, with kind and state
+    of each that one more leads to; those with fewer machines first.
     """
 
     machines: tuple[list[int], ...]
@@ -79,7 +79,7 @@ class Stairs:
         again: list[int] = np.flatnonzero(counts_again).tolist()
         if not again or prod(int(counts[kind]) + 1 for kind in again) > MOST_STATES:
             return None
-        least = np.minimum.accumulate(np.where(held, work, np.inf), axis=1)
+        least = np.minimum.accumulate(np.where(held, problem.again[kinds][:, order], np.inf), axis=1)
         up_to = np.logical_or.accumulate(held, axis=1)[~counts_again]
         return cls(
             tuple(np.flatnonzero(problem.kind == kinds[kind]).tolist() for kind in again),
@@ -129,7 +129,7 @@ class Stairs:
                 weight, behind, start_s, least = self.costs[kind]
                 left = seconds - start_s - behind * least[place]
                 then = room[state] + weight * left
-                if left >= least[place] and then > room[target]:
+                if left > 0 and then > room[target]:
                     room[target], came[target] = then, (state, kind, place)
         return None
 
@@ -163,7 +163,7 @@ def by_weights(problem: Problem, rounds: int) -> tuple[float, Floats]:
     """
     kinds, first, counts = np.unique(problem.kind, return_index=True, return_counts=True)
     work = problem.work[kinds]  # [kinds, items]
-    alone = work * (1 + problem.behind[first][:, None]) + problem.start_s[first][:, None]
+    alone = work + problem.behind[first][:, None] * problem.again[kinds] + problem.start_s[first][:, None]
     least = alone.min(axis=0)
     longest = int(least.argmax())
     found = _dual_weights(work, counts, rounds)

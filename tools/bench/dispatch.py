@@ -168,11 +168,8 @@ def proposing() -> None:
                 lambda job=job, schemes=schemes, known=known: [known.pipeline(s, job.num_ranks) for s in schemes]
             )[0]
             took = [timed(propose, sample, job.tokens, known, job.num_ranks)[0] for _ in range(5)]
-            print(
-                f"proposal by {source}, {job.num_ranks} ranks, {len(schemes)} schemes: {median(took) / 1e3:.3f} s; their "
-                f"costs before: {first / 1e3:.3f} s",
-                flush=True,
-            )
+            what = f"proposal by {source}, {job.num_ranks} ranks, {len(schemes)} schemes"
+            print(f"{what}: {median(took) / 1e3:.3f} s; their costs before: {first / 1e3:.3f} s", flush=True)
 
 
 def at_scale(batches: int) -> None:

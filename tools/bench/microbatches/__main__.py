@@ -90,11 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = check(found)
     lines = report.small_lines(found, experiment, point)
     console.print(launch.table(report.HEADINGS, report.rows(lines)))
+    fitted = f"A microbatch added {report.fitted_microbatch_s(found):.3f} s on a stage (least squares over all ranks)."
+    console.print(fitted, highlight=False)
     body = launch.body(experiment, time.monotonic() - start, [*at_scale, *lines], report.brief)
     command = launch.command_line(["python", "-m", "tools.bench.microbatches"], argv)
     text = [command, OF_REPLICAS if experiment.replicas > 1 else EXPLANATION]
     for title, each in ((_at_scale_text(options.simulated), at_scale), (_point_text(experiment), lines)):
         text += [title, markdown(report.HEADINGS, report.rows(each), 2)] if each else []
+    text.append(fitted)
     launch.write(experiment.folder, "microbatches", body, "\n\n".join(text) + "\n", wrong)
     return launch.exit_code(body, wrong, as_json=options.json)
 
@@ -112,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--replicas", type=int, default=1, help="data-parallel replicas, each a pipeline (default 1: one pool)"
+    )
+    parser.add_argument(
+        "--microbatch-s",
+        type=float,
+        default=0.0,
+        help="seconds a microbatch adds on a stage, as planner hydraulis is told (default 0; a run prints a fit)",
     )
     parser.add_argument("--simulated", type=int, default=10, help="batches of the large cluster (default 10)")
     return parser

@@ -72,6 +72,8 @@ class Microbatches(Experiment):
     """Most tokens of a microbatch of one pool, over those of a context."""
     replicas: int
     """Pipelines side by side; 1: all ranks of a stage are one pool."""
+    microbatch_s: float
+    """Planner hydraulis is told that a microbatch adds so many seconds on a stage."""
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -106,7 +108,8 @@ class Microbatches(Experiment):
         """The planner of a way, the `variant`-th of `ways`."""
         if self.replicas > 1:
             planner, given = list(REPLICAS.items())[variant]
-            return choose_planner(planner, {**given, **options}, planner, Layers())
+            told = {"microbatch_s": self.microbatch_s} if planner == "hydraulis" else {}
+            return choose_planner(planner, {**given, **told, **options}, planner, Layers())
         name, way = list(VARIANTS.items())[variant]
         given = {**way, "slack": self.room, "within": WITHIN, **options}
         return choose_planner("wlb_llm", given, name, Layers())

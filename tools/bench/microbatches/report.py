@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
+import numpy as np
+
 from megatron_balance.planners.wlb_llm.packing import workload
 from megatron_balance.simulator.machine import Machine
 from megatron_balance.simulator.setup import Setup
@@ -59,6 +61,27 @@ def bubble_share(record: Record) -> float:
     last_s = max(rank["model_s"] for rank in record["ranks"])
     work_s = sum(rank["model_s"] - rank["between_s"] for rank in record["ranks"])
     return last_s * len(record["ranks"]) / work_s - 1
+
+
+def fitted_microbatch_s(records: Sequence[Record]) -> float:
+    """Seconds that a microbatch adds on a stage: measured seconds of each rank without its waiting
+    between stages, by least squares over (query, key) pairs, tokens, microbatches, and being the last
+    stage. Warm-ups are left out.
+    """
+    rows: list[list[float]] = []
+    seconds: list[float] = []
+    for record in records:
+        if record["repeat"] == WARM_UP:
+            continue
+        ranks, dealt_to = record["ranks"], _dealt_of(record)
+        of_stage = len(ranks) // record["stages"]
+        for number, rank in enumerate(ranks):
+            own = dealt_to[number % of_stage * len(dealt_to) // of_stage]
+            lengths = list(chain.from_iterable(own))
+            pairs = sum(length * (length + 1) / 2 for length in lengths)
+            rows.append([pairs, sum(lengths), len(own), number >= len(ranks) - of_stage])
+            seconds.append(rank["model_s"] - rank["between_s"])
+    return float(np.linalg.lstsq(np.array(rows, dtype=np.float64), np.array(seconds), rcond=None)[0][2])
 
 
 def small_lines(records: Sequence[Record], experiment: Microbatches, point: Point) -> list[Line]:
