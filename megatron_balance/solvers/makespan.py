@@ -308,8 +308,8 @@ def _first_done(
     start_s: Sequence[float],
 ) -> tuple[int, float, bool]:
     """The machine that would be done first with an item of this `work` and `again` [kinds], when that
-    is, and whether it has none yet; -1: there is none. `sides`: by kind, machines that have items, as a heap,
-    and those that have none.
+    is, and whether it has none yet; -1: there is none. `sides`: by kind, machines that have items, as
+    a heap, and those that have none.
     """
     best, best_s, is_idle = -1, NOT_HELD, False
     for own, counted, (used, unused) in zip(work, again, sides, strict=True):
@@ -369,9 +369,9 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
 class _State:
     """Machines as a search changes them.
 
-    `work_of`, `again_of` [machines, items]; `items` [machines]: the numbers of each one's items; `seconds`,
-    `total`, `largest` [machines]; `own`, `rest` [items]: work of each where it is, and what the largest
-    other there counts again.
+    `work_of`, `again_of` [machines, items]; `items` [machines]: the numbers of each one's items;
+    `seconds`, `total`, `largest` [machines]; `own`, `rest` [items]: work of each where it is, and what
+    the largest other there counts again.
     """
 
     problem: Problem

@@ -266,7 +266,9 @@ def test_the_papers_ways_to_dispatch_and_pack_are_options(
     asked: list[str] = []
     for name in ("dispatch", "greedy", "exact"):
         ask = getattr(pipelines, name)
-        monkeypatch.setattr(pipelines, name, lambda *given, ask=ask, name=name: asked.append(name) or ask(*given))
+        monkeypatch.setattr(
+            pipelines, name, lambda *given, ask=ask, name=name, **more: asked.append(name) or ask(*given, **more)
+        )
     monkeypatch.setattr(
         pipelines, "pack", lambda own, cost, nodes: asked.append(f"pack {nodes}") or pack(own, cost, nodes)
     )
@@ -278,9 +280,25 @@ def test_the_papers_ways_to_dispatch_and_pack_are_options(
     assert asked == [by, *[f"pack {1 if 'packing' in solvers else 0}"] * 3]
 
 
-def test_a_search_without_nodes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="node_limit 0: a search needs nodes; use at least 1"):
-        choose_planner("hydraulis", {"node_limit": 0}).plan_step(((9,),), CONTEXT)
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"node_limit": 0}, "node_limit 0: a search needs nodes; use at least 1"),
+        ({"microbatch_s": -1.0}, "microbatch_s -1.0: a microbatch takes no less than nothing; use 0 or more"),
+    ],
+)
+def test_options_out_of_range_are_refused(option: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_planner("hydraulis", option).plan_step(((9,),), CONTEXT)
+
+
+def test_microbatches_that_cost_something_themselves_are_fewer() -> None:
+    options = {"strategies": ["2*tp1-pp2-cp2"], "tokens_per_rank": 10 * CAPACITY}
+    steps = [
+        choose_planner("hydraulis", {**options, "microbatch_s": each}).plan_step(((300,) * 16,), CONTEXT)[0]
+        for each in (0.0, 10.0)
+    ]
+    assert [step.num_microbatches for step in steps] == [(4, 4), (1, 1)]
 
 
 def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:

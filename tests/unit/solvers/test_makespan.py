@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from megatron_balance.planners.pipelines import deal, packed
 from megatron_balance.solvers import makespan
 from megatron_balance.solvers.dispatch import (
     PipelineCost,
@@ -112,6 +113,41 @@ def test_stairs_open_a_machine_where_those_before_are_full() -> None:
     assert found.tolist() == [0, 1, 1, 0, 1, 0]
     assert problem.seconds(found).tolist() == [10, 9]
     assert makespan.greedy(problem, range(6), [(0, 0), (5, 1)], 6.0).tolist()[:2] == [0, 1], "full ahead of its place"
+
+
+def test_where_one_item_alone_takes_the_time_machines_stay_even() -> None:
+    """Stairs would fill the second machine to the time of the first."""
+    sizes = np.array([1000, *[1] * 200])
+    problem = Problem(sizes[None] / 100, np.zeros(3, dtype=np.int64), np.ones(3), np.zeros(3), sizes)
+    loads = problem.seconds(makespan.assign(problem))
+    assert loads.max() == pytest.approx(20.0)
+    assert sorted(loads)[:2] == [pytest.approx(1.01), pytest.approx(1.01)]
+
+
+def test_what_counts_again_may_be_more_than_an_item_works() -> None:
+    """Items of 5 and 1 s, of which the second counts 3 s where it is the largest."""
+    kind = np.zeros(2, dtype=np.int64)
+    problem = Problem(np.array([[5.0, 1.0]]), kind, np.ones(2), np.zeros(2), np.array([5, 1]), np.array([3.0]))
+    assert problem.seconds(np.array([0, 1])).tolist() == [10, 4]
+    assert problem.seconds(np.array([0, 0])).tolist() == [11, 0]
+    found, seconds = makespan.in_turn(problem, np.array([[0, 1]]), None)
+    assert (found.tolist(), seconds.tolist()) == ([[0, 1]], [[10, 4]])
+    even = np.zeros(2, dtype=np.int64)
+    makespan.improve(problem, even, 0.0)
+    assert problem.seconds(even).max() == 10
+    assert problem.seconds(makespan.greedy(problem, range(2))).max() == 10
+    assert lower_bound(problem) == pytest.approx(10)
+
+
+def test_dispatch_counts_the_microbatches_that_packing_makes() -> None:
+    """Short sequences wait for a well-filled microbatch, too: even pipelines end sooner, packed."""
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
+    rng = random.Random(1)
+    lengths = [min(16384, max(1, int(rng.lognormvariate(6, 1.5)))) for _ in range(300)]
+    (plain, filled) = (dispatch(lengths, pipelines, filled=filled) for filled in (False, True))
+    assert max(packed(lengths, pipelines, filled)[1]) < 0.99 * max(packed(lengths, pipelines, plain)[1])
+    assert seconds(lengths, pipelines, plain) < seconds(lengths, pipelines, filled), "by Eq. 3 alone"
+    assert deal(lengths, pipelines) == packed(lengths, pipelines, filled)
 
 
 def test_where_nothing_counts_again_there_are_no_stairs() -> None:
