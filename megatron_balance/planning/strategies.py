@@ -270,8 +270,10 @@ def propose(
 
 def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
     """Those that hold the longest sequence and promise the shortest step."""
-    holders = np.isfinite(classes.fill_s[:, -1])
-    whole = sorted(each for each in counts if any(holders[k] for k, number in enumerate(each) if number))
+    whole = sorted(counts)
+    if whole:
+        holds = (np.array(whole)[:, np.isfinite(classes.fill_s[:, -1])] > 0).any(axis=1)
+        whole = [whole[at] for at in np.flatnonzero(holds)]
     for rounds, most in ((COARSE_ROUNDS, COARSE_KEPT * keep), (PRICE_ROUNDS, keep)):
         if whole and (len(whole) > most or rounds == PRICE_ROUNDS):
             order: list[int] = np.argsort(estimates(classes, whole, rounds), kind="stable").tolist()
@@ -283,11 +285,12 @@ def _exchanges(counts: Counts, gpus: Floats, num_ranks: int) -> set[Counts]:
     """Numbers of pipelines with one more of a scheme for as few as possible of another."""
     found: set[Counts] = set()
     left = num_ranks - sum(int(size) * number for size, number in zip(gpus, counts, strict=True))
-    for fewer, number in enumerate(counts):
+    sizes = [int(size) for size in gpus]
+    for fewer in (at for at, number in enumerate(counts) if number):
         for more in range(len(counts)):
-            gone = max(1, -(-(int(gpus[more]) - left) // int(gpus[fewer])))
-            added = (left + gone * int(gpus[fewer])) // int(gpus[more])
-            if more != fewer and gone <= number and added:
+            gone = max(1, -(-(sizes[more] - left) // sizes[fewer]))
+            added = (left + gone * sizes[fewer]) // sizes[more]
+            if more != fewer and gone <= counts[fewer] and added:
                 other = list(counts)
                 other[fewer] -= gone
                 other[more] += added

@@ -27,7 +27,7 @@ from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.schemes import Scheme, fit_scheme
 from megatron_balance.papers.hydraulis.cases import SAMPLE_SEED, SOURCES, costs
 from megatron_balance.papers.hydraulis.table2 import JOBS
-from megatron_balance.planners.pipelines import fastest
+from megatron_balance.planners.pipelines import deal, fastest, packed
 from megatron_balance.planning.strategies import propose
 from megatron_balance.solvers import makespan
 from megatron_balance.solvers.dispatch import (
@@ -178,7 +178,7 @@ def at_scale(batches: int) -> None:
         for times, tokens in SIZES:
             pipelines = pipelines_of(parts, times)
             longest = max(pipeline.max_tokens for pipeline in pipelines)
-            dispatching, packing, over, counts = [], [], [], []
+            dispatching, packing, over, counts, longer = [], [], [], [], []
             for lengths in draw("commoncrawl", tokens, batches, 0):
                 cut = [min(length, LONGEST, longest) for length in lengths]
                 ms, found = timed(dispatch, cut, pipelines)
@@ -186,10 +186,12 @@ def at_scale(batches: int) -> None:
                 of = [[cut[seq] for seq in seqs] for seqs in found]
                 packing.append(sum(timed(pack, own, each)[0] for own, each in zip(of, pipelines, strict=True)))
                 over.append(seconds(cut, pipelines, found) / lower_bound_s(cut, pipelines))
+                longer.append(max(packed(cut, pipelines, found)[1]) / max(deal(cut, pipelines)[1]))
                 counts.append(len(cut))
             print(
                 f"{name}, {64 * times} ranks, {median(counts):.0f} sequences: dispatch {median(dispatching):.1f} ms, "
-                f"packing {median(packing):.1f} ms, over the bound {mean(over):.4f} (largest {max(over):.4f})",
+                f"packing {median(packing):.1f} ms, over the bound {mean(over):.4f} (largest {max(over):.4f}); packed, "
+                f"{mean(longer):.4f} times as long as plans, which count what packing makes",
                 flush=True,
             )
 
