@@ -34,7 +34,7 @@ Counts = tuple[int, ...]
 
 NUM_BINS = 32
 """Intervals of lengths, besides the ends at every scheme's MaxLen."""
-HALVINGS = 14
+HALVINGS = 13
 PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
 """Rounds of the duality bound; few of them leave this many times the strategies wanted."""
 FULL = 1 / EFFICIENCY
@@ -145,12 +145,14 @@ def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tu
     Raises:
         InfeasibleError: that pipeline does not hold the longest, or leaves no GPU for the rest.
     """
-    low, high = 0.0, 1e-3
     if fixed is not None and (classes.gpus[fixed] > num_ranks or np.isinf(classes.fill_s[fixed, -1])):
         raise InfeasibleError(f"one pipeline {classes.schemes[fixed]} cannot take the longest sequences")
+    gpu_seconds = np.where(np.isfinite(classes.fill_s), classes.gpus[:, None] * classes.work_s, np.inf)
+    low = float(gpu_seconds.min(axis=0).sum()) / num_ranks  # without filling
+    high = 1.25 * low
     while _needed(classes, high, fixed)[0] > num_ranks:
         low, high = high, 2 * high
-        if high > 1e9:
+        if not high < 1e9:
             raise InfeasibleError("no number of pipelines takes these sequences")
     for _ in range(HALVINGS):
         middle = (low + high) / 2
