@@ -344,8 +344,9 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
         mine = state.items[slowest]
         found_s, item, target = state.moved(slowest, mine)
         other = -1
-        near = np.argsort(state.seconds, kind="stable")[:PARTNERS].tolist()
-        others = np.concatenate([state.items[machine] for machine in near if machine != slowest])
+        near: list[int] = np.argsort(state.seconds, kind="stable")[:PARTNERS].tolist()
+        beside: list[Ints] = [state.items[machine] for machine in near if machine != slowest]
+        others: Ints = np.concatenate(beside or [mine[:0]])
         if len(others):
             swapped = state.swapped(slowest, mine, others)
             at = int(swapped.argmin())

@@ -150,6 +150,14 @@ def test_dispatch_counts_the_microbatches_that_packing_makes() -> None:
     assert deal(lengths, pipelines) == packed(lengths, pipelines, filled)
 
 
+@pytest.mark.parametrize("count", [1, 5, 400])
+@pytest.mark.parametrize("filled", [False, True])
+def test_one_pipeline_takes_all(count: int, filled: bool) -> None:
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 4, 4096)]
+    assert dispatch([100] * count, pipelines, filled=filled) == (tuple(range(count)),)
+    assert dispatch([], pipelines, filled=filled) == ((),)
+
+
 def test_where_nothing_counts_again_there_are_no_stairs() -> None:
     assert Stairs.of(alike(5), np.array([0.5])) is None
 
