@@ -36,7 +36,7 @@ Packing = Literal["longest_first", "ilp"]
 
 @dataclass(frozen=True, slots=True)
 class Solvers:
-    """Who dispatches and packs. `node_limit`: of a search by an integer program."""
+    """Ways to dispatch and to pack. `node_limit`: of a search by an integer program."""
 
     dispatching: Dispatching = "search"
     packing: Packing = "longest_first"

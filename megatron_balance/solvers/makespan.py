@@ -41,7 +41,7 @@ ALONE = 0.97
 HEIGHT = 0.003
 """By how much stairs are higher than the bound, with many items."""
 HEIGHTS = (0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.16)
-"""The same with fewer items, which are less like fractional ones; all are tried."""
+"""Heights with fewer items, which are less like fractional ones; all are tried."""
 FEW = 24
 """Items up to which a depth-first search follows, of at most `NODES` nodes."""
 NODES = 20_000
