@@ -30,6 +30,9 @@ FITTED = tuple(1 << power for power in range(8, 18))
 BEYOND = 4
 """Those longer than this many times the longest microbatch are left out, as long as three stay."""
 
+VOCAB_MULTIPLE = 128
+"""Megatron pads a vocabulary to it (--make-vocab-size-divisible-by), times its own TP."""
+
 CostOf = Callable[[Cluster, int], MachineCost]
 """(cluster of wide ranks, tensor parallelism) -> its cost."""
 
@@ -44,7 +47,7 @@ def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
 
     Args:
         scheme: degrees of one pipeline.
-        model: whose heads, key-value heads and layers they must divide.
+        model: whose heads, key-value heads, padded vocabulary and layers they must divide.
         where: what the sentence begins with.
 
     Raises:
@@ -60,6 +63,12 @@ def check_scheme(scheme: Scheme, model: Model, where: str = "") -> None:
                 f"{where}{scheme} splits the {number} {what} of {model.name} {degree} ways; choose a divisor of "
                 f"{number}"
             )
+    padded = -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if padded % scheme.tensor:
+        raise ConfigError(
+            f"{where}{scheme} splits the padded vocabulary of {model.name}, {padded} tokens, {scheme.tensor} ways; "
+            f"choose a divisor of {padded}, or --make-vocab-size-divisible-by {scheme.tensor * VOCAB_MULTIPLE}"
+        )
 
 
 def fit_scheme(scheme: Scheme, model: Model, cluster: Cluster, cost_of: CostOf, lengths: Sequence[int]) -> Quadratic:

@@ -5,7 +5,8 @@ Data Assignment (Li et al., arXiv 2412.07894), sections 4 to 6: Eq. 1 (packing),
 the choice among candidate strategies at every step.
 
 What we implement: sequences of a step are dispatched to the pipelines of a strategy by seconds, then
-packed into each pipeline's microbatches (`solvers.dispatch`, `solvers.microbatches`). Of several
+packed into each pipeline's microbatches (`solvers.dispatch`, `solvers.microbatches`); as options by
+the paper's Alg. 1 and its integer programs. Of several
 candidates the step takes the one whose slowest pipeline ends first, among those whose longest
 microbatch, by MaxLen (Appendix C.1) and `tokens_per_rank`, holds the longest
 sequence. In training the command line's layout is the only strategy, and its memory the user's.
@@ -34,6 +35,9 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planners.pipelines import (
+    Dispatching,
+    Packing,
+    Solvers,
     candidates_of,
     fastest,
     holders,
@@ -62,6 +66,16 @@ class HydraulisOptions:
     """The planner that places a microbatch on the context-parallel ranks of a pipeline."""
     within_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of that planner."""
+    microbatch_s: float = 0.0
+    """Seconds that a microbatch takes on a stage beside what its tokens do, above what the costs
+    know of: overheads of host and framework. With 0 many short microbatches look as good as few."""
+    dispatching: Dispatching = "search"
+    """Sequences to pipelines: the longest first with moves and swaps; `trials`: the paper's Alg. 1;
+    `ilp`: Eq. 3 by HiGHS, which needs SciPy."""
+    packing: Packing = "longest_first"
+    """A pipeline's sequences into microbatches: the longest first; `ilp`: Eq. 1 by HiGHS."""
+    node_limit: int = 200
+    """Of a search by HiGHS; a limit in seconds would differ between ranks."""
 
     def __post_init__(self) -> None:
         """Keep a list from a YAML as a tuple, equal to one given in Python."""
@@ -81,6 +95,12 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
         raise ConfigError(f"within: expected the planner of one microbatch, such as te_ring, got {NAME}")
     if "tokens_per_rank" in options.within_options:
         raise ConfigError("within_options: tokens_per_rank is an option of hydraulis itself; give it beside them")
+    if options.node_limit < 1:
+        raise ConfigError(f"node_limit {options.node_limit}: a search needs nodes; use at least 1")
+    if options.microbatch_s < 0:
+        raise ConfigError(
+            f"microbatch_s {options.microbatch_s}: a microbatch takes no less than nothing; use 0 or more"
+        )
     within = options.within, options.within_options
     trains = context.strategy is not None
     given = () if trains and options.strategies == AUTO else read_strategies(options.strategies)
@@ -90,7 +110,9 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     every = [*carry.waiting, *enumerate(chain.from_iterable(lengths))]
     sizes = [length for _, length in every]
     held = holders([pipelines_of(strategy, context) for strategy in candidates], sizes)
-    best, microbatches, _ = fastest(sizes, [each.costs for each in held])
+    solvers = Solvers(options.dispatching, options.packing, options.node_limit)
+    costs = [each.with_overhead(options.microbatch_s).costs for each in held]
+    best, microbatches, _ = fastest(sizes, costs, solvers)
     return side_by_side(every, held[best], microbatches, within), EMPTY
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from megatron_balance.analysis.max_len import max_len
 from megatron_balance.cost.moved import on_cluster
@@ -20,13 +20,45 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import EMPTY, StepPlan
 from megatron_balance.ir.strategy import Scheme, Strategy
 from megatron_balance.planners.base import PlanStep, StepContext
-from megatron_balance.solvers.dispatch import Assigned, PipelineCost, dispatch, least_s
+from megatron_balance.solvers.dispatch import Assigned, PipelineCost, dispatch, exact, greedy, least_s
 from megatron_balance.solvers.microbatches import microbatch_s, pack
 
 UNLIMITED = 1 << 40
 """Tokens of a microbatch where nobody says what a rank holds."""
 
 Microbatches = tuple[tuple[tuple[int, ...], ...], ...]
+
+Dispatching = Literal["search", "trials", "ilp"]
+"""Sequences to pipelines: ours; the paper's Alg. 1; Eq. 3 as an integer program."""
+Packing = Literal["longest_first", "ilp"]
+"""A pipeline's sequences into microbatches: ours; Eq. 1 as an integer program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solvers:
+    """Ways to dispatch and to pack. `node_limit`: of a search by an integer program."""
+
+    dispatching: Dispatching = "search"
+    packing: Packing = "longest_first"
+    node_limit: int = 200
+
+    def dispatch(self, lengths: Sequence[int], costs: Sequence[PipelineCost]) -> Assigned:
+        """As `solvers.dispatch.dispatch`."""
+        match self.dispatching:
+            case "search":
+                return dispatch(lengths, costs, filled=True)
+            case "trials":
+                return greedy(lengths, costs)
+            case "ilp":
+                return exact(lengths, costs, self.node_limit)
+
+    @property
+    def pack_nodes(self) -> int:
+        """For `solvers.microbatches.pack`."""
+        return self.node_limit if self.packing == "ilp" else 0
+
+
+OURS = Solvers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +81,10 @@ class Pipelines:
         most = min(cost.max_tokens for cost in self.costs)
         return replace(self, costs=tuple(replace(cost, max_tokens=most) for cost in self.costs))
 
+    def with_overhead(self, microbatch_s: float) -> Pipelines:
+        """These pipelines where each microbatch takes a stage so many seconds more."""
+        return replace(self, costs=tuple(replace(cost, c=cost.c + microbatch_s) for cost in self.costs))
+
     def longer_with(self, length: int) -> str:
         """Advice on how to make a sequence fit."""
         limits = [
@@ -61,7 +97,9 @@ class Pipelines:
         return f"raise tokens_per_rank to at least {-(-length // ranks)}, use more context-parallel ranks"
 
 
-def deal(lengths: Sequence[int], costs: Sequence[PipelineCost]) -> tuple[Microbatches, tuple[float, ...]]:
+def deal(
+    lengths: Sequence[int], costs: Sequence[PipelineCost], solvers: Solvers = OURS
+) -> tuple[Microbatches, tuple[float, ...]]:
     """Dispatch sequences to pipelines, and pack those of each.
 
     Returns:
@@ -70,24 +108,24 @@ def deal(lengths: Sequence[int], costs: Sequence[PipelineCost]) -> tuple[Microba
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
     """
-    return packed(lengths, costs, dispatch(lengths, costs))
+    return packed(lengths, costs, solvers.dispatch(lengths, costs), solvers)
 
 
 def packed(
-    lengths: Sequence[int], costs: Sequence[PipelineCost], assigned: Assigned
+    lengths: Sequence[int], costs: Sequence[PipelineCost], assigned: Assigned, solvers: Solvers = OURS
 ) -> tuple[Microbatches, tuple[float, ...]]:
     """Pack the sequences that each pipeline is given; as `deal`."""
     made: list[tuple[tuple[int, ...], ...]] = []
     seconds: list[float] = []
     for own, cost in zip(assigned, costs, strict=True):
-        of_pipeline = pack([lengths[seq] for seq in own], cost)
+        of_pipeline = pack([lengths[seq] for seq in own], cost, solvers.pack_nodes)
         made.append(tuple(tuple(own[at] for at in microbatch) for microbatch in of_pipeline))
         seconds.append(pipeline_s([[lengths[seq] for seq in each] for each in made[-1]], cost))
     return tuple(made), tuple(seconds)
 
 
 def fastest(
-    lengths: Sequence[int], candidates: Sequence[Sequence[PipelineCost]]
+    lengths: Sequence[int], candidates: Sequence[Sequence[PipelineCost]], solvers: Solvers = OURS
 ) -> tuple[int, Microbatches, tuple[float, ...]]:
     """The candidate whose slowest pipeline ends first: its number, and as `deal`.
 
@@ -97,13 +135,13 @@ def fastest(
     Raises:
         InfeasibleError: a sequence that no pipeline of a candidate holds.
     """
-    assigned = [dispatch(lengths, costs) for costs in candidates]
+    assigned = [solvers.dispatch(lengths, costs) for costs in candidates]
     least = [least_s(lengths, costs, each) for costs, each in zip(candidates, assigned, strict=True)]
     best: tuple[float, int, Microbatches, tuple[float, ...]] | None = None
     for at in sorted(range(len(candidates)), key=least.__getitem__):
         if best is not None and least[at] > best[0]:
             break
-        made, seconds = packed(lengths, candidates[at], assigned[at])
+        made, seconds = packed(lengths, candidates[at], assigned[at], solvers)
         if best is None or (max(seconds), at) < best[:2]:
             best = max(seconds), at, made, seconds
     assert best is not None, "no candidates"

@@ -34,7 +34,7 @@ Counts = tuple[int, ...]
 
 NUM_BINS = 32
 """Intervals of lengths, besides the ends at every scheme's MaxLen."""
-HALVINGS = 14
+HALVINGS = 13
 PRICE_ROUNDS, COARSE_ROUNDS, COARSE_KEPT = 24, 4, 6
 """Rounds of the duality bound; few of them leave this many times the strategies wanted."""
 FULL = 1 / EFFICIENCY
@@ -145,12 +145,14 @@ def continuous(classes: Classes, num_ranks: int, fixed: int | None = None) -> tu
     Raises:
         InfeasibleError: that pipeline does not hold the longest, or leaves no GPU for the rest.
     """
-    low, high = 0.0, 1e-3
     if fixed is not None and (classes.gpus[fixed] > num_ranks or np.isinf(classes.fill_s[fixed, -1])):
         raise InfeasibleError(f"one pipeline {classes.schemes[fixed]} cannot take the longest sequences")
+    gpu_seconds = np.where(np.isfinite(classes.fill_s), classes.gpus[:, None] * classes.work_s, np.inf)
+    low = float(gpu_seconds.min(axis=0).sum()) / num_ranks  # without filling
+    high = 1.25 * low
     while _needed(classes, high, fixed)[0] > num_ranks:
         low, high = high, 2 * high
-        if high > 1e9:
+        if not high < 1e9:
             raise InfeasibleError("no number of pipelines takes these sequences")
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -270,8 +272,10 @@ def propose(
 
 def _best(classes: Classes, counts: set[Counts], keep: int) -> list[Counts]:
     """Those that hold the longest sequence and promise the shortest step."""
-    holders = np.isfinite(classes.fill_s[:, -1])
-    whole = sorted(each for each in counts if any(holders[k] for k, number in enumerate(each) if number))
+    whole = sorted(counts)
+    if whole:
+        holds = (np.array(whole)[:, np.isfinite(classes.fill_s[:, -1])] > 0).any(axis=1)
+        whole = [whole[at] for at in np.flatnonzero(holds)]
     for rounds, most in ((COARSE_ROUNDS, COARSE_KEPT * keep), (PRICE_ROUNDS, keep)):
         if whole and (len(whole) > most or rounds == PRICE_ROUNDS):
             order: list[int] = np.argsort(estimates(classes, whole, rounds), kind="stable").tolist()
@@ -283,11 +287,12 @@ def _exchanges(counts: Counts, gpus: Floats, num_ranks: int) -> set[Counts]:
     """Numbers of pipelines with one more of a scheme for as few as possible of another."""
     found: set[Counts] = set()
     left = num_ranks - sum(int(size) * number for size, number in zip(gpus, counts, strict=True))
-    for fewer, number in enumerate(counts):
+    sizes = [int(size) for size in gpus]
+    for fewer in (at for at, number in enumerate(counts) if number):
         for more in range(len(counts)):
-            gone = max(1, -(-(int(gpus[more]) - left) // int(gpus[fewer])))
-            added = (left + gone * int(gpus[fewer])) // int(gpus[more])
-            if more != fewer and gone <= number and added:
+            gone = max(1, -(-(sizes[more] - left) // sizes[fewer]))
+            added = (left + gone * sizes[fewer]) // sizes[more]
+            if more != fewer and gone <= counts[fewer] and added:
                 other = list(counts)
                 other[fewer] -= gone
                 other[more] += added
@@ -402,4 +407,4 @@ def _fastest(
 
 def _quick_s(lengths: Lengths, pipelines: Sequence[PipelineCost]) -> float:
     """Seconds of a batch of which one dispatch is tried: enough to compare strategies by."""
-    return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1))[1])
+    return max(packed(lengths, pipelines, dispatch(lengths, pipelines, searches=1, filled=True))[1])

@@ -20,6 +20,8 @@ import numpy as np
 
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.solvers import makespan
+from megatron_balance.solvers.machines import NOT_HELD, Floats, Problem
+from megatron_balance.solvers.makespan_bound import lower_bound
 
 TRIALS = 100
 """Of Alg. 1, as in the paper's experiments."""
@@ -90,17 +92,25 @@ def least_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost], assigned:
     )
 
 
-def dispatch(lengths: Sequence[int], pipelines: Sequence[PipelineCost], searches: int = makespan.IMPROVED) -> Assigned:
+def dispatch(
+    lengths: Sequence[int],
+    pipelines: Sequence[PipelineCost],
+    searches: int = makespan.IMPROVED,
+    *,
+    filled: bool = False,
+) -> Assigned:
     """Sequences by pipeline: each to one that holds it, the slowest as fast as was found.
 
     The same for equal input, on every host. `searches`: of few sequences, starts that are searched
-    from; 1: the longest first alone.
+    from; 1: the longest first alone. `filled`: later stages wait for the fullest microbatch that
+    packing will make, not for the longest sequence alone as in Eq. 3.
 
     Raises:
         InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    return _by_pipeline(makespan.assign(problem_of(lengths, pipelines), searches=searches).tolist(), len(pipelines))
+    problem = problem_of(lengths, pipelines, filled=filled)
+    return _by_pipeline(makespan.assign(problem, searches=searches).tolist(), len(pipelines))
 
 
 def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> float:
@@ -110,22 +120,42 @@ def lower_bound_s(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> 
         InfeasibleError: a sequence that no pipeline holds.
     """
     _check(lengths, pipelines)
-    return makespan.lower_bound(problem_of(lengths, pipelines))
+    return lower_bound(problem_of(lengths, pipelines))
 
 
-def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost]) -> makespan.Problem:
-    """The pipelines as machines. c is spread over the tokens of full microbatches."""
+def problem_of(lengths: Sequence[int], pipelines: Sequence[PipelineCost], *, filled: bool = False) -> Problem:
+    """The pipelines as machines. c is spread over the tokens of full microbatches. `filled`: as in
+    `dispatch`.
+    """
     kinds = list(dict.fromkeys(pipelines))
     tokens = np.array(lengths, dtype=np.int64)
     per_token = np.array([each.b + each.c / max(each.max_tokens, 1) for each in kinds])
     work = np.array([each.a for each in kinds])[:, None] * tokens.astype(np.float64) ** 2 + per_token[:, None] * tokens
-    work[np.array([each.max_tokens for each in kinds])[:, None] < tokens] = makespan.NOT_HELD
-    return makespan.Problem(
+    work[np.array([each.max_tokens for each in kinds])[:, None] < tokens] = NOT_HELD
+    return Problem(
         work,
         np.array([kinds.index(each) for each in pipelines], dtype=np.int64),
         np.array([each.stages - 1.0 for each in pipelines]),
         np.array([(each.stages - 1.0) * each.c for each in pipelines]),
         tokens,
+        _fullest_s(work, pipelines, kinds) if filled and len(tokens) else None,
+    )
+
+
+def _fullest_s(work: Floats, pipelines: Sequence[PipelineCost], kinds: Sequence[PipelineCost]) -> Floats:
+    """Seconds of the fullest microbatch of a pipeline of each kind [kinds] with short sequences alone.
+
+    W seconds in microbatches of m seconds take W + c W / m + (PP - 1) (m + c), least where m is the
+    root of W c / (PP - 1). W is about the same for all: what they take if all share evenly.
+    """
+    done = np.where(work < NOT_HELD, work, 0.0).sum(axis=1)
+    counts = np.array([pipelines.count(each) for each in kinds])
+    step_s = 1 / (counts / np.maximum(done, 1e-30)).sum()
+    return np.array(
+        [
+            min((step_s * each.c / (each.stages - 1)) ** 0.5, each.b * each.max_tokens) if each.stages > 1 else 0.0
+            for each in kinds
+        ]
     )
 
 
@@ -160,7 +190,7 @@ def exact(lengths: Sequence[int], pipelines: Sequence[PipelineCost], node_limit:
     return min(known, assigned, key=lambda each: slowest_s(lengths, pipelines, each))
 
 
-def _solved(problem: makespan.Problem, node_limit: int) -> list[int] | None:
+def _solved(problem: Problem, node_limit: int) -> list[int] | None:
     """The machine of each item in the best answer that was found; None: none was found.
 
     Columns: item by machine; then of each machine its largest item and whether it has any; last the
@@ -169,7 +199,7 @@ def _solved(problem: makespan.Problem, node_limit: int) -> list[int] | None:
     optimize, sparse = _library("scipy.optimize"), _library("scipy.sparse")
     work = problem.work[problem.kind]
     machines, items = problem.num_machines, problem.num_items
-    able = work < makespan.NOT_HELD
+    able = work < NOT_HELD
     scale = float(work[able].max())
     work = np.where(able, work / scale, 0.0)
     cells, end = machines * items, machines * (items + 2)

@@ -1,8 +1,10 @@
-"""Packing into bins of one size so that the largest sum of squares is least: WLB-LLM's Eq. 1.
+"""Packing into bins of one size so that the most work of a bin is least: Eq. 1 of WLB-LLM, and of
+Hydraulis for a number of microbatches.
 
 The baseline of systems whose samples all have the same length: the attention of a bin is as the
-squares of its documents. A greedy answer, and the integer program that improves on it. Every rank
-of a job solves for itself, so the search is limited in nodes and never in seconds.
+squares of its documents, unless their work is given. A greedy answer, and the integer program that
+improves on it. Every rank of a job solves for itself, so the search is limited in nodes and never in
+seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +24,24 @@ class NoSolverError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`sizes`: of the items, descending; `num_bins` bins of `capacity`."""
+    """`sizes`: of the items, descending; `num_bins` bins of `capacity`. `work`: of the items; None:
+    the squares of their sizes.
+    """
 
     sizes: Sequence[int]
     num_bins: int
     capacity: int
+    work: Sequence[float] | None = None
+
+    @property
+    def works(self) -> Sequence[float]:
+        return [size * size for size in self.sizes] if self.work is None else self.work
 
     def largest(self, bins: Sequence[int | None]) -> float:
-        """The largest sum of squares of a bin; `bins`: of each item, None: in none."""
+        """The most work of a bin; `bins`: of each item, None: in none."""
+        works = self.works
         return max(
-            fsum(size * size for size, at in zip(self.sizes, bins, strict=True) if at == own)
-            for own in range(self.num_bins)
+            fsum(work for work, at in zip(works, bins, strict=True) if at == own) for own in range(self.num_bins)
         )
 
 
@@ -77,14 +86,15 @@ def _solve(problem: Problem, node_limit: int) -> list[int] | None:
     sizes = np.array(problem.sizes, dtype=np.float64)
     count, bins = len(sizes), problem.num_bins
     item, at = (grid.ravel() for grid in np.meshgrid(np.arange(count), np.arange(bins), indexing="ij"))
-    squares = (sizes / sizes[0]) ** 2  # in units of the largest item, so that all numbers are about 1
+    works = np.array(problem.works, dtype=np.float64)
+    works /= works.max()  # in units of the largest item, so that all numbers are about 1
     each = np.arange(count * bins)
     once = sparse.csr_array((np.ones(len(each)), (item, each)), shape=(count, len(each) + 1))
     room = sparse.csr_array((sizes[item] / problem.capacity, (at, each)), shape=(bins, len(each) + 1))
     rows = np.concatenate([at, np.arange(bins)])
     columns = np.concatenate([each, np.full(bins, len(each))])
     load = sparse.csr_array(
-        (np.concatenate([squares[item], np.full(bins, -1.0)]), (rows, columns)), shape=(bins, len(each) + 1)
+        (np.concatenate([works[item], np.full(bins, -1.0)]), (rows, columns)), shape=(bins, len(each) + 1)
     )
     # Bins are alike: item i goes into one of the first i + 1.
     upper = np.append(np.where(at <= item, 1.0, 0.0), np.inf)
@@ -110,4 +120,6 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise NoSolverError(f"packing by integer program needs SciPy ({error}); choose packing: fixed") from error
+        raise NoSolverError(
+            f"packing by integer program needs SciPy ({error}); install it, or choose another packing"
+        ) from error

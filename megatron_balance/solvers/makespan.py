@@ -11,17 +11,15 @@ import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from megatron_balance.solvers.machines import NOT_HELD, Floats, Ints, Problem
+from megatron_balance.solvers.makespan_bound import Opened, Stairs, by_weights
 
 CAPPED = 1e9
 """Seconds by which a machine comes behind others for an item above its limit."""
-NOT_HELD = 1e15
-"""Seconds in `Problem.work` where an item is not held: finite, so that sums stay numbers."""
 CLOSE, CLOSE_MANY = 5e-4, 3e-3
 """Share above the bound at which a search ends; with more than `MANY` items, where the bound itself
 is known to a few thousandths."""
@@ -38,51 +36,17 @@ TRIALS, SHAKEN = 100, 40
 first with random limits."""
 IMPROVED = 10
 """Starts that are searched from, the earliest done first."""
-HEAD = 16
-"""Of many items, these and two a machine decide between limits."""
+ALONE = 0.97
+"""Share of the bound from which the longest item alone makes it."""
+HEIGHT = 0.003
+"""By how much stairs are higher than the bound, with many items."""
+HEIGHTS = (0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.16)
+"""Heights with fewer items, which are less like fractional ones; all are tried."""
 FEW = 24
 """Items up to which a depth-first search follows, of at most `NODES` nodes."""
 NODES = 20_000
-SHARES = (0.02, 0.04, 0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
-"""Of the bound: what a machine's largest item may take beside its items in the first starts."""
-ROUNDS, ROUNDS_FEW, ROUNDS_AHEAD, GROUPS = 80, 24, 8, 48
-"""Of the bound: times that the machines' weights are corrected, fewer ahead of a search; and groups
-of items that are alike for that."""
-SHARPNESS, LEAST_SHARE = (2.0, 500.0), 1e-6
-"""Of the bound: powers of weighted work by which kinds share items, in the first and the last round;
-and the least load or weight of a kind over the mean or the largest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Items and machines.
-
-    `work` [kinds, items]: seconds of each item on a machine of each kind; `NOT_HELD`: not there.
-    `kind`, `behind`, `start_s` [machines]: its kind, how often its largest item counts again, and
-    seconds of a machine that has any item. `sizes` [items]: what limits are in.
-    """
-
-    work: Floats
-    kind: Ints
-    behind: Floats
-    start_s: Floats
-    sizes: Ints
-
-    @property
-    def num_items(self) -> int:
-        return self.work.shape[1]
-
-    @property
-    def num_machines(self) -> int:
-        return len(self.kind)
-
-    def seconds(self, machine_of: Ints) -> Floats:
-        """Seconds of each machine [machines]; `machine_of` [items]."""
-        work = self.work[self.kind[machine_of], np.arange(self.num_items)]
-        total = np.bincount(machine_of, weights=work, minlength=self.num_machines)
-        largest = np.zeros(self.num_machines)
-        np.maximum.at(largest, machine_of, work)
-        return total + self.behind * largest + self.start_s * (largest > 0)
+ROUNDS_FEW, ROUNDS_AHEAD = 24, 8
+"""Corrections of the machines' weights ahead of a search, fewer with many items."""
 
 
 def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints:
@@ -93,19 +57,19 @@ def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints:
     if not problem.num_items:
         return np.zeros(0, dtype=np.int64)
     few = problem.num_items <= MANY
-    bound, weights = _bound(problem, ROUNDS_FEW if few else ROUNDS_AHEAD)
-    enough = (1 + (CLOSE if few else CLOSE_MANY)) * bound
+    bound, weights = by_weights(problem, ROUNDS_FEW if few else ROUNDS_AHEAD)
+    stairs = Stairs.of(problem, weights)
+    least_s = bound if stairs is None else stairs.least_s(bound, CLOSE)
     longest_first = np.argsort(-problem.work.min(axis=0), kind="stable")
     if not few:
-        head = _limited_head(problem, longest_first, bound, weights) if problem.behind.any() else None
-        found = greedy(problem, longest_first.tolist(), head)
-        improve(problem, found, enough, LEAST_GAIN_MANY)
-        return found
+        return _of_many(problem, longest_first, stairs, least_s)
+    enough = (1 + CLOSE) * least_s
     best = greedy(problem, longest_first.tolist())
     improve(problem, best, enough)
     best_s = float(problem.seconds(best).max())
     if searches > 1 and best_s > enough:
-        starts = _starts(problem, longest_first, bound, seed)[:searches]
+        limits = None if stairs is None else _limits(problem, longest_first, stairs, least_s)
+        starts = _starts(problem, longest_first, limits, seed)[:searches]
         for found in [_by_price(problem, longest_first, weights), *starts]:
             improve(problem, found, enough)
             seconds = float(problem.seconds(found).max())
@@ -118,20 +82,25 @@ def assign(problem: Problem, seed: int = 0, searches: int = IMPROVED) -> Ints:
     return best
 
 
-def _limited_head(problem: Problem, longest_first: Ints, bound: float, weights: Floats) -> Ints:
-    """Machines of the longest items under the best of some limits, or without; `weights`: of a
-    machine of each kind.
+def _of_many(problem: Problem, longest_first: Ints, stairs: Stairs | None, least_s: float) -> Ints:
+    """One search, from machines that are opened by stairs where any counts its largest item again."""
+    order: list[int] = longest_first.tolist()
+    enough_s = (1 + CLOSE_MANY) * least_s
+    found = greedy(problem, order) if stairs is None or _alone_s(problem) > ALONE * least_s else None
+    # Where one item alone takes the time, machines need not be filled as far as stairs do.
+    if stairs is not None and (found is None or float(problem.seconds(found).max()) > enough_s):
+        full_s = (1 + HEIGHT) * least_s
+        found = greedy(problem, order, stairs.climb(full_s) or [], full_s)
+    assert found is not None
+    improve(problem, found, enough_s, LEAST_GAIN_MANY)
+    return found
 
-    The best leaves the least seconds by the dual bound, for the items that are left.
-    """
-    head = longest_first[: HEAD + 2 * problem.num_machines]
-    rest = longest_first[len(head) :]
-    some = Problem(problem.work[:, head], problem.kind, problem.behind, problem.start_s, problem.sizes[head])
-    unlimited = np.full(problem.num_machines, np.inf)
-    caps = np.concatenate([unlimited[None], _fill_caps(problem, bound)])
-    found, seconds = in_turn(some, np.arange(len(head))[None], caps)
-    left = (weights[:, None] * problem.work[:, rest]).min(axis=0).sum()
-    return found[int(np.maximum(seconds.max(axis=1), seconds @ weights[problem.kind] + left).argmin())]
+
+def _alone_s(problem: Problem) -> float:
+    """Seconds of the item that takes longest alone, on the machine that does it first."""
+    kind, first = np.unique(problem.kind, return_index=True)
+    again = problem.behind[first][:, None] * problem.again[kind]
+    return float((problem.work[kind] + again + problem.start_s[first][:, None]).min(axis=0).max())
 
 
 def _by_price(problem: Problem, longest_first: Ints, weights: Floats) -> Ints:
@@ -145,15 +114,29 @@ def _by_price(problem: Problem, longest_first: Ints, weights: Floats) -> Ints:
     return greedy(replace(problem, work=only), longest_first.tolist())
 
 
-def _starts(problem: Problem, longest_first: Ints, bound: float, seed: int) -> list[Ints]:
+def _limits(problem: Problem, longest_first: Ints, stairs: Stairs, least_s: float) -> Floats:
+    """Sizes of the largest item of each machine where stairs of different heights open it [limits,
+    machines].
+    """
+    found = [np.full(problem.num_machines, np.inf)]
+    for height in HEIGHTS:
+        opened = stairs.climb((1 + height) * least_s)
+        if opened is not None:
+            caps = np.where(problem.behind > 0, 0.0, np.inf)
+            for place, machine in opened:
+                caps[machine] = problem.sizes[longest_first[place]]
+            found.append(caps)
+    return np.array(found)
+
+
+def _starts(problem: Problem, longest_first: Ints, limits: Floats | None, seed: int) -> list[Ints]:
     """Assignments to search from, the earliest done first: the longest first under limits of the
     largest items, orders and limits at random, and Alg. 1's trials.
     """
     rng = random.Random(seed)
     shaken = [_shaken(longest_first.tolist(), rng) for _ in range(SHAKEN)]
     orders, caps = np.array(shaken), None
-    if problem.behind.any():
-        limits = _fill_caps(problem, bound)
+    if limits is not None:
         orders = np.array([longest_first] * len(limits) + shaken)
         caps = np.concatenate([limits, [_caps(problem, rng) for _ in range(SHAKEN)]])
     ours, tried = in_turn(problem, orders, caps), trials(problem, TRIALS, rng)
@@ -167,14 +150,14 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints, best_s: float)
     """The best of a depth-first search of at most `NODES` nodes, `best` being known; of machines that
     are alike so far one is tried.
     """
-    work = problem.work[problem.kind].T.tolist()
+    work, again = problem.work[problem.kind].T.tolist(), problem.again[problem.kind].T.tolist()
     behind, start_s, kinds = problem.behind.tolist(), problem.start_s.tolist(), problem.kind.tolist()
     total, largest = [0.0] * problem.num_machines, [0.0] * problem.num_machines
     chosen = [0] * problem.num_items
     nodes = 0
 
-    def seconds(machine: int, more: float) -> float:
-        return total[machine] + more + behind[machine] * max(largest[machine], more) + start_s[machine]
+    def seconds(machine: int, more: float, counted: float) -> float:
+        return total[machine] + more + behind[machine] * max(largest[machine], counted) + start_s[machine]
 
     def place(depth: int, slowest: float) -> None:
         nonlocal best, best_s, nodes
@@ -188,37 +171,20 @@ def _searched(problem: Problem, order: Sequence[int], best: Ints, best_s: float)
             state = (kinds[machine], behind[machine], start_s[machine], total[machine], largest[machine])
             if more < NOT_HELD and state not in alike:
                 alike.add(state)
-                tried.append((seconds(machine, more), machine))
+                tried.append((seconds(machine, more, again[item][machine]), machine))
         for then, machine in sorted(tried):
             nodes += 1
             if max(then, slowest) >= best_s * (1 - 1e-12) or nodes > NODES:
                 return
             before = total[machine], largest[machine]
             total[machine] += work[item][machine]
-            largest[machine] = max(largest[machine], work[item][machine])
+            largest[machine] = max(largest[machine], again[item][machine])
             chosen[item] = machine
             place(depth + 1, max(then, slowest))
             total[machine], largest[machine] = before
 
     place(0, 0.0)
     return best
-
-
-def _fill_caps(problem: Problem, bound: float) -> Floats:
-    """Sizes above which counting an item again would take a machine longer than each of `SHARES` of
-    the bound [limits, machines].
-
-    The first machine of each kind takes any; in the second half only of kinds that count least.
-    """
-    again = problem.behind[:, None] * problem.work[problem.kind]
-    caps = np.array([np.where(again <= share * bound, problem.sizes, 0.0).max(axis=1) for share in SHARES])
-    first = np.unique(problem.kind, return_index=True)[1]
-    least = first[problem.behind[first] == problem.behind.min()]
-    caps = np.concatenate([caps, caps])
-    caps[: len(SHARES), first] = np.inf
-    caps[len(SHARES) :, least] = np.inf
-    caps[:, problem.behind == 0] = np.inf
-    return caps
 
 
 def _caps(problem: Problem, rng: random.Random) -> Floats:
@@ -260,7 +226,7 @@ def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: boo
         Machines [orders, items], and seconds of each machine [orders, machines].
     """
     work_of = np.ascontiguousarray(problem.work[problem.kind].T)
-    again_of = problem.behind * work_of
+    again_of = problem.behind * problem.again[problem.kind].T
     count = max(len(orders), 0 if caps is None else len(caps))
     load = np.repeat(problem.start_s[None], count, axis=0)  # of a machine that has any item
     again = np.zeros((count, problem.num_machines))
@@ -290,67 +256,78 @@ def in_turn(problem: Problem, orders: Ints, caps: Floats | None, *, slowest: boo
     return found, np.where(used, load + again, 0.0)
 
 
-def greedy(problem: Problem, order: Sequence[int], head: Ints | None = None) -> Ints:
+def greedy(problem: Problem, order: Sequence[int], opened: Opened | None = None, full_s: float = inf) -> Ints:
     """Each item in turn to the machine that would then be done first: the least busy of a kind, or one
     that has none yet.
 
-    `head`: machines of the first items in `order`, as they are.
+    `opened`: machines that take no item before a place in `order`, unless no other would be done with
+    it in `full_s`; others that count their largest item again come with the last of them. None: all
+    from the first on.
     """
     behind, start_s = problem.behind.tolist(), problem.start_s.tolist()
     kinds: list[int] = problem.kind.tolist()
     work: list[list[float]] = problem.work.T.tolist()
-    machine_of, known = np.zeros(problem.num_items, dtype=np.int64), 0
-    largest, busy, idle = [0.0] * problem.num_machines, *_queues(problem, [0.0] * problem.num_machines)
-    if head is not None:
-        known = len(head)
-        first = list(order[:known])
-        machine_of[first] = head
-        some = Problem(problem.work[:, first], problem.kind, problem.behind, problem.start_s, problem.sizes[first])
-        busy, idle = _queues(problem, some.seconds(head).tolist())
-        largest = _two_largest(some.work[problem.kind[head], np.arange(known)], head, problem.num_machines)[0].tolist()
+    again = work if problem.floor is None else problem.again.T.tolist()
+    machine_of: list[int] = [0] * problem.num_items
+    largest = [0.0] * problem.num_machines
+    busy: list[list[tuple[float, int]]] = [[] for _ in problem.work]
+    idle: list[list[int]] = [[] for _ in problem.work]
+    closed = [(0, machine) for machine in range(problem.num_machines)]
+    if opened is not None:
+        place_of, last = {machine: place for place, machine in opened}, max((place for place, _ in opened), default=0)
+        closed = [(place_of.get(machine, last if behind[machine] else 0), machine) for _, machine in closed]
+    closed.sort(reverse=True)
     sides = list(zip(busy, idle, strict=True))
-    for item in order[known:]:
-        best, best_s, is_idle = -1, NOT_HELD, False
-        for own, (used, unused) in zip(work[item], sides, strict=True):
-            if own >= best_s:
-                continue
-            if used:
-                then, machine = used[0]
-                then += own
-                if own > largest[machine]:
-                    then += behind[machine] * (own - largest[machine])
-                if then < best_s:
-                    best, best_s, is_idle = machine, then, False
-            if unused:
-                machine = unused[-1]
-                then = own * (1 + behind[machine]) + start_s[machine]
-                if then < best_s:
-                    best, best_s, is_idle = machine, then, True
+    for turn, item in enumerate(order):
+        while closed and closed[-1][0] <= turn:
+            machine = closed.pop()[1]
+            idle[kinds[machine]].insert(0, machine)
+        best, best_s, is_idle = _first_done(work[item], again[item], sides, largest, behind, start_s)
+        while closed and best_s > full_s:
+            machine = closed.pop()[1]
+            idle[kinds[machine]].insert(0, machine)
+            best, best_s, is_idle = _first_done(work[item], again[item], sides, largest, behind, start_s)
         assert best >= 0, "an item that no machine holds"
         kind = kinds[best]
         machine_of[item] = best
-        largest[best] = max(largest[best], work[item][kind])
+        largest[best] = max(largest[best], again[item][kind])
         if is_idle:
             idle[kind].pop()
             heapq.heappush(busy[kind], (best_s, best))
         else:
             heapq.heapreplace(busy[kind], (best_s, best))
-    return machine_of
+    return np.array(machine_of, dtype=np.int64)
 
 
-def _queues(problem: Problem, seconds: Sequence[float]) -> tuple[list[list[tuple[float, int]]], list[list[int]]]:
-    """By kind, a heap of the machines that have items, by their `seconds`, and the others, the last
-    first.
+def _first_done(
+    work: Sequence[float],
+    again: Sequence[float],
+    sides: Sequence[tuple[list[tuple[float, int]], list[int]]],
+    largest: Sequence[float],
+    behind: Sequence[float],
+    start_s: Sequence[float],
+) -> tuple[int, float, bool]:
+    """The machine that would be done first with an item of this `work` and `again` [kinds], when that
+    is, and whether it has none yet; -1: there is none. `sides`: by kind, machines that have items, as
+    a heap, and those that have none.
     """
-    busy: list[list[tuple[float, int]]] = [[] for _ in problem.work]
-    idle: list[list[int]] = [[] for _ in problem.work]
-    kinds: list[int] = problem.kind.tolist()
-    for machine, kind in reversed(list(enumerate(kinds))):
-        if seconds[machine]:
-            heapq.heappush(busy[kind], (seconds[machine], machine))
-        else:
-            idle[kind].append(machine)
-    return busy, idle
+    best, best_s, is_idle = -1, NOT_HELD, False
+    for own, counted, (used, unused) in zip(work, again, sides, strict=True):
+        if own >= best_s:
+            continue
+        if used:
+            then, machine = used[0]
+            then += own
+            if counted > largest[machine]:
+                then += behind[machine] * (counted - largest[machine])
+            if then < best_s:
+                best, best_s, is_idle = machine, then, False
+        if unused:
+            machine = unused[-1]
+            then = own + behind[machine] * counted + start_s[machine]
+            if then < best_s:
+                best, best_s, is_idle = machine, then, True
+    return best, best_s, is_idle
 
 
 def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEAST_GAIN) -> None:
@@ -358,136 +335,110 @@ def improve(problem: Problem, machine_of: Ints, enough: float, gain: float = LEA
     later of the two is done earlier than the slowest was by a share of `gain`, and down to `enough`
     seconds. Changes `machine_of`.
     """
-    items = np.arange(problem.num_items)
-    work_of = problem.work[problem.kind]  # [machines, items]
+    state = _State.of(problem, machine_of)
     for _ in range(MOST_STEPS):
-        own = work_of[machine_of, items]
-        total = np.bincount(machine_of, weights=own, minlength=problem.num_machines)
-        largest, second = _two_largest(own, machine_of, problem.num_machines)
-        seconds = total + problem.behind * largest + problem.start_s * (largest > 0)
-        slowest = int(seconds.argmax())
-        if seconds[slowest] <= enough:
+        slowest = int(state.seconds.argmax())
+        slowest_s = float(state.seconds[slowest])
+        if slowest_s <= enough:
             return
-        near = np.argsort(seconds, kind="stable")[:PARTNERS]
-        mine = np.flatnonzero(machine_of == slowest)
-        others = np.flatnonzero(np.isin(machine_of, near[near != slowest]))
-        rest = np.where(own == largest[machine_of], second[machine_of], largest[machine_of])  # without the item
-        left = rest[mine]
-        # Moves [mine, machines].
-        without = total[slowest] - own[mine] + problem.behind[slowest] * left + problem.start_s[slowest] * (left > 0)
-        brought = work_of[:, mine].T
-        with_it = total + brought + problem.behind * np.maximum(largest, brought) + problem.start_s
-        moved = np.maximum(without[:, None], with_it)
-        moved[:, slowest] = np.inf
-        best = int(moved.argmin())
-        found_s, change = float(moved.flat[best]), (best // problem.num_machines, best % problem.num_machines, -1)
+        mine = state.items[slowest]
+        found_s, item, target = state.moved(slowest, mine)
+        other = -1
+        near: list[int] = np.argsort(state.seconds, kind="stable")[:PARTNERS].tolist()
+        beside: list[Ints] = [state.items[machine] for machine in near if machine != slowest]
+        others: Ints = np.concatenate(beside or [mine[:0]])
         if len(others):
-            both = others, machine_of[others]
-            swapped = _swapped(problem, (own, rest, total), slowest, mine, both)
+            swapped = state.swapped(slowest, mine, others)
             at = int(swapped.argmin())
             if swapped.flat[at] < found_s:
-                found_s = float(swapped.flat[at])
-                other = int(others[at % len(others)])
-                change = (at // len(others), int(machine_of[other]), other)
-        if found_s >= seconds[slowest] * (1 - gain):
+                found_s, item, other = (
+                    float(swapped.flat[at]),
+                    int(mine[at // len(others)]),
+                    int(others[at % len(others)]),
+                )
+                target = int(machine_of[other])
+        if found_s >= slowest_s * (1 - gain):
             return
-        item, target, other = change
-        machine_of[mine[item]] = target
+        machine_of[item] = target
         if other >= 0:
             machine_of[other] = slowest
+        state.update(slowest)
+        state.update(target)
 
 
-def _swapped(
-    problem: Problem, now: tuple[Floats, Floats, Floats], slowest: int, mine: Ints, others: tuple[Ints, Ints]
-) -> Floats:
-    """Seconds of the later of two machines [mine, others] that have swapped an item each; `others`:
-    the items and their machines.
+@dataclass(slots=True)
+class _State:
+    """Machines as a search changes them.
+
+    `work_of`, `again_of` [machines, items]; `items` [machines]: the numbers of each one's items;
+    `seconds`, `total`, `largest` [machines]; `own`, `rest` [items]: work of each where it is, and what
+    the largest other there counts again.
     """
-    own, rest, total = now
-    items, theirs = others
-    comes = problem.work[problem.kind[slowest], items]  # to the slowest
-    goes = problem.work[problem.kind[theirs][None, :], mine[:, None]]  # from it
-    here = (
-        (total[slowest] - own[mine])[:, None]
-        + comes
-        + problem.behind[slowest] * np.maximum(rest[mine][:, None], comes)
-        + problem.start_s[slowest]
-    )
-    there = (
-        total[theirs] - own[items] + goes + problem.behind[theirs] * np.maximum(rest[items], goes)
-    ) + problem.start_s[theirs]
-    return np.maximum(here, there)
 
+    problem: Problem
+    machine_of: Ints
+    work_of: Floats
+    again_of: Floats
+    items: list[Ints]
+    seconds: Floats
+    total: Floats
+    largest: Floats
+    own: Floats
+    rest: Floats
 
-def _two_largest(values: Floats, group: Ints, num_groups: int) -> tuple[Floats, Floats]:
-    """The largest and the second largest value of each group; 0 where there is none."""
-    order = np.lexsort((-values, group))
-    ordered, of = values[order], group[order]
-    first = np.searchsorted(of, np.arange(num_groups))
-    count = np.bincount(group, minlength=num_groups)
-    padded = np.append(ordered, [0.0, 0.0])
-    return np.where(count > 0, padded[first], 0.0), np.where(
-        count > 1, padded[np.minimum(first + 1, len(ordered))], 0.0
-    )
+    @classmethod
+    def of(cls, problem: Problem, machine_of: Ints) -> _State:
+        machines = np.zeros((3, problem.num_machines))
+        items = np.zeros((2, problem.num_items))
+        work_of = problem.work[problem.kind]
+        again_of = work_of if problem.floor is None else problem.again[problem.kind]
+        of = [machine_of] * problem.num_machines
+        state = cls(problem, machine_of, work_of, again_of, of, *machines, *items)
+        for machine in range(problem.num_machines):
+            state.update(machine)
+        return state
 
+    def update(self, machine: int) -> None:
+        """Bring what is known of a machine up to date."""
+        items = self.items[machine] = (self.machine_of == machine).nonzero()[0]
+        own, again = self.work_of[machine, items], self.again_of[machine, items]
+        self.own[items] = own
+        if not len(items):
+            self.total[machine] = self.largest[machine] = self.seconds[machine] = 0.0
+            return
+        first = int(again.argmax())
+        largest = float(again[first])
+        self.rest[items] = largest
+        again[first] = 0.0
+        self.rest[items[first]] = again.max()
+        total = float(own.sum())
+        self.total[machine], self.largest[machine] = total, largest
+        self.seconds[machine] = total + self.problem.behind[machine] * largest + self.problem.start_s[machine]
 
-def lower_bound(problem: Problem) -> float:
-    """Seconds that no assignment comes below.
+    def moved(self, slowest: int, mine: Ints) -> tuple[float, int, int]:
+        """Seconds of the later of two machines once the best item moved, that item, and whereto."""
+        problem, left = self.problem, self.rest[mine]
+        without = self.total[slowest] - self.own[mine] + problem.behind[slowest] * left
+        without += problem.start_s[slowest] * (left > 0)
+        brought = self.work_of[:, mine]
+        with_it = np.maximum(self.largest[:, None], self.again_of[:, mine]) * problem.behind[:, None] + brought
+        with_it += (self.total + problem.start_s)[:, None]
+        later = np.maximum(with_it, without)  # [machines, mine]
+        later[slowest] = np.inf
+        at = int(later.argmin())
+        return float(later.flat[at]), int(mine[at % len(mine)]), at // len(mine)
 
-    The larger of two: an item alone on the machine that does it first; and, for weights of the
-    machines that sum to 1, the sum over items of the least weighted work, that of the largest with
-    what counts again (the dual of the fractional problem).
-    """
-    return _bound(problem, ROUNDS)[0] if problem.num_items else 0.0
-
-
-def _bound(problem: Problem, rounds: int) -> tuple[float, Floats]:
-    """The lower bound, and the weights of a machine of each kind [kinds] that it was found with."""
-    kinds, first, counts = np.unique(problem.kind, return_index=True, return_counts=True)
-    work = problem.work[kinds]  # [kinds, items]
-    alone = work * (1 + problem.behind[first][:, None]) + problem.start_s[first][:, None]
-    least = alone.min(axis=0)
-    longest = int(least.argmax())
-    found = _dual_weights(work, counts, rounds)
-    weighted = found[:, None] * work
-    shared = weighted.min(axis=0)
-    again = (found[:, None] * alone)[:, longest].min() - shared[longest]
-    weights = np.zeros(len(problem.work))
-    weights[kinds] = found
-    return max(float(least[longest]), float(shared.sum() + again)), weights
-
-
-def _dual_weights(work: Floats, counts: Ints, rounds: int) -> Floats:
-    """Weights of a machine of each kind [kinds], `counts` of them sum to 1, for which the sum over
-    items of the least weighted work is large.
-
-    Items, in groups, are shared among kinds by weighted work, ever more sharply; kinds that get more
-    than the mean become dearer.
-    """
-    typical = np.where(work < NOT_HELD, work, 0.0).sum(axis=1) / np.maximum(1, (work < NOT_HELD).sum(axis=1))
-    weights = 1.0 / np.maximum(typical, 1e-30)
-    weights /= (weights * counts).sum()
-    if len(counts) == 1:
-        return weights
-    least = work.min(axis=0)
-    order = np.argsort(least, kind="stable")
-    part: Floats = np.cumsum(least[order])
-    shares: Floats = part[-1] * np.linspace(0.0, 1.0, GROUPS, endpoint=False)
-    edges: Ints = np.unique(np.searchsorted(part, shares, side="right").astype(np.int64))
-    grouped: Floats = np.add.reduceat(work[:, order], np.minimum(edges, len(order) - 1), axis=1)
-    each, best, best_s = counts.astype(np.float64), weights, 0.0
-    logs = np.log(grouped)
-    for turn in range(rounds):
-        sharpness = SHARPNESS[0] * (SHARPNESS[1] / SHARPNESS[0]) ** (turn / rounds)
-        price = np.log(weights)[:, None] + logs
-        least_price = price.min(axis=0)
-        total = float(np.exp(least_price).sum())
-        if total > best_s:
-            best, best_s = weights, total
-        share = np.exp(-sharpness * (price - least_price))
-        loads = (share / share.sum(axis=0) * grouped).sum(axis=1) / each
-        mean = loads.mean()
-        weights = weights * np.maximum(loads / mean, LEAST_SHARE) ** (1 / (1 + sharpness / 2))
-        weights = np.maximum(weights, LEAST_SHARE * weights.max())
-        weights /= weights @ each
-    return best
+    def swapped(self, slowest: int, mine: Ints, others: Ints) -> Floats:
+        """Seconds of the later of two machines [mine, others] that have swapped an item each."""
+        problem, theirs = self.problem, self.machine_of[others]
+        comes = self.work_of[slowest, others]
+        without = self.total[slowest] - self.own[mine] + problem.start_s[slowest]
+        here = without[:, None] + comes
+        if problem.behind[slowest]:
+            here += problem.behind[slowest] * np.maximum(self.rest[mine][:, None], self.again_of[slowest, others])
+        goes = self.work_of[theirs[None, :], mine[:, None]]
+        behind = problem.behind[theirs]
+        there = goes + (self.total[theirs] - self.own[others] + problem.start_s[theirs])
+        if behind.any():
+            there += behind * np.maximum(self.rest[others], self.again_of[theirs[None, :], mine[:, None]])
+        return np.maximum(here, there, out=here)

@@ -4,7 +4,7 @@ Appendix D): how many, and which sequences go together, so that 1F1B is done fir
 For each number V in the range the longest sequences go first, each to the microbatch with the least
 time that has room. V runs from tokens / MaxLen to tokens / UtilLen in whole numbers, upwards until
 one is feasible. Eq. 1's (longest microbatch) * (PP - 1 + V) picks the near-equal best; the clock of
-1F1B decides between them.
+1F1B decides between them. As an option each V is also solved as an integer program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 from math import ceil
 
-from megatron_balance.errors import InfeasibleError
+from megatron_balance.errors import ConfigError, InfeasibleError
+from megatron_balance.solvers import fixed_packing
 from megatron_balance.solvers.dispatch import PipelineCost
 
 EFFICIENCY = 0.85
@@ -44,11 +45,15 @@ def util_tokens(pipeline: PipelineCost, efficiency: float = EFFICIENCY) -> int:
     return low
 
 
-def pack(lengths: Sequence[int], pipeline: PipelineCost) -> Microbatches:
+def pack(lengths: Sequence[int], pipeline: PipelineCost, node_limit: int = 0) -> Microbatches:
     """The microbatches of one pipeline: positions in `lengths`, none empty, none above `max_tokens`.
+
+    `node_limit`: for each V the better of the longest first and what HiGHS (in SciPy) finds for
+    Eq. 1 within so many nodes; 0: the longest first alone.
 
     Raises:
         InfeasibleError: a sequence is longer than `max_tokens`.
+        ConfigError: SciPy is missing.
     """
     if not lengths:
         return ()
@@ -69,6 +74,8 @@ def pack(lengths: Sequence[int], pipeline: PipelineCost) -> Microbatches:
         if near and (count > most or pipeline.stages == 1):
             break
         filled = _fill(lengths, times, order, pipeline.max_tokens, count)
+        if node_limit:
+            filled = _by_program(lengths, times, order, (pipeline.max_tokens, count), filled, node_limit)
         if filled is None:
             continue
         slowest_s, bins = filled
@@ -116,6 +123,31 @@ def _fill(
         for each in full:
             heappush(heap, each)
     return max(heap)[0], tuple(tuple(sorted(own)) for own in bins if own)
+
+
+def _by_program(
+    lengths: Sequence[int],
+    times: Sequence[float],
+    order: Sequence[int],
+    bins: tuple[int, int],
+    filled: tuple[float, Microbatches] | None,
+    node_limit: int,
+) -> tuple[float, Microbatches] | None:
+    """The better of `filled` and what HiGHS finds; `bins`: most tokens of one, and how many."""
+    work = [times[seq] for seq in order]
+    problem = fixed_packing.Problem([lengths[seq] for seq in order], bins[1], bins[0], work)
+    known: dict[int, int] = {} if filled is None else {seq: at for at, own in enumerate(filled[1]) for seq in own}
+    try:
+        found = fixed_packing.improve(problem, [known.get(seq) for seq in order], node_limit)
+    except fixed_packing.NoSolverError as error:
+        raise ConfigError(str(error)) from error
+    if None in found:
+        return None
+    own: list[list[int]] = [[] for _ in range(bins[1])]
+    for seq, at in zip(order, found, strict=True):
+        assert at is not None
+        own[at].append(seq)
+    return problem.largest(found), tuple(tuple(sorted(each)) for each in own if each)
 
 
 def microbatch_s(lengths: Sequence[int], pipeline: PipelineCost) -> float:

@@ -1,6 +1,6 @@
 """Sequences to pipelines: ours against the paper's Alg. 1, against all assignments where these are
-few, and against a bound; and the CPU time, packing and a choice among strategies too (Hydraulis,
-arXiv 2412.07894, sections 6.1 and 6.2, Table 2).
+few, and against a bound; and the CPU time, that of packing, of a choice among strategies and of their
+proposal too (Hydraulis, arXiv 2412.07894, sections 6.1, 6.2 and 7, Table 2).
 
 python -m tools.bench.dispatch [--cases 1000] [--small 60] [--batches 20]
 
@@ -25,7 +25,10 @@ import numpy as np
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.schemes import Scheme, fit_scheme
-from megatron_balance.planners.pipelines import fastest
+from megatron_balance.papers.hydraulis.cases import SAMPLE_SEED, SOURCES, costs
+from megatron_balance.papers.hydraulis.table2 import JOBS
+from megatron_balance.planners.pipelines import deal, fastest, packed
+from megatron_balance.planning.strategies import propose
 from megatron_balance.solvers import makespan
 from megatron_balance.solvers.dispatch import (
     Assigned,
@@ -57,6 +60,8 @@ MORE: tuple[Parts, ...] = (
     ((Scheme(8, 2), 1, 32_768), (Scheme(4), 12, 8_192)),
 )
 """Others, for the choice."""
+SAMPLE_TOKENS = 10_000_000
+"""Of the sequences that a proposal sees."""
 SIZES = ((1, 200_000), (16, 3_200_000))
 """Times 64 ranks, and tokens of a step."""
 
@@ -152,13 +157,28 @@ def choosing(batches: int) -> None:
         print(f"one of {len(known)} strategies, {64 * times} ranks: {median(took):.0f} ms", flush=True)
 
 
+def proposing() -> None:
+    """CPU time of a proposal for the 32B model, without sampled batches; costs known before."""
+    for source in SOURCES:
+        known = costs(source, "32b")
+        for job in JOBS.values():
+            sample = [length for batch in job.batches(1 + SAMPLE_TOKENS // job.tokens, SAMPLE_SEED) for length in batch]
+            schemes = known.schemes(job.num_ranks)
+            first = timed(
+                lambda job=job, schemes=schemes, known=known: [known.pipeline(s, job.num_ranks) for s in schemes]
+            )[0]
+            took = [timed(propose, sample, job.tokens, known, job.num_ranks)[0] for _ in range(5)]
+            what = f"proposal by {source}, {job.num_ranks} ranks, {len(schemes)} schemes"
+            print(f"{what}: {median(took) / 1e3:.3f} s; their costs before: {first / 1e3:.3f} s", flush=True)
+
+
 def at_scale(batches: int) -> None:
     """CPU time, and how far from the bound, on lengths of `commoncrawl`."""
     for name, parts in STRATEGIES.items():
         for times, tokens in SIZES:
             pipelines = pipelines_of(parts, times)
             longest = max(pipeline.max_tokens for pipeline in pipelines)
-            dispatching, packing, over, counts = [], [], [], []
+            dispatching, packing, over, counts, longer = [], [], [], [], []
             for lengths in draw("commoncrawl", tokens, batches, 0):
                 cut = [min(length, LONGEST, longest) for length in lengths]
                 ms, found = timed(dispatch, cut, pipelines)
@@ -166,16 +186,18 @@ def at_scale(batches: int) -> None:
                 of = [[cut[seq] for seq in seqs] for seqs in found]
                 packing.append(sum(timed(pack, own, each)[0] for own, each in zip(of, pipelines, strict=True)))
                 over.append(seconds(cut, pipelines, found) / lower_bound_s(cut, pipelines))
+                longer.append(max(packed(cut, pipelines, found)[1]) / max(deal(cut, pipelines)[1]))
                 counts.append(len(cut))
             print(
                 f"{name}, {64 * times} ranks, {median(counts):.0f} sequences: dispatch {median(dispatching):.1f} ms, "
-                f"packing {median(packing):.1f} ms, over the bound {mean(over):.4f} (largest {max(over):.4f})",
+                f"packing {median(packing):.1f} ms, over the bound {mean(over):.4f} (largest {max(over):.4f}); packed, "
+                f"{mean(longer):.4f} times as long as plans, which count what packing makes",
                 flush=True,
             )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print all three comparisons."""
+    """Print all comparisons."""
     parser = argparse.ArgumentParser(prog="tools.bench.dispatch", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--cases", type=int, default=1000, help="cases against Alg. 1")
     parser.add_argument("--small", type=int, default=60, help="cases against all assignments")
@@ -189,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.batches:
         at_scale(options.batches)
         choosing(options.batches)
+        proposing()
     return 0
 
 

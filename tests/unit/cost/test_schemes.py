@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.parallel import wide_ranks
-from megatron_balance.cost.schemes import fit_scheme, sequence_s
+from megatron_balance.cost.schemes import check_scheme, fit_scheme, sequence_s
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.strategy import Scheme
@@ -63,6 +65,23 @@ def test_a_longer_sequence_takes_longer_under_every_scheme() -> None:
     for scheme in (Scheme(), Scheme(4, 2, 2)):
         times = [time_s(scheme, length) for length in range(1000, 1300, 7)]
         assert all(b >= a for a, b in zip(times, times[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        (Scheme(8), {"num_heads": 52, "num_kv_heads": 52}, "tp8-pp1-cp1 splits the 52 heads of llama-7b 8 ways"),
+        (Scheme(8), {"num_kv_heads": 4}, r"the 4 key-value heads \(query groups\) of llama-7b 8 ways"),
+        (Scheme(13), {"num_heads": 52, "num_kv_heads": 52}, "the padded vocabulary of llama-7b, 32000 tokens, 13 ways"),
+        (Scheme(1, 5), {}, "the 32 layers of llama-7b 5 ways; choose a divisor of 32"),
+    ],
+    ids=["heads", "query groups", "vocabulary", "layers"],
+)
+def test_what_a_scheme_cannot_split_is_named(scheme: Scheme, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_scheme(scheme, replace(MODEL, **changes))
+    # 50,257 tokens are padded to 50,304, which 8 divides.
+    check_scheme(Scheme(8, 2), replace(MODEL, vocab_size=50_257))
 
 
 def test_a_scheme_says_its_name_and_size() -> None:

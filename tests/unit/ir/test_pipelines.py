@@ -178,6 +178,7 @@ def test_what_is_lost_twice_there_cut_or_does_not_fit_is_found() -> None:
         (["tp1-pp1-cp3+tp2-pp1-cp1"], (9,), r"the TP group of ranks 3 to 4 crosses nodes of 4 ranks; list pipelines"),
         (["2*tp1-pp1-cp3"], (9,), r"3 context-parallel ranks of a pipeline would lie unevenly on nodes of 4"),
         (["8*tp1-pp1-cp1"], (301,), r"a sequence of 301 tokens .* 8\*tp1-pp1-cp1, with the longest, holds 300; raise"),
+        (["tp4-pp1-cp1", "tp1-pp4-cp3"], (9,), r"tp1-pp4-cp3 takes 12 ranks, and there are 8"),
         ("auto", (9,), r"strategies: auto: .simulate. and .compare. propose them for all their batches; elsewhere"),
         ("nowhere", (9,), r"strategies: nowhere: cannot be read \(No such file"),
     ],
@@ -193,7 +194,7 @@ def test_candidates_that_cannot_win_are_not_packed(monkeypatch: pytest.MonkeyPat
     lengths, candidates = [60, 50, 40, 30], [[slow, slow], [quick, quick], [quick, slow]]
     every = [max(deal(lengths, costs)[1]) for costs in candidates]
     packed: list[PipelineCost] = []
-    monkeypatch.setattr(pipelines, "pack", lambda own, cost: packed.append(cost) or pack(own, cost))
+    monkeypatch.setattr(pipelines, "pack", lambda own, cost, nodes: packed.append(cost) or pack(own, cost, nodes))
     best, made, seconds = pipelines.fastest(lengths, candidates)
     assert (best, max(seconds)) == (every.index(min(every)), min(every)) == (1, every[1])
     assert sorted(seq for own in made for each in own for seq in each) == [0, 1, 2, 3]
@@ -254,6 +255,50 @@ def test_a_microbatch_has_no_more_tokens_than_the_memory_of_its_pipelines_gpus_h
         choice.plan_step(((most[wide] + 1,),), context)
     with pytest.raises(InfeasibleError, match=r"with the longest, holds 0; a GPU's memory"):
         choice.plan_step(((9,),), replace(context, cluster=replace(cluster, memory_bytes=1e3)))
+
+
+@pytest.mark.parametrize(
+    "solvers", [{"dispatching": "trials"}, {"dispatching": "ilp", "node_limit": 1}, {"packing": "ilp", "node_limit": 1}]
+)
+def test_the_papers_ways_to_dispatch_and_pack_are_options(
+    solvers: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("dispatch", "greedy", "exact"):
+        ask = getattr(pipelines, name)
+        monkeypatch.setattr(
+            pipelines, name, lambda *given, ask=ask, name=name, **more: asked.append(name) or ask(*given, **more)
+        )
+    monkeypatch.setattr(
+        pipelines, "pack", lambda own, cost, nodes: asked.append(f"pack {nodes}") or pack(own, cost, nodes)
+    )
+    lengths = ((200, 150, 100), (100, 50))
+    options = {"strategies": ["tp1-pp2-cp2+2*tp1-pp1-cp2"], "tokens_per_rank": CAPACITY, **solvers}
+    step, after = choose_planner("hydraulis", options).plan_step(lengths, CONTEXT)
+    verify_step(step, lengths, EMPTY, after, [2 * CAPACITY] * 3)
+    by = {"trials": "greedy", "ilp": "exact"}.get(str(solvers.get("dispatching")), "dispatch")
+    assert asked == [by, *[f"pack {1 if 'packing' in solvers else 0}"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"node_limit": 0}, "node_limit 0: a search needs nodes; use at least 1"),
+        ({"microbatch_s": -1.0}, "microbatch_s -1.0: a microbatch takes no less than nothing; use 0 or more"),
+    ],
+)
+def test_options_out_of_range_are_refused(option: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_planner("hydraulis", option).plan_step(((9,),), CONTEXT)
+
+
+def test_microbatches_that_cost_something_themselves_are_fewer() -> None:
+    options = {"strategies": ["2*tp1-pp2-cp2"], "tokens_per_rank": 10 * CAPACITY}
+    steps = [
+        choose_planner("hydraulis", {**options, "microbatch_s": each}).plan_step(((300,) * 16,), CONTEXT)[0]
+        for each in (0.0, 10.0)
+    ]
+    assert [step.num_microbatches for step in steps] == [(4, 4), (1, 1)]
 
 
 def test_a_pipeline_without_sequences_has_one_microbatch_without_any() -> None:

@@ -73,6 +73,21 @@ def test_microbatches_hold_every_sequence_once_and_fit(pipeline: PipelineCost) -
         assert clock_s(microbatches, pipeline) <= step_bound_s(microbatches, pipeline) * (1 + 1e-9)
 
 
+def test_the_program_packs_more_evenly_within_its_nodes() -> None:
+    """Items of 5, 4, 3, 3 and 3 s into two microbatches: the longest first leaves 10 and 8 s."""
+    pipeline = PipelineCost(0.0, 1.0, 5.0, 2, 10)
+    lengths = [5, 4, 3, 3, 3]
+    assert [sum(lengths[seq] for seq in own) for own in pack(lengths, pipeline)] == [8, 10]
+    exactly = pack(lengths, pipeline, node_limit=20)
+    assert sorted(sum(lengths[seq] for seq in own) for own in exactly) == [9, 9]
+    # Three of 6 need three microbatches of 10, which the longest first finds; two hold none of them.
+    assert pack([6, 6, 6], PipelineCost(0, 1, 100, 2, 10), node_limit=5) == ((0,), (1,), (2,))
+    # The longest first needs four of 10 tokens, the program three.
+    tight = [6, 5, 5, 4, 4, 3, 3]
+    one = PipelineCost(0, 1, 1, 1, 10)
+    assert (len(pack(tight, one)), len(pack(tight, one, node_limit=20))) == (4, 3)
+
+
 def test_more_microbatches_than_the_range_where_none_of_it_is_feasible() -> None:
     # 3 x 6 tokens need three microbatches of 10, though 18 tokens would fill only two.
     assert pack([6, 6, 6], PipelineCost(0, 1, 100, 2, 10)) == ((0,), (1,), (2,))

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from megatron_balance.planners.pipelines import deal, packed
 from megatron_balance.solvers import makespan
 from megatron_balance.solvers.dispatch import (
     PipelineCost,
@@ -15,6 +16,8 @@ from megatron_balance.solvers.dispatch import (
     lower_bound_s,
     problem_of,
 )
+from megatron_balance.solvers.machines import Problem
+from megatron_balance.solvers.makespan_bound import Stairs, by_weights, lower_bound
 from tools.bench.dispatch import drawn, least_of_all, seconds
 
 CASES = [drawn(random.Random(number), mixed=number % 3 == 0) for number in range(18)]
@@ -68,14 +71,102 @@ def test_of_many_sequences_only_some_pipelines_with_stages_take_long_ones() -> N
     problem = problem_of(lengths, pipelines)
     plain = makespan.greedy(problem, np.argsort(-problem.work.min(axis=0), kind="stable").tolist())
     found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
-    assert lower_bound_s(lengths, pipelines) <= found < 0.98 * problem.seconds(plain).max()
+    assert found < 0.96 * problem.seconds(plain).max()
+    assert lower_bound_s(lengths, pipelines) <= found < 1.004 * lower_bound_s(lengths, pipelines)
+    assert by_weights(problem, 80)[0] < 0.98 * found, "the bound by weights counts the longest sequence alone"
 
 
-def alike(num_items: int) -> makespan.Problem:
+def test_unlike_pipelines_with_stages_come_within_a_hundredth_of_the_bound() -> None:
+    """Machines open where those before are full, though one more long sequence would still fit in."""
+    kinds = (PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384), PipelineCost(2e-9, 2e-5, 5e-3, 4, 8192))
+    pipelines = [kinds[0], *[kinds[1]] * 3, *[PipelineCost(4e-9, 4e-5, 5e-3, 1, 2048)] * 4]
+    rng = random.Random(2)
+    lengths = [min(16384, max(1, int(rng.lognormvariate(5.6, 1.5)))) for _ in range(400)]
+    found = seconds(lengths, pipelines, dispatch(lengths, pipelines))
+    assert lower_bound_s(lengths, pipelines) <= found < 1.01 * lower_bound_s(lengths, pipelines)
+
+
+def test_no_assignment_comes_below_the_bound() -> None:
+    """All assignments of few sequences to pipelines with unlike stages."""
+    for number in range(12):
+        lengths, pipelines = drawn(random.Random(900 + 3 * number), mixed=True)
+        lengths, pipelines = lengths[:6], pipelines[:4]
+        most = max(each.max_tokens for each in pipelines)
+        lengths = [min(length, most) for length in lengths]
+        assert lower_bound_s(lengths, pipelines) <= least_of_all(lengths, pipelines) * (1 + 1e-9)
+
+
+def test_stairs_open_a_machine_where_those_before_are_full() -> None:
+    """Items of 4, 3, 2, 1, 1 and 1 s on two machines that count their largest again."""
+    work = np.array([[4.0, 3.0, 2.0, 1.0, 1.0, 1.0]])
+    two = np.zeros(2, dtype=np.int64)
+    problem = Problem(work, two, np.ones(2), np.zeros(2), np.array([6, 5, 4, 3, 2, 1]))
+    stairs = Stairs.of(problem, np.array([0.5]))
+    assert stairs is not None
+    # In 10 s the first has room for 10 - 4 s: the item of 3 s opens the second, which has 10 - 3.
+    assert stairs.climb(10.0) == [(0, 0), (1, 1)]
+    # In 11 s there is room for 4 + 3, and the item of 2 s opens the second.
+    assert stairs.climb(11.0) == [(0, 0), (2, 1)]
+    assert stairs.climb(9.4) is None
+    assert lower_bound(problem) == pytest.approx(9.5, rel=1e-4)  # 12 s of items, 4 and 3 s again
+    found = makespan.greedy(problem, range(6), stairs.climb(10.0), 10.0)
+    assert found.tolist() == [0, 1, 1, 0, 1, 0]
+    assert problem.seconds(found).tolist() == [10, 9]
+    assert makespan.greedy(problem, range(6), [(0, 0), (5, 1)], 6.0).tolist()[:2] == [0, 1], "full ahead of its place"
+
+
+def test_where_one_item_alone_takes_the_time_machines_stay_even() -> None:
+    """Stairs would fill the second machine to the time of the first."""
+    sizes = np.array([1000, *[1] * 200])
+    problem = Problem(sizes[None] / 100, np.zeros(3, dtype=np.int64), np.ones(3), np.zeros(3), sizes)
+    loads = problem.seconds(makespan.assign(problem))
+    assert loads.max() == pytest.approx(20.0)
+    assert sorted(loads)[:2] == [pytest.approx(1.01), pytest.approx(1.01)]
+
+
+def test_what_counts_again_may_be_more_than_an_item_works() -> None:
+    """Items of 5 and 1 s, of which the second counts 3 s where it is the largest."""
+    kind = np.zeros(2, dtype=np.int64)
+    problem = Problem(np.array([[5.0, 1.0]]), kind, np.ones(2), np.zeros(2), np.array([5, 1]), np.array([3.0]))
+    assert problem.seconds(np.array([0, 1])).tolist() == [10, 4]
+    assert problem.seconds(np.array([0, 0])).tolist() == [11, 0]
+    found, seconds = makespan.in_turn(problem, np.array([[0, 1]]), None)
+    assert (found.tolist(), seconds.tolist()) == ([[0, 1]], [[10, 4]])
+    even = np.zeros(2, dtype=np.int64)
+    makespan.improve(problem, even, 0.0)
+    assert problem.seconds(even).max() == 10
+    assert problem.seconds(makespan.greedy(problem, range(2))).max() == 10
+    assert lower_bound(problem) == pytest.approx(10)
+
+
+def test_dispatch_counts_the_microbatches_that_packing_makes() -> None:
+    """Short sequences wait for a well-filled microbatch, too: even pipelines end sooner, packed."""
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 2, 16384)] * 4
+    rng = random.Random(1)
+    lengths = [min(16384, max(1, int(rng.lognormvariate(6, 1.5)))) for _ in range(300)]
+    (plain, filled) = (dispatch(lengths, pipelines, filled=filled) for filled in (False, True))
+    assert max(packed(lengths, pipelines, filled)[1]) < 0.99 * max(packed(lengths, pipelines, plain)[1])
+    assert seconds(lengths, pipelines, plain) < seconds(lengths, pipelines, filled), "by Eq. 3 alone"
+    assert deal(lengths, pipelines) == packed(lengths, pipelines, filled)
+
+
+@pytest.mark.parametrize("count", [1, 5, 400])
+@pytest.mark.parametrize("filled", [False, True])
+def test_one_pipeline_takes_all(count: int, filled: bool) -> None:
+    pipelines = [PipelineCost(1e-9, 1e-5, 5e-3, 4, 4096)]
+    assert dispatch([100] * count, pipelines, filled=filled) == (tuple(range(count)),)
+    assert dispatch([], pipelines, filled=filled) == ((),)
+
+
+def test_where_nothing_counts_again_there_are_no_stairs() -> None:
+    assert Stairs.of(alike(5), np.array([0.5])) is None
+
+
+def alike(num_items: int) -> Problem:
     """Two machines of one kind, items of 3, 3, 2, 2 and 2 seconds, and then of none."""
     work = np.zeros((1, num_items))
     work[0, :5] = 3, 3, 2, 2, 2
-    return makespan.Problem(work, np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros(2), np.ones(num_items, np.int64))
+    return Problem(work, np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros(2), np.ones(num_items, np.int64))
 
 
 def test_a_swap_makes_the_longest_first_even() -> None:
@@ -103,8 +194,8 @@ def test_the_bound_is_that_of_the_best_weights_of_unlike_machines() -> None:
     """One kind does long items in less time, the other short ones: half a second each is the least."""
     work = np.array([[1.0] * 4 + [2.0] * 4, [2.0] * 4 + [1.0] * 4]) / 8
     kind = np.array([0, 1])
-    problem = makespan.Problem(work, kind, np.zeros(2), np.zeros(2), np.ones(8, dtype=np.int64))
-    assert makespan.lower_bound(problem) == pytest.approx(0.5)
-    slow = makespan.Problem(work * [[1.0], [3.0]], kind, np.zeros(2), np.zeros(2), problem.sizes)
+    problem = Problem(work, kind, np.zeros(2), np.zeros(2), np.ones(8, dtype=np.int64))
+    assert lower_bound(problem) == pytest.approx(0.5)
+    slow = Problem(work * [[1.0], [3.0]], kind, np.zeros(2), np.zeros(2), problem.sizes)
     # All items on the first take 1.5 s; the second takes 2.25 of its 4 at 3/8 s.
-    assert makespan.lower_bound(slow) == pytest.approx(0.9, rel=1e-3)
+    assert lower_bound(slow) == pytest.approx(0.9, rel=1e-3)

@@ -1,6 +1,9 @@
 """Microbatches of equal length (packed as documents come) against microbatches of equal work, and so
 of different lengths (WLB-LLM, section 4.1), through Megatron's 1F1B with 2 and 4 pipeline stages.
 
+With `--replicas` every data-parallel replica is a pipeline: full microbatches dealt in turn (planner
+megatron) against each replica's own (planner hydraulis), for example `--stages 2 --replicas 4`.
+
 First the simulator, at the size of WLB-LLM's 7B-128K on H100s. Then Megatron's pretrain loop on an
 emulated cluster, the same batches every way in turn, and beside it the simulator's clocks of the
 same pipelines, with the kernels' speed as it was calibrated.
@@ -20,6 +23,7 @@ from megatron_balance.config import load_cluster, load_model
 from megatron_balance.simulator.machine import Machine
 from tools.bench.distca.pipeline.report import markdown
 from tools.bench.emulated import launch
+from tools.bench.emulated.point import NUM_RANKS
 from tools.bench.emulated.report import check
 from tools.bench.microbatches import report
 from tools.bench.microbatches.experiment import (
@@ -28,7 +32,6 @@ from tools.bench.microbatches.experiment import (
     NICS,
     PAPER_CONTEXT,
     SHORTEST,
-    VARIANTS,
     Microbatches,
     machine_of,
 )
@@ -41,6 +44,14 @@ of the time of a pass.
 """
 PAPER_RANKS = 8
 """Of a stage on the simulated cluster: a node, one tensor-parallel rank each."""
+OF_REPLICAS = (
+    "The same documents both ways, a step's in turn; every replica is a pipeline. megatron: full microbatches by first "
+    "fit decreasing, dealt to the replicas in turn. hydraulis: sequences dealt by seconds, each replica its own "
+    "microbatches of at most as many tokens. Step: without the reduction of gradients and the optimizer; means over "
+    "batches, of medians over repeats where measured. Ratio: to megatron. Bubble: idle time over work, all ranks: "
+    "waiting for neighbouring stages and for the slowest replica. Losses and gradient norms of a batch are equal to "
+    "1e-5."
+)
 EXPLANATION = (
     "The same documents every way, a step's in turn; every document is cut evenly over the ranks of a stage "
     "(te_ring), so only microbatches differ. Equal length: as dealt, a context each, the last document cut (planner "
@@ -54,14 +65,18 @@ EXPLANATION = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if losses differ or a rank failed; 77 where namespaces are not permitted."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if any(NUM_RANKS % (stages * options.replicas) for stages in options.stages):
+        parser.error(f"--stages times --replicas: expected divisors of the {NUM_RANKS} ranks")
     keys = {name: value for name, value in vars(options).items() if name not in ("json", "simulated")}
     experiment = Microbatches(**{**keys, "out": str(options.out.resolve()), "stages": tuple(options.stages)})
     start = time.monotonic()
     # with --json standard output is JSON alone
     console = Console(stderr=options.json, width=max(150, Console().width))
     at_scale = report.large_lines(experiment, _paper_machine(), options.simulated)
-    console.print(launch.table(report.HEADINGS, report.rows(at_scale), title=_at_scale_text(options.simulated)))
+    if at_scale:
+        console.print(launch.table(report.HEADINGS, report.rows(at_scale), title=_at_scale_text(options.simulated)))
     if not launch.able():
         return launch.SKIPPED
 
@@ -75,10 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = check(found)
     lines = report.small_lines(found, experiment, point)
     console.print(launch.table(report.HEADINGS, report.rows(lines)))
+    fitted = f"A microbatch added {report.fitted_microbatch_s(found):.3f} s on a stage (least squares over all ranks)."
+    console.print(fitted, highlight=False)
     body = launch.body(experiment, time.monotonic() - start, [*at_scale, *lines], report.brief)
     command = launch.command_line(["python", "-m", "tools.bench.microbatches"], argv)
-    tables = [markdown(report.HEADINGS, report.rows(each), 2) for each in (at_scale, lines)]
-    text = [command, EXPLANATION, _at_scale_text(options.simulated), tables[0], _point_text(experiment), tables[1]]
+    text = [command, OF_REPLICAS if experiment.replicas > 1 else EXPLANATION]
+    for title, each in ((_at_scale_text(options.simulated), at_scale), (_point_text(experiment), lines)):
+        text += [title, markdown(report.HEADINGS, report.rows(each), 2)] if each else []
+    text.append(fitted)
     launch.write(experiment.folder, "microbatches", body, "\n\n".join(text) + "\n", wrong)
     return launch.exit_code(body, wrong, as_json=options.json)
 
@@ -93,6 +112,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
     parser.add_argument(
         "--room", type=float, default=2.0, help="most tokens of a microbatch over a context's (default 2)"
+    )
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="data-parallel replicas, each a pipeline (default 1: one pool)"
+    )
+    parser.add_argument(
+        "--microbatch-s",
+        type=float,
+        default=0.0,
+        help="seconds a microbatch adds on a stage, as planner hydraulis is told (default 0; a run prints a fit)",
     )
     parser.add_argument("--simulated", type=int, default=10, help="batches of the large cluster (default 10)")
     return parser
@@ -118,7 +146,7 @@ def _point_text(experiment: Microbatches) -> str:
         f"Emulated: 2 nodes x 4 ranks, {NICS} NICs a node of {point.nic_bits_per_s / 1e6:.0f} Mbit/s; each computes "
         f"{share}. GPT of {experiment.layers} layers, hidden size 128, MLP {FFN_SIZE}, contexts of {CONTEXT:,} tokens, "
         f"documents of {SHORTEST} and more; {experiment.microbatches} microbatches a step, {experiment.batches} "
-        f"batches of '{experiment.dataset}', {len(VARIANTS)} ways, {experiment.repeats} repeats."
+        f"batches of '{experiment.dataset}', {len(experiment.ways)} ways, {experiment.repeats} repeats."
     )
 
 

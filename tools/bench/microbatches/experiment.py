@@ -15,7 +15,6 @@ from megatron_balance.cost.base import Floats
 from megatron_balance.cost.parallel import stage_transfer_s
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
-from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners.base import StepContext
 from megatron_balance.planning.choice import PlannerChoice, choose_planner
@@ -47,7 +46,15 @@ VARIANTS: dict[str, dict[str, str]] = {
     "equal work": {"packing": "workload"},
     "equal work, rise and fall": {"packing": "workload", "order": "rise_and_fall"},
 }
-"""Ways to make microbatches, by options of wlb_llm."""
+"""Ways to make microbatches of one pool, by options of wlb_llm."""
+REPLICAS: dict[str, dict[str, Any]] = {
+    "megatron": {},
+    "hydraulis": {"within": WITHIN},
+}
+"""Planners of replicas that are pipelines, with their options: full microbatches in turn; each replica
+its own."""
+Dealt = tuple[tuple[Lengths, ...], ...]
+"""By pipeline, lengths of each of its microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +69,16 @@ class Microbatches(Experiment):
     microbatches: int
     """Of a step."""
     room: float
-    """Most tokens of a microbatch, over those of a context."""
+    """Most tokens of a microbatch of one pool, over those of a context."""
+    replicas: int
+    """Pipelines side by side; 1: all ranks of a stage are one pool."""
+    microbatch_s: float
+    """Planner hydraulis is told that a microbatch adds so many seconds on a stage."""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Names of what is compared, the baseline first."""
+        return tuple(VARIANTS if self.replicas == 1 else REPLICAS)
 
     def drawn(self, count: int) -> list[Lengths]:
         """Global batches in which each context is full, its last document cut."""
@@ -86,10 +102,14 @@ class Microbatches(Experiment):
 
     def steps(self, stages: int) -> tuple[Planned, ...]:
         """The steps of one training."""
-        return interleaved({f"PP {stages}": self.drawn_small()}, range(len(VARIANTS)), self.repeats)
+        return interleaved({f"PP {stages}": self.drawn_small()}, range(len(self.ways)), self.repeats)
 
     def choice(self, variant: int, **options: Any) -> PlannerChoice:
-        """The planner of a variant, the `variant`-th of the table."""
+        """The planner of a way, the `variant`-th of `ways`."""
+        if self.replicas > 1:
+            planner, given = list(REPLICAS.items())[variant]
+            told = {"microbatch_s": self.microbatch_s} if planner == "hydraulis" else {}
+            return choose_planner(planner, {**given, **told, **options}, planner, Layers())
         name, way = list(VARIANTS.items())[variant]
         given = {**way, "slack": self.room, "within": WITHIN, **options}
         return choose_planner("wlb_llm", given, name, Layers())
@@ -105,7 +125,7 @@ class Microbatches(Experiment):
         """Of Megatron."""
         return {
             "pipeline-model-parallel-size": stages,
-            "context-parallel-size": NUM_RANKS // stages,
+            "context-parallel-size": NUM_RANKS // stages // self.replicas,
             "ffn-hidden-size": FFN_SIZE,
             "seq-length": CONTEXT,
             "max-position-embeddings": CONTEXT,
@@ -113,9 +133,9 @@ class Microbatches(Experiment):
         }
 
 
-def emulated(point: Point, stages: int, num_layers: int) -> Machine:
-    """One stage of the emulated cluster."""
-    ranks = NUM_RANKS // stages
+def emulated(point: Point, stages: int, num_layers: int, replicas: int = 1) -> Machine:
+    """One stage of one pipeline of the emulated cluster."""
+    ranks = NUM_RANKS // stages // replicas
     keys = {name: value for name, value in point.cluster(NICS).items() if name != "base"}
     keys |= {"num_ranks": ranks, "ranks_per_node": min(ranks, RANKS_PER_NODE)}
     model = Model(
@@ -133,36 +153,50 @@ def emulated(point: Point, stages: int, num_layers: int) -> Machine:
     return machine_of(ClusterChoice({**load_cluster("emulated").given, **keys}).build(), model)
 
 
-def small_s(plan: MicrobatchPlan, point: Point, machine: Machine, *, backward: bool) -> float:
+def dealt(step: StepPlan) -> Dealt:
+    """Lengths of the microbatches of a step, nano-batches not split."""
+    return tuple(tuple(step.plans[at].lengths for at in own) for own in step.pipelines)
+
+
+def small_s(lengths: Lengths, point: Point, machine: Machine, *, backward: bool) -> float:
     """Seconds of a microbatch in one layer on each rank of a stage, by the kernels as calibrated.
 
     Pairs of attention, and products of the modules outside, evenly over the ranks; a CPU pads no
     tiles.
     """
     kernels, model = point.kernels, machine.model
-    pairs = sum(length * (length + 1) / 2 for length in plan.lengths)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
     attention_s = pairs / ROUND_PAIRS * (kernels.backward_s if backward else kernels.forward_s)
     weights = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_size
-    linear_s = 2.0 * weights * plan.num_tokens / kernels.linear_flops_per_s
+    linear_s = 2.0 * weights * sum(lengths) / kernels.linear_flops_per_s
     return (attention_s + (2 if backward else 1) * linear_s) / machine.num_ranks
 
 
-def small_step(step: StepPlan, point: Point, machine: Machine, stages: int) -> Clocks:
-    """The trained step on the simulator's clocks of a pipeline, `small_s` for each pass.
+def small_step(step: Dealt, point: Point, machine: Machine, stages: int) -> Clocks:
+    """The trained step on the simulator's clocks of pipelines, `small_s` for each pass; stages of
+    all pipelines one after the other.
 
     One border between stages lies between the two nodes; a transfer takes the mean over borders.
     """
+    clocks = [_pipeline(own or ((),), point, machine, stages) for own in step]
+    done, busy = (
+        tuple(chain.from_iterable(each)) for each in zip(*((c.done_s, c.busy_s) for c in clocks), strict=True)
+    )
+    return Clocks(done, busy)
+
+
+def _pipeline(microbatches: Sequence[Lengths], point: Point, machine: Machine, stages: int) -> Clocks:
     layers = machine.model.num_layers // stages
 
     def each(_stage: int, one: Pass, ready: Floats) -> Floats:
-        return ready + layers * small_s(step.plans[one.microbatch], point, machine, backward=one.backward)
+        return ready + layers * small_s(microbatches[one.microbatch], point, machine, backward=one.backward)
 
     def transfer(microbatch: int) -> Floats:
-        tokens = step.plans[microbatch].num_tokens / machine.num_ranks
+        tokens = sum(microbatches[microbatch]) / machine.num_ranks
         links = [machine.inter, *[machine.intra] * (stages - 2)]
         return np.full(1, np.mean([stage_transfer_s(machine.model, tokens, link) for link in links]))
 
-    return pipeline.run(stages, len(step.plans), 1, 1, each, transfer)
+    return pipeline.run(stages, len(microbatches), 1, 1, each, transfer)
 
 
 def machine_of(cluster: Cluster, model: Model) -> Machine:

@@ -23,7 +23,7 @@ from megatron_balance.training.plans import StepPlans
 from tools.bench.distca.pipeline.experiment import cut
 from tools.bench.emulated import device
 from tools.bench.emulated.training import MeasuredStep, Meter, Run, differences, pretrain_steps
-from tools.bench.microbatches.experiment import CONTEXT, VARIANTS, WITHIN, Microbatches
+from tools.bench.microbatches.experiment import CONTEXT, WITHIN, Dealt, Microbatches, dealt
 from tools.emulated_cluster import Controller
 
 
@@ -31,14 +31,18 @@ def train(rank: int, controller: Controller, run: Run, experiment: Microbatches)
     """Train all steps of `run`; this is what the ranks of the cluster do."""
     _Meter(rank, controller, run, experiment).install()
     samples = [each for step in run.steps for each in cut(step.lengths, CONTEXT)]
-    pretrain_steps(rank, run, {"planner": {"name": WITHIN}}, samples)
+    planner = experiment.ways[0] if experiment.replicas > 1 else WITHIN
+    pretrain_steps(rank, run, {"planner": {"name": planner}}, samples)
 
 
 @dataclass(slots=True)
 class _Step(MeasuredStep):
-    """`between_s`: in transfers between stages, waiting for the neighbour included."""
+    """`between_s`: in transfers between stages, waiting for the neighbour included. `dealt`: the
+    microbatches.
+    """
 
     between_s: float = 0.0
+    dealt: Dealt = ()
 
 
 class _Meter(Meter):
@@ -75,6 +79,7 @@ class _Meter(Meter):
 
         def begun(*args: Any) -> Any:
             planned = plan(*args)
+            self.step.dealt = dealt(planned.step)
             self.begin()
             return planned
 
@@ -123,8 +128,9 @@ class _Meter(Meter):
                 "nics": self.run.topology.nics_per_node,
                 **asdict(planned),
                 "variant_id": planned.variant,
-                "variant": list(VARIANTS)[planned.variant],
+                "variant": self._experiment.ways[planned.variant],
                 "stages": self.run.flags["pipeline-model-parallel-size"],
+                "dealt": step.dealt,
                 "loss": ranks[-1]["loss"],  # the last stage knows it
                 "grad_norm": grad_norm,
                 "ranks": ranks,
