@@ -121,7 +121,7 @@ def _planned(
     order = np.lexsort((stop, -sizes, level))
     order = order[counts[order] > 0]
     first = counts.cumsum() - counts
-    each = (level, stop - sizes, stop, first, first + counts)
+    columns: list[list[int]] = [column[order].tolist() for column in (level, stop - sizes, stop, first, first + counts)]
     zones = tuple(
         Zone(
             ZONES[at],
@@ -129,7 +129,7 @@ def _planned(
             tuple(range(start, end)),
             tuple(seqs[begin:done]),
         )
-        for at, start, end, begin, done in zip(*(column[order].tolist() for column in each), strict=True)
+        for at, start, end, begin, done in zip(*columns, strict=True)
     )
     return MicrobatchPlan(
         "knapformer",

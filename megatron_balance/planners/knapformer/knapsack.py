@@ -84,7 +84,7 @@ class _Filling:
     def __init__(self, sizes: Sequence[int], total: int, bits: int) -> None:
         kinds = {size: kind for kind, size in enumerate(dict.fromkeys(sizes))}
         self.kinds, self.bits = np.array([*kinds])[:, None], bits
-        self.kind_of = np.array([kinds[size] for size in sizes])
+        self.kind_of: Ints = np.array([kinds[size] for size in sizes])
         self.number = (1 << bits) - 1
         alike = len(kinds) == 1  # then the least occupied one takes a sequence, room or not
         self.limit = (1 << 63) - 1 if alike else int(total / sum(sizes) * _ROUNDING) << bits | self.number
@@ -128,7 +128,8 @@ class _Filling:
     def one_by_one(self, work: Ints) -> None:
         """Assign sequences: by one heap while the least occupied group has room, else one a size."""
         by_kind: list[list[int]] = ((work // self.kinds) << self.bits).tolist()
-        added = [by_kind[kind] for kind in self.kind_of.tolist()]
+        kind_of: list[int] = self.kind_of.tolist()
+        added = [by_kind[kind] for kind in kind_of]
         heap: list[int] = np.sort(self.keys).tolist()
         taken: list[int] = []
         while len(taken) < len(work):
@@ -151,7 +152,8 @@ class _Filling:
         """As `_in_turn`, of groups with room if there is one, until the least occupied has had room
         for some time. Of a size none has room if the least occupied has not.
         """
-        number, limit, kind_of = self.number, self.limit, self.kind_of.tolist()
+        number, limit = self.number, self.limit
+        kind_of: list[int] = self.kind_of.tolist()
         heaps: list[list[int]] = [[] for _ in self.kinds]
         for key in sorted(heap):
             heaps[kind_of[key & number]].append(key)
@@ -174,7 +176,8 @@ def _within_memory(work: Floats, lengths: Sequence[int], sizes: Sequence[int], t
     mean = float(work.sum()) / sum(sizes)
     loads, left = [0.0] * len(sizes), [size * tokens_per_rank for size in sizes]
     chosen = np.zeros(len(work), dtype=np.int64)
-    for seq in (-work).argsort(kind="stable").tolist():
+    order: list[int] = (-work).argsort(kind="stable").tolist()
+    for seq in order:
         own, length = float(work[seq]), lengths[seq]
         held = [group for group, room in enumerate(left) if length <= room]
         if not held:
