@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_balance
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import ConfigError
@@ -187,10 +188,7 @@ class BalancedBatch:
         Raises:
             ConfigError: the pool has no such rank.
         """
-        size = self._dealt.pool.size
-        if rank is not None and not 0 <= rank < size:
-            raise ConfigError(f"rank {rank}: expected a rank of the pool, 0 to {size - 1}")
-        return layout(self.plan, self._dealt.pool.rank if rank is None else rank)
+        return megatron_balance.layout(self.plan, self._dealt.pool.rank if rank is None else rank)
 
     @cached_property
     def statistics(self) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def test_attention_without_a_batch_is_refused() -> None:
         (lambda: balancer()(wrong(None)), BalanceError, "expected a list of documents, got a NoneType"),
         (lambda: balancer()(wrong({"input_ids": [1]})), BalanceError, "expected a list of documents, got a dict"),
         (lambda: balancer().load_state_dict({"ranks": 1}), ConfigError, "expected the state_dict.*without ledger, "),
-        (lambda: balancer()(DOCUMENTS).layout(1), ConfigError, "rank 1: expected a rank of the pool, 0 to 0"),
+        (lambda: balancer()(DOCUMENTS).layout(1), ConfigError, "rank 1: expected a rank of the plan, 0 to 0"),
         (lambda: balancer()(DOCUMENTS).gather(wrong([1])), ConfigError, "one entry for each row, got list"),
         (lambda: balancer()(DOCUMENTS).mean_loss(torch.ones(6)), ConfigError, r"a scalar tensor .*, got \[6\]"),
         (lambda: balancer()(DOCUMENTS).global_loss(wrong(1.0)), ConfigError, "a scalar tensor .*, got float"),
