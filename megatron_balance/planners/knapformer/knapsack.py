@@ -50,9 +50,9 @@ def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_pe
 def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
     """As `assign`, with no limit on memory.
 
-    Work is counted in whole numbers, the batch's being less than 2^62 over the numbers of sequences
-    and groups (a power of two each): a key has room for the work and, in its lowest bits, for the
-    number of a sequence or group, and keys are compared where ties go to the lower number.
+    Work is counted in whole numbers, the batch's being at most 2^61 over the number of sequences or
+    groups (the larger, as a power of two). So a key has room for the work and, in its lowest bits, for
+    the number of a sequence or group, and of equal ones the lower number comes first.
     """
     bits = max(len(work), len(sizes)).bit_length()
     total = float(work.sum())
