@@ -122,6 +122,7 @@ def _planned(
     order = order[counts[order] > 0]
     first = counts.cumsum() - counts
     columns: list[list[int]] = [column[order].tolist() for column in (level, stop - sizes, stop, first, first + counts)]
+    levels, starts, ends, firsts, lasts = columns
     zones = tuple(
         Zone(
             ZONES[at],
@@ -129,7 +130,7 @@ def _planned(
             tuple(range(start, end)),
             tuple(seqs[begin:done]),
         )
-        for at, start, end, begin, done in zip(*columns, strict=True)
+        for at, start, end, begin, done in zip(levels, starts, ends, firsts, lasts, strict=True)
     )
     return MicrobatchPlan(
         "knapformer",
