@@ -33,7 +33,7 @@ SKIPPED = 10
 
 
 class Saved:
-    """What autograd keeps for a backward: an operator has no place for it, so it lies here."""
+    """Tensors for a backward, which autograd would keep; an operator has no place for them."""
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
