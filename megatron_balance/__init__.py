@@ -17,11 +17,12 @@ from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
 
 if TYPE_CHECKING:
+    from megatron_balance.ir.arrays import Ints
     from megatron_balance.ir.layers import Layers
     from megatron_balance.planning.run import load_config
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "load_config", "make_planner", "simulate", "verify"]
+__all__ = ["Batch", "Cluster", "MicrobatchPlan", "Model", "layout", "load_config", "make_planner", "simulate", "verify"]
 
 _LAZY = {"load_config": "megatron_balance.planning.run", "simulate": "megatron_balance.simulator"}
 
@@ -78,3 +79,17 @@ def verify(plan: MicrobatchPlan, policy: Literal["keep", "replay"] = "keep") -> 
     from megatron_balance.compile.prove import prove
 
     prove(plan, policy)
+
+
+def layout(plan: MicrobatchPlan, rank: int) -> Ints:
+    """Where tokens lie: rows (sequence, start, stop) [N, 3] of a rank, in the order of its tokens.
+
+    Raises:
+        ConfigError: the plan has no such rank.
+    """
+    from megatron_balance.compile import pipeline
+    from megatron_balance.errors import ConfigError
+
+    if not 0 <= rank < plan.num_ranks:
+        raise ConfigError(f"rank {rank}: expected a rank of the plan, 0 to {plan.num_ranks - 1}")
+    return pipeline.layout(plan, rank)

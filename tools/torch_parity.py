@@ -136,10 +136,9 @@ def _show(found: Sequence[Found]) -> int:
     wrong = [way for way, differences, graphs in found if max(differences) > MOST or (graphs > 0) != way.compiled]
     print("| model | planner, topology | compiled by | runs | loss | gradient norm | gradient | graphs |")
     print("|---|---|---|---:|---:|---:|---:|---:|")
-    kinds = {
-        kind: [each for each in found if _kind(each[0]) == kind] for kind in map(_kind, (way for way, _, _ in found))
-    }
-    for kind, of in kinds.items():
+    kinds = dict.fromkeys(_kind(way) for way, _, _ in found)
+    for kind in sorted(kinds, key=lambda kind: (kind[2], MODELS.index(kind[0]))):  # those not compiled first
+        of = [each for each in found if _kind(each[0]) == kind]
         largest = [f"{max(differences[at] for _, differences, _ in of):.1e}" for at in range(3)]
         graphs = [number for _, _, number in of]
         counted = f"{min(graphs)} to {max(graphs)}" if max(graphs) else "-"

@@ -58,11 +58,16 @@ class AnalyticCost:
     pads: bool = True
     _pair_s: float = field(init=False, repr=False, compare=False)
     """Seconds of a pair, all heads: planners ask for thousands of sequences."""
+    _token_s: float = field(init=False, repr=False, compare=False)
+    """Seconds of a token in the modules outside attention."""
 
     def __post_init__(self) -> None:
         cluster, model = self.cluster, self.model
         flops = 4.0 * model.num_heads * kernel.padded_head_dim(model.head_dim)
         object.__setattr__(self, "_pair_s", flops / (cluster.flops_per_s * cluster.attention_share))
+        modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in layer_modules(model))
+        parallel_s = self.tensor_parallel_s(1.0) - self.tensor_parallel_s(0.0)
+        object.__setattr__(self, "_token_s", modules_s + parallel_s)
 
     def attention_s(self, num_pairs: float, run_tokens: float = inf) -> float:
         """Seconds one rank takes for (query, key) pairs, all heads, when queries and keys come in
@@ -89,8 +94,7 @@ class AnalyticCost:
         """Seconds one rank takes for tokens in the modules outside attention: projections, MLP,
         norms. Proportional.
         """
-        modules_s = sum(self._module_s(module, 1.0, 0.0, backward=False) for module in layer_modules(self.model))
-        return num_tokens * (modules_s + self.tensor_parallel_s(1.0) - self.tensor_parallel_s(0.0))
+        return num_tokens * self._token_s
 
     def intra_node_s(self, num_bytes: float, num_messages: float = 1) -> float:
         """Seconds to receive bytes from a rank of the same node: alpha a message + bytes /

@@ -318,7 +318,7 @@ WORDS: tuple[Item, ...] = (
                         "keys and values (KV)",
                         "what other tokens of a sequence need of a token to attend to it; sent where a sequence is cut",
                     ),
-                    ("attention work", "pairs of a token and one at or before it in the same sequence"),
+                    ("attention work", "pairs of a token and one that it attends to, in the same sequence"),
                     ("most / mean", "the most loaded rank's load over the mean; 1.00 is perfect balance"),
                     (
                         "planner",

@@ -36,8 +36,7 @@ def check_pool(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int | No
             it.
     """
     check_each(lengths, num_ranks, tokens_per_rank)
-    total = sum(lengths)
-    if tokens_per_rank is None or total <= num_ranks * tokens_per_rank:
+    if tokens_per_rank is None or (total := sum(lengths)) <= num_ranks * tokens_per_rank:
         return
     raise InfeasibleError(
         f"the batch has {total} tokens; {num_ranks} ranks x {tokens_per_rank} tokens hold "

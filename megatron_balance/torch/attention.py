@@ -34,7 +34,7 @@ def balanced_attention(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, sc
 
     Raises:
         ConfigError: the tensors do not have the batch's rows, or other heads than the balancer's
-            model.
+            model, or are on several devices.
     """
     return _outside_graphs(q, k, v, batch, scale)
 
@@ -44,6 +44,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: BalancedBatch, scale: float 
         raise ConfigError(
             f"expected the BalancedBatch that the balancer returned, got {type(batch).__name__}; hand it through the "
             "model's forward to its attention"
+        )
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name}: expected a tensor [rows, heads, head_dim], got {type(x).__name__}")
+    if not q.device == k.device == v.device == batch.tokens.device:
+        raise ConfigError(
+            f"expected q, k and v on the batch's device {batch.tokens.device}, got {q.device}, {k.device} and "
+            f"{v.device}"
         )
     device = q.device.type
     if torch.is_autocast_enabled(device):

@@ -87,6 +87,12 @@ class SequenceBalancer:
         Raises:
             ConfigError: no such planner or option, ranks that are spread unevenly over nodes.
         """
+        if not isinstance(settings, Settings):
+            raise ConfigError(f"settings: expected Settings(...), got {type(settings).__name__}")
+        if not isinstance(model, Model):
+            raise ConfigError(
+                f"expected a megatron_balance.Model, got {type(model).__name__}; for_model takes configurations"
+            )
         self.settings = settings
         self.model = model = model if settings.mask is None else replace(model, attention=settings.mask)
         self.pool = pool_of(mesh, settings.ranks_per_node)
@@ -151,7 +157,10 @@ class SequenceBalancer:
                 "expected steps(loader), since documents that were read ahead came with the checkpoint; got a step of "
                 "documents"
             )
-        return self._run(self._share(microbatches))
+        dealing = self._share(microbatches)  # also tells ranks that give another number of microbatches
+        if not dealing.mine:
+            raise ConfigError("expected the documents of at least 1 microbatch (an empty list is one), got none")
+        return self._run(dealing)
 
     def steps(self, loader: Iterable[Sequence[Document]], microbatches: int = 1) -> Iterator[list[BalancedBatch]]:
         """The steps of a loader, each planned in a background process while the one before computes.
@@ -229,9 +238,12 @@ class SequenceBalancer:
         """Go on from `state_dict`, with this rank's own state.
 
         Raises:
-            ConfigError: documents wait that another number of ranks has, or that this planner cannot
-                train.
+            ConfigError: not the state of a balancer; documents wait that another number of ranks
+                has, or that this planner cannot train.
         """
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise ConfigError(f"expected the state_dict of a balancer, got one without {', '.join(missing)}")
         ledger, _ = Ledger.from_json(state["ledger"])
         if state["ranks"] != self.pool.size and (state["waiting"] or state["pending"]):
             raise ConfigError(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_balance
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.compile.pipeline import layout
 from megatron_balance.errors import ConfigError
@@ -126,15 +127,21 @@ class BalancedBatch:
 
         Args:
             loss: the sum over this rank's targets (`reduction="sum"`), a scalar.
+
+        Raises:
+            ConfigError: not a scalar.
         """
+        _check_scalar(loss)
         targets = self._scale.num_targets.clamp(min=1)
         return loss * (self._scale.num_ranks / targets).to(loss.dtype)
 
     def global_loss(self, loss: Tensor) -> Tensor:
         """The share of this microbatch in the step's mean loss over all ranks, to log. Collective.
 
-        `loss` as for `mean_loss`. The sum over a step's microbatches is the mean loss of the step.
+        `loss` and errors as for `mean_loss`. The sum over a step's microbatches is the step's mean
+        loss.
         """
+        _check_scalar(loss)
         total = loss.detach().double()
         if self._scale.num_ranks > 1:
             dist.all_reduce(total, group=self._scale.group)
@@ -159,6 +166,8 @@ class BalancedBatch:
         The backward is collective too, so every rank calls it, one that gave no document on the sum
         of its empty tensor.
         """
+        if not isinstance(values, Tensor):
+            raise ConfigError(f"expected a tensor with one entry for each row, got {type(values).__name__}")
         rows = values
         if rows.ndim and len(rows) != self.num_rows and len(rows) == 1:
             rows = rows[0]
@@ -175,8 +184,11 @@ class BalancedBatch:
 
         `rank`: default this one. `document`: its number in the microbatch of all ranks, an index of
         `plan.lengths`.
+
+        Raises:
+            ConfigError: the pool has no such rank.
         """
-        return layout(self.plan, self._dealt.pool.rank if rank is None else rank)
+        return megatron_balance.layout(self.plan, self._dealt.pool.rank if rank is None else rank)
 
     @cached_property
     def statistics(self) -> dict[str, Any]:
@@ -202,3 +214,9 @@ class BalancedBatch:
         if key not in self._bounds:
             self._bounds[key] = self._bind(self.plan, dtype, device)
         return self._bounds[key]
+
+
+def _check_scalar(loss: Tensor) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f'expected the sum over this rank\'s targets, a scalar tensor (reduction="sum"), got {got}')

@@ -5,11 +5,12 @@ A row is a token: its id, its label, and the bytes of whatever else the document
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -84,8 +85,11 @@ class Parts:
         """Rows [n, C]."""
         columns = [torch.stack([self.tokens, self.labels], dim=1)]
         for x in self.others:
-            held = x.reshape(len(x), -1).contiguous().view(torch.uint8)
-            columns.append(F.pad(held, (0, -held.shape[1] % WORD)).view(torch.int64))
+            held = x.reshape(len(x), prod(x.shape[1:])).contiguous().view(torch.uint8)
+            words = -(-held.shape[1] // WORD)
+            columns.append(
+                F.pad(held, (0, words * WORD - held.shape[1])).flatten().view(torch.int64).view(len(x), words)
+            )
         return torch.cat(columns, dim=1)
 
 
@@ -139,7 +143,7 @@ def read(microbatches: Sequence[Sequence[Document]], *, shift_labels: bool) -> l
     """
     made: list[list[Parts]] = []
     for microbatch in microbatches:
-        if isinstance(microbatch, (Tensor, str, bytes)):
+        if isinstance(microbatch, (Tensor, np.ndarray, str, bytes, Mapping)) or not isinstance(microbatch, Iterable):
             raise DataError(f"expected a list of documents, got a {type(microbatch).__name__}; put it into a list")
         made.append([])
         for at, document in enumerate(microbatch):

@@ -62,10 +62,12 @@ class SequenceBalancer:
             ranks_per_node: as for `training.pool.make_pool`.
 
         Raises:
-            ConfigError: not a topology, or one whose unit does not divide the world.
+            ConfigError: not a topology, or one whose unit does not divide the world; no world yet.
         """
-        self.topology = parse(topology)
+        self.topology = parse(str(topology))
         self.gamma = gamma
+        if not dist.is_initialized():
+            raise ConfigError("expected torch.distributed to be set up before the balancer; call init_process_group")
         world, rank = dist.get_world_size(), dist.get_rank()
         sizes = self.topology.repeated(world)
         unit = self.topology.num_ranks
@@ -91,12 +93,14 @@ class SequenceBalancer:
             The plan of the replica, in its own ranks.
 
         Raises:
-            DataError: a length below 1, on every rank.
+            DataError: lengths that are no whole numbers of 1 or more, on every rank.
         """
-        lengths = [int(length) for length in seq_lens]
+        lengths: list[int] = []
         failure = None
-        if any(length < 1 for length in lengths):
-            failure = DataError(f"expected lengths of 1 token or more, got {lengths}; leave out empty sequences")
+        try:
+            lengths = list(Batch(tuple(seq_lens)).lengths)
+        except (ConfigError, TypeError) as error:
+            failure = DataError(f"expected lengths of sequences, 1 token or more each: {error}")
         # The exchange of lengths takes sequences; it does not look at their rows.
         mine = [Sequences(torch.empty(0, 1, dtype=torch.int64), tuple(lengths))]
         shared = share_lengths(mine, failure, 1, self._pool, TensorParallel(), self._device)
@@ -135,15 +139,17 @@ class SequenceBalancer:
         """
         exchange, total = self._planned(), sum(self._seq_lens)
         for x in (packed, *features):
-            if len(x) != total:
-                raise ConfigError(f"expected {total} rows as the lengths in plan_routing, got {list(x.shape)}")
+            _check_rows(x, total, "the lengths in plan_routing")
         return list(self._chunk_lens), there(packed, exchange), [there(x, exchange) for x in features]
 
     def reverse_route(self, balanced: Tensor) -> tuple[list[int], Tensor]:
-        """The inverse of `route`: lengths and rows of the sequences that this rank loaded."""
+        """The inverse of `route`: lengths and rows of the sequences that this rank loaded.
+
+        Raises:
+            ConfigError: as `route`.
+        """
         exchange = self._planned()
-        if len(balanced) != sum(self._chunk_lens):
-            raise ConfigError(f"expected {sum(self._chunk_lens)} rows as route returned, got {list(balanced.shape)}")
+        _check_rows(balanced, sum(self._chunk_lens), "those of route")
         return list(self._seq_lens), back(balanced, exchange)
 
     def pre_attn(
@@ -161,18 +167,17 @@ class SequenceBalancer:
             ranks heads. In a group of one rank all is as it was.
 
         Raises:
-            ConfigError: heads that the group's ranks do not divide.
+            ConfigError: nothing is planned, other rows than those of `route`, or heads that the
+                group's ranks do not divide.
         """
         self._planned()
+        parts = (packed_q, packed_k, packed_v)
+        for x in parts:
+            _check_rows(x, sum(self._chunk_lens), "those of route", heads=True)
         if self._heads is None:
             return list(self._full_lens), packed_q, packed_k, packed_v
-        heads, parts = self._heads, (packed_q, packed_k, packed_v)
+        heads = self._heads
         for name, x in zip("qkv", parts, strict=True):
-            if x.ndim != 3 or len(x) != sum(self._chunk_lens):
-                raise ConfigError(
-                    f"{name}: expected [{sum(self._chunk_lens)}, heads, head_dim], rows as from route, got "
-                    f"{list(x.shape)}"
-                )
             if x.shape[1] % heads.size:
                 raise ConfigError(
                     f"{name} has {x.shape[1]} heads, which a group of {heads.size} ranks cannot share equally; choose "
@@ -185,8 +190,13 @@ class SequenceBalancer:
         return list(self._full_lens), q, k, v
 
     def post_attn(self, packed_x: Tensor) -> tuple[list[int], Tensor]:
-        """The inverse of `pre_attn`: whole sequences [T, H / ranks, D] to chunks [T', H, D]."""
+        """The inverse of `pre_attn`: whole sequences [T, H / ranks, D] to chunks [T', H, D].
+
+        Raises:
+            ConfigError: nothing is planned, or other rows than those of `pre_attn`.
+        """
         self._planned()
+        _check_rows(packed_x, sum(self._full_lens), "those of pre_attn", heads=True)
         if self._heads is None:
             return list(self._chunk_lens), packed_x
         chunks = _to_tokens(packed_x, self._heads, self._group)  # pyright: ignore[reportCallIssue]
@@ -196,6 +206,13 @@ class SequenceBalancer:
         if self._exchange is None:
             raise ConfigError("expected a plan, got none; call plan_routing(seq_lens, d_model) for every batch first")
         return self._exchange
+
+
+def _check_rows(x: Tensor, rows: int, like: str, *, heads: bool = False) -> None:
+    shape = list(x.shape) if isinstance(x, Tensor) else None
+    if not shape or shape[0] != rows or (heads and len(shape) != 3):
+        wanted = f"[{rows}, heads, head_dim]" if heads else f"{rows} rows"
+        raise ConfigError(f"expected {wanted} as {like}, got {type(x).__name__ if shape is None else shape}")
 
 
 def _group_of(rank: int, topology: Topology) -> dist.ProcessGroup | None:

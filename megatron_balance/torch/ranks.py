@@ -54,6 +54,8 @@ def pool_of(ranks: Ranks | None, ranks_per_node: int | None) -> Pool:
     Raises:
         ConfigError: this rank is not among `ranks`, or nodes hold different numbers of them.
     """
+    if ranks is not None and not isinstance(ranks, (DeviceMesh, dist.ProcessGroup)):
+        raise ConfigError(f"expected a DeviceMesh or a process group, got {type(ranks).__name__}")
     if not dist.is_initialized():
         if ranks is not None:
             raise ConfigError("expected torch.distributed to be set up before the balancer; call init_process_group")
@@ -82,9 +84,11 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup:
     """The process group of a mesh of one dimension, or the group itself.
 
     Raises:
-        ConfigError: a mesh of several dimensions.
+        ConfigError: a mesh of several dimensions, or neither mesh nor group.
     """
     if not isinstance(ranks, DeviceMesh):
+        if not isinstance(ranks, dist.ProcessGroup):
+            raise ConfigError(f"averaged_over: expected a mesh or a process group, got {type(ranks).__name__}")
         return ranks
     if ranks.ndim != 1:
         raise ConfigError(

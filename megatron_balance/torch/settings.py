@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from megatron_balance.compile.transpose import Policy
+from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.config import load_cluster
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.mask import mask_named
 from megatron_balance.ir.model import GradientWire
+from megatron_balance.runtime.kernels import KERNELS
 from megatron_balance.training.pool import Pool
 
 
@@ -58,10 +60,20 @@ class Settings:
         """
         if self.mask is not None:
             mask_named(self.mask)
-        if self.row_multiple < 1:
-            raise ConfigError(f"row_multiple: expected at least 1, got {self.row_multiple}")
-        if self.backward not in ("keep", "replay"):
-            raise ConfigError(f"backward: expected 'keep' or 'replay', got {self.backward!r}")
+        for name, number in (("row_multiple", self.row_multiple), ("ranks_per_node", self.ranks_per_node)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ConfigError(f"{name}: expected a whole number of at least 1, got {number!r}")
+        known = {"backward": POLICIES, "gradient_wire": get_args(GradientWire), "kernel": ("auto", *KERNELS)}
+        for name, choices in known.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.layers is not None and not isinstance(self.layers, Layers):
+            raise ConfigError(f"layers: expected a megatron_balance.ir.layers.Layers, got {self.layers!r}")
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except RuntimeError as error:
+                raise ConfigError(f"device: {error}") from None
 
     def cluster_of(self, pool: Pool) -> Cluster:
         """The pool as planners see it."""

@@ -52,6 +52,22 @@ def test_attention_between_pre_attn_and_post_attn_is_that_of_whole_sequences(wor
     assert max(worst) < 1e-12
 
 
+def test_mistakes_are_told_and_a_wrong_length_on_every_rank(world: Pool) -> None:
+    told = world.run(dit_jobs.mistakes, 4)
+    for rank, (none, rows, feature, back, heads, whole, *shared, lengths) in enumerate(told):
+        assert none.startswith("expected a plan, got none; call plan_routing(seq_lens, d_model)")
+        assert rows == "expected 5 rows as the lengths in plan_routing, got [4, 3, 4]"
+        assert feature == "expected 5 rows as the lengths in plan_routing, got []"
+        assert back == "expected 5 rows as those of route, got [4, 3, 4]"
+        assert heads == "expected [5, heads, head_dim] as those of route, got [5, 12]"
+        tokens = 10 if rank < 2 else 5
+        assert whole == f"expected [{tokens}, heads, head_dim] as those of pre_attn, got [99, 1, 4]"
+        assert ["q has 3 heads, which a group of 2 ranks cannot share equally" in each for each in shared] == (
+            [True] if rank < 2 else []
+        )
+        assert ("sequence 0 has length 1.5" if rank == 2 else "ranks [2] could not read") in lengths
+
+
 def test_the_example_shows_its_progress_and_prints_a_table(world: Pool) -> None:
     source = dit_jobs.EXAMPLE.read_text(encoding="utf-8")
     assert "torchrun --standalone --nproc-per-node 4 scripts/examples/dit.py" in source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.planners import PLANNERS
 from tests.support.pool import World
 from tests.support.torch_jobs import CountGraphs, Trained, Way, compiling, printed_by
@@ -144,6 +145,35 @@ def round_trips(world: World, cases: Sequence[tuple[str, Sequence[Sequence[int]]
             ]
         )
     return found
+
+
+def mistakes(world: World) -> list[str]:
+    """Errors: of calls that are wrong on all ranks, before anything is sent, and of lengths that are
+    wrong on rank 2 alone.
+    """
+    from megatron_balance.torch.knapformer import SequenceBalancer
+
+    balancer, x = SequenceBalancer("g2n1+g1n2", ranks_per_node=2), torch.zeros(5, 3, 4)
+    told: list[str] = []
+
+    def tell(call: Callable[..., object], *given: Any) -> None:
+        try:
+            call(*given)
+        except BalanceError as error:
+            told.append(str(error))
+
+    tell(balancer.route, x)
+    balancer.plan_routing([5], 12)
+    tell(balancer.route, x[:4])
+    tell(balancer.route, x, [torch.tensor(3)])
+    _, chunks, _ = balancer.route(x)
+    tell(balancer.reverse_route, chunks[1:])
+    tell(balancer.pre_attn, chunks, chunks.flatten(1), chunks)
+    tell(balancer.post_attn, x.new_zeros(99, 1, 4))
+    if world.rank < 2:  # a group of two ranks, three heads
+        tell(balancer.pre_attn, chunks, chunks, chunks)
+    tell(balancer.plan_routing, [1.5] if world.rank == 2 else [5], 12)
+    return told
 
 
 def attention(world: World, topology: str, by_rank: Sequence[Sequence[int]]) -> float:

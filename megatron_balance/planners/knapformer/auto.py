@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.cost.base import CostModel, Floats
+from megatron_balance.cost.base import CostModel, Floats, Ints
 from megatron_balance.errors import InfeasibleError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -29,7 +29,7 @@ class Found:
     """
 
     topology: Topology
-    group_of: tuple[int, ...]
+    group_of: Ints
     seconds: float
 
 
@@ -57,9 +57,9 @@ class Search:
         uniform = [self._of((size,) * (self.cluster.num_ranks // size)) for size in self._uniform_sizes()]
         found = [each for each in uniform if each is not None]
         if not found:
-            everyone = (0,) * len(self.lengths)
+            everyone = np.zeros(len(self.lengths), dtype=np.int64)
             topology = Topology((self.cluster.num_ranks,))
-            return Found(topology, everyone, self._prices.seconds(topology, np.zeros(len(everyone), dtype=np.int64)))
+            return Found(topology, everyone, self._prices.seconds(topology, everyone))
         best = min(found, key=_rank)
         while len(self._known) < tries:
             near = [self._of(sizes) for sizes in self._neighbours(best.topology.sizes, tries)]
@@ -99,8 +99,7 @@ class Search:
                 self._known[sizes] = None
             else:
                 topology = Topology(sizes)
-                seconds = self._prices.seconds(topology, np.array(group_of, dtype=np.int64))
-                self._known[sizes] = Found(topology, tuple(group_of), seconds)
+                self._known[sizes] = Found(topology, group_of, self._prices.seconds(topology, group_of))
         return self._known[sizes]
 
 

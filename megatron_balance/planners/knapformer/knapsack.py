@@ -7,9 +7,9 @@ The paper leaves open what happens where no group has room; here the least occup
 
 from __future__ import annotations
 
-import bisect
-import heapq
 from collections.abc import Sequence
+from heapq import heapreplace
+from itertools import chain
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from megatron_balance.errors import InfeasibleError
 
 _ROUNDING = 1 + 1e-9
 
-_MANY = 64
-"""Groups from which on sequences are assigned in runs."""
-_PAYS, _FREE_RUNS = 16, 64
+_MANY = 32
+"""Groups, for each size there is, from which on sequences are assigned in runs."""
+_PAYS, _FREE_RUNS = 32, 8
 """A run is worth so many sequences that are assigned one by one; runs that need not be."""
 
 
-def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int | None) -> list[int]:
-    """The group of each sequence.
+def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int | None) -> Ints:
+    """The group of each sequence, [S].
 
     Args:
         work: of each sequence, [S], above 0.
@@ -37,146 +37,147 @@ def assign(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_pe
         InfeasibleError: no group has memory left for a sequence.
     """
     if not len(work):
-        return []
+        return np.zeros(0, dtype=np.int64)
     chosen = _by_work(work, sizes)
     if tokens_per_rank is None:
         return chosen
-    held = [0] * len(sizes)
-    for group, length in zip(chosen, lengths, strict=True):
-        held[group] += length
-    if all(tokens <= size * tokens_per_rank for tokens, size in zip(held, sizes, strict=True)):
+    held = np.bincount(chosen, weights=lengths, minlength=len(sizes))
+    if (held <= np.array(sizes) * tokens_per_rank).all():
         return chosen
     return _within_memory(work, lengths, sizes, tokens_per_rank)
 
 
-def _descending(work: Floats) -> list[int]:
-    return (-work).argsort(kind="stable").tolist()
+def _by_work(work: Floats, sizes: Sequence[int]) -> Ints:
+    """As `assign`, with no limit on memory.
 
-
-def _by_work(work: Floats, sizes: Sequence[int]) -> list[int]:
-    order = (-work).argsort(kind="stable")
-    ordered = work[order]
-    filling = _Filling(sizes, float(work.sum()) / sum(sizes))
-    done = filling.in_runs(ordered) if len(sizes) >= _MANY else 0
+    Work is counted in whole numbers, the batch's being at most 2^61 over the number of sequences or
+    groups (the larger, as a power of two). So a key has room for the work and, in its lowest bits, for
+    the number of a sequence or group, and of equal ones the lower number comes first.
+    """
+    bits = max(len(work), len(sizes)).bit_length()
+    total = float(work.sum())
+    whole = (work * 2.0 ** (61 - bits - np.ceil(np.log2(total)))).astype(np.int64)
+    order = np.sort(((int(whole.max()) - whole) << bits) | np.arange(len(work)))
+    order &= (1 << bits) - 1
+    filling = _Filling(sizes, int(whole.sum()), bits)
+    ordered = whole[order]
+    done = filling.in_runs(ordered) if len(sizes) >= _MANY * len(filling.kinds) else 0
     if done < len(ordered):
         filling.one_by_one(ordered[done:])
     chosen = np.empty(len(work), dtype=np.int64)
     chosen[order] = np.concatenate(filling.groups)
-    return chosen.tolist()
+    return chosen
 
 
 class _Filling:
     """Groups while they are filled with sequences in descending order of work.
 
     Attributes:
-        loads: work of each group so far, [M].
+        kinds: different sizes, [K, 1].
+        kind_of: size of each group, as an index into `kinds`, [M].
+        keys: of each group, its work so far per rank, and in the lowest `bits` its number; ascending
+            from the first run on, [M].
+        limit: largest key of a group within its capacity.
         groups: those of the sequences so far, in parts.
     """
 
-    def __init__(self, sizes: Sequence[int], mean: float) -> None:
-        self.sizes = np.array(sizes)
-        alike = len(set(sizes)) == 1  # then the least occupied one takes a sequence, room or not
-        self.room = np.ones(len(sizes)) if alike else self.sizes * mean
-        self.limit = self.room * _ROUNDING
-        self.loads = np.zeros(len(sizes))
+    def __init__(self, sizes: Sequence[int], total: int, bits: int) -> None:
+        kinds = {size: kind for kind, size in enumerate(dict.fromkeys(sizes))}
+        self.kinds, self.bits = np.array([*kinds])[:, None], bits
+        self.kind_of: Ints = np.array([kinds[size] for size in sizes])
+        self.number = (1 << bits) - 1
+        alike = len(kinds) == 1  # then the least occupied one takes a sequence, room or not
+        self.limit = (1 << 63) - 1 if alike else int(total / sum(sizes) * _ROUNDING) << bits | self.number
+        self.keys: Ints = np.arange(len(sizes))
         self.groups: list[Ints] = []
 
-    def in_runs(self, work: Floats) -> int:
+    def in_runs(self, work: Ints) -> int:
         """Assign sequences many at a time, and return how many were; ends where that does not pay.
 
-        A run gives one sequence to each of the least occupied groups, in their order. It ends before
-        a group that is no less occupied than one that the run has filled, or has no room, and before
-        a sequence for which groups of another size have room again.
+        A run gives one sequence to each of the least occupied groups that have room for the first
+        of them, or of all where none has. It ends before a group that is no less occupied than one
+        that the run has filled, and before a sequence for which other groups have room again.
         """
-        members = [np.flatnonzero(self.sizes == size) for size in dict.fromkeys(self.sizes.tolist())]
-        everyone, bounded = np.arange(len(self.sizes)), False
+        added = (work // self.kinds) << self.bits
         done = runs = 0
         while done < len(work) and done >= _PAYS * (runs - _FREE_RUNS):
             runs += 1
-            ahead = work[done : done + len(self.sizes)]
-            chosen = everyone
-            if len(members) > 1:
-                # A size whose least occupied group has no room has none at all.
-                spare = [float((self.limit[each] - self.loads[each]).max()) for each in members]
-                opened = [each for each, own in zip(members, spare, strict=True) if ahead[0] <= own]
-                chosen = np.sort(np.concatenate(opened)) if opened else everyone
-                again = max((own for own in spare if ahead[0] > own), default=0.0) * _ROUNDING
-                ahead = ahead[: max(1, int((ahead > again).sum()))]
-                bounded = bool(opened)
-            loads, room = self.loads[chosen], self.room[chosen]
-            order = _least_first(loads, room)[: len(ahead)]
-            ahead, occupied = ahead[: len(order)], loads[order] / room[order]
-            filled = loads[order] + ahead
-            ends = np.minimum.accumulate(filled / room[order])[:-1] <= occupied[1:]
-            if bounded:
-                ends |= (filled > self.limit[chosen][order])[1:]
-            stop = int(ends.argmax()) + 1 if ends.any() else len(order)
-            groups = chosen[order[:stop]]
-            self.loads[groups] = filled[:stop]
-            self.groups.append(groups)
+            self.keys.sort()
+            keys, ahead, closed = self.keys, added[:, done : done + len(self.keys)], None
+            if len(self.kinds) == 1:
+                count = ahead.shape[1]
+                filled = keys[:count] + ahead[0]
+            else:
+                kinds = self.kind_of[keys & self.number]
+                roomy = keys + ahead[:, 0][kinds] <= self.limit
+                if not roomy.all():
+                    again = (((self.limit - keys[~roomy]) >> self.bits) + 1) * self.kinds[kinds[~roomy], 0]
+                    ahead = ahead[:, : int((work[done : done + ahead.shape[1]] >= again.max()).sum())]
+                    if roomy.any():
+                        keys, closed, kinds = keys[roomy], keys[~roomy], kinds[roomy]
+                count = min(len(keys), ahead.shape[1])
+                filled = keys[:count] + ahead[kinds[:count], np.arange(count)]
+            (ends,) = (np.minimum.accumulate(filled)[:-1] < keys[1:count]).nonzero()
+            stop = int(ends[0]) + 1 if len(ends) else count
+            self.groups.append(keys[:stop] & self.number)
+            keys[:stop] = filled[:stop]
+            self.keys = keys if closed is None else np.concatenate((keys, closed))
             done += stop
         return done
 
-    def one_by_one(self, work: Floats) -> None:
-        """Assign sequences. Of a size, kept in a heap, none has room if the least occupied has not."""
-        loads = self.loads.tolist()
-        heaps: list[list[tuple[float, int]]] = []
-        rooms: list[float] = []
-        for size in dict.fromkeys(self.sizes.tolist()):
-            members = np.flatnonzero(self.sizes == size)
-            heaps.append([(loads[group], group) for group in members.tolist()])
-            heapq.heapify(heaps[-1])
-            rooms.append(float(self.room[members[0]]))
-        limits = [room * _ROUNDING for room in rooms]
-        chosen: list[int] = []
-        if len(heaps) == 1:
-            (heap,) = heaps
-            for own in work.tolist():
-                load, group = heap[0]
-                chosen.append(group)
-                heapq.heapreplace(heap, (load + own, group))
-        else:
-            # The least occupied group of each size, by occupancy.
-            least = sorted((heap[0][0] / rooms[at], heap[0][1], at) for at, heap in enumerate(heaps))
-            for own in work.tolist():
-                _, group, at = entry = least[0]
-                load = heaps[at][0][0] + own
-                if load > limits[at]:
-                    roomy = (each for each in least if heaps[each[2]][0][0] + own <= limits[each[2]])
-                    _, group, at = entry = next(roomy, entry)
-                    load = heaps[at][0][0] + own
-                chosen.append(group)
-                heapq.heapreplace(heaps[at], (load, group))
-                load, first = heaps[at][0]
-                least.remove(entry)
-                bisect.insort(least, (load / rooms[at], first, at))
-        self.groups.append(np.array(chosen, dtype=np.int64))
+    def one_by_one(self, work: Ints) -> None:
+        """Assign sequences: by one heap while the least occupied group has room, else one a size."""
+        by_kind: list[list[int]] = ((work // self.kinds) << self.bits).tolist()
+        kind_of: list[int] = self.kind_of.tolist()
+        added = [by_kind[kind] for kind in kind_of]
+        heap: list[int] = np.sort(self.keys).tolist()
+        taken: list[int] = []
+        while len(taken) < len(work):
+            self._in_turn(heap, added, taken)
+            self._with_room(heap, added, taken)
+        self.groups.append(np.array(taken, dtype=np.int64) & self.number)
+
+    def _in_turn(self, heap: list[int], added: list[list[int]], taken: list[int]) -> None:
+        """Append the least occupied group's key to `taken` for each sequence, while it has room."""
+        number, limit = self.number, self.limit
+        for seq in range(len(taken), len(added[0])):
+            key = heap[0]
+            filled = key + added[key & number][seq]
+            if filled > limit:
+                return
+            taken.append(key)
+            heapreplace(heap, filled)
+
+    def _with_room(self, heap: list[int], added: list[list[int]], taken: list[int]) -> None:
+        """As `_in_turn`, of groups with room if there is one, until the least occupied has had room
+        for some time. Of a size none has room if the least occupied has not.
+        """
+        number, limit = self.number, self.limit
+        kind_of: list[int] = self.kind_of.tolist()
+        heaps: list[list[int]] = [[] for _ in self.kinds]
+        for key in sorted(heap):
+            heaps[kind_of[key & number]].append(key)
+        since = len(taken)
+        for seq in range(len(taken), len(added[0])):
+            least = [each[0] for each in heaps]
+            key = min(least)
+            if key + added[key & number][seq] > limit:
+                since = seq
+                key = min((each for each in least if each + added[each & number][seq] <= limit), default=key)
+            elif seq - since > len(heap):
+                break
+            taken.append(key)
+            heapreplace(heaps[kind_of[key & number]], key + added[key & number][seq])
+        heap[:] = sorted(chain.from_iterable(heaps))
 
 
-def _least_first(loads: Floats, room: Floats) -> Ints:
-    """Groups from the least occupied one on; of equal ones, by size the less loaded, then the first.
-
-    Occupancies may be equal where loads of one size are not, by rounding. Heads of the sizes are
-    compared as heaps would: a group waits for all of its size that come before it.
-    """
-    occupied = loads / room
-    order = occupied.argsort(kind="stable")
-    same = occupied[order[1:]] == occupied[order[:-1]]
-    if not (same & (loads[order[1:]] != loads[order[:-1]])).any():
-        return order
-    order = np.lexsort((loads, room, occupied))
-    heads = np.diff(occupied[order], prepend=-1.0).astype(bool) | np.diff(room[order], prepend=-1.0).astype(bool)
-    start = heads.cumsum() * len(order)
-    waits = np.maximum.accumulate(order + start) - start
-    return order[np.lexsort((waits, occupied[order]))]
-
-
-def _within_memory(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int) -> list[int]:
-    """As `_by_work`, among the groups that have memory left."""
+def _within_memory(work: Floats, lengths: Sequence[int], sizes: Sequence[int], tokens_per_rank: int) -> Ints:
+    """As `assign`, among the groups that have memory left."""
     mean = float(work.sum()) / sum(sizes)
     loads, left = [0.0] * len(sizes), [size * tokens_per_rank for size in sizes]
-    chosen = [0] * len(work)
-    for seq in _descending(work):
+    chosen = np.zeros(len(work), dtype=np.int64)
+    order: list[int] = (-work).argsort(kind="stable").tolist()
+    for seq in order:
         own, length = float(work[seq]), lengths[seq]
         held = [group for group, room in enumerate(left) if length <= room]
         if not held:

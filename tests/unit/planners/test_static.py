@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_balance import Batch, Cluster, Model, make_planner
+from megatron_balance import Batch, Cluster, Model, layout, make_planner
 from megatron_balance.analysis.statistics import plan_statistics
 from megatron_balance.errors import ConfigError, InfeasibleError
 from tests.support import by_hand
@@ -19,6 +19,14 @@ PATTERN_OF = {"te_ring": "ring", "llama_all_gather": "all_gather", "ulysses": "h
 def test_all_sequences_share_one_zone_over_all_ranks(planner: str, pattern: str) -> None:
     plan = make_planner(planner, Cluster(4, 2), MODEL)([5, 1, 30])
     assert plan == replace(by_hand.pool(pattern, (5, 1, 30), 4, ranks_per_node=2, heads=(8, 2)), planner=planner)
+
+
+def test_a_plan_says_where_tokens_lie() -> None:
+    plan = make_planner("te_ring", Cluster(2, 2), MODEL)([8, 4])
+    assert layout(plan, 0).tolist() == [[0, 0, 2], [0, 6, 8], [1, 0, 1], [1, 3, 4]]
+    for rank in (-1, 2):
+        with pytest.raises(ConfigError, match=f"rank {rank}: expected a rank of the plan, 0 to 1"):
+            layout(plan, rank)
 
 
 @pytest.mark.parametrize("planner", PATTERN_OF)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance import Cluster, Model
 from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError
-from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf
+from megatron_balance.torch import IGNORED, SequenceBalancer, Settings, balanced_attention, hf, knapformer
 
 MODEL = Model(4, 2, 8)
 DOCUMENTS = [torch.tensor([5, 6, 7]), torch.tensor([8]), [1, 2]]
@@ -23,6 +23,11 @@ DOCUMENTS = [torch.tensor([5, 6, 7]), torch.tensor([8]), [1, 2]]
 
 def balancer(planner: str = "zeppelin", **settings: Any) -> SequenceBalancer:
     return SequenceBalancer(planner, MODEL, settings=Settings(**settings))
+
+
+def wrong(value: object) -> Any:
+    """A value of a type that an argument does not have."""
+    return value
 
 
 def test_a_batch_has_tokens_positions_and_the_next_tokens_labels() -> None:
@@ -130,6 +135,24 @@ def test_attention_of_other_shapes_is_refused(q: tuple[int, ...], k: tuple[int, 
         balanced_attention(torch.zeros(q), torch.zeros(k), torch.zeros(k), balancer()(DOCUMENTS))
 
 
+def test_attention_of_what_is_no_tensor_or_lies_elsewhere_is_refused() -> None:
+    batch, q, k = balancer()(DOCUMENTS), torch.zeros(6, 4, 8), torch.zeros(6, 2, 8)
+    with pytest.raises(ConfigError, match="on the batch's device cpu, got cpu, meta and cpu"):
+        balanced_attention(q, k.to("meta"), k, batch)
+    with pytest.raises(ConfigError, match=r"v: expected a tensor .*, got ndarray"):
+        balanced_attention(q, k, wrong(k.numpy()), batch)
+
+
+def test_tensors_per_token_may_be_of_any_type_and_of_no_width() -> None:
+    tokens = torch.arange(3)
+    others = (torch.rand(3) + 1j, torch.rand(3, 2).bfloat16(), torch.zeros(3, 0), torch.eye(3).bool())
+    batch = balancer()([(tokens, tokens, *others)])
+    assert all(
+        torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+        for ours, theirs in zip(batch.others, others, strict=True)
+    )
+
+
 def test_attention_without_a_batch_is_refused() -> None:
     x: Any = torch.zeros(1, 4, 8)
     with pytest.raises(ConfigError, match="expected the BalancedBatch that the balancer returned, got NoneType"):
@@ -142,8 +165,38 @@ def test_attention_without_a_batch_is_refused() -> None:
         (lambda: balancer("zepelin"), ConfigError, "did you mean 'zeppelin'"),
         (lambda: SequenceBalancer("zeppelin", MODEL, tokens=3), ConfigError, "SequenceBalancer: tokens: unknown key"),
         (lambda: balancer(mask="windowed"), ConfigError, "mask.* 'windowed'"),
-        (lambda: balancer(backward="auto"), ConfigError, "backward: expected 'keep' or 'replay', got 'auto'"),
-        (lambda: balancer(row_multiple=0), ConfigError, "row_multiple: expected at least 1, got 0"),
+        (lambda: balancer(backward="auto"), ConfigError, "backward: expected one of keep, replay; got 'auto'"),
+        (lambda: balancer(kernel="flash"), ConfigError, "kernel: expected one of auto, plain.*; got 'flash'"),
+        (lambda: balancer(gradient_wire="fp8"), ConfigError, "gradient_wire: expected one of fp32, bf16; got 'fp8'"),
+        (lambda: balancer(row_multiple=0), ConfigError, "row_multiple: expected a whole number of at least 1, got 0"),
+        (lambda: balancer(ranks_per_node=2.0), ConfigError, "ranks_per_node: expected a whole number.* got 2.0"),
+        (lambda: balancer(layers="remap"), ConfigError, "layers: expected a .*Layers, got 'remap'"),
+        (lambda: balancer(device="gpu"), ConfigError, "device: Expected one of cpu, cuda"),
+        (
+            lambda: SequenceBalancer("zeppelin", wrong({"heads": 4})),
+            ConfigError,
+            "expected a megatron_balance.Model, got dict",
+        ),
+        (
+            lambda: SequenceBalancer("zeppelin", MODEL, wrong("dp")),
+            ConfigError,
+            "a DeviceMesh or a process group, got str",
+        ),
+        (
+            lambda: SequenceBalancer("zeppelin", MODEL, averaged_over=wrong("dp")),
+            ConfigError,
+            "averaged_over: .* got str",
+        ),
+        (lambda: SequenceBalancer("zeppelin", MODEL, settings=wrong({})), ConfigError, "expected Settings.*got dict"),
+        (lambda: knapformer.SequenceBalancer("g1n1"), ConfigError, "call init_process_group"),
+        (lambda: balancer().step([]), ConfigError, "the documents of at least 1 microbatch .*, got none"),
+        (lambda: balancer()(wrong(None)), BalanceError, "expected a list of documents, got a NoneType"),
+        (lambda: balancer()(wrong({"input_ids": [1]})), BalanceError, "expected a list of documents, got a dict"),
+        (lambda: balancer().load_state_dict({"ranks": 1}), ConfigError, "expected the state_dict.*without ledger, "),
+        (lambda: balancer()(DOCUMENTS).layout(1), ConfigError, "rank 1: expected a rank of the plan, 0 to 0"),
+        (lambda: balancer()(DOCUMENTS).gather(wrong([1])), ConfigError, "one entry for each row, got list"),
+        (lambda: balancer()(DOCUMENTS).mean_loss(torch.ones(6)), ConfigError, r"a scalar tensor .*, got \[6\]"),
+        (lambda: balancer()(DOCUMENTS).global_loss(wrong(1.0)), ConfigError, "a scalar tensor .*, got float"),
         (lambda: balancer(cluster=Cluster(8, 4)), ConfigError, "custom has 8 ranks, 4 on a node; the balancer's ranks"),
         (
             lambda: SequenceBalancer("zeppelin", MODEL, tokens_per_rank=4)(DOCUMENTS),
