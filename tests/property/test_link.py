@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,13 +15,15 @@ from megatron_balance.training.link import (
     Parameter,
     Parameters,
     Piece,
+    Place,
     Shard,
     elements,
     held,
     link,
+    places,
     traffic,
 )
-from tests.support.links import Links, buffers_of, held_by, links, owned_by
+from tests.support.links import Links, buffers_of, cut, links, owned_by, stages_of
 
 BF16, FP32 = 2, 4
 
@@ -49,55 +49,70 @@ def test_an_owned_shard_is_megatrons_flat_range_in_its_order(case: Links) -> Non
 
 
 @given(links())
-def test_a_pull_brings_each_element_of_each_role_once_from_a_rank_that_owns_it(case: Links) -> None:
-    pull = link(case.base, case.base.owned(case.parameters), case.strategy, case.parameters).pull
-    owned = {rank: set(entries) for rank, entries in owned_by(case).items()}
-    arrived: dict[int, Counter[tuple[int, int]]] = {}
-    for row, entries in zip(pull, expanded(pull, Piece.PARAMETER, Piece.RECTANGLE, case), strict=True):
-        assert owned[row[Piece.SRC]] >= set(entries)
-        arrived.setdefault(int(row[Piece.DST]), Counter()).update(entries)
-    for rank, expected in held_by(case).items():
-        assert arrived.pop(rank, Counter()) == Counter(expected)
-    assert not arrived
-    assert (elements(pull) > 0).all()
+def test_messages_of_ranks_that_know_only_their_own_rows_bring_every_weight_and_every_gradient(case: Links) -> None:
+    """A weight is the number of its element, so each element of each role must come, and once. A
+    gradient from rank r is 4 ** r, so a sum says how often each rank's came to an owner.
+    """
+    parameters, base = case.parameters, case.base
+    owned, ranks = base.owned(parameters), range(base.num_ranks)
+    mine = [owned[owned[:, Shard.RANK] == rank] for rank in ranks]
+    roles = [held(case.strategy, parameters, rank=rank) for rank in ranks]
+    tables = [link(base, owned, case.strategy, parameters, rank) for rank in ranks]
 
+    pulled = _exchanged([t.pull for t in tables], mine, roles, [_numbered(shards, case) for shards in mine])
+    seats = {rank: (pipeline, cp, stage, tp, scheme) for rank, pipeline, cp, stage, tp, scheme in case.seats()}
+    for rank, flats in enumerate(pulled):
+        expected: dict[int, Ints] = {}
+        if rank in seats:
+            *_, stage, tp, scheme = seats[rank]
+            expected = {
+                number: cut(parameter, scheme.tensor, tp).reshape(-1)
+                for number, parameter in enumerate(case.listed)
+                if stage in stages_of(parameter, scheme.pipeline, case.num_layers)
+            }
+        assert {number: flat.tolist() for number, flat in flats.items() if len(flat)} == {
+            number: flat.tolist() for number, flat in expected.items() if len(flat)
+        }
 
-@given(links())
-def test_a_push_brings_each_contribution_once_to_every_owner(case: Links) -> None:
-    """Of a replicated parameter one TP rank of a pipeline contributes, or all if each has a part."""
-    push = link(case.base, case.base.owned(case.parameters), case.strategy, case.parameters).push
-    holds = held_by(case)
-    arrived: dict[tuple[int, int, int], list[int]] = {}
-    for row, entries in zip(push, expanded(push, Piece.PARAMETER, Piece.RECTANGLE, case), strict=True):
-        assert holds[row[Piece.SRC]] >= set(entries)
-        for number, element in entries:
-            arrived.setdefault((int(row[Piece.DST]), number, element), []).append(int(row[Piece.SRC]))
-    givers: dict[tuple[int, int], list[tuple[int, tuple[int, int, int]]]] = {}
-    for rank, pipeline, cp, stage, _, _ in case.seats():
-        for entry in holds[rank]:
-            givers.setdefault(entry, []).append((rank, (pipeline, cp, stage)))
-    for owner, entries in owned_by(case).items():
-        for number, element in entries:
-            sources = arrived.pop((owner, number, element), [])
-            assert sources == sorted(set(sources))
-            parameter, expected = case.listed[number], givers.get((number, element), [])
-            if parameter.cut is None and not parameter.parts:
-                place = dict(expected)
-                assert Counter(place[source] for source in sources) == Counter({seat for _, seat in expected})
+    powers = [{number: np.full_like(flat, 4**rank) for number, flat in pulled[rank].items()} for rank in ranks]
+    summed = _exchanged([t.push for t in tables], roles, mine, powers)
+    for rank, flats in enumerate(summed):
+        elements_of = _numbered(mine[rank], case)
+        for number, sums in flats.items():
+            parameter = case.listed[number]
+            holds = np.array([np.isin(elements_of[number], pulled[giver].get(number, [])) for giver in ranks])
+            came = sums >> (2 * np.arange(base.num_ranks)[:, None]) & 3
+            if parameter.cut is None and not parameter.parts:  # of one TP rank of each that share a stage
+                ends = {rank: seat[:3] for rank, seat in seats.items()}
+                for seat in set(ends.values()):
+                    of = [rank for rank, other in ends.items() if other == seat]
+                    assert np.array_equal(came[of].sum(axis=0), holds[of].any(axis=0))
+                assert not came[~holds].any()
             else:
-                assert sources == [rank for rank, _ in expected]
-    assert not arrived
+                assert np.array_equal(came, holds)
 
 
 @given(links())
-def test_a_rank_computes_its_own_rows_of_the_link(case: Links) -> None:
+def test_both_ends_of_a_message_have_the_same_rows_and_an_owner_adds_by_rank(case: Links) -> None:
     owned = case.base.owned(case.parameters)
     whole = link(case.base, owned, case.strategy, case.parameters)
-    for rank in range(case.base.num_ranks):
-        mine = link(case.base, owned, case.strategy, case.parameters, rank)
-        for table, everything in ((mine.pull, whole.pull), (mine.push, whole.push)):
-            touched = (everything[:, [Piece.SRC, Piece.DST]] == rank).any(axis=1)
-            assert np.array_equal(table, everything[touched])
+    rank = case.base.num_ranks - 1
+    mine = link(case.base, owned, case.strategy, case.parameters, rank)
+    for table, everything in ((mine.pull, whole.pull), (mine.push, whole.push)):
+        touched = (everything[:, [Piece.SRC, Piece.DST]] == rank).any(axis=1)
+        assert np.array_equal(table, everything[touched])
+        assert (np.diff(table[:, Piece.SRC]) >= 0).all()
+        assert (elements(table) > 0).all()
+
+
+def test_a_piece_outside_of_a_ranks_shards_is_refused() -> None:
+    listed = (Parameter("a", 4, 2, 0, 0),)
+    base = Base(Scheme(), 2, buffers_of(listed, 1, Scheme(), 2, 1))
+    parameters = Parameters.of(listed, 1)
+    owned = base.owned(parameters)
+    table = link(base, owned, Strategy((Scheme(2),)), parameters, 0)
+    with pytest.raises(ConfigError, match="lies in 0 of this rank's shards"):
+        places(table.pull, owned[owned[:, Shard.RANK] == 1])
 
 
 @given(links())
@@ -215,6 +230,47 @@ def test_a_table_of_parameters_that_cannot_be_is_refused(listed: list[Parameter]
 def test_a_parameter_that_cannot_be_is_refused(wrong: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         wrong()  # type: ignore[operator]
+
+
+def _numbered(shards: Ints, case: Links) -> dict[int, Ints]:
+    """The flat tensor of each parameter of one rank, with the numbers of its elements."""
+    flats: dict[int, list[int]] = {}
+    for row in expanded(shards, Shard.PARAMETER, Shard.RECTANGLE, case):
+        for number, element in row:
+            flats.setdefault(number, []).append(element)
+    return {number: np.array(flat, dtype=np.int64) for number, flat in flats.items()}
+
+
+def _exchanged(
+    tables: list[Ints], sending: list[Ints], receiving: list[Ints], values: list[dict[int, Ints]]
+) -> list[dict[int, Ints]]:
+    """What each rank has after all messages, added to zeros; each rank reads its own table alone."""
+    messages: dict[tuple[int, int], list[int]] = {}
+    for rank, table in enumerate(tables):
+        out = table[table[:, Piece.SRC] == rank]
+        for row, place in zip(out, places(out, sending[rank]), strict=True):
+            content = values[rank][place[Place.PARAMETER]][_indices(place)]
+            messages.setdefault((rank, int(row[Piece.DST])), []).extend(content.tolist())
+    found: list[dict[int, Ints]] = []
+    for rank, table in enumerate(tables):
+        sizes = (receiving[rank][:, Shard.STOPS] - receiving[rank][:, Shard.STARTS]).prod(axis=1)
+        flats = {
+            int(number): np.zeros(int(sizes[receiving[rank][:, Shard.PARAMETER] == number].sum()), dtype=np.int64)
+            for number in np.unique(receiving[rank][:, Shard.PARAMETER])
+        }
+        into = table[table[:, Piece.DST] == rank]
+        for row, place in zip(into, places(into, receiving[rank]), strict=True):
+            message, size = messages[int(row[Piece.SRC]), rank], int(place[Place.ROWS] * place[Place.COLUMNS])
+            flats[int(place[Place.PARAMETER])][_indices(place)] += np.array(message[:size])
+            del message[:size]
+        found.append(flats)
+    assert not any(messages.values()), "a message was longer than its receiver expected"
+    return found
+
+
+def _indices(place: Ints) -> Ints:
+    _, start, rows, columns, stride = place
+    return (start + stride * np.arange(rows)[:, None] + np.arange(columns)).reshape(-1)
 
 
 def _elements(shards: Ints, num_ranks: int) -> Ints:

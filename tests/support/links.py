@@ -20,7 +20,7 @@ PAD = 4
 
 @dataclass(frozen=True)
 class Links:
-    """One case. `held_by` and `owned_by` are the answers to compare with."""
+    """One case. `owned_by` is the answer to compare with."""
 
     listed: tuple[Parameter, ...]
     num_layers: int
@@ -103,19 +103,6 @@ def owned_by(case: Links) -> dict[int, list[tuple[int, int]]]:
                 rank = tp + base.scheme.tensor * (shard + base.num_shards * buffer.stage)
                 answer[rank] = [entry for entry in mine if entry is not None]
     return answer
-
-
-def held_by(case: Links) -> dict[int, set[tuple[int, int]]]:
-    """(parameter, element) whose weights each rank of the strategy holds."""
-    return {
-        rank: {
-            (number, element)
-            for number, parameter in enumerate(case.listed)
-            if stage in stages_of(parameter, scheme.pipeline, case.num_layers)
-            for element in cut(parameter, scheme.tensor, tp).reshape(-1).tolist()
-        }
-        for rank, _, _, stage, tp, scheme in case.seats()
-    }
 
 
 @st.composite
