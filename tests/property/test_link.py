@@ -244,7 +244,7 @@ def _numbered(shards: Ints, case: Links) -> dict[int, Ints]:
 def _exchanged(
     tables: list[Ints], sending: list[Ints], receiving: list[Ints], values: list[dict[int, Ints]]
 ) -> list[dict[int, Ints]]:
-    """What each rank has after all messages, added to zeros; each rank reads its own table alone."""
+    """Flat tensors of each rank after all messages, added to zeros; a rank reads its own table."""
     messages: dict[tuple[int, int], list[int]] = {}
     for rank, table in enumerate(tables):
         out = table[table[:, Piece.SRC] == rank]
