@@ -40,11 +40,6 @@ class BaseLayout:
     gradients: Flat
     """Where their gradients are summed: this rank's part of Megatron's gradient buffer."""
 
-    @property
-    def tied(self) -> bool:
-        """Whether the first and the last stage share the embedding."""
-        return bool(self.parameters.tied.any())
-
 
 def base_layout(model: Sequence[Any], optimizer: Any, scheme: Scheme) -> BaseLayout:
     """Read the layout of `model` (Megatron's DDP chunks) and its distributed optimizer.

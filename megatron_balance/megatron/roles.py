@@ -93,7 +93,7 @@ class Roles:
             ConfigError: a strategy that cannot cut the model.
         """
         for strategy in strategies:
-            check_strategy(strategy, layout)
+            check_strategy(strategy, layout, model_config.transformer)
         self.layout = layout
         self._model_config = model_config
         sizes = [int(_room(layout, strategy).sum()) for strategy in strategies]
@@ -183,16 +183,24 @@ class Roles:
         return int(parameters.shape[parameters.names.index("embedding.word_embeddings.weight"), 0])
 
 
-def check_strategy(strategy: Strategy, layout: BaseLayout) -> None:
+def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> None:
     """Refuse a strategy whose degrees do not cut the model evenly.
 
+    `transformer`: the base model's `TransformerConfig`.
+
     Raises:
-        ConfigError: more ranks than there are; TP that does not divide a parameter's dimension; more
-            stages than layers, or a number that does not divide them.
+        ConfigError: more ranks than there are; TP that does not divide heads, query groups or a
+            parameter's dimension; PP that does not divide the layers.
     """
     parameters = layout.parameters
     strategy.check(layout.base.num_ranks, layout.base.num_ranks)
+    counts = {"attention heads": transformer.num_attention_heads, "query groups": transformer.num_query_groups}
     for scheme in dict.fromkeys(strategy.pipelines):
+        for what, count in counts.items():
+            if count % scheme.tensor:
+                raise ConfigError(
+                    f"strategy {strategy}: TP {scheme.tensor} does not divide the {count} {what}; use a TP that does"
+                )
         cut = np.flatnonzero(parameters.cut >= 0)
         sizes = parameters.shape[cut, parameters.cut[cut]] // parameters.blocks[cut]
         wrong = np.flatnonzero(sizes % scheme.tensor)
@@ -201,7 +209,7 @@ def check_strategy(strategy: Strategy, layout: BaseLayout) -> None:
             advice = (
                 f"pad the vocabulary (--make-vocab-size-divisible-by, a multiple of {scheme.tensor})"
                 if name.endswith(("word_embeddings.weight", "output_layer.weight"))
-                else "use a TP that divides heads, query groups and the FFN's size"
+                else "use a TP that does, such as one that divides the FFN's size"
             )
             raise ConfigError(
                 f"strategy {strategy}: TP {scheme.tensor} does not divide the {sizes[wrong[0]]} of {name}; {advice}"

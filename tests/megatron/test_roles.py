@@ -55,7 +55,8 @@ def assert_one_ranks_gradients(steps: list[list[dict[str, Any]]]) -> None:
     [
         ("5*tp1-pp1-cp1", "takes 5 ranks, and there are 4"),
         ("tp3-pp1-cp1", "TP 3 does not divide the 64 of embedding.word_embeddings.weight; pad the vocabulary"),
-        ("tp4-pp1-cp1", "TP 4 does not divide the 6 of decoder.layers.0.mlp.linear_fc1.weight; use a TP that divides"),
+        ("tp4-pp1-cp1", "TP 4 does not divide the 6 of decoder.layers.0.mlp.linear_fc1.weight; use a TP that does"),
+        ("2*tp2-pp1-cp1", "TP 2 does not divide the 9 query groups"),
         ("tp1-pp2-cp1", "PP 2 does not divide the 3 layers"),
     ],
 )
@@ -65,8 +66,10 @@ def test_a_strategy_that_does_not_cut_the_model_is_refused(strategy: str, messag
         Parameter("decoder.layers.0.mlp.linear_fc1.weight", 12, 4, 0, 0, blocks=2),
     )
     layout = SimpleNamespace(base=Base(Scheme(), 4, ()), parameters=Parameters.of(listed, 3))
+    groups = 9 if strategy.startswith("2*") else 12
+    transformer = SimpleNamespace(num_attention_heads=36, num_query_groups=groups)
     with pytest.raises(ConfigError, match=message):
-        check_strategy(Strategy.parse(strategy), cast("Any", layout))
+        check_strategy(Strategy.parse(strategy), cast("Any", layout), transformer)
 
 
 def test_a_strategy_without_a_role_is_refused() -> None:
