@@ -47,6 +47,20 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place in a strategy: the pipeline, the rank that the pipeline begins with, and the
+    rank's number in each dimension of the pipeline's scheme.
+    """
+
+    pipeline: int
+    first: int
+    scheme: Scheme
+    tensor: int
+    context: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """Pipelines on neighbouring ranks, from rank 0 on; each has its own scheme.
 
@@ -73,6 +87,17 @@ class Strategy:
             raise IndexError(f"pipeline {pipeline} of a strategy with {len(self.pipelines)}")
         first = sum(scheme.num_ranks for scheme in self.pipelines[:pipeline])
         return range(first, first + self.pipelines[pipeline].num_ranks)
+
+    def seat(self, rank: int) -> Seat | None:
+        """The place of `rank`, in Megatron's order tp-cp-pp inside its pipeline; None: left over."""
+        first = 0
+        for pipeline, scheme in enumerate(self.pipelines):
+            if first <= rank < first + scheme.num_ranks:
+                outer, tensor = divmod(rank - first, scheme.tensor)
+                stage, context = divmod(outer, scheme.context)
+                return Seat(pipeline, first, scheme, tensor, context, stage)
+            first += scheme.num_ranks
+        return None
 
     def __str__(self) -> str:
         runs = [(len(list(run)), scheme) for scheme, run in groupby(self.pipelines)]

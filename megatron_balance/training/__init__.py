@@ -10,6 +10,8 @@ In the order of a training step:
 6. `microbatch`, `binding`: the rows of this rank with positions and padding, and its bound plans.
 7. `figures`, `log`: the record of the step.
 
+Beside them `link` and `weights`: weights to the ranks of another strategy, and gradients back.
+
 Nothing here knows an arguments object or keeps a session: values are passed. `megatron` is an
 adapter on this room.
 """

@@ -54,10 +54,10 @@ IMPORTED_LATE = (
     "megatron_balance.pretrain_gpt",
 )
 
-Entry = Literal["pretrain_gpt", "counted", "gaps", "launch", "plain"]
+Entry = Literal["pretrain_gpt", "counted", "gaps", "roles", "launch", "plain"]
 """Our own entry; the same, with transfers between stages counted, or with samples without documents
-and gradients written (`pipeline_runs`); the launcher (argv[0] is the
-script); the script alone, on the CPU but without balance.
+and gradients written (`pipeline_runs`); roles of several strategies (`role_runs`, argv[0] names
+them); the launcher (argv[0] is the script); the script alone, on the CPU but without balance.
 """
 
 
@@ -293,6 +293,10 @@ def _enter(job: Job) -> int:
         code = entry.run(pretrain_gpt.main)
         sys.stdout.write(f"{counts.line()}\n")
         return code
+    if job.entry == "roles":
+        from tests.support import role_runs
+
+        return role_runs.run()
     if job.entry == "gaps":
         from tests.support import pipeline_runs
 

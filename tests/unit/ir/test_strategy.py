@@ -32,3 +32,13 @@ def test_a_tp_group_lies_inside_a_node_unless_it_is_larger() -> None:
             Strategy.parse(text).check(num_ranks=64, node_size=8)
     with pytest.raises(ConfigError, match="takes 9 ranks, and there are 8"):
         Strategy.parse("9*tp1-pp1-cp1").check(num_ranks=8, node_size=8)
+
+
+def test_a_rank_has_one_seat_in_megatrons_order_tp_cp_pp() -> None:
+    strategy = Strategy.parse("tp2-pp1-cp1+tp2-pp3-cp2")
+    seats = [strategy.seat(rank) for rank in range(14)]
+    places = [(seat.pipeline, seat.first, seat.stage, seat.context, seat.tensor) for seat in seats if seat]
+    expected = [(0, 0, 0, 0, tp) for tp in range(2)]
+    expected += [(1, 2, pp, cp, tp) for pp in range(3) for cp in range(2) for tp in range(2)]
+    assert places == expected
+    assert strategy.seat(14) is None

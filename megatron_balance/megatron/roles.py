@@ -1,0 +1,270 @@
+"""Roles: what this rank is in each strategy. Its pipeline's process groups, its part of the model,
+and the memory that all roles share
+([0024](../../docs/adr/0024-weights-move-optimizer-stays.md)).
+
+Source: Hydraulis, arXiv 2412.07894, section 5. `parallel_state` keeps speaking of the base layout;
+a role's model and schedule have their groups given.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_balance.errors import ConfigError
+from megatron_balance.ir.arrays import Ints, sums
+from megatron_balance.ir.strategy import Scheme, Seat, Strategy
+from megatron_balance.megatron.base_layout import BaseLayout, named_parameters
+from megatron_balance.megatron.tokens import job_device
+from megatron_balance.training.link import Shard, held
+from megatron_balance.training.weights import Exchange, Flat
+
+ALIGNED = 128
+"""Elements of which a parameter's start is a multiple in the shared memory, as in Megatron's."""
+AXES: dict[str, str] = {
+    **{name: name for name in ("tp", "cp", "pp")},
+    "mp": "tp pp",
+    "tp_cp": "tp cp",
+    "tp_dp_cp": "tp cp",
+    "dp_cp": "cp",
+    "expt_dp": "tp cp",
+    **dict.fromkeys(("dp", "ep", "expt_tp", "tp_ep", "pos_embd"), ""),
+    "tp_ep_pp": "pp",
+}
+"""Megatron's groups of one pipeline without replicas and experts: the dimensions that each spans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """This rank in one strategy. A rank that is left over has an exchange alone."""
+
+    strategy: Strategy
+    seat: Seat | None
+    exchange: Exchange
+    groups: Any = None
+    model: Any = None
+    weights: Flat = field(default_factory=dict)
+    gradients: Flat = field(default_factory=dict)
+
+    @property
+    def schedule(self) -> Callable[..., Any]:
+        """Megatron's forward and backward over the role's microbatches; `model` and groups are
+        given already.
+        """
+        assert self.seat is not None, "a rank that is left over runs no microbatch"
+        given = {"model": self.model, "pg_collection": self.groups}
+        if self.seat.scheme.pipeline == 1:
+            return functools.partial(forward_backward_no_pipelining, **given)
+        between = P2PCommunicator(pp_group=self.groups.pp, config=get_model_config(self.model))
+        return functools.partial(forward_backward_pipelining_without_interleaving, p2p_communicator=between, **given)
+
+
+class Roles:
+    """The roles of a rank by strategy. One is in use at a time, so they share their memory."""
+
+    def __init__(
+        self, model_config: Any, layout: BaseLayout, strategies: Sequence[Strategy], timeout: timedelta
+    ) -> None:
+        """Make groups, models and exchanges of all strategies. Collective over the world, once.
+
+        Args:
+            model_config: Megatron's config of the base model (`GPTModelConfig`).
+            layout: the base layout.
+            strategies: all that the run may change to.
+            timeout: of the groups.
+
+        Raises:
+            ConfigError: a strategy that cannot cut the model.
+        """
+        for strategy in strategies:
+            check_strategy(strategy, layout, model_config.transformer)
+        self.layout = layout
+        self._model_config = model_config
+        sizes = [int(_room(layout, strategy).sum()) for strategy in strategies]
+        dtype, device = model_config.params_dtype, job_device()
+        self.weights = torch.full((max(sizes, default=0),), torch.nan, dtype=dtype, device=device)
+        """Of the role in use. NaN at the start, so that a weight nobody pulled is seen."""
+        self.gradients = torch.zeros(self.weights.numel(), dtype=torch.float32, device=device)
+        """fp32, of the role in use."""
+        make_group = _GroupMaker(timeout)
+        everyone = make_group(range(dist.get_world_size()))
+        assert everyone is not None
+        self._roles = {strategy: self._made(strategy, make_group, everyone) for strategy in dict.fromkeys(strategies)}
+
+    def pull(self, strategy: Strategy) -> Role:
+        """The role of this rank in `strategy`, with today's weights and zero gradients. Collective.
+
+        Raises:
+            ConfigError: a strategy that no role was made for.
+        """
+        if strategy not in self._roles:
+            raise ConfigError(
+                f"strategy {strategy}: no role was made for it, but for {', '.join(map(str, self._roles))}; roles are "
+                "made at the start"
+            )
+        role = self._roles[strategy]
+        self.gradients.zero_()
+        role.exchange.pull(self.layout.weights, role.weights, self.weights.dtype)
+        return role
+
+    def push(self, role: Role) -> None:
+        """Add the gradients of all ranks' roles to the owners' sums. Collective."""
+        role.exchange.push(role.gradients, self.layout.gradients)
+
+    def _made(self, strategy: Strategy, make_group: _GroupMaker, everyone: dist.ProcessGroup) -> Role:
+        """This rank's role. Every rank makes the groups of all pipelines."""
+        layout, seat, mine = self.layout, strategy.seat(dist.get_rank()), None
+        for pipeline, scheme in enumerate(strategy.pipelines):
+            groups = _groups_of(strategy.ranks_of(pipeline), scheme, make_group)
+            if seat is not None and seat.pipeline == pipeline:
+                mine = groups
+        exchange = Exchange.of(layout.base, layout.owned, strategy, layout.parameters, everyone, self.weights.device)
+        if seat is None:
+            return Role(strategy, seat, exchange)
+        model = self._model(seat.scheme, mine)
+        weights, gradients = self._moved_in(model, _room(layout, strategy))
+        return Role(strategy, seat, exchange, mine, model, weights, gradients)
+
+    def _moved_in(self, model: Any, room: Ints) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Let parameters and their gradients lie in the shared memory; both, by number."""
+        names = {name: number for number, name in enumerate(self.layout.parameters.names)}
+        starts = np.cumsum(room) - room
+        weights: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor] = {}
+        for name, parameter in named_parameters(unwrap_model(model)):
+            number, owner = names[name], cast("Any", parameter)
+            if parameter.dtype != self.weights.dtype:
+                raise ConfigError(
+                    f"parameter {name} is of {parameter.dtype}, the others of {self.weights.dtype}; strategies need "
+                    "weights of one type"
+                )
+            part = slice(int(starts[number]), int(starts[number]) + parameter.numel())
+            weights[number] = parameter.data = self.weights[part].view(parameter.shape)
+            gradients[number] = owner.main_grad = self.gradients[part].view(parameter.shape)
+            owner.grad_added_to_main_grad = False
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+        return weights, gradients
+
+    def _model(self, scheme: Scheme, groups: Any) -> Any:
+        """This rank's part of the model under `scheme`, by Megatron's builder; not initialised."""
+        config = copy.deepcopy(self._model_config)
+        config.vocab_size, config.should_pad_vocab = self._vocabulary(), False
+        transformer = config.transformer
+        transformer.tensor_model_parallel_size = scheme.tensor
+        transformer.pipeline_model_parallel_size = scheme.pipeline
+        transformer.context_parallel_size = scheme.context
+        transformer.sequence_parallel = transformer.sequence_parallel and scheme.tensor > 1
+        transformer.perform_initialization = False  # Megatron's would seed by the base's TP rank
+        transformer.pipeline_dtype = transformer.params_dtype
+        transformer.variable_seq_lengths = True
+        model = config.get_builder_cls()(config).build_model(groups).to(job_device())
+        if transformer.bf16 or transformer.fp16:
+            model = Float16Module(transformer, model)
+        return model
+
+    def _vocabulary(self) -> int:
+        parameters = self.layout.parameters
+        return int(parameters.shape[parameters.names.index("embedding.word_embeddings.weight"), 0])
+
+
+def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> None:
+    """Refuse a strategy whose degrees do not cut the model evenly.
+
+    `transformer`: the base model's `TransformerConfig`.
+
+    Raises:
+        ConfigError: more ranks than there are; TP that does not divide heads, query groups or a
+            parameter's dimension; PP that does not divide the layers.
+    """
+    parameters = layout.parameters
+    strategy.check(layout.base.num_ranks, layout.base.num_ranks)
+    counts = {"attention heads": transformer.num_attention_heads, "query groups": transformer.num_query_groups}
+    for scheme in dict.fromkeys(strategy.pipelines):
+        for what, count in counts.items():
+            if count % scheme.tensor:
+                raise ConfigError(
+                    f"strategy {strategy}: TP {scheme.tensor} does not divide the {count} {what}; use a TP that does"
+                )
+        cut = np.flatnonzero(parameters.cut >= 0)
+        sizes = parameters.shape[cut, parameters.cut[cut]] // parameters.blocks[cut]
+        wrong = np.flatnonzero(sizes % scheme.tensor)
+        if len(wrong):
+            name = parameters.names[cut[wrong[0]]]
+            advice = (
+                f"pad the vocabulary (--make-vocab-size-divisible-by, a multiple of {scheme.tensor})"
+                if name.endswith(("word_embeddings.weight", "output_layer.weight"))
+                else "use a TP that does, such as one that divides the FFN's size"
+            )
+            raise ConfigError(
+                f"strategy {strategy}: TP {scheme.tensor} does not divide the {sizes[wrong[0]]} of {name}; {advice}"
+            )
+        if parameters.num_layers % scheme.pipeline:
+            raise ConfigError(
+                f"strategy {strategy}: PP {scheme.pipeline} does not divide the {parameters.num_layers} layers; use a "
+                "PP that does"
+            )
+
+
+class _GroupMaker:
+    """Process groups by their ranks; equal ones are made once. All ranks ask for all, in one order."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def __call__(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of `ranks`; None on a rank outside of it."""
+        key = tuple(ranks)
+        if key not in self._made:
+            group = dist.new_group(list(key), timeout=self._timeout)
+            self._made[key] = cast("dist.ProcessGroup", group) if dist.get_rank() in key else None
+        return self._made[key]
+
+
+def _groups_of(ranks: range, scheme: Scheme, make_group: _GroupMaker) -> Any:
+    """Megatron's groups of the pipeline on `ranks`, of which this rank may have none."""
+    shape = (scheme.pipeline, scheme.context, scheme.tensor)
+    grid = np.array(ranks).reshape(shape)
+    mine: dict[str, dist.ProcessGroup | None] = {}
+    for name, spanned in AXES.items():
+        inside = [axis for axis, word in enumerate(("pp", "cp", "tp")) if word in spanned.split()]
+        outside = [axis for axis in range(3) if axis not in inside]
+        rows = grid.transpose(*outside, *inside).reshape(-1, int(np.prod([shape[axis] for axis in inside], dtype=int)))
+        made = [make_group(row.tolist()) for row in rows]
+        mine[name] = next((group for group in made if group is not None), None)
+    ends = [
+        make_group(list(dict.fromkeys((first, last))))
+        for first, last in zip(grid[0].reshape(-1).tolist(), grid[-1].reshape(-1).tolist(), strict=True)
+    ]
+    mine["embd"] = next((group for group in ends if group is not None), None)
+    return ProcessGroupCollection(**mine)
+
+
+def _room(layout: BaseLayout, strategy: Strategy) -> Ints:
+    """Elements that each parameter takes in the shared memory under a strategy [n], this rank's."""
+    mine = held(strategy, layout.parameters, rank=dist.get_rank())
+    sizes = (mine[:, Shard.STOPS] - mine[:, Shard.STARTS]).prod(axis=1)
+    return -(-sums(mine[:, Shard.PARAMETER], sizes, len(layout.parameters)) // ALIGNED) * ALIGNED
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    """As Megatron's DDP: a gradient is summed in fp32, unless the kernel did so already."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

@@ -1,0 +1,38 @@
+"""The link between the base layout and a strategy: which rectangle of which parameter goes from
+which rank to which, in a pull (weights to roles) and in a push (gradients to owners).
+
+Source: Hydraulis, arXiv 2412.07894, section 5.2 and Appendix B.1.
+
+- What we implement: parameters and optimizer states that are cut differently, and one exchange each
+  way that carries a rank's weights and gradients from one cut to the other.
+- Where we differ: the paper cuts every parameter into equal slices, as many as the LCM of the
+  number of GPUs and the largest TP (for gradients: times replicas). Such a number need not divide
+  a dimension. Transfers here are intersections of rectangles, so any degrees go together. Gradients
+  go to their owner at once, without a reduce-scatter among replicas before.
+- What we leave out: a rectangle that several ranks of a node need crosses their NIC several times,
+  and their gradients are not summed in the node first.
+
+Pure NumPy: no group, no tensor, no clock. Every rank computes its own rows, and those of two ranks
+agree without a message ([0024](../../../docs/adr/0024-weights-move-optimizer-stays.md)).
+"""
+
+from megatron_balance.training.link.parameters import Parameter, Parameters
+from megatron_balance.training.link.places import Place, places
+from megatron_balance.training.link.shards import Base, Buffer, Shard, held
+from megatron_balance.training.link.table import Link, Piece, elements, link, traffic
+
+__all__ = [
+    "Base",
+    "Buffer",
+    "Link",
+    "Parameter",
+    "Parameters",
+    "Piece",
+    "Place",
+    "Shard",
+    "elements",
+    "held",
+    "link",
+    "places",
+    "traffic",
+]

@@ -1,0 +1,275 @@
+"""Roles on real Megatron models: gradients of several strategies, one after another in the same
+processes, beside those of one rank with the whole model.
+
+The rank's command line begins with the strategies, separated by commas.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.ir.strategy import Scheme, Strategy
+from tests.support.megatron_run import Job, Trainer
+from tools.megatron_flags import GPT, LOCAL_LAYERS, LOOP, command_line
+
+MODEL: dict[str, Any] = {
+    **GPT,
+    "num-layers": 4,
+    "hidden-size": 48,
+    "ffn-hidden-size": 96,
+    "num-attention-heads": 12,
+    "seq-length": 64,
+    "max-position-embeddings": 64,
+}
+"""Sizes that TP 2, 3 and 4 divide."""
+RUN: dict[str, Any] = {
+    **LOOP,
+    **LOCAL_LAYERS,
+    "global-batch-size": 8,
+    "train-iters": 1,
+    "lr": 1e-3,
+    "vocab-size": 90,
+    "make-vocab-size-divisible-by": 48,
+    "seed": 11,
+    "mock-data": True,
+    "use-distributed-optimizer": True,
+    "balance-device": "cpu",
+}
+STRATEGIES = (
+    "tp2-pp1-cp1+tp1-pp2-cp1",
+    "tp3-pp1-cp1+tp1-pp1-cp1",
+    "tp1-pp4-cp1",
+    "tp1-pp1-cp1+tp2-pp1-cp1",
+    "tp2-pp1-cp1+tp1-pp2-cp1",
+)
+"""On four ranks, in turn; the fourth leaves a rank over."""
+LENGTHS = (36, 24, 60, 48, 12)
+"""Tokens of each microbatch: TP 2, 3 and 4 divide them, as sequence parallelism wants."""
+ALIGNED = 128
+"""Elements to which a parameter is rounded up in a role's memory."""
+ALLOWED = {
+    ("get_global_memory_buffer", ""): "scratch memory for gathered rows, of no layout",
+    ("is_initialized", ""): "says only that there are groups",
+    (
+        "get_tensor_model_parallel_group",
+        "linear_with_grad_accumulation_and_async_allreduce",
+    ): "RowParallelLinear names no group there, and none is used: it gathers nothing and reduces nothing",
+}
+"""Getters of `parallel_state` that may be asked inside a role (by the function that has its group
+looked up; by any), and why."""
+
+
+class Checker:
+    """This rank of Megatron's base layout, its roles, and the gradients of the whole model."""
+
+    def __init__(self, strategies: list[Strategy]) -> None:
+        """Build the base as `pretrain` does, then the roles, then train the whole model alone."""
+        import torch.distributed as dist
+        from megatron.core.enums import ModelType
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.utils import unwrap_model
+        from megatron.training import pretrain
+        from megatron.training.arguments import parse_and_validate_args
+        from megatron.training.initialize import initialize_megatron
+        from megatron.training.training import setup_model_and_optimizer
+
+        from megatron_balance.megatron import gpt
+        from megatron_balance.megatron.arguments import add_balance_arguments
+        from megatron_balance.megatron.base_layout import base_layout, named_parameters
+        from megatron_balance.megatron.roles import Roles
+
+        args: Any = parse_and_validate_args(extra_args_provider=add_balance_arguments)
+        config, _ = gpt.start(pretrain, args)
+        initialize_megatron()
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.model, optimizer, _ = setup_model_and_optimizer(
+            ModelType.encoder_or_decoder, cfg_container=config, pg_collection=groups
+        )
+        scheme = Scheme(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+        self.layout = base_layout(self.model, optimizer, scheme)
+        alone = Strategy((Scheme(),) * dist.get_world_size())
+        self.roles = Roles(config.model, self.layout, [alone, *strategies], timedelta(seconds=60))
+        named = dict(named_parameters(unwrap_model(self.model[0])))
+        (shards,) = getattr(optimizer, "chained_optimizers", [optimizer])
+        self.starts = {
+            name: shards._get_model_param_range_map(parameter)["param"].start
+            for name, parameter in named.items()
+            if parameter in shards.model_param_gbuf_map
+        }
+        self.whole = _gathered({name: parameter.data for name, parameter in named.items()}, self.layout.parameters)
+        role = self.roles.pull(alone)
+        for number, tensor in role.weights.items():
+            tensor.copy_(self.whole[number])  # the reference owes nothing to a pull
+        with _no_parallel_state():
+            _trained(role, range(len(LENGTHS)))
+        self.wanted = {number: tensor.clone() for number, tensor in role.gradients.items()}
+        self.before: dict[Strategy, Any] = {}
+
+    def step(self, strategy: Strategy) -> dict[str, Any]:
+        """One step's gradients under `strategy`, beside those of the whole model."""
+        import torch
+
+        names, layout = self.layout.parameters.names, self.layout
+        self.roles.weights.fill_(torch.nan)
+        for buffer in self.model[0].buffers:
+            buffer.grad_data.zero_()
+        role = self.roles.pull(strategy)
+        if role.seat is not None:
+            with _no_parallel_state():
+                _trained(role, range(role.seat.pipeline, len(LENGTHS), len(strategy.pipelines)))
+        self.roles.push(role)
+        errors = {
+            names[number]: float(
+                (tensor - self._owned(self.wanted[number], number)).abs().max() / self.wanted[number].abs().max()
+            )
+            for number, tensor in layout.gradients.items()
+        }
+        before = self.before.setdefault(strategy, {number: each.clone() for number, each in layout.gradients.items()})
+        return {
+            "strategy": str(strategy),
+            "errors": errors,
+            "same_bits": all(torch.equal(each, before[number]) for number, each in layout.gradients.items()),
+            "memory": [self.roles.weights.numel(), self.roles.gradients.numel()],
+            "whole": sum(-(-tensor.numel() // ALIGNED) * ALIGNED for tensor in self.wanted.values()),
+        }
+
+    def _owned(self, whole: Any, number: int) -> Any:
+        """The part of a whole gradient that this rank's optimizer owns, as Megatron cuts it."""
+        import torch
+        import torch.distributed as dist
+
+        tensor, parameters = self.layout.base.scheme.tensor, self.layout.parameters
+        cut, blocks = int(parameters.cut[number]), int(parameters.blocks[number])
+        rank = dist.get_rank() % tensor
+        if cut >= 0:
+            whole = torch.cat([half.chunk(tensor, cut)[rank] for half in whole.chunk(blocks, cut)], cut)
+        start = self.starts[parameters.names[number]]
+        return whole.reshape(-1)[start : start + self.layout.gradients[number].numel()]
+
+
+def main() -> None:
+    """Run one rank; prints a line of JSON for each strategy."""
+    import torch.distributed as dist
+
+    from megatron_balance.patches import applied, dataset_helpers, torch_norm
+
+    strategies = [Strategy.parse(text) for text in sys.argv.pop(1).split(",")]
+    with applied((*torch_norm.PATCHES, *dataset_helpers.PATCHES)):
+        checker = Checker(strategies)
+        for strategy in strategies:
+            sys.stdout.write(f"ROLE {json.dumps(checker.step(strategy))}\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run() -> int:
+    """Exit code of a rank."""
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def trained(
+    trainer: Trainer, folder: Path, num_ranks: int, strategies: Sequence[str], base: Mapping[str, Any]
+) -> list[list[dict[str, Any]]]:
+    """Lines of each rank, one a strategy, on the base layout with these flags."""
+    argv = (",".join(strategies), *command_line(MODEL, RUN, base))
+    result = trainer.run(Job("roles", num_ranks, argv, str(folder), deadline_s=300))
+    failed = result.failed
+    assert failed is None, f"rank {failed} ended with {result.codes[failed]}; its log ends:\n{result.tail(failed)}"
+    logs = [result.log(rank).splitlines() for rank in range(num_ranks)]
+    return [[json.loads(line[5:]) for line in log if line.startswith("ROLE ")] for log in logs]
+
+
+def _trained(role: Any, microbatches: range) -> None:
+    """Forward and backward of a role over these microbatches."""
+    if not microbatches:
+        return
+    role.schedule(
+        forward_step_func=_forward_step,
+        data_iterator=iter([_tokens(number) for number in microbatches]),
+        num_microbatches=len(microbatches),
+        seq_length=max(LENGTHS),
+        micro_batch_size=1,
+    )
+
+
+def _tokens(number: int) -> Any:
+    import torch
+
+    return torch.randint(0, 90, (1, LENGTHS[number]), generator=torch.Generator().manual_seed(number))
+
+
+def _forward_step(iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    import torch
+
+    tokens = next(iterator)
+    size = tokens.shape[1]
+    mask = torch.ones(1, 1, size, size, dtype=torch.bool).triu(1)
+    out = model(tokens, torch.arange(size)[None], mask, labels=tokens.roll(-1, 1))
+
+    def loss(values: Any) -> Any:
+        total = values.sum()
+        return total, torch.tensor(size, dtype=torch.int), {"lm loss": total.detach()}
+
+    return out, loss
+
+
+def _gathered(mine: dict[str, Any], parameters: Any) -> dict[int, Any]:
+    """All parameters of TP 1, from Megatron's own weights on all ranks."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import mpu
+
+    seat = (mpu.get_tensor_model_parallel_rank(), {name: tensor.numpy() for name, tensor in mine.items()})
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, seat)
+    found: dict[int, Any] = {}
+    for number, name in enumerate(parameters.names):
+        cut, blocks = int(parameters.cut[number]), int(parameters.blocks[number])
+        of_rank = {tp: torch.from_numpy(held[name]) for tp, held in every[::-1] if name in held}
+        shards = [of_rank[tp] for tp in sorted(of_rank)]
+        if cut < 0:
+            found[number] = shards[0]
+            continue
+        halves = [torch.cat([shard.chunk(blocks, cut)[block] for shard in shards], cut) for block in range(blocks)]
+        found[number] = torch.cat(halves, cut)
+    return found
+
+
+@contextmanager
+def _no_parallel_state() -> Iterator[None]:
+    """Let every getter of `parallel_state` raise, wherever Megatron imported it."""
+    from megatron.core import parallel_state
+
+    def asked(name: str, getter: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if (name, sys._getframe(2).f_code.co_name) in ALLOWED:
+            return getter(*given, **named)
+        raise AssertionError(f"parallel_state.{name} was asked inside a role: it speaks of the base layout")
+
+    replaced: list[tuple[Any, str, Any]] = []
+    for name, getter in list(vars(parallel_state).items()):
+        ours = getattr(getter, "__module__", "") == parallel_state.__name__
+        if not (callable(getter) and ours and name.startswith(("get_", "is_"))) or (name, "") in ALLOWED:
+            continue
+        raising = functools.partial(asked, name, getter)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is getter:
+                replaced.append((module, name, getter))
+                setattr(module, name, raising)
+    try:
+        yield
+    finally:
+        for module, name, getter in replaced:
+            setattr(module, name, getter)
