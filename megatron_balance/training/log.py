@@ -137,6 +137,7 @@ class StepLog:
             "plan_wait_ms": 1e3 * ran.planned.wait_s,
             "step_ms": 1e3 * step_s,
             "fingerprint": ran.planned.fingerprint,
+            "announced": ran.planned.announced,
         }
         if self._target.writes:
             _log_line(record)
