@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 
-from megatron_balance.errors import BalanceError, ConfigError, DataError, PlanMismatchError
+from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.planning.ahead import PlanAhead
+from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner
 from megatron_balance.training.agree import check_announced
 from megatron_balance.training.ledger import BEGINNING, Held, Ledger
@@ -55,6 +56,8 @@ class PlannedStep:
     """Name of the planner that was asked; it may have asked others."""
     announced: bool = False
     """Whether ranks compared it with the lengths that they shared, in no collective of its own."""
+    proofs: Proofs = NONE
+    """Of plans made ahead on this rank, so far."""
 
     @property
     def plans(self) -> tuple[MicrobatchPlan, ...]:
@@ -221,6 +224,7 @@ class StepPlans:
             InfeasibleError: a microbatch that the pool cannot hold.
             DataError: documents may wait, and others were read than the corpus has there.
             PlanMismatchError: ranks that planned differently.
+            InvalidProgramError: the proof of an earlier plan failed.
         """
         consumed = self._samples.consumed()
         if self._drawn is not None and self._drawn[0] == consumed:
@@ -236,6 +240,8 @@ class StepPlans:
                 self._check_read(consumed, planned)
             planned = self._accounted(planned, lengths, consumed, len(lengths), 0)
         planned = self._compared(planned, consumed, announced)
+        if self._ahead is not None:
+            planned = dataclasses.replace(planned, proofs=self._ahead.proofs)
         self._last = (consumed, lengths, planned)
         return planned
 
@@ -397,6 +403,12 @@ class StepPlans:
         """
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
+        if ahead.proofs.wrong:
+            raise InvalidProgramError(
+                f"an earlier step was trained by a plan that does not hold, so what was trained may be wrong: "
+                f"{ahead.proofs.wrong}. Go back to a checkpoint before it (steps.jsonl has its fingerprint), with "
+                "another planner, and report it"
+            )
         if ready is not None and ready.step is not None and expected == lengths and ready.before == self._ledger.carry:
             planned, intact = (
                 PlannedStep(ready.step, ready.plan_s, ready.waited_s, ready.after, planner=self._planner.choice.name),

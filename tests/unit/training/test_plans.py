@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_balance.errors import ConfigError, InfeasibleError, PlanMismatchError
+from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
@@ -16,6 +16,7 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.ahead import Ready
+from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.training.ledger import Held, Ledger
 from megatron_balance.training.plans import Samples, StepPlans
@@ -50,6 +51,7 @@ class Ahead:
         self.planner, self.carry = planner, EMPTY
         self.answers: dict[Hashable, Ready] = {}
         self.asked: list[Hashable] = []
+        self.proofs = Proofs()
 
     def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
         before = self.carry if carry is None else carry
@@ -162,6 +164,19 @@ def test_a_plan_that_is_refused_before_reading_is_refused_once_all_ranks_have_re
     job = Job(StepPlanner(spec))
     assert not job.plans.draw(1).fingerprint
     with pytest.raises(InfeasibleError, match="tokens"):
+        job.step()
+
+
+def test_a_plan_whose_proof_failed_ends_the_run_at_the_next_step(planner: StepPlanner) -> None:
+    job = Job(planner, ahead=True)
+    assert job.ahead is not None
+    job.step()
+    job.ahead.proofs = Proofs(proved=2)
+    job.plans.draw(1)
+    assert job.plans.plan((SAMPLES[1],)).proofs.proved == 2
+    job.consumed += 1
+    job.ahead.proofs = Proofs(2, 0, "step plan 0123: rank 1 lacks keys")
+    with pytest.raises(InvalidProgramError, match=r"may be wrong: step plan 0123: rank 1 lacks keys\. Go back to a"):
         job.step()
 
 
