@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tools.faults import cases, digests, files, mutants, plans
+from tools.faults import cases, digests, files, mutants, plans, training
 from tools.faults.cases import Suite, Tally
 
 SUITES = {
@@ -25,6 +25,8 @@ SUITES = {
         Suite("mutants", "programs with one thing changed", 100_000, 200, mutants.mutants),
         Suite("gloo", "random plans on four gloo ranks against dense attention", 10_000, 20, plans.on_gloo),
         Suite("digests", "plans on an old CPU and under another hash seed", 10_000, 100, digests.digests),
+        Suite("places", "a rank of a training run fails, by place and way", 220, 1, training.places),
+        Suite("kills", "a random rank killed, the run resumed", 100, 1, training.kills),
         Suite("files", "damaged files, of each loader in turn", 120_000, 1000, files.files),
     )
 }

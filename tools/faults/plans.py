@@ -1,5 +1,6 @@
 """Random steps for every planner: planned within a limit of processor time, or refused in words; the
-structure of all plans checked, some small ones proved. And random plans on gloo against dense attention.
+structure of all plans checked, some small ones proved. And random plans on gloo against dense
+attention.
 """
 
 from __future__ import annotations
