@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_balance.compile.prove import prove
 from megatron_balance.errors import BalanceError
@@ -23,6 +23,7 @@ FIRST = 3
 """Steps at the beginning, each of which is proved if no other still is."""
 LIMIT_S, LIMIT_BYTES = 300, 4 << 30
 """Processor time of the proof of a step, and memory beside what the planning process holds."""
+NICENESS = 19
 _LEFT_OUT = 3
 """Exit code of a proof that reached a limit."""
 
@@ -130,11 +131,7 @@ class Prover:
 
 def _limit_self() -> None:
     """Take what nobody else wants, and no more than the limits."""
-    os.nice(19)
-    scheduler: Any = getattr(os, "SCHED_IDLE", None)
-    if scheduler is not None:
-        with suppress(OSError):
-            os.sched_setscheduler(0, scheduler, os.sched_param(0))
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as stream:

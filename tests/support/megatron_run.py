@@ -95,7 +95,7 @@ class Result:
     logs: Path
     seconds: float
     left: tuple[str, ...] = ()
-    """Command lines of planning processes that outlived their ranks by seconds."""
+    """Command lines of planning processes that outlived their ranks by more than data workers do."""
 
     @property
     def failed(self) -> int | None:
@@ -245,7 +245,7 @@ def run_job(job: Job) -> tuple[dict[int, int], list[str]]:
                 os.kill(one, signal.SIGKILL)
             killed = True
         time.sleep(0.02)
-    left_running = _planning(ranks.keys(), 3.0)
+    left_running = _planning(ranks.keys(), 12.0)
     for pid in ranks:  # what a rank started and left behind: Megatron's checkpoints go through a manager process
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)

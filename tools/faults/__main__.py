@@ -34,7 +34,7 @@ SUITES = {
 
 def main() -> int:
     """Run what the command line names; 1 if it found a fault."""
-    parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.faults", description="Look for faults, suite by suite.")
     parser.add_argument("suite", choices=[*SUITES, "all", "show"])
     parser.add_argument("--count", type=int, help="cases over all runs with this folder; default: a whole run's")
     parser.add_argument("--share", type=float, default=1.0, help="of a whole run, in place of --count")

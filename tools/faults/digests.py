@@ -53,18 +53,19 @@ def _answering(environment: dict[str, str]) -> Iterator[Callable[[int], str]]:
         cwd=ROOT,
         env={**os.environ, **environment},
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    asked, answered = process.stdin, process.stdout
+    assert asked is not None
+    assert answered is not None
     try:
 
         def ask(number: int) -> str:
-            process.stdin.write(f"{number}\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
+            asked.write(f"{number}\n")
+            asked.flush()
+            return json.loads(answered.readline())
 
         yield ask
     finally:
-        process.stdin.close()
+        asked.close()
         process.wait(30)
 
 

@@ -37,7 +37,8 @@ def mutants() -> Iterator[Callable[[int], Outcome]]:
         if at not in last:
             last.clear()
             last[at] = program_of(at)
-        return Outcome("refused by the planner") if last[at] is None else try_mutant(number, *last[at])
+        found = last[at]
+        return Outcome("refused by the planner") if found is None else try_mutant(number, *found)
 
     yield one
 

@@ -24,11 +24,11 @@ from tools.faults.cases import Outcome
 from tools.megatron_flags import command_line
 
 RANKS, WORKERS = (2, 4), (0, 2)
-TIMEOUT_S = 8
+TIMEOUT_S = 20
 """Of Megatron's process groups, once training runs."""
-MOST_S = 30.0
-"""In which all ranks have ended, once one failed."""
-START_S = 90.0
+MOST_S = 50.0
+"""In which all ranks have ended, once one failed: the timeout, and 30 seconds."""
+START_S = 110.0
 """The same, where one never starts: a minute is the shortest --distributed-timeout-minutes."""
 LATE = frozenset({"log", "save", "evaluation"})
 """Places whose first call comes when all ranks have trained a step."""
@@ -95,7 +95,7 @@ def _runs() -> Iterator[Runs]:
 
 def matrix() -> list[tuple[int, int, str, str]]:
     """Data workers, ranks, place and kind of every cell, in an order in which any part has of all."""
-    cells = list(itertools.product(WORKERS, RANKS, PLACES, KINDS))
+    cells: list[tuple[int, int, str, str]] = list(itertools.product(WORKERS, RANKS, PLACES, KINDS))
     random.Random("matrix").shuffle(cells)
     return cells
 
