@@ -19,10 +19,12 @@ from pydantic import BaseModel, Field, InstanceOf, field_validator
 from pydantic_core import PydanticCustomError
 
 from megatron_balance.errors import ConfigError
+from megatron_balance.files import UnreadableError, read_json
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Objective, RemapWhen, Sides, Solver, When
 from megatron_balance.ir.model import GradientWire, Model
 from megatron_balance.ir.program import Backward
+from megatron_balance.model_config import NAMES, check_attention, facts
 from megatron_balance.strict_yaml import (
     STRICT,
     checked,
@@ -325,7 +327,9 @@ def parse_cluster(text: str, source: str) -> ClusterChoice:
 
 
 def load_model(name_or_path: str) -> Model:
-    """The model of that name in configs/model, or in that YAML file."""
+    """The model of that name in configs/model, in that YAML file, or that a `config.json` of
+    Transformers describes.
+    """
     return _model(_section("model", name_or_path, None, "--model"))
 
 
@@ -360,6 +364,8 @@ def _section(
     target = Cluster if section == "cluster" else Model
     if isinstance(value, str):
         path = _find(section, value, file, where)
+        if section == "model" and (path.suffix == ".json" or path.is_dir()):
+            return _model_json(path / "config.json" if path.is_dir() else path)
         if path.resolve() in above:
             raise ConfigError(
                 f"{file}: {where or 'base'}: {value} is based on itself ({' -> '.join(each.name for each in above)} -> "
@@ -372,11 +378,48 @@ def _section(
             f"{source}: {where or section}: expected keys, a name or a path to a YAML, got {shown(value)}"
         )
     keys = dict(cast("dict[str, Any]", value))
+    if section == "model":
+        keys = _own_names(keys, source, where)
     base = keys.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{source}: {joined(where, 'base')}: expected a name or a path to a YAML, got {shown(base)}")
     underneath: dict[str, Any] = {} if base is None else _section(section, base, file, joined(where, "base"), above)
     return {**underneath, **checked(target, keys, source, where, ("base",))}
+
+
+def _model_json(path: Path) -> dict[str, Any]:
+    """The model that a `config.json` of Transformers describes."""
+    try:
+        described: object = read_json(path)
+        if not isinstance(described, dict):
+            raise UnreadableError("expected an object of keys such as num_attention_heads")
+        described = cast("dict[str, Any]", described)
+        text = described.get("text_config")  # of a model with several modalities
+        described = cast("dict[str, Any]", text) if isinstance(text, dict) else described
+        check_attention(described)
+        return facts(described)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; a model is a YAML, or Transformers' config.json"
+        ) from error
+    except (UnreadableError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _own_names(keys: dict[str, Any], source: str, where: str) -> dict[str, Any]:
+    """The keys of a model with those of Transformers and Megatron by our names."""
+    renamed: dict[str, Any] = {}
+    for key, value in keys.items():
+        name = next((fact for fact, aliases in NAMES.items() if key in aliases), key)
+        if name in renamed:
+            raise ConfigError(f"{source}: {joined(where, key)}: {name} is given twice; leave one out")
+        renamed[name] = value
+    if renamed.keys() != keys.keys() and "num_heads" in renamed:
+        renamed.setdefault("num_kv_heads", renamed["num_heads"])
+        heads, hidden = renamed["num_heads"], renamed.get("hidden_size")
+        if type(heads) is int and type(hidden) is int and heads > 0:
+            renamed.setdefault("head_dim", hidden // heads)
+    return renamed
 
 
 def _planner_section(value: Any, file: Path, planners: Collection[str]) -> PlannerSection:
@@ -426,7 +469,8 @@ def _preset(section: Section, name: str) -> dict[str, Any]:
 
 def _find(section: Section, reference: str, file: Path | None, where: str) -> Path:
     """The YAML that a name or path means; paths are relative to the file that holds them."""
-    if not reference.endswith((".yaml", ".yml")) and "/" not in reference:
+    is_path = "/" in reference or reference.endswith((".yaml", ".yml", *([".json"] if section == "model" else [])))
+    if not is_path:
         path = CONFIGS / section / f"{reference}.yaml"
         if path.is_file():
             return path

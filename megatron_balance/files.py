@@ -1,5 +1,5 @@
-"""Read text and JSON that somebody gave: bounded, and with one sentence where it is not what it
-should be.
+"""Read text and JSON that somebody gave, compressed or not: bounded, and with one sentence where it
+is not what it should be.
 
 A device, an endless pipe, a nest of a million brackets or a number of five thousand digits costs no
 more than the file that was expected.
@@ -8,11 +8,14 @@ more than the file that was expected.
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 MOST_BYTES = 256 * 2**20
 """Of a file that is read as a whole: plans of a thousand ranks take a tenth of it."""
@@ -22,20 +25,51 @@ INT64 = 2**63
 _LONG_NUMBER = re.compile(r"\d{19}")
 
 
+ZSTD = ("compression.zstd", "zstandard")
+"""Modules that read Zstandard: Python's own from 3.14 on, and a package for all before."""
+
+
 class UnreadableError(ValueError):
-    """A file that is not text, or too long, or not JSON; says which."""
+    """A file that is not text, or too long, or not JSON, or compressed by what is not here; says
+    which.
+    """
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file or pipe.
+def open_bytes(path: Path) -> IO[bytes]:
+    """The bytes of a file; of a name that ends in .gz or .zst those that were compressed.
 
     Raises:
         OSError: it cannot be read.
-        UnreadableError: it is not UTF-8, holds a NUL byte, or has more than `most_bytes` bytes.
+        UnreadableError: nothing here reads Zstandard.
+    """
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    if path.suffix != ".zst":
+        return path.open("rb")
+    for name in ZSTD:
+        try:
+            return import_module(name).open(path, "rb")
+        except ModuleNotFoundError:
+            continue
+    raise UnreadableError("compressed by Zstandard, which needs Python 3.14 or the package zstandard; or decompress it")
+
+
+def uncompressed(path: Path) -> Path:
+    """The path without the ending that says how it is compressed."""
+    return path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file or pipe, decompressed where its name says that it is compressed.
+
+    Raises:
+        OSError: it cannot be read.
+        UnreadableError: it is not UTF-8, holds a NUL byte, has more than `most_bytes` bytes, or is not
+            what it was compressed as.
     """
     decoder, parts, num_bytes = codecs.getincrementaldecoder("utf-8")(), list[str](), 0
-    with path.open("rb") as stream:
-        while part := stream.read(PART_BYTES):
+    with open_bytes(path) as stream:
+        while part := _part(stream):
             if b"\0" in part:
                 raise UnreadableError("not text: has a NUL byte")
             num_bytes += len(part)
@@ -44,6 +78,13 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
             parts.append(_decoded(decoder, part))
     parts.append(_decoded(decoder, b"", final=True))
     return "".join(parts)
+
+
+def _part(stream: IO[bytes]) -> bytes:
+    try:
+        return stream.read(PART_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UnreadableError(f"not what its name says it is compressed as: {error}") from None
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, part: bytes, *, final: bool = False) -> str:

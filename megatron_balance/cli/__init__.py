@@ -9,11 +9,13 @@ imported here.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, cast
 
+from megatron_balance import __version__
 from megatron_balance.cli import (
     compare,
     corpus,
@@ -29,6 +31,7 @@ from megatron_balance.cli import (
 )
 from megatron_balance.errors import BalanceError, suggest
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 VERBS = (plan, verify, simulate, compare, tune, strategies, report, reproduce, profile, corpus, doctor)
 
 
@@ -52,6 +55,7 @@ def build_parser() -> Parser:
         description="Plan, prove and inspect balanced distributed attention.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     for verb in VERBS:
         verb.add_parser(subparsers)
@@ -65,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
+        if not arguments:
+            parser.print_help()
+            return 0
         args, unknown = parser.parse_known_args(arguments)
+        unknown = _left_over(args, unknown)
         if unknown:
             raise _UsageError(_unknown_option(unknown, args.verb, parser), parser)
         code: int = args.run(args)
@@ -80,9 +88,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+
+
+def _left_over(args: argparse.Namespace, unknown: list[str]) -> list[str]:
+    """The words that no option takes, but for one that stands behind the options and is the
+    positional that may be left out (`reproduce zeppelin --json table2`), which argparse does not see.
+    """
+    if "table" in args and args.table is None and len(unknown) == 1 and not unknown[0].startswith("-"):
+        args.table = unknown[0]
+        return []
+    return unknown
 
 
 def _unknown_option(unknown: list[str], verb: str, parser: Parser) -> str:

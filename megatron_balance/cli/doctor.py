@@ -180,6 +180,7 @@ def _write_cluster(path: Path, *, as_json: bool) -> int:
         ConfigError: no GPU, GPUs that are not alike, or a file that is there already or cannot be
             written.
     """
+    from megatron_balance.cli import output
     from megatron_balance.config import load_cluster
     from megatron_balance.profiling import hardware
 
@@ -189,10 +190,7 @@ def _write_cluster(path: Path, *, as_json: bool) -> int:
         raise ConfigError(f"--write-cluster {path}: the file is there already; remove it or name another")
     node = hardware.read_node()
     text = hardware.cluster_yaml(node, path.stem, datetime.datetime.now(datetime.UTC).date())
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write-cluster {path}: {error.strerror}") from None
+    output.write(path, text, "--write-cluster")
     keys = dict(load_cluster(str(path.absolute())).given)
     if as_json:
         print(json.dumps({"file": str(path), "cluster": keys, "node": asdict(node)}))

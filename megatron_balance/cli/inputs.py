@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -109,23 +110,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: the cluster's)")
     parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks on a node (default: the cluster's)")
     parser.add_argument(
-        "--model", metavar="NAME|FILE", help=f"one of {', '.join(names('model'))}, or a YAML (default {DEFAULT_MODEL})"
+        "--model",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(names('model'))}, a YAML, or Transformers' config.json (default {DEFAULT_MODEL})",
     )
-    parser.add_argument("--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens")
     parser.add_argument(
-        "--lengths-file", type=Path, metavar="FILE", help="JSON: [lengths] or [[lengths], ...], one list per batch"
+        "--lengths", metavar="4096,512,...", help="sequence lengths of one batch, in tokens; 128k is 131072"
+    )
+    parser.add_argument(
+        "--lengths-file",
+        type=Path,
+        metavar="FILE",
+        help="JSON: [lengths] or [[lengths], ...], one list per batch; or CSV, or lines; .gz and .zst too",
     )
     parser.add_argument(
         "--dataset",
         metavar="NAME|PATH",
         help="draw lengths from a known distribution, data codes, or the documents of a file or folder",
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="with --dataset: tokens of a batch")
+    parser.add_argument("--tokens", type=tokens, metavar="N", help="with --dataset: tokens of a batch")
     parser.add_argument("--batches", type=int, metavar="K", help="with --dataset: number of batches (default 1)")
     parser.add_argument("--seed", type=int, metavar="S", help="with --dataset: seed (default 0)")
     parser.add_argument(
         "--tokens-per-rank",
-        type=int,
+        type=tokens,
         metavar="L",
         help="tokens a rank can hold (default: what the model leaves of its memory)",
     )
@@ -242,12 +250,25 @@ def _numbers(text: str) -> list[int]:
     values: list[int] = []
     for place, word in enumerate(text.split(",")):
         try:
-            values.append(int(word))
-        except ValueError:
+            values.append(tokens(word))
+        except argparse.ArgumentTypeError:
             raise ConfigError(
-                f"--lengths: entry {place} is {word.strip()!r}; expected whole numbers of tokens such as 4096,512"
+                f"--lengths: entry {place} is {word.strip()!r}; expected whole numbers of tokens such as 4096,512,128k"
             ) from None
     return values
+
+
+def tokens(word: str) -> int:
+    """A number of tokens: 4096, 128k (of 1,024), 1m (of 1,024 k)."""
+    digits = word.strip().lower()
+    unit = {"k": 2**10, "m": 2**20}.get(digits[-1:], 1)
+    try:
+        number = Decimal(digits[:-1]) * unit if unit > 1 else Decimal(int(digits))
+    except (ValueError, ArithmeticError):
+        number = Decimal("NaN")
+    if not number.is_finite() or number != int(number) or abs(number) >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected whole tokens such as 4096 or 128k, got {word.strip()!r}")
+    return int(number)
 
 
 def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:

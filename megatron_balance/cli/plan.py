@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megatron_balance.cli import inputs, memory, planfile
+from megatron_balance.cli import inputs, memory, output, planfile
 from megatron_balance.compile.transpose import POLICIES, Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 
@@ -45,7 +45,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="prove that every query meets every key it may see exactly once, forward and backward",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the whole plan; 'verify FILE' proves it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the whole plan (-: and nothing else, to standard output); 'verify FILE' proves it",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
 
@@ -59,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         BalanceError: a user's mistake, or a batch that does not fit.
     """
+    alone = output.check(args)
     given = inputs.read(args)
     if args.out and len(given.planners) > 1:
         raise ConfigError(
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             else {"num_ranks": given.cluster.num_ranks, "planners": reports}
         )
         print(json.dumps(document))
-    else:
+    elif not alone:
         _show(reports.values(), given)
     return 1 if any(result["verified"] is False for results in runs for _, result in results) else 0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_balance.cli import output
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.errors import ConfigError, InvalidProgramError
 from megatron_balance.files import UnreadableError, read_json
@@ -52,10 +53,7 @@ def write(path: Path, plans: Sequence[MicrobatchPlan], policy: Policy) -> None:
         for p in plans
     ]
     document = entries[0] if len(entries) == 1 else {"format": LIST_FORMAT, "plans": entries}
-    try:
-        path.write_text(json.dumps(document, indent=None) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from None
+    output.write(path, json.dumps(document, indent=None) + "\n")
 
 
 def _program_lines(plan: MicrobatchPlan, policy: Policy) -> list[str] | None:

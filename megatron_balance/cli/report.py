@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import inputs, laboratory
+from megatron_balance.cli import inputs, laboratory, output
 from megatron_balance.cli.compare import BASELINE
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatron_balance.report import page
 
+    alone = output.check(args)
     library = page.plot_library()  # before minutes of simulation
     if args.out.is_dir():
         raise ConfigError(f"--out {args.out}: is a folder; give a file to write, such as {args.out / 'report.html'}")
@@ -76,10 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
         document = _simulated(args)
         text = simulated.page(document, library)
-    try:
-        args.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {args.out}: cannot be written: {error.strerror}") from None
+    output.write(args.out, text)
+    if alone:
+        return 0
     if args.json:
         print(json.dumps(document))
     else:

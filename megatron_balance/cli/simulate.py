@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.cli import inputs, laboratory
+from megatron_balance.cli import inputs, laboratory, output
 from megatron_balance.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,10 +75,7 @@ def _write_trace(path: Path, bench: laboratory.Bench, planned: Planned) -> None:
         document = timeline(step.fullest_tick().plan, bench.pool, "replay")
     else:
         document = timeline(step.plans[0], bench.machine, bench.setup.drawn)
-    try:
-        path.write_text(json.dumps(document), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: cannot be written: {error.strerror}") from None
+    output.write(path, json.dumps(document), "--trace")
 
 
 def _show(reports: dict[str, dict[str, Any]], bench: laboratory.Bench, runs: dict[str, str]) -> None:

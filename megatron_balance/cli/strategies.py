@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_balance.cli import laboratory
+from megatron_balance.cli import inputs, laboratory, output
 from megatron_balance.config import DEFAULT_CLUSTER, DEFAULT_MODEL, load_cluster, load_model, load_scheme_table, names
 from megatron_balance.errors import ConfigError
 
@@ -35,8 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--dataset", metavar="NAME|PATH", required=True, help="whose lengths: a known distribution, or a file or folder"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", required=True, help="tokens of a step")
-    parser.add_argument("--seq-length", type=int, metavar="L", help="cut longer documents to L tokens (default: none)")
+    parser.add_argument("--tokens", type=inputs.tokens, metavar="N", required=True, help="tokens of a step")
+    parser.add_argument(
+        "--seq-length", type=inputs.tokens, metavar="L", help="cut longer documents to L tokens (default: none)"
+    )
     parser.add_argument(
         "--batches", type=int, metavar="K", default=BATCHES, help=f"steps to rank by (default {BATCHES})"
     )
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_balance.planning.strategies import propose, rank
     from megatron_balance.workloads.lengths import draw
 
+    alone = output.check(args)
     for option in ("tokens", "seq_length", "batches", "ranks", "ranks_per_node"):
         value = getattr(args, option)
         if value is not None and value < 1:
@@ -106,10 +109,9 @@ def run(args: argparse.Namespace) -> int:
     proposed = propose(sample, args.tokens, costs, cluster.num_ranks)
     found = rank(proposed, batches, costs, cluster.num_ranks)
     if args.out:
-        try:
-            args.out.write_text(_file(found, args), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--out {args.out}: cannot be written ({error.strerror}); name another file") from None
+        output.write(args.out, _file(found, args))
+    if alone:
+        return 0
     if args.json:
         rows = [
             {

@@ -26,7 +26,7 @@ from megatron_balance.compile.order import (
 from megatron_balance.compile.ping_pong import Segment
 from megatron_balance.compile.pipeline import CompiledRank, PhaseOrder
 from megatron_balance.errors import InvalidProgramError
-from megatron_balance.ir.arrays import Ints, as_array
+from megatron_balance.ir.arrays import as_array
 from megatron_balance.ir.columns import Route, Transfer
 from megatron_balance.ir.program import Exchange, Op
 
@@ -105,25 +105,21 @@ def batches(
 
 def parts(op: Exchange, rank: int, ranks_per_node: int) -> tuple[Part, ...]:
     """The group calls of a rank in a point-to-point exchange, in the order of their issue."""
-    rows = as_array(op.transfers)
-    src, dst = rows[:, Transfer.ENDS].T
-    code, pair_of = np.unique(src << _BITS | dst, return_inverse=True)
-    moved = np.zeros(len(code), dtype=bool)
-    moved[pair_of.reshape(-1)[is_moved(rows[:, Transfer.KIND])]] = True
-    routes = as_array(op.routes)
+    rows, routes = as_array(op.transfers), as_array(op.routes)
+    code = rows[:, Transfer.SRC] << _BITS | rows[:, Transfer.DST]
+    moved = np.unique(code[is_moved(rows[:, Transfer.KIND])])
+    routed = routes[:, Route.SRC] << _BITS | routes[:, Route.DST]
+    direct = code[~np.isin(code, routed)] if len(routes) else code
     stations = [routes[:, column] for column in _STATIONS]
-    routed: Ints = np.searchsorted(code, routes[:, Route.SRC] << _BITS | routes[:, Route.DST]).astype(np.int64)
-    direct = np.ones(len(code), dtype=bool)
-    direct[routed] = False
-    ends = [(0, code[direct] >> _BITS, code[direct] & _MASK, moved[direct])]
-    ends += [(1 + leg, stations[leg], stations[leg + 1], moved[routed]) for leg in range(len(LEGS))]
+    ends = [(0, direct, direct >> _BITS, direct & _MASK)]
+    ends += [(1 + leg, routed, stations[leg], stations[leg + 1]) for leg in range(len(LEGS) if len(routes) else 0)]
     found: defaultdict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
-    for leg, begin, end, of in ends:
+    for leg, pair, begin, end in ends:
         own = ((begin == rank) | (end == rank)) & (begin != end)
-        hops = np.unique((begin[own] << _BITS | end[own]) << 1 | of[own])
-        for hop in hops.tolist():
-            a, b = hop >> _BITS + 1, hop >> 1 & _MASK
-            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[int(hop) & 1])
+        carries: list[bool] = np.isin(pair[own], moved).tolist()
+        hops = {*zip(begin[own].tolist(), end[own].tolist(), carries, strict=True)}
+        for a, b, of in hops:
+            stream = stream_name(_LEGS[leg], a // ranks_per_node != b // ranks_per_node, _CLASSES[of])
             found[leg, stream].add((a, b))
     return tuple((_LEGS[leg], stream, frozenset(found[leg, stream])) for leg, stream in sorted(found))
 

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_balance.compile import remap, route
 from megatron_balance.compile.remap_merge import RemapMerge
 from megatron_balance.ir.arrays import Ints, as_array, as_rows
-from megatron_balance.ir.columns import Fragment
+from megatron_balance.ir.columns import Fragment, Transfer
 from megatron_balance.ir.plan import REMAP, MicrobatchPlan
 from megatron_balance.ir.program import Exchange, Op, RankProgram
 from megatron_balance.patterns import pattern_of
@@ -32,6 +32,8 @@ class Projector:
         self.counts = [pattern_of(zone).num_exchanges(zone) for zone in plan.zones]
         self.ends = list(accumulate(self.counts))
         self.total = sum(self.counts)
+        self._merge: tuple[tuple[int, ...], RemapMerge] | None = None
+        self._sent: tuple[range, dict[tuple[int, int], route.Passing]] = (range(0), {})
 
     @cached_property
     def _members(self) -> tuple[Ints, Ints]:
@@ -67,7 +69,13 @@ class Projector:
         return range(first, min(first + self.plan.ranks_per_node, self.plan.num_ranks))
 
     def remap_merge(self, ranks: range | list[int]) -> RemapMerge:
-        return RemapMerge(self.plan, ranks, [self.zones(rank) for rank in ranks])
+        """The remap as `ranks` know it; kept until others are asked about, since a node's ranks ask in
+        turn.
+        """
+        asked = tuple(ranks)
+        if self._merge is None or self._merge[0] != asked:
+            self._merge = asked, RemapMerge(self.plan, ranks, [self.zones(rank) for rank in ranks])
+        return self._merge[1]
 
     # Attention
 
@@ -134,15 +142,10 @@ class Projector:
         routed = set(self.plan.routing.zones)
         for other in self.node(rank):
             for index in self.zones(other) if other != rank else ():
-                if index not in routed or not self.reaches_out(index, other):
-                    continue
-                part = self.zone_program(index, other, attends=False)
-                for op in part.ops:
-                    if isinstance(op, Exchange):
-                        rows = as_array(op.transfers)
-                        rows = remap_merge.stays(rows) if remap_merge is not None and self.opens(index, op) else rows
-                        forward.append((op.id + remap_in, rows))
-                replays += [(at + remap_in, as_array(op.transfers)) for at, op in part.replays]
+                if index in routed and self.reaches_out(index, other):
+                    sent = self._between_nodes(index, other)
+                    forward += [(at + remap_in, self._left(index, at, rows, remap_merge)) for at, rows in sent.forward]
+                    replays += [(at + remap_in, rows) for at, rows in sent.replays]
         if remap_merge is not None and REMAP in routed:
             ends = remap.Ends.of(
                 remap_merge.regions, (self.plan.num_heads, self.plan.num_kv_heads), remap_merge.sent_on
@@ -150,6 +153,31 @@ class Projector:
             forward += [(0, ends.inputs), (1 + self.total, ends.outputs)]
             replays.append((0, ends.again))
         return route.Passing(forward, replays if self.replays else ())
+
+    def _left(self, index: int, at: int, rows: Ints, remap_merge: RemapMerge | None) -> Ints:
+        """`rows` of exchange `at` in zone `index` without those that the remap makes instead."""
+        opens = at == self.ends[index] - self.counts[index] and pattern_of(self.plan.zones[index]).merges_remap
+        return remap_merge.stays(rows) if remap_merge is not None and opens else rows
+
+    def _between_nodes(self, index: int, rank: int) -> route.Passing:
+        """Transfers of `rank` with other nodes in zone `index`, by the exchanges' ids in the zones
+        alone. Kept for one node, whose ranks ask for one another's.
+        """
+        node, kept = self._sent
+        if rank not in node:
+            node, kept = self._sent = self.node(rank), {}
+        if (index, rank) not in kept:
+            part = self.zone_program(index, rank, attends=False)
+            kept[index, rank] = route.Passing(
+                [(op.id, self._crossing(op)) for op in part.ops if isinstance(op, Exchange)],
+                [(at, self._crossing(op)) for at, op in part.replays],
+            )
+        return kept[index, rank]
+
+    def _crossing(self, exchange: Exchange) -> Ints:
+        rows = as_array(exchange.transfers)
+        src_node, dst_node = (rows[:, Transfer.ENDS] // self.plan.ranks_per_node).T
+        return rows[src_node != dst_node]
 
     def reaches_out(self, index: int, rank: int) -> bool:
         """Whether `rank` may exchange anything with other nodes in a zone of its own."""

@@ -111,15 +111,16 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> Loss:
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
-    _validate(loss)
     num_tokens = mask.sum().detach().to(torch.int)
+    _validate(loss / num_tokens.clamp(min=1))
     return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1).float()])}
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """Run the checks of Megatron's own forward step.
+    """Run the checks of Megatron's own forward step on the loss of a token.
 
-    They replay the step when a value is not a number or leaps.
+    They replay the step when a value is not a number or leaps: sums would leap with the number of
+    tokens that a plan places on a rank.
     """
     args: Any = get_args()
     state: Any = get_rerun_state_machine()

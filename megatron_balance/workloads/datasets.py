@@ -1,5 +1,5 @@
-"""Lengths of documents on disk: a Megatron corpus, JSONL, and Hugging Face data sets (Parquet,
-Arrow).
+"""Lengths of documents on disk: a Megatron corpus, JSONL, lines and CSV of lengths (all of these also
+as .gz and .zst), and Hugging Face data sets (Parquet, Arrow).
 
 A path may end in `#COLUMN`. Without it the first of these columns that is there counts: a number of
 tokens, a list of token ids, or text. Text is not tokenised here: its tokens are estimated from its
@@ -8,10 +8,14 @@ bytes.
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from io import TextIOWrapper
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -21,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError, DataError
-from megatron_balance.files import UnreadableError, parse_json
+from megatron_balance.files import UnreadableError, open_bytes, parse_json, uncompressed
 from megatron_balance.workloads.idx import read_index
 
 log = logging.getLogger(__name__)
@@ -45,7 +49,8 @@ PEEK = 2**16
 def is_path(name: str) -> bool:
     """Whether a data set's name is meant as a path."""
     base = name.rpartition("#")[0] or name
-    return "/" in base or base.endswith((".idx", ".bin", ".jsonl", ".json", *ARROW)) or Path(base).exists()
+    endings = (".idx", ".bin", ".jsonl", ".json", ".csv", ".txt", *ARROW)
+    return "/" in base or uncompressed(Path(base)).name.endswith(endings) or Path(base).exists()
 
 
 def document_lengths(name: str) -> Lengths:
@@ -62,18 +67,37 @@ def document_lengths(name: str) -> Lengths:
     elif path.is_dir() or base.endswith(ARROW):
         lengths = _of_arrow(path, column)
     elif path.is_file():
-        lengths = _of_jsonl(path, column)
+        lengths = (_of_csv if uncompressed(path).suffix == ".csv" else _of_jsonl)(path, column)
     elif path.with_name(path.name + ".idx").is_file():
         lengths = read_index(base).document_lengths
     else:
         raise ConfigError(
-            f"--dataset {name}: no such file or folder; a corpus (.idx), JSONL, or a folder or file of .parquet or "
-            ".arrow"
+            f"--dataset {name}: no such file or folder; a corpus (.idx), JSONL, CSV, or a folder or file of .parquet "
+            "or .arrow"
         )
     lengths = lengths[lengths > 0]
     if not len(lengths):
         raise DataError(f"{base}: holds no document with tokens")
     return lengths
+
+
+def _of_csv(path: Path, column: str) -> Lengths:
+    """Rows below a header that names their columns."""
+    rows = csv.reader(_lines(path))
+    header = [word.strip() for word in next(rows)]
+    if len(header) == 1 and header[0].isdigit():  # lines of one length each
+        return _of_jsonl(path, column)
+    column = _choose(header, column, str(path))
+    lengths: list[int] = []
+    count: Callable[[Any], int] | None = None
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            raise DataError(f"{path}:{number}: {len(row)} columns, the first line has {len(header)}")
+        word = row[header.index(column)].strip()
+        value = int(word) if word.isdigit() else word
+        count = count or _counter(value, column, str(path))
+        lengths.append(_checked(count, value, f"{path}:{number}: {column}"))
+    return np.array(lengths, dtype=np.int64)
 
 
 def _of_jsonl(path: Path, column: str) -> Lengths:
@@ -103,15 +127,19 @@ def _of_jsonl(path: Path, column: str) -> Lengths:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8") as stream:
+        with TextIOWrapper(open_bytes(path), encoding="utf-8") as stream:
             first = stream.readline(PEEK)
             if "\0" in first:
                 raise DataError(f"{path}: not text, so not JSONL (has a NUL byte)")
             if not first.endswith("\n"):
                 first += stream.readline()
             yield from (line for line in chain([first], stream) if line.strip())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: not what its name says it is compressed as: {error}") from error
     except OSError as error:
         raise ConfigError(f"--dataset {path}: {error.strerror}") from error
+    except UnreadableError as error:
+        raise ConfigError(f"--dataset {path}: {error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text, so not JSONL ({error.reason} at byte {error.start})") from error
 

@@ -4,6 +4,7 @@ histograms of them.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import ConfigError
-from megatron_balance.files import UnreadableError, read_json
+from megatron_balance.files import UnreadableError, parse_json, read_text
 from megatron_balance.workloads import datacodes, datasets
 from megatron_balance.workloads.distributions import DISTRIBUTIONS
 from megatron_balance.workloads.documents import CutPolicy, open_stream
@@ -104,24 +105,68 @@ def _fill(documents: Iterator[int], tokens: int) -> Lengths:
 
 
 def read_lengths(path: Path) -> list[Lengths]:
-    """Batches of lengths from a JSON file: `[lengths...]` is one batch, `[[lengths...], ...]`
-    several.
+    """Batches of lengths from a file, which may be compressed (.gz, .zst).
+
+    JSON: `[lengths...]` is one batch, `[[lengths...], ...]` several. Lines of one length each are one
+    batch; of several, with commas or blanks between them, a batch each. CSV with a header: the first
+    of `workloads.datasets.COLUMNS` that is a number; a column `batch` says which rows belong together.
 
     Raises:
-        ConfigError: no such file, not JSON, or something in it that is not a length; names the
+        ConfigError: no such file, nothing of that, or something in it that is not a length; names the
             batch and the place.
     """
     try:
-        content: object = read_json(path)
+        text = read_text(path)
+        content: object = parse_json(text) if _is_json(text) else _of_lines(text)
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror or error}; --lengths-file takes a JSON file of lengths in tokens"
+            f"{path}: {error.strerror or error}; --lengths-file takes a file of lengths in tokens: JSON, CSV or lines"
         ) from error
     except UnreadableError as error:
         raise ConfigError(f"{path}: {error}; expected [4096, 512, ...] or [[4096, 512], [1024], ...]") from error
     if isinstance(content, list) and content and isinstance(content[0], list):
         return [_batch(entry, f"{path}: batch {number}") for number, entry in enumerate(cast(list[object], content))]
     return [_batch(cast(object, content), f"{path}")]
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is meant as JSON: what begins with a digit or a name is lines."""
+    return not text.strip() or text.lstrip()[0] in '[{"-'
+
+
+def _of_lines(text: str) -> list[object]:
+    """Lengths of lines, or of CSV with a header, as JSON has them; words that are no numbers stay."""
+    rows = [row for row in csv.reader(text.replace("\t", ",").splitlines()) if any(word.strip() for word in row)]
+    header = [word.strip() for word in rows[0]]
+    if any(_number(word) is None for word in " ".join(header).split()):
+        return _of_columns(header, rows[1:])
+    batches = [[_number(word) if _number(word) is not None else word for word in " ".join(row).split()] for row in rows]
+    if all(len(batch) == 1 for batch in batches):
+        return [batch[0] for batch in batches]
+    return cast("list[object]", batches)
+
+
+def _of_columns(header: list[str], rows: list[list[str]]) -> list[object]:
+    column = next((name for name in datasets.COLUMNS if name in header), None)
+    if column is None:
+        raise UnreadableError(
+            f"no column of lengths; it has {', '.join(header)}, and {datasets.COLUMNS[0]} is looked for"
+        )
+    at, grouped = header.index(column), header.index("batch") if "batch" in header else None
+    batches: dict[str, list[object]] = {}
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise UnreadableError(f"line {number} has {len(row)} columns, the first line has {len(header)}")
+        word = row[at].strip()
+        batches.setdefault("" if grouped is None else row[grouped], []).append(
+            word if _number(word) is None else _number(word)
+        )
+    found = list(batches.values())
+    return cast("list[object]", found) if grouped is not None else found[0] if found else []
+
+
+def _number(word: str) -> int | None:
+    return int(word) if word.isascii() and word.isdigit() and len(word) < 19 else None
 
 
 def _batch(entries: object, where: str) -> Lengths:

@@ -59,12 +59,11 @@ def nano_batch_step(
 @pytest.mark.parametrize(
     ("num_stages", "num_chunks", "nano_batches", "way"),
     [
-        (2, 1, (FIRST,), Way(again=True)),
-        (2, 1, (FIRST, SECOND), Way(streams=True)),
-        (2, 2, (FIRST, SECOND), Way(again=True, streams=True)),
-        (4, 2, (FIRST, SECOND), Way()),
+        pytest.param(2, 1, (FIRST,), Way(again=True), id="whole, again"),
+        pytest.param(2, 1, (FIRST, SECOND), Way(streams=True), id="nano-batches", marks=pytest.mark.product),
+        pytest.param(2, 2, (FIRST, SECOND), Way(again=True, streams=True), id="nano-batches, chunks, again"),
+        pytest.param(4, 2, (FIRST, SECOND), Way(), id="nano-batches, four stages, chunks"),
     ],
-    ids=["whole, again", "nano-batches", "nano-batches, chunks, again", "nano-batches, four stages, chunks"],
 )
 def test_every_stage_gets_the_attention_of_its_own_microbatches(
     pool: Pool, num_stages: int, num_chunks: int, nano_batches: tuple[tuple[tuple[int, ...], ...], ...], way: Way

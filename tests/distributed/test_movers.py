@@ -44,7 +44,7 @@ COLLECTIVE = by_hand.plan(
 SMALL = replace(SOME, batch=Batch((40, 9, 1, 17)), tokens_per_rank=24)
 INTERPRETED = {
     "routed": replace(ROUTED, lengths=(72, 20)),
-    "collective": replace(COLLECTIVE, lengths=(40, 20, 9)),
+    "collective": replace(COLLECTIVE, lengths=(20, 18, 5)),
     "tiled": random_task_table(Batch((72, 20)), Cluster(4, 4), Model(4, 2, 8), seed=3),
 }
 TILED = random_task_table(Batch((120, 31)), Cluster(4, 4), Model(4, 2, 8), seed=3)

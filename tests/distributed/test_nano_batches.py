@@ -53,9 +53,13 @@ def assert_same_bits(ours: list[NanoBatches], theirs: list[NanoBatches]) -> None
 
 
 @pytest.mark.parametrize(
-    ("layered", "policy"), [(False, "keep"), (True, "replay")], ids=["plain, kept", "remapped and routed, replayed"]
+    ("planner", "layered", "policy"),
+    [
+        *((planner, False, "keep") for planner in PLANNERS),
+        *((planner, True, "replay") for planner in ("llama_all_gather", "zeppelin")),
+        *(pytest.param(name, True, "replay", marks=pytest.mark.product) for name in ("random_task_table", "ulysses")),
+    ],
 )
-@pytest.mark.parametrize("planner", PLANNERS)
 def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
     pool: Pool, planner: str, layered: bool, policy: Policy
 ) -> None:
@@ -69,7 +73,11 @@ def test_interleaved_nano_batches_give_the_bits_of_nano_batches_one_by_one(
 
 @pytest.mark.parametrize(
     ("planner", "layered", "policy"),
-    [("random_task_table", False, "keep"), ("random_task_table", True, "replay"), ("zeppelin", True, "keep")],
+    [
+        pytest.param("random_task_table", False, "keep", marks=pytest.mark.product),
+        ("random_task_table", True, "replay"),
+        ("zeppelin", True, "keep"),
+    ],
 )
 def test_streams_joined_by_events_alone_carry_two_nano_batches(
     pool: Pool, planner: str, layered: bool, policy: Policy

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.megatron
 STEPS = 20
 ONE_OF_EACH = ("te_ring", "llama_all_gather", "ulysses", "distca", "zeppelin")
 """Planners that together use every comm pattern."""
+OTHERS = {name: () if name in ("te_ring", "zeppelin") else (pytest.mark.product,) for name in ONE_OF_EACH}
+"""Marks of the runs that two of the planners stand for in the suite."""
 RANKS_PER_NODE = {8: 4, 4: 2, 2: 1}
 
 
@@ -55,12 +57,12 @@ def options_of(planner: str) -> dict[str, Any]:
 
 # Every planner without layers (with both: below, on eight ranks); with any of them the planner that
 # has both by default.
-LAYERED = [(planner, "never", False) for planner in PLANNERS]
+LAYERED: list[Any] = [(planner, "never", False) for planner in PLANNERS]
 LAYERED += [
     ("te_ring", "always", True),
     ("zeppelin", "always", True),
-    ("zeppelin", "always", False),
-    ("zeppelin", "never", True),
+    pytest.param("zeppelin", "always", False, marks=pytest.mark.product),
+    pytest.param("zeppelin", "never", True, marks=pytest.mark.product),
 ]
 
 
@@ -81,7 +83,8 @@ def test_a_planner_trains_like_one_rank(train: Train, one_rank: Run, planner: st
 
 
 @pytest.mark.parametrize(
-    ("planner", "num_ranks"), [*((planner, 8) for planner in ONE_OF_EACH), ("te_ring", 2), ("zeppelin", 2)]
+    ("planner", "num_ranks"),
+    [*(pytest.param(name, 8, marks=OTHERS[name]) for name in ONE_OF_EACH), ("te_ring", 2), ("zeppelin", 2)],
 )
 def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planner: str, num_ranks: int) -> None:
     steps = 4 if planner == "zeppelin" else 2  # with all three queues
@@ -94,7 +97,9 @@ def test_any_number_of_ranks_trains_like_one(train: Train, one_rank: Run, planne
     )  # a node of one rank has one NIC
 
 
-@pytest.mark.parametrize(("num_ranks", "group_size"), [(4, None), (4, 2), (8, 4)])
+@pytest.mark.parametrize(
+    ("num_ranks", "group_size"), [(4, None), (4, 2), pytest.param(8, 4, marks=pytest.mark.product)]
+)
 def test_waves_train_like_one_rank(train: Train, one_rank: Run, num_ranks: int, group_size: int | None) -> None:
     """Uneven shares, heads exchanged in groups and keys in waves; remapped too."""
     steps = 4
@@ -212,7 +217,7 @@ def test_a_way_to_train_changes_no_number(
     ]
 
 
-@pytest.mark.parametrize("positions", ["learned_absolute", "none"])
+@pytest.mark.parametrize("positions", ["learned_absolute", pytest.param("none", marks=pytest.mark.product)])
 def test_other_position_embeddings_train_like_one_rank(train: Train, tmp_path: Path, positions: str) -> None:
     flags = started(train, tmp_path, {"position-embedding-type": positions, "train-iters": 3})
     assert_same_training(train(4, "zeppelin", flags, config=two_nodes(4)), train(1, "te_ring", flags))
@@ -249,7 +254,11 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 
 @pytest.mark.parametrize(
-    ("planner", "sequence_parallel"), [*((planner, True) for planner in ONE_OF_EACH), ("zeppelin", False)]
+    ("planner", "sequence_parallel"),
+    [
+        *(pytest.param(name, True, marks=OTHERS[name] if name != "distca" else ()) for name in ONE_OF_EACH),
+        pytest.param("zeppelin", False, marks=pytest.mark.product),
+    ],
 )
 def test_tensor_parallel_ranks_train_like_one_rank(
     train: Train, one_rank: Run, loaded: tuple[dict[str, Any], Run], planner: str, sequence_parallel: bool

@@ -65,7 +65,10 @@ def ran_as_two(run: Run, layers: int, again: int) -> bool:
     return all(set(f) == {(1 + again) * 2 * m * layers} and set(b) == {2 * m * layers} for f, b, m in calls)
 
 
-@pytest.mark.parametrize("sharing", [{}, SHARED], ids=["each its own", "two share"])
+@pytest.mark.parametrize(
+    "sharing",
+    [pytest.param({}, id="each its own"), pytest.param(SHARED, id="two share", marks=pytest.mark.product)],
+)
 def test_the_losses_of_a_router_are_those_of_whole_microbatches(
     train: Train, loaded: tuple[dict[str, Any], Run], sharing: dict[str, Any]
 ) -> None:

@@ -46,7 +46,15 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 # One of each comm pattern, and the one whose nano-batches run interleaved: stages know nothing else
 # of a plan.
-@pytest.mark.parametrize("planner", ["te_ring", "llama_all_gather", "ulysses", "zeppelin", "distca"])
+@pytest.mark.parametrize(
+    "planner",
+    [
+        "te_ring",
+        *(pytest.param(name, marks=pytest.mark.product) for name in ("llama_all_gather", "ulysses")),
+        "zeppelin",
+        "distca",
+    ],
+)
 def test_a_planner_trains_on_two_stages_like_one_rank(
     train: Train, loaded: tuple[dict[str, Any], Run], planner: str
 ) -> None:

@@ -40,15 +40,17 @@ def loaded(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return flags, train(1, "te_ring", at_once(flags))
 
 
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "PP2 x DP4": (8, 2, {"train-iters": 3}),
-    "PP4 x DP2": (8, 4, {"train-iters": 2}),
-    "PP2 x DP2, interleaved": (4, 2, {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 2, **OVERLAPPED}),
-    "PP2 x TP2": (4, 2, {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 2, **RECOMPUTED}),
-}
+INTERLEAVED = {"num-virtual-stages-per-pipeline-rank": 2, "train-iters": 3, **OVERLAPPED}
+SHARED = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "train-iters": 2, **RECOMPUTED}
+LAYOUTS = [
+    pytest.param(8, 2, {"train-iters": 3}, id="PP2 x DP4", marks=pytest.mark.product),
+    pytest.param(8, 4, {"train-iters": 2}, id="PP4 x DP2", marks=pytest.mark.product),
+    pytest.param(4, 2, INTERLEAVED, id="PP2 x DP2, interleaved"),
+    pytest.param(4, 2, SHARED, id="PP2 x TP2"),
+]
 
 
-@pytest.mark.parametrize(("ranks", "stages", "flags"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("ranks", "stages", "flags"), LAYOUTS)
 def test_stages_that_attend_together_train_like_one_rank(
     train: Train, loaded: tuple[dict[str, Any], Run], ranks: int, stages: int, flags: dict[str, Any]
 ) -> None:

@@ -134,7 +134,12 @@ def test_a_step_that_megatron_runs_again_gives_the_same_loss(train: Train, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("experts", "parallel"), [(1, {}), (2, {}), (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True})]
+    ("experts", "parallel"),
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.product),
+        (2, {"tensor-model-parallel-size": 2, "sequence-parallel": True}),
+    ],
 )
 def test_experts_train_like_one_rank(train: Train, tmp_path: Path, experts: int, parallel: dict[str, Any]) -> None:
     # The auxiliary loss takes its statistics over a replica's context-parallel ranks, so with one

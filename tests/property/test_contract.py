@@ -28,15 +28,14 @@ from tests.support.masks import visible
 from tests.support.rendezvous import batches_of, group_calls, hanging
 from tests.support.strategies import ALL_PLANNERS, Case, cases, lengths, plan
 
+policies = st.sampled_from(POLICIES)
 each_planner = pytest.mark.parametrize("planner", ALL_PLANNERS)
 EITHER = tuple(MASKS)
-each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 @each_planner
-@each_policy
-@examples(7)
-@given(case=cases(masks=EITHER))
+@examples(10)
+@given(case=cases(masks=EITHER), policy=policies)
 def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
     planner: str, policy: Policy, case: Case
 ) -> None:
@@ -46,9 +45,8 @@ def test_every_query_meets_every_key_it_may_see_once_forward_and_backward(
 
 
 @each_planner
-@each_policy
-@examples(12)
-@given(case=cases(masks=EITHER, max_sequences=5))
+@examples(16)
+@given(case=cases(masks=EITHER, max_sequences=5), policy=policies)
 def test_outputs_and_gradients_equal_dense_attention(planner: str, policy: Policy, case: Case) -> None:
     assert_equals_dense(expand(plan(planner, case), policy))
 
@@ -76,9 +74,8 @@ def test_the_same_input_gives_the_same_plan_and_the_plan_is_read_back(planner: s
 
 
 @each_planner
-@each_policy
-@examples(6)
-@given(case=cases(masks=EITHER, max_length=40, max_sequences=4))
+@examples(7)
+@given(case=cases(masks=EITHER, max_length=40, max_sequences=4), policy=policies)
 def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> None:
     program = expand(plan(planner, case), policy)
     tidied = tidy(program)
@@ -89,10 +86,10 @@ def test_tidying_changes_no_result(planner: str, policy: Policy, case: Case) -> 
 
 
 @each_planner
-@each_policy
-@examples(5)
+@examples(7)
 @given(
     case=cases(masks=EITHER, max_length=80, max_sequences=4),
+    policy=policies,
     other=lengths(max_length=80, max_sequences=4, min_sequences=0),
     passing=st.booleans(),
 )
@@ -106,7 +103,7 @@ def test_issue_order_is_one_and_no_rendezvous_hangs(
 @given(
     case=cases(num_ranks=(4, 6, 8), max_length=12, min_sequences=3),
     other=lengths(max_length=12),
-    policy=st.sampled_from(POLICIES),
+    policy=policies,
 )
 def test_issue_order_of_several_zones_is_one(policy: Policy, case: Case, other: tuple[int, ...]) -> None:
     """Few tokens: ranks of a group then often have nothing to send or receive in its collectives."""

@@ -273,7 +273,7 @@ def test_mistake_is_one_line_and_exit_code_2(run, options, expected):
     assert expected in run.error(f"plan {options}")
 
 
-@pytest.mark.parametrize("command", ["", "pln", "plan --ranks"])
+@pytest.mark.parametrize("command", ["pln", "plan --ranks"])
 def test_wrong_command_line_is_one_line_and_exit_code_2(run, command):
     run.error(command)
 

@@ -49,4 +49,4 @@ def test_a_mistake_is_one_line(run, more, message):
 def test_a_file_that_cannot_be_written_is_one_line(run):
     code, out, err = run(f"{COMMAND} --out /proc/strategies.txt")
     assert (code, out) == (2, "")
-    assert "--out /proc/strategies.txt: cannot be written (No such file" in err
+    assert "--out /proc/strategies.txt: cannot be written: No such file" in err

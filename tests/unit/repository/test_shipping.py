@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import megatron_balance
 from megatron_balance.cli.doctor import MEGATRON_CORE
@@ -224,15 +223,16 @@ def test_the_image_is_not_root_and_copies_what_the_context_holds():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_yaml_loads(path):
+def test_every_yaml_loads(path, tmp_path):
     match path.parent.name:
         case "cluster":
             assert load_cluster(path.stem).build().num_ranks >= 1
         case "model":
             assert load_model(path.stem).num_heads >= 1
         case "planner":
-            (folder := path.parent).is_dir()
-            assert yaml.safe_load(path.read_text())["name"] in {p.stem.split("-")[0] for p in folder.glob("*.yaml")}
+            run = tmp_path / "run.yaml"
+            run.write_text(f"planner: {path}")
+            assert load_config(run).planner is not None
         case "experiment":
             assert load_config(path).planner is not None
         case "scheme":

@@ -1,12 +1,14 @@
 """Length distributions, files of lengths, histograms."""
 
+import gzip
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.workloads.datasets import document_lengths
 from megatron_balance.workloads.distributions import DISTRIBUTIONS, TABLE_2_EDGES, Bins, LogNormal
 from megatron_balance.workloads.documents import open_stream
 from megatron_balance.workloads.idx import CorpusWriter
@@ -173,8 +175,12 @@ def test_lengths_are_read_from_a_file(tmp_path: Path, content: str, batches: lis
         ("\xff", "not UTF-8 text"),
         ("{}", "holds an object; expected"),
         ("[]", "holds an empty list; expected"),
-        ("12", "holds 12; expected"),
-        ("null", "holds null; expected"),
+        ("null", "no column of lengths; it has null"),
+        ("4096 5x2\n7", "no column of lengths; it has 4096 5x2"),
+        ("4096\n-1", 'length 1 is "-1"'),
+        ("a,length\n1,2\n3", "line 3 has 1 columns, the first line has 2"),
+        ("a,length\n1,long", 'length 0 is "long"'),
+        ("a,length\n", "holds an empty list; expected"),
         ("[[1], []]", "batch 1: holds an empty list"),
         ("[[1], 2]", "batch 1: holds 2; expected"),
         ("[2, [1]]", "length 1 is a list; a length is a whole number"),
@@ -193,6 +199,60 @@ def test_bad_files_of_lengths_are_refused(tmp_path: Path, content: str, sentence
         read_lengths(path)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "batches"),
+    [
+        ("one a line.txt", "4096\n512\n\n1\n", [(4096, 512, 1)]),
+        ("one.txt", "12", [(12,)]),
+        ("a batch a line.txt", "4096, 512\n1 2 3\n", [(4096, 512), (1, 2, 3)]),
+        ("lengths.csv", "id,length\na,7\nb,9\n", [(7, 9)]),
+        ("batches.tsv", "batch\tnum_tokens\n0\t7\n1\t9\n0\t8\n", [(7, 8), (9,)]),
+    ],
+)
+def test_lengths_come_from_lines_and_tables_compressed_or_not(
+    tmp_path: Path, name: str, text: str, batches: list[tuple[int, ...]]
+) -> None:
+    (tmp_path / name).write_text(text)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    assert read_lengths(tmp_path / name) == read_lengths(tmp_path / f"{name}.gz") == batches
+
+
+def test_files_that_are_not_what_they_were_compressed_as_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = gzip.compress(b"[" + b"4096, " * 999 + b"1]")
+    for name, content, sentence in [
+        ("cut.gz", whole[:-20], "not what its name says it is compressed as"),
+        ("plain.gz", b"[1]", "not what its name says it is compressed as"),
+        ("lengths.zst", b"", "needs Python 3.14 or the package zstandard"),
+    ]:
+        monkeypatch.setattr("megatron_balance.files.ZSTD", ("no_such_module",))
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=sentence):
+            read_lengths(tmp_path / name)
+        with pytest.raises((ConfigError, DataError), match=sentence):
+            document_lengths(str(tmp_path / name))
+
+
+def test_zstandard_is_read_by_whatever_module_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gzip` stands in: all of these modules have the same `open`."""
+    monkeypatch.setattr("megatron_balance.files.ZSTD", ("no_such_module", "gzip"))
+    (tmp_path / "lengths.zst").write_bytes(gzip.compress(b"4096\n7"))
+    assert read_lengths(tmp_path / "lengths.zst") == [(4096, 7)]
+
+
+def test_documents_of_a_table_are_drawn(tmp_path: Path) -> None:
+    table = tmp_path / "documents.csv.gz"
+    table.write_bytes(gzip.compress(b"name,num_tokens\na,7\nb,0\nc,9\n"))
+    assert document_lengths(str(table)).tolist() == [7, 9]
+    lines = tmp_path / "documents.csv"
+    lines.write_text("7\n9\n")
+    assert document_lengths(str(lines)).tolist() == [7, 9]
+    table.write_bytes(gzip.compress(b"name,num_tokens\na,7\nb\n"))
+    with pytest.raises(DataError, match="gz:3: 1 columns, the first line has 2"):
+        document_lengths(str(table))
 
 
 def test_a_missing_file_of_lengths_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Ways of all verbs: the bare call, numbers of tokens, where results go."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_balance import __version__
+from megatron_balance.cli import main
+from megatron_balance.cli.inputs import tokens
+from tests.support.cli import CommandLine
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+def test_a_bare_call_prints_help(run: CommandLine) -> None:
+    assert run.printed("").startswith("usage: megatron-balance")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"megatron-balance {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "number"), [("4096", 4096), ("128k", 131072), ("1.5K", 1536), ("2m", 2097152), (" 7 ", 7), ("-3", -3)]
+)
+def test_tokens_may_be_thousands(word: str, number: int) -> None:
+    assert tokens(word) == number
+
+
+@pytest.mark.parametrize("word", ["", "k", "0.3k", "4.5", "1g", "nan", "infk", "9" * 30, "1e999999999k", "0x10"])
+def test_what_is_no_number_of_tokens_is_refused(word: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected whole tokens such as 4096 or 128k"):
+        tokens(word)
+
+
+def test_lengths_and_tokens_take_thousands(run: CommandLine) -> None:
+    report = run.json("plan --planner te_ring --ranks 4 --lengths 4k,512 --json")
+    assert report["results"][0]["num_tokens"] == 4608
+    report = run.json("plan --planner te_ring --ranks 4 --dataset github --tokens 4k --tokens-per-rank 1k --json")
+    assert (report["results"][0]["num_tokens"], report["capacity_tokens_per_rank"]) == (4096, 1024)
+    assert "argument --tokens: expected whole tokens such as 4096 or 128k, got '4x'" in run.error(
+        "plan --planner te_ring --dataset github --tokens 4x"
+    )
+
+
+def test_a_plan_on_standard_output_is_the_plan_alone(run: CommandLine, tmp_path: Path) -> None:
+    command = "plan --planner zeppelin --ranks 4 --lengths 900,20"
+    run.printed(f"{command} --out", tmp_path / "plan.json")
+    assert run.printed(f"{command} --out -") == (tmp_path / "plan.json").read_text()
+    assert "--out - and --json both write to standard output" in run.error(f"{command} --out - --json")
+
+
+def test_a_table_may_stand_behind_the_options(run: CommandLine) -> None:
+    before, behind = (run.json(f"reproduce zeppelin {words}") for words in ("table2 --json", "--json table2"))
+    assert before == behind
+    assert {row["table"] for row in behind["rows"]} == {"table2"}
+    assert "'table3'" in run.error("reproduce zeppelin table2 --json table3")
+
+
+def test_a_full_disk_is_a_line() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_balance",
+        *["plan", "--planner", "te_ring", "--ranks", "2", "--lengths", "9", "--out", "-"],
+    ]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output cannot be written: No space left on device\n"
