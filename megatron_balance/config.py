@@ -249,6 +249,9 @@ class RunConfig(BaseModel):
     step and then every so many. Plans are compared in every step."""
     plan_ahead: bool = True
     """Plan coming batches in a background process."""
+    prove_every: int = Field(default=100, ge=0)
+    """That process proves the plans of the first steps and then of every so many, while nobody waits
+    for it; 0: of none. The structure of every plan is checked in any case."""
     data: Literal["documents", "script"] = "documents"
     """`documents`: whole documents from --data-path, in place of the script's data set; `script`: the
     script's own stays, with its blends and caches, and plans are made of what it delivers."""

@@ -115,7 +115,8 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{source}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
 
 
 def _nests_deeply(text: str) -> bool:

@@ -4,15 +4,20 @@ KnapFormer's gamma.
 Errors are weighed relatively: a profile spans microseconds to seconds, and unweighted squares would
 hear the longest times alone. A negative coefficient would let more work take less time, so the best
 fit without any is taken.
+
+Solved in fractions: BLAS rounds as each CPU's kernel has it, and then ranks on different CPUs, whose
+planners take their costs from here, would plan differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.cost.base import Link
 from megatron_balance.errors import ConfigError
@@ -81,8 +86,11 @@ def least_squares(
             if not set(needed) <= set(chosen):
                 continue
             at = list(chosen)
-            solution = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(targets)), rcond=None)[0] / scale[at]
-            error = float(((rows[:, at] @ solution - 1) ** 2).sum())
+            scaled = _nearest_to_one(rows[:, at] / scale[at])
+            if scaled is None:  # some columns say the same: fewer will do
+                continue
+            solution = scaled / scale[at]
+            error = float((((rows[:, at] * solution).sum(axis=1) - 1) ** 2).sum())
             if (
                 (solution >= 0).all()
                 and (solution[[at.index(i) for i in needed]] > 0).all()
@@ -91,3 +99,23 @@ def least_squares(
                 best, best_error = np.zeros(width), error
                 best[at] = solution
     return tuple(best.tolist())
+
+
+def _nearest_to_one(columns: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """Coefficients [c] by which columns [n, c] come nearest to 1 in all rows, exact up to the last
+    rounding; None: they are not independent.
+    """
+    rows = [[*map(Fraction, row), Fraction(1)] for row in columns.tolist()]
+    width = columns.shape[1]
+    # the normal equations, by Gauss and Jordan
+    left = [[sum((row[i] * row[j] for row in rows), Fraction(0)) for j in range(width + 1)] for i in range(width)]
+    for i in range(width):
+        pivot = next((row for row in range(i, width) if left[row][i]), None)
+        if pivot is None:
+            return None
+        left[i], left[pivot] = left[pivot], left[i]
+        left[i] = [value / left[i][i] for value in left[i]]
+        for other in (row for row in range(width) if row != i):
+            factor = left[other][i]
+            left[other] = [value - factor * own for value, own in zip(left[other], left[i], strict=True)]
+    return np.array([float(row[width]) for row in left])

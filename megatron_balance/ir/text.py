@@ -101,6 +101,10 @@ def op_lines(op: Op, num_heads: int, num_kv_heads: int) -> Iterator[str]:
             assert_never(op)
 
 
+_BEYOND = re.compile(r"\d{19}")
+"""More digits than any position, rank or id has; some of so many do not fit 64 bits."""
+
+
 def parse(source: str) -> Program:
     """The program that `text` wrote.
 
@@ -114,6 +118,10 @@ class _Parser:
         self.lines = [(n, line.rstrip()) for n, line in enumerate(source.splitlines(), 1) if line.strip()]
         self.num_heads = 0
         self.num_kv_heads = 0
+        if _BEYOND.search(source):
+            raise self.error(
+                *next(each for each in self.lines if _BEYOND.search(each[1])), "expected numbers of at most 18 digits"
+            )
 
     def program(self) -> Program:
         number, line = self.lines[0] if self.lines else (1, "")

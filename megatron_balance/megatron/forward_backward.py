@@ -71,8 +71,10 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
         if not pool.reads:
             mine = []  # another rank of this replica read the same samples
-        shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device)
-        planned = planner.plan(shared.lengths)
+        shared = share_lengths(
+            mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
+        )
+        planned = planner.plan(shared.lengths, announced=shared.announced)
         own = own_plans_of(planned, pool, num_microbatches)
         recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
         mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)

@@ -31,7 +31,9 @@ def step_plans(job: PlannedJob, *, ahead: bool, evaluation: bool = False, joint:
     own = by_own_scheduler(spec.choice())
     # The planning process imports no Megatron: what Megatron's own code plans is planned on the
     # spot.
-    process = PlanAhead(spec) if ahead and job.train_data is not None and own is None else None
+    # Ranks have equal plans, so one proves them: the one that writes the log.
+    proving = dataclasses.replace(spec, prove_every=job.config.prove_every if job.args.rank == 0 else 0)
+    process = PlanAhead(proving) if ahead and job.train_data is not None and own is None else None
     return StepPlans(
         StepPlanner(spec, own),
         samples(job),

@@ -9,6 +9,7 @@ long is started again, once; then all is planned on the spot.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from typing import IO, Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.ir.step import Carry, StepPlan, from_body, to_json
+from megatron_balance.planning.proofs import Proofs, Prover
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,7 @@ class PlanAhead:
         self._slots: dict[Hashable, _Slot] = {}
         self._chained = True
         self._longest_s: float | None = None
+        self._proofs, self._earlier_proofs = Proofs(), Proofs()
 
     def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
         """Ask for the plan of a step of these microbatches, to be taken by `key`. Never waits.
@@ -190,7 +193,13 @@ class PlanAhead:
         before, after = (Carry.from_body(body[name]) for name in ("before", "after"))
         step = None if body["step"] is None else from_body(body["step"])
         self._longest_s = max(self._longest_s or 0.0, body["plan_s"])
+        self._proofs = Proofs(*body["proofs"])
         return Ready(step, before, after, body["plan_s"], waited)
+
+    @property
+    def proofs(self) -> Proofs:
+        """Outcomes of all proofs, as the last answer that was taken had them."""
+        return self._earlier_proofs + self._proofs
 
     def peek(self, key: Hashable) -> StepPlan | None:
         """The plan of `key` if the answer is there and is one; it stays to be taken. Any thread."""
@@ -214,6 +223,7 @@ class PlanAhead:
         """Start another process, or none where that was done before."""
         assert self._process is not None
         self._process.end(0.0)
+        self._earlier_proofs, self._proofs = self.proofs, Proofs()
         self._slots.clear()
         self._chained = False
         self._restarts += 1
@@ -252,24 +262,32 @@ def answer_requests(requests: IO[bytes], answers: IO[bytes]) -> None:
     first = read_frame(requests)
     if first is None:
         return
-    planner = StepPlanner(PlanSpec.from_json(first[1]))
+    spec = PlanSpec.from_json(first[1])
+    planner, prover = StepPlanner(spec), Prover(spec.prove_every)
     carry: Carry | None = Carry()
-    while (frame := read_frame(requests)) is not None:
-        number, request = frame
-        start = time.perf_counter()
-        body = json.loads(request)
-        before = carry if body["carry"] is None else Carry.from_body(body["carry"])
-        text, carry = "null", None
-        if before is not None:
-            # An error is met again by the training process itself, with its traceback.
-            with suppress(BalanceError):
-                step, carry = planner.plan(body["lengths"], before)
-                text = to_json(step)
-        seconds = time.perf_counter() - start
-        pair = ",".join(
-            f'"{name}":{(each or Carry()).to_json()}' for name, each in (("before", before), ("after", carry))
-        )
-        write_frame(answers, number, f'{{"plan_s":{seconds:.6f},{pair},"step":{text}}}'.encode())
+    try:
+        while (frame := read_frame(requests)) is not None:
+            number, request = frame
+            start = time.perf_counter()
+            body = json.loads(request)
+            before = carry if body["carry"] is None else Carry.from_body(body["carry"])
+            step, carry = None, None
+            if before is not None:
+                # An error is met again by the training process itself, with its traceback.
+                with suppress(BalanceError):
+                    step, carry = planner.plan(body["lengths"], before)
+            text = "null" if step is None else to_json(step)
+            seconds = time.perf_counter() - start
+            pair = ",".join(
+                f'"{name}":{(each or Carry()).to_json()}' for name, each in (("before", before), ("after", carry))
+            )
+            proofs = json.dumps(dataclasses.astuple(prover.outcomes()))
+            answer = f'{{"plan_s":{seconds:.6f},{pair},"proofs":{proofs},"step":{text}}}'
+            write_frame(answers, number, answer.encode())
+            if step is not None:
+                prover.offer(step)
+    finally:
+        prover.close()
 
 
 if __name__ == "__main__":

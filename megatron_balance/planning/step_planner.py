@@ -45,6 +45,8 @@ class PlanSpec:
     ping_pong: bool = False
     strategy: str | None = None
     """Text of the job's layout, where its replicas are pipelines."""
+    prove_every: int = 0
+    """How often the planning process proves a step (`planning.proofs.Prover`)."""
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -1,8 +1,13 @@
-"""Agreement: ranks compare their plans, and a difference is an error on every rank."""
+"""Agreement: ranks compare their plans, and a difference is an error on every rank.
+
+A plan that is made before the samples are read is announced with their lengths (`training.lengths`),
+and costs no collective of its own; another one is compared once it is made.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -43,11 +48,27 @@ def check_agreement(
     if groups.pool is not None:
         every = torch.empty(groups.size, 2, dtype=torch.int64, device=device)
         dist.all_gather(list(every.unbind()), mine, group=groups.pool)
-    fingerprints = [f"{a:08x}{b:08x}" for a, b in every.tolist()]
-    common, count = Counter(fingerprints).most_common(1)[0]
-    others = ", ".join(f"rank {groups.ranks[i]} has {f}" for i, f in enumerate(fingerprints) if f != common)
+    raise _mismatch({groups.ranks[i]: f"{a:08x}{b:08x}" for i, (a, b) in enumerate(every.tolist())})
+
+
+def check_announced(announced: Mapping[int, str]) -> str:
+    """The plan that all ranks announced, by fingerprint; empty: none of them did.
+
+    `announced`: by global rank; the same on all ranks, so that all of them raise.
+
+    Raises:
+        PlanMismatchError: names the ranks that differ from most others.
+    """
+    if len(set(announced.values())) > 1:
+        raise _mismatch(announced)
+    return next(iter(announced.values()), "")
+
+
+def _mismatch(fingerprints: Mapping[int, str]) -> PlanMismatchError:
+    common, count = Counter(fingerprints.values()).most_common(1)[0]
+    others = ", ".join(f"rank {rank} has {f or 'none'}" for rank, f in fingerprints.items() if f != common)
     others = others or "their tensor-parallel peers have others"
-    raise PlanMismatchError(
-        f"ranks planned differently: {count} of {groups.size} ranks have plan {common}, but {others}. "
+    return PlanMismatchError(
+        f"ranks planned differently: {count} of {len(fingerprints)} ranks have plan {common or 'none'}, but {others}. "
         "Check that all ranks run the same version of megatron_balance with the same configuration"
     )

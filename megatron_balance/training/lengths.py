@@ -1,10 +1,10 @@
-"""Lengths of all sequences that the pool read, known on every rank before a plan is made."""
+"""Lengths of all sequences that the pool read, and which plan each rank had made before."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,10 +17,12 @@ from megatron_balance.training.sequences import Sequences
 
 _FAILED = -1
 """In place of a rank's first number: it could not read."""
-_HEADER = 2
-"""Numbers before a rank's counts: the fewest and the most microbatches of a step over its
-tensor-parallel ranks.
+_HEADER = 6
+"""Numbers before a rank's counts, each as the least and the most over its tensor-parallel ranks:
+microbatches of a step, and two halves of the plan's fingerprint.
 """
+_NOT_PLANNED = -1
+"""In place of both halves of a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +30,24 @@ class PoolLengths:
     """The sequences that the pool read in one step.
 
     `lengths[m]`: of all sequences of microbatch m, replica by replica. `owners[m]` [sequences]: the
-    pool rank that holds each.
+    pool rank that holds each. `announced`: by global rank, the fingerprint of the plan that it made
+    before; empty: it made none.
     """
 
     lengths: tuple[tuple[int, ...], ...]
     owners: tuple[Ints, ...]
+    announced: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
-def share_lengths(
+def share_lengths(  # noqa: PLR0913  what was read, what was made of it, and whom to tell
     mine: Sequence[Sequences],
     failure: Exception | None,
     num_microbatches: int,
     pool: Pool,
     tensor_parallel: TensorParallel,
     device: torch.device,
+    *,
+    fingerprint: str = "",
 ) -> PoolLengths:
     """Share the lengths of all sequences.
 
@@ -54,6 +60,7 @@ def share_lengths(
         pool: of this rank.
         tensor_parallel: its rank 0 shares, and hands on.
         device: that the process groups work on.
+        fingerprint: of the plan that this rank made for the step (16 hex digits); empty: none yet.
 
     Raises:
         DataError: a rank could not read its microbatches, or stages read different ones.
@@ -62,7 +69,7 @@ def share_lengths(
     Every rank raises, so none waits for another.
     """
     table = torch.empty(0)
-    header = _fewest_and_most(num_microbatches, tensor_parallel, device)
+    header = _least_and_most((num_microbatches, *_halves(fingerprint)), tensor_parallel, device)
     if tensor_parallel.is_source:
         counts = [len(m.lengths) for m in mine]
         row = [*header, *counts, *(length for m in mine for length in m.lengths)]
@@ -85,17 +92,30 @@ def share_lengths(
         dist.broadcast(table, tensor_parallel.source, group=tensor_parallel.group)
     rows = table.cpu().numpy().reshape(pool.joint.size, -1)
     _check_read(rows, failure, pool)
-    return _split_by_microbatch(rows[: pool.size, _HEADER:], num_microbatches, pool)
+    announced = {pool.joint.ranks[rank]: _announced(row) for rank, row in enumerate(rows[:, 2:_HEADER].tolist())}
+    return _split_by_microbatch(rows[: pool.size, _HEADER:], num_microbatches, pool, announced)
 
 
-def _fewest_and_most(num_microbatches: int, tensor_parallel: TensorParallel, device: torch.device) -> tuple[int, int]:
-    """The range of this number over the tensor-parallel group."""
-    if tensor_parallel.size == 1:
-        return num_microbatches, num_microbatches
-    ends = torch.tensor([num_microbatches, -num_microbatches], dtype=torch.int64, device=device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=tensor_parallel.group)
-    fewest, most = ends.tolist()
-    return fewest, -most
+def _halves(fingerprint: str) -> tuple[int, int]:
+    return (int(fingerprint[:8], 16), int(fingerprint[8:], 16)) if fingerprint else (_NOT_PLANNED, _NOT_PLANNED)
+
+
+def _announced(halves: Sequence[int]) -> str:
+    """The fingerprint of one rank and its tensor-parallel peers; `halves`: of the header."""
+    least, most = halves[::2], halves[1::2]
+    if least != most:
+        return "others than its tensor-parallel peers"
+    return "" if _NOT_PLANNED in least else "".join(f"{half:08x}" for half in least)
+
+
+def _least_and_most(numbers: Sequence[int], tensor_parallel: TensorParallel, device: torch.device) -> list[int]:
+    """Of each number its least and its most over the tensor-parallel group, in turns."""
+    both = [end for number in numbers for end in (number, -number)]
+    if tensor_parallel.size > 1:
+        ends = torch.tensor(both, dtype=torch.int64, device=device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=tensor_parallel.group)
+        both = ends.tolist()
+    return [-end if at % 2 else end for at, end in enumerate(both)]
 
 
 def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
@@ -108,8 +128,8 @@ def _check_read(rows: Ints, failure: Exception | None, pool: Pool) -> None:
             own = pool.joint.ranks[pool.joint.rank]
             raise DataError(f"rank {own} could not read its microbatches: {chain_of(failure)}") from failure
         raise DataError(f"ranks {failed} could not read their microbatches; the error of each of them says why")
-    _check_numbers(rows[:, :_HEADER], pool)
-    first, last = rows[: pool.size], rows[-pool.size :]
+    _check_numbers(rows[:, :2], pool)
+    first, last = rows[: pool.size, _HEADER:], rows[-pool.size :, _HEADER:]
     if not np.array_equal(first, last):
         differing = [pool.joint.ranks[rank] for rank in np.flatnonzero((first != last).any(axis=1))]
         raise DataError(
@@ -145,7 +165,7 @@ def _check_numbers(numbers: Ints, pool: Pool) -> None:
     )
 
 
-def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool) -> PoolLengths:
+def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool, announced: Mapping[int, str]) -> PoolLengths:
     lengths: list[list[int]] = [[] for _ in range(num_microbatches)]
     owners: list[list[int]] = [[] for _ in range(num_microbatches)]
     for reader in pool.readers:
@@ -154,4 +174,5 @@ def _split_by_microbatch(rows: Ints, num_microbatches: int, pool: Pool) -> PoolL
             lengths[m] += rows[reader, at : at + count].tolist()
             owners[m] += [reader] * count
             at += count
-    return PoolLengths(tuple(map(tuple, lengths)), tuple(np.array(o, dtype=np.int64) for o in owners))
+    shared = tuple(np.array(each, dtype=np.int64) for each in owners)
+    return PoolLengths(tuple(map(tuple, lengths)), shared, announced)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_balance.analysis.backward import Decision
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
+from megatron_balance.planning.proofs import Proofs
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.training.figures import Job, Json, step_figures
 from megatron_balance.training.lengths import PoolLengths
@@ -74,6 +75,7 @@ class StepLog:
         self._target = target
         self._file: LineFile | None = None
         self._failed_writers = 0
+        self._proofs = Proofs()
         self._first = True
         self._begun: float | None = None
         self._ran: _Ran | None = None
@@ -137,9 +139,18 @@ class StepLog:
             "plan_wait_ms": 1e3 * ran.planned.wait_s,
             "step_ms": 1e3 * step_s,
             "fingerprint": ran.planned.fingerprint,
+            "announced": ran.planned.announced,
+            "proved_steps": ran.planned.proofs.proved,
+            "unproved_steps": ran.planned.proofs.left_out,
         }
         if self._target.writes:
             _log_line(record)
+            if ran.planned.proofs != self._proofs:
+                self._proofs = ran.planned.proofs
+                log.info(
+                    "step %d: plans of %d steps proved so far; %d were too large to prove beside training",
+                    *(step, self._proofs.proved, self._proofs.left_out),
+                )
             if self._file is not None:
                 if self._first:
                     self._move_steps_from(int(step), self._file)

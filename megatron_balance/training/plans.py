@@ -11,16 +11,20 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
-from megatron_balance.errors import ConfigError, DataError, PlanMismatchError
+from megatron_balance.errors import BalanceError, ConfigError, DataError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.plan import MicrobatchPlan
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.tick import TickPlan
 from megatron_balance.planning.ahead import PlanAhead
+from megatron_balance.planning.proofs import NONE, Proofs
 from megatron_balance.planning.step_planner import StepPlanner
+from megatron_balance.training.agree import check_announced
 from megatron_balance.training.ledger import BEGINNING, Held, Ledger
 
 log = logging.getLogger(__name__)
@@ -50,6 +54,10 @@ class PlannedStep:
     """The account behind the step."""
     planner: str = ""
     """Name of the planner that was asked; it may have asked others."""
+    announced: bool = False
+    """Whether ranks compared it with the lengths that they shared, in no collective of its own."""
+    proofs: Proofs = NONE
+    """Of plans made ahead on this rank, so far."""
 
     @property
     def plans(self) -> tuple[MicrobatchPlan, ...]:
@@ -116,10 +124,12 @@ class Draw:
     """The samples that a step draws: `num_microbatches` whole microbatches.
 
     `first`: the first sample, read by its number; None: the data iterator has it next.
+    `fingerprint`: of the plan, if it is made already, to be shared with the lengths; empty: it is not.
     """
 
     num_microbatches: int
     first: int | None = None
+    fingerprint: str = ""
 
 
 class StepPlans:
@@ -157,7 +167,7 @@ class StepPlans:
 
         All of them, as a rule. Where documents wait that the steps left could not train otherwise,
         or that this run's planner did not hold back itself, as many whole microbatches as leave room
-        for them.
+        for them. Where their lengths are known, the plan is made here, before they are read.
 
         Raises:
             ConfigError: documents wait that the steps left cannot train.
@@ -167,8 +177,10 @@ class StepPlans:
             return self._drawn[2]
         self.end_step()
         self._drawn = None
-        if self._evaluation or not self._may_wait():
+        if self._evaluation:
             return Draw(num_microbatches)
+        if not self._may_wait():
+            return self._draw_all(consumed, num_microbatches)
         first = consumed - self._ledger.behind
         for number, may_delay in [(num_microbatches, True), *((n, False) for n in range(num_microbatches, -1, -1))]:
             lengths = self._samples.step(first, number)
@@ -179,7 +191,7 @@ class StepPlans:
             if self._leaves_enough(planned.carry, lengths):
                 behind = (num_microbatches - number) * self._samples.per_microbatch
                 planned = self._accounted(planned, lengths, first, number, behind)
-                draw = Draw(number, first if self._ledger.behind else None)
+                draw = Draw(number, first if self._ledger.behind else None, planned.fingerprint)
                 self._drawn = (consumed, num_microbatches, draw, lengths, planned)
                 return draw
         raise ConfigError(
@@ -187,16 +199,32 @@ class StepPlans:
             f"{num_microbatches} microbatches each; train more steps (--train-iters)"
         )
 
-    def plan(self, lengths: Lengths, *, may_delay: bool = True) -> PlannedStep:
+    def _draw_all(self, consumed: int, num_microbatches: int) -> Draw:
+        """All samples of a step; planned if their lengths are known, and were true so far."""
+        lengths = None if self._warned else self._samples.step(consumed, num_microbatches)
+        if lengths is None:
+            return Draw(num_microbatches)
+        with suppress(BalanceError):  # `plan` meets it again, when all ranks have come so far
+            planned = self._accounted(self._planned(consumed, lengths), lengths, consumed, num_microbatches, 0)
+            draw = Draw(num_microbatches, fingerprint=planned.fingerprint)
+            self._drawn = (consumed, num_microbatches, draw, lengths, planned)
+            return draw
+        return Draw(num_microbatches)
+
+    def plan(
+        self, lengths: Lengths, *, may_delay: bool = True, announced: Mapping[int, str] = MappingProxyType({})
+    ) -> PlannedStep:
         """The plan of a step of microbatches of these lengths, equal on all ranks.
 
         `lengths`: by microbatch, as `draw` said they be read. `may_delay`: whether documents may be
-        held back that would fit; where nothing was drawn, which says so itself.
+        held back that would fit; where nothing was drawn, which says so itself. `announced`: by
+        global rank, the `Draw.fingerprint` of each.
 
         Raises:
             InfeasibleError: a microbatch that the pool cannot hold.
             DataError: documents may wait, and others were read than the corpus has there.
             PlanMismatchError: ranks that planned differently.
+            InvalidProgramError: the proof of an earlier plan failed.
         """
         consumed = self._samples.consumed()
         if self._drawn is not None and self._drawn[0] == consumed:
@@ -211,21 +239,27 @@ class StepPlans:
             if self._drawn is not None and self._drawn[0] == consumed:
                 self._check_read(consumed, planned)
             planned = self._accounted(planned, lengths, consumed, len(lengths), 0)
-        self._compare(planned, consumed)
+        planned = self._compared(planned, consumed, announced)
+        if self._ahead is not None:
+            planned = dataclasses.replace(planned, proofs=self._ahead.proofs)
         self._last = (consumed, lengths, planned)
         return planned
 
-    def _compare(self, planned: PlannedStep, consumed: int) -> None:
-        """Compare a plan across ranks before any of them runs it.
+    def _compared(self, planned: PlannedStep, consumed: int, announced: Mapping[int, str]) -> PlannedStep:
+        """The plan, compared across ranks before any of them runs it. Collective, unless it is the one
+        that all of them announced.
 
         Raises:
             PlanMismatchError: on every rank; says which step, whose plan and which ranks.
         """
         try:
+            if check_announced(announced) == planned.fingerprint:
+                return dataclasses.replace(planned, announced=True)
             self._agree(planned.fingerprint)
         except PlanMismatchError as error:
             kind = "evaluation" if self._evaluation else "step"
             raise PlanMismatchError(f"{kind} at sample {consumed}, planner {planned.planner}: {error}") from None
+        return planned
 
     def _check_read(self, consumed: int, planned: PlannedStep) -> None:
         """Reject other documents than the corpus has where documents wait, since these are known by
@@ -369,6 +403,12 @@ class StepPlans:
         """
         key = (consumed, len(lengths))
         expected, ready = self._expected.pop(key, None), ahead.take(key)
+        if ahead.proofs.wrong:
+            raise InvalidProgramError(
+                f"an earlier step was trained by a plan that does not hold, so what was trained may be wrong: "
+                f"{ahead.proofs.wrong}. Go back to a checkpoint before it (steps.jsonl has its fingerprint), with "
+                "another planner, and report it"
+            )
         if ready is not None and ready.step is not None and expected == lengths and ready.before == self._ledger.carry:
             planned, intact = (
                 PlannedStep(ready.step, ready.plan_s, ready.waited_s, ready.after, planner=self._planner.choice.name),

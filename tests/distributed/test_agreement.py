@@ -10,7 +10,7 @@ from megatron_balance.ir.batch import Batch
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan
-from tests.support import jobs
+from tests.support import jobs, training_jobs
 from tests.support.pool import NUM_RANKS, Pool
 from tests.support.strategies import Case, plan
 
@@ -57,3 +57,29 @@ def test_tensor_parallel_peers_that_plan_otherwise_are_an_error_on_every_rank(po
     for rank, said in enumerate(answers(ours, other, ours, ours)):
         assert ("rank 1 has" in said) == (rank < 2)
         assert "ranks planned differently" in said
+
+
+A, B = "00000000fffffffe", "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("announced", "heard"),
+    [
+        ([A] * NUM_RANKS, A),
+        ([""] * NUM_RANKS, ""),
+        ([A, A, A, A, B, B, A, A], f"3 of 4 ranks have plan {A}, but rank 4 has {B}"),
+        ([A, A, A, A, A, B, A, A], f"3 of 4 ranks have plan {A}, but rank 4 has others than its tensor-parallel peers"),
+        ([A, A, "", "", A, A, A, A], f"3 of 4 ranks have plan {A}, but rank 2 has none"),
+    ],
+)
+def test_a_plan_made_before_reading_is_compared_with_the_lengths(pool: Pool, announced: list[str], heard: str) -> None:
+    """In two pools of every other rank; neighbours are tensor-parallel peers."""
+    answers = pool.run(training_jobs.announce, NUM_RANKS, announced, 2)
+    (answer,) = set(map(_of_first_pool, answers))
+    assert heard in answer
+    assert bool(answer) == bool(heard)
+
+
+def _of_first_pool(answer: str) -> str:
+    """An answer of the pool of odd ranks, with the ranks of the other one."""
+    return answer.replace("rank 5", "rank 4").replace("rank 3", "rank 2")

@@ -51,8 +51,14 @@ class Data:
 
 
 def job(data: Data | None, planner: str = "zeppelin", **args: Any) -> Any:
-    config = SimpleNamespace(planner=choose_planner(planner, {}), plan_costs=None)
-    usual = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 1, "consumed_train_samples": 0}
+    config = SimpleNamespace(planner=choose_planner(planner, {}), plan_costs=None, prove_every=1)
+    usual = {
+        "rank": 0,
+        "seq_length": 64,
+        "micro_batch_size": 2,
+        "context_parallel_size": 1,
+        "consumed_train_samples": 0,
+    }
     usual["tensor_model_parallel_size"] = 1
     return SimpleNamespace(
         config=config,
@@ -99,6 +105,16 @@ def test_a_plan_made_ahead_is_taken_and_is_the_one_made_on_the_spot(caplog: pyte
     finally:
         planner.close()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("rank", "every"), [(0, 7), (1, 0)])
+def test_the_rank_that_writes_the_log_proves_plans(monkeypatch: pytest.MonkeyPatch, rank: int, every: int) -> None:
+    work = job(Data(), rank=rank)
+    work.config.prove_every = 7
+    started: list[int] = []
+    monkeypatch.setattr(planning, "PlanAhead", lambda spec: started.append(spec.prove_every))
+    planning.step_plans(work, ahead=True)
+    assert started == [every]
 
 
 def test_halves_of_stages_that_attend_together_are_planned_apart_in_the_same_ticks(

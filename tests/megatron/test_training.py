@@ -108,6 +108,7 @@ def test_plans_made_ahead_are_the_plans_made_on_the_spot(train: Train) -> None:
     assert sum(ahead.column("remapped_tokens")) > 0
     for name in ("loss", "grad_norm", "fingerprint"):
         assert ahead.column(name) == on_the_spot.column(name)
+    assert [run.column("announced") for run in (ahead, on_the_spot)] == [[True] * 5] * 2, "compared with the lengths"
     assert on_the_spot.column("plan_wait_ms") == on_the_spot.column("plan_ms")
     assert sum(ahead.column("plan_wait_ms")[2:]) < sum(ahead.column("plan_ms")[2:])
     assert "planning on the spot" not in ahead.result.log(0)

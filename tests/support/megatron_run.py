@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,12 @@ class Job:
     freeze: int | None = None
     path: tuple[str, ...] = ()
     """Folders put in front of sys.path."""
+    fault: tuple[str, str, int, int] | None = None
+    """Put into a rank (`injected.Fault`)."""
+    grace_s: float = 10.0
+    """For the others to fail by themselves once one rank has."""
+    kill_only: int | None = None
+    """The rank that `kill_after` kills, in place of all."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Result:
     ended: tuple[int, ...]
     logs: Path
     seconds: float
+    left: tuple[str, ...] = ()
+    """Command lines of planning processes that outlived their ranks by more than data workers do."""
 
     @property
     def failed(self) -> int | None:
@@ -127,7 +135,7 @@ class Trainer:
         answer = self._server.stdout.readline()
         assert answer, f"the training server ended with code {self._server.poll()}"
         body = json.loads(answer)
-        return Result(tuple(body["codes"]), tuple(body["ended"]), Path(job.logs), body["seconds"])
+        return Result(tuple(body["codes"]), tuple(body["ended"]), Path(job.logs), body["seconds"], tuple(body["left"]))
 
     def close(self) -> None:
         assert self._server.stdin is not None
@@ -158,10 +166,13 @@ def serve() -> None:
     for line in sys.stdin:
         body: dict[str, Any] = json.loads(line)
         kill_after = tuple(body["kill_after"]) if body["kill_after"] else None
-        job = Job(**{**body, "argv": tuple(body["argv"]), "path": tuple(body["path"]), "kill_after": kill_after})  # pyright: ignore[reportArgumentType]
+        fault = tuple(body["fault"]) if body["fault"] else None
+        given = {"argv": tuple(body["argv"]), "path": tuple(body["path"]), "kill_after": kill_after, "fault": fault}
+        job = Job(**{**body, **given})  # pyright: ignore[reportArgumentType]
         start = time.monotonic()
-        codes = run_job(job)
+        codes, left = run_job(job)
         answer = {
+            "left": left,
             "codes": [codes[rank] for rank in range(job.num_ranks)],
             "ended": list(codes),
             "seconds": time.monotonic() - start,
@@ -200,22 +211,21 @@ def free_port() -> int:
             return port
 
 
-def run_job(job: Job) -> dict[int, int]:
-    """Exit codes by rank, in the order the ranks ended. Ranks that outlive the deadline, or
-    another's failure, are ended.
+def run_job(job: Job) -> tuple[dict[int, int], list[str]]:
+    """Exit codes by rank, in the order the ranks ended, and what they left running. Ranks that
+    outlive the deadline, or another's failure, are ended.
     """
     port = free_port()
     ranks = {os.fork() or run_rank(job, rank, port): rank for rank in range(job.num_ranks)}
     codes: dict[int, int] = {}
     stop_at = time.monotonic() + job.deadline_s
-    grace_s = 10.0  # for the others to fail by themselves once one rank has
     killed = frozen = False
     while len(codes) < job.num_ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in ranks:
             codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
             if codes[ranks[pid]] != 0:
-                stop_at = min(stop_at, time.monotonic() + grace_s)
+                stop_at = min(stop_at, time.monotonic() + job.grace_s)
             continue
         left = [pid for pid, rank in ranks.items() if rank not in codes]
         reached = job.kill_after is not None and _lines(job.kill_after[0]) >= job.kill_after[1]
@@ -223,10 +233,11 @@ def run_job(job: Job) -> dict[int, int]:
             os.kill(next(pid for pid, rank in ranks.items() if rank == job.freeze), signal.SIGSTOP)
             frozen = True
         elif reached and job.freeze is None and not killed:
-            for one in left:
+            for one in left if job.kill_only is None else [pid for pid in left if ranks[pid] == job.kill_only]:
                 os.kill(one, signal.SIGKILL)
             killed = True
-        elif time.monotonic() > stop_at and not killed:
+            stop_at = min(stop_at, time.monotonic() + job.grace_s)
+        elif time.monotonic() > stop_at:
             for one in left:
                 os.kill(one, signal.SIGUSR1)
             time.sleep(DUMP_S)
@@ -234,10 +245,26 @@ def run_job(job: Job) -> dict[int, int]:
                 os.kill(one, signal.SIGKILL)
             killed = True
         time.sleep(0.02)
+    left_running = _planning(ranks.keys(), 12.0)
     for pid in ranks:  # what a rank started and left behind: Megatron's checkpoints go through a manager process
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    return codes
+    return codes, left_running
+
+
+def _planning(groups: Collection[int], patience_s: float) -> list[str]:
+    """Command lines of the planning processes of these process groups, once they had time to end."""
+    end = time.monotonic() + patience_s
+    while True:
+        found: list[str] = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if "planning.ahead" in command and os.getpgid(int(folder.name)) in groups:
+                    found.append(command)
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
 
 
 def _lines(file: str) -> int:
@@ -261,6 +288,10 @@ def run_rank(job: Job, rank: int, port: int) -> int:
             MASTER_PORT=str(port),
         )
         sys.path[:0] = job.path
+        if job.fault is not None:
+            from tests.support import injected
+
+            injected.install(injected.Fault(*job.fault), rank)
         code = _enter(job)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

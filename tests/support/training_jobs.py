@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import make_planner
-from megatron_balance.errors import ConfigError, DataError
+from megatron_balance.errors import ConfigError, DataError, PlanMismatchError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.planning.layers import Layers
 from megatron_balance.planning.place import nano_batches_of
 from megatron_balance.runtime.groups import Groups
+from megatron_balance.training.agree import check_announced
 from megatron_balance.training.lengths import share_lengths
 from megatron_balance.training.microbatch import assemble
 from megatron_balance.training.nano_batches import by_nano_batch
@@ -111,23 +112,40 @@ def read_other_numbers(world: World, numbers: Sequence[int], tensor_parallel: in
 
     `tensor_parallel`: consecutive ranks that compute the same tokens.
     """
-    place, peer = divmod(world.rank, tensor_parallel)
-    same = tuple(range(peer, world.size, tensor_parallel))
-    peers = tuple(range(place * tensor_parallel, (place + 1) * tensor_parallel))
-    pools = [range(each, world.size, tensor_parallel) for each in range(tensor_parallel)]
-    tensor = [range(first, first + tensor_parallel) for first in range(0, world.size, tensor_parallel)]
-    # made by all ranks of the world together, which is all there are
-    made = {tuple(ranks): cast("dist.ProcessGroup", dist.new_group(list(ranks))) for ranks in (*pools, *tensor)}
-    numbered = tuple(range(len(same)))
-    pool = Pool(Groups(place, len(same), same, made[same]), 1, numbered, numbered)
-    mine = [documents(world.rank, m, (3, 2)) for m in range(numbers[world.rank])] if peer == 0 else []
+    pool, parallel = _tensor_parallel(world, tensor_parallel)
+    mine = [documents(world.rank, m, (3, 2)) for m in range(numbers[world.rank])] if parallel.is_source else []
     try:
-        shared = share_lengths(
-            mine, None, numbers[world.rank], pool, TensorParallel(made[peers], peers[0]), torch.device("cpu")
-        )
+        shared = share_lengths(mine, None, numbers[world.rank], pool, parallel, CPU)
     except ConfigError as error:
         return str(error)
     return f"{len(shared.lengths)} microbatches"
+
+
+def announce(world: World, fingerprints: Sequence[str], tensor_parallel: int) -> str:
+    """The plan that all ranks agree on, or the error, when rank r announces `fingerprints[r]`."""
+    pool, parallel = _tensor_parallel(world, tensor_parallel)
+    mine = [documents(world.rank, 0, (3, 2))] if parallel.is_source else []
+    shared = share_lengths(mine, None, 1, pool, parallel, CPU, fingerprint=fingerprints[world.rank])
+    assert shared.lengths == ((3, 2) * pool.size,)
+    try:
+        return check_announced(shared.announced)
+    except PlanMismatchError as error:
+        return str(error)
+
+
+def _tensor_parallel(world: World, size: int) -> tuple[Pool, TensorParallel]:
+    """The pool of this rank where `size` consecutive ranks compute the same tokens."""
+    place, peer = divmod(world.rank, size)
+    same = tuple(range(peer, world.size, size))
+    peers = tuple(range(place * size, (place + 1) * size))
+    pools = [range(each, world.size, size) for each in range(size)]
+    tensor = [range(first, first + size) for first in range(0, world.size, size)]
+    # made by all ranks of the world together, which is all there are
+    made = {tuple(ranks): cast("dist.ProcessGroup", dist.new_group(list(ranks))) for ranks in (*pools, *tensor)}
+    numbered = tuple(range(len(same)))
+    return Pool(Groups(place, len(same), same, made[same]), 1, numbered, numbered), TensorParallel(
+        made[peers], peers[0]
+    )
 
 
 def timeouts_of_pools(world: World, seconds: int) -> list[float]:

@@ -42,6 +42,7 @@ def message(read: Callable[[Path], Any], path: Path) -> str:
         ("a: " + "{a: " * 150 + "}" * 150, "it nests too deeply"),
         ("num_ranks: " + "9" * 5000, "a number of 5000 characters"),
         ("\0", "has a NUL byte"),
+        ("a: \x0f", "unacceptable character #x000f: special characters are not allowed in"),
         ("a" * 200_000, "longer than 131072 bytes"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_balance.cost.fits import Quadratic, fit_link, fit_quadratic
+from megatron_balance.cost.fits import Quadratic, fit_link, fit_quadratic, least_squares
 from megatron_balance.cost.gamma import GAMMA_H100_FLUX, fit_gamma, gamma_work
 from megatron_balance.errors import ConfigError
 
@@ -14,6 +14,10 @@ def test_a_quadratic_is_found_again() -> None:
     lengths = [128, 512, 2048, 8192, 32768]
     fitted = fit_quadratic(lengths, [truth.time_s(length) for length in lengths])
     assert (fitted.a, fitted.b, fitted.c) == pytest.approx((truth.a, truth.b, truth.c), rel=1e-6)
+
+
+def test_columns_that_say_the_same_are_fitted_by_one_of_them() -> None:
+    assert least_squares([[2.0, 4.0], [3.0, 6.0]], [4.0, 6.0], what="twice") == (2.0, 0.0)
 
 
 def test_no_coefficient_is_negative_whatever_the_noise() -> None:

@@ -52,6 +52,7 @@ def test_heads_are_written_only_where_some_are_missing() -> None:
         ("exchange 0 p2p", "exchange 0 all_to_all 0 1", r"line 5: expected a rank like r0, got '0'"),
         ("r1 <- r0 kv", "r1 <- r0 keys", r"line 6: expected 'rD <- rS kind sN\[a:b\)'"),
         ("r1 <- r0 kv", "r1 -> r0 kv", r"line 6: expected 'rD <- rS"),
+        ("r1 <- r0 kv s0[0:4)", f"r1 <- r0 kv s0[0:{2**63})", r"line 6: expected numbers of at most 18 digits, got"),
         ("attend r0", "attends r0", r"line 7: expected owner"),
         ("q s0[0:4) over s0[0:4)", "s0[0:4) over s0[0:4)", r"line 8: expected 'q sN\[a:b\) over"),
         ("q s0[0:4) over s0[0:4)", "q s0[0:4)", r"line 8: expected 'q sN\[a:b\) over"),

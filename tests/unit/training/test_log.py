@@ -21,6 +21,7 @@ from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.step import StepPlan
+from megatron_balance.planning.proofs import Proofs
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.runtime.groups import single
 from megatron_balance.training import log
@@ -42,7 +43,7 @@ def finished(steps: StepLog) -> None:
     steps.finish(1, None, None)
     steps.begin(forward_only=False)
     plan = make_planner("zeppelin", CLUSTER, MODEL, tokens_per_rank=90)(LENGTHS)
-    planned = PlannedStep(StepPlan.whole((plan,)), plan_s=0.25, wait_s=0.125)
+    planned = PlannedStep(StepPlan.whole((plan,)), plan_s=0.25, wait_s=0.125, proofs=Proofs(4, 1))
     steps.ran(planned, PoolLengths((LENGTHS,), (np.zeros(3, dtype=np.int64),)), [Counters(kernel_calls=5)])
     steps.finish(7, torch.tensor(1.5), 0.25)
     steps.close()
@@ -58,6 +59,7 @@ def test_scalars_go_to_the_writers_of_a_step(caplog: pytest.LogCaptureFixture) -
     assert scalars["balance/kernel_calls"] == 5
     assert scalars["balance/num_tokens"] == 90
     assert "step 7: zeppelin, 3 sequences, 90 tokens" in caplog.text
+    assert "step 7: plans of 4 steps proved so far; 1 were too large to prove beside training" in caplog.text
 
 
 def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None:
@@ -67,6 +69,7 @@ def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None
     record = json.loads(line)
     assert (record["step"], record["loss"], record["grad_norm"], record["plan_ms"]) == (7, 1.5, 0.25, 250)
     assert record["counters"]["kernel_calls"] == [5]
+    assert (record["proved_steps"], record["unproved_steps"], record["announced"]) == (4, 1, False)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file: cannot be written"):
         StepLog(LogTarget(folder=tmp_path / "file"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_balance.errors import ConfigError, PlanMismatchError
+from megatron_balance.errors import ConfigError, InfeasibleError, InvalidProgramError, PlanMismatchError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.layers import Layers
 from megatron_balance.ir.model import Model
@@ -16,6 +16,7 @@ from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planners.base import Planner, StepContext
 from megatron_balance.planning.ahead import Ready
+from megatron_balance.planning.proofs import Proofs
 from megatron_balance.planning.step_planner import PlanSpec, StepPlanner
 from megatron_balance.training.ledger import Held, Ledger
 from megatron_balance.training.plans import Samples, StepPlans
@@ -50,6 +51,7 @@ class Ahead:
         self.planner, self.carry = planner, EMPTY
         self.answers: dict[Hashable, Ready] = {}
         self.asked: list[Hashable] = []
+        self.proofs = Proofs()
 
     def submit(self, key: Hashable, lengths: Sequence[Sequence[int]], carry: Carry | None = None) -> None:
         before = self.carry if carry is None else carry
@@ -86,10 +88,13 @@ class Job:
             evaluation=evaluation,
         )
 
-    def step(self, sample: int | None = None) -> Carry:
-        """Plan and end a step; `sample`: read in place of the one that comes."""
-        self.plans.draw(1)
-        self.plans.plan((SAMPLES[self.consumed if sample is None else sample],))
+    def step(self, sample: int | None = None, others: str | None = None) -> Carry:
+        """Plan and end a step; `sample`: read in place of the one that comes; `others`: what rank 1
+        announces, in place of the same.
+        """
+        own = self.plans.draw(1).fingerprint
+        lengths = (SAMPLES[self.consumed if sample is None else sample],)
+        self.plans.plan(lengths, announced={0: own, 1: own if others is None else others})
         self.consumed += 1
         return self.plans.end_step().carry
 
@@ -102,7 +107,6 @@ def carried(*samples: int) -> Carry:
 def test_every_step_is_planned_with_what_the_one_before_carried(planner: StepPlanner, ahead: bool) -> None:
     job = Job(planner, ahead=ahead)
     assert [job.step() for _ in range(4)] == [carried(*range(n)) for n in (1, 2, 3, 4)]
-    assert len(set(job.compared)) == 4, "what is carried is compared, too"
     if job.ahead is not None:
         assert job.ahead.asked == [(n, 1) for n in (1, 2, 3, 4, 5)], "each step once"
 
@@ -118,10 +122,10 @@ def test_the_coming_step_is_the_one_that_is_planned_next(planner: StepPlanner) -
 
 
 def test_every_step_is_compared_and_a_difference_names_step_and_planner(planner: StepPlanner) -> None:
-    job = Job(planner)
+    job = Job(planner, evaluation=True)
     for _ in range(6):
         job.step()
-    assert len(job.compared) == 6
+    assert len(job.compared) == 6, "what is evaluated is not known before"
 
     def disagree(_fingerprint: str) -> None:
         raise PlanMismatchError("ranks planned differently: rank 1 has another")
@@ -129,6 +133,51 @@ def test_every_step_is_compared_and_a_difference_names_step_and_planner(planner:
     plans = StepPlans(planner, Samples(lambda: 40, lambda: 1, 1), disagree)
     with pytest.raises(PlanMismatchError, match="step at sample 40, planner counting: ranks planned differently"):
         plans.plan(((30, 5),))
+
+
+@pytest.mark.parametrize("name", ["counting", "te_ring"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_plan_made_before_its_samples_are_read_is_compared_with_their_lengths(name: str, ahead: bool) -> None:
+    job = Job(StepPlanner(PlanSpec(name, Cluster(2, 2), Model(4, 2, 16), Layers(), {})), ahead=ahead)
+    for _ in range(3):
+        job.step()
+    assert not job.compared, "in no collective of its own"
+    with pytest.raises(PlanMismatchError, match=f"step at sample 3, planner {name}: .* but rank 1 has none"):
+        job.step(others="")
+    with pytest.raises(PlanMismatchError, match=f"step at sample 3, planner {name}: .* but rank 1 has 0123"):
+        job.step(others="0123456789abcdef")
+    job.step(sample=9)
+    job.step(sample=9)
+    assert len(job.compared) == 2, "plans of other samples than were expected"
+    if name == "te_ring":
+        assert not job.plans.draw(1).fingerprint, "no more plans of samples that do not come"
+
+
+def test_what_is_carried_is_compared_too(planner: StepPlanner) -> None:
+    resumed = Job(planner)
+    resumed.plans.restore(Ledger(carried(7)))
+    assert resumed.plans.draw(1).fingerprint != Job(planner).plans.draw(1).fingerprint
+
+
+def test_a_plan_that_is_refused_before_reading_is_refused_once_all_ranks_have_read() -> None:
+    spec = PlanSpec("zeppelin", Cluster(2, 2), Model(4, 2, 16), Layers(), {"tokens_per_rank": 4})
+    job = Job(StepPlanner(spec))
+    assert not job.plans.draw(1).fingerprint
+    with pytest.raises(InfeasibleError, match="tokens"):
+        job.step()
+
+
+def test_a_plan_whose_proof_failed_ends_the_run_at_the_next_step(planner: StepPlanner) -> None:
+    job = Job(planner, ahead=True)
+    assert job.ahead is not None
+    job.step()
+    job.ahead.proofs = Proofs(proved=2)
+    job.plans.draw(1)
+    assert job.plans.plan((SAMPLES[1],)).proofs.proved == 2
+    job.consumed += 1
+    job.ahead.proofs = Proofs(2, 0, "step plan 0123: rank 1 lacks keys")
+    with pytest.raises(InvalidProgramError, match=r"may be wrong: step plan 0123: rank 1 lacks keys\. Go back to a"):
+        job.step()
 
 
 def test_a_step_that_runs_again_carries_once_and_a_checkpoint_inside_it_has_what_it_began_with(

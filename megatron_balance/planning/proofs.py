@@ -1,0 +1,150 @@
+"""Proof of some plans of a running job: of the first ones, and then of every so many.
+
+The planning process forks a child of least priority for one step at a time. Nobody waits for it: a
+plan that shall be proved while another one still is gives way to the next that comes afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron_balance.compile.prove import prove
+from megatron_balance.errors import BalanceError
+from megatron_balance.ir.step import StepPlan
+
+FIRST = 3
+"""Steps at the beginning, each of which is proved if no other still is."""
+LIMIT_S, LIMIT_BYTES = 300, 4 << 30
+"""Processor time of the proof of a step, and memory beside what the planning process holds."""
+NICENESS = 19
+_LEFT_OUT = 3
+"""Exit code of a proof that reached a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proofs:
+    """Outcomes so far: steps whose plans are `proved`, and `left_out` since a limit was reached."""
+
+    proved: int = 0
+    left_out: int = 0
+    wrong: str = ""
+    """The first plan that does not hold, and why; empty: all do."""
+
+    def __add__(self, other: Proofs) -> Proofs:
+        return Proofs(self.proved + other.proved, self.left_out + other.left_out, self.wrong or other.wrong)
+
+
+NONE = Proofs()
+
+
+def prove_step(step: StepPlan) -> None:
+    """Prove all plans of a step, with either way of the backward.
+
+    Raises:
+        InvalidProgramError: one that does not hold.
+    """
+    for plan in (*step.plans, *(one.plan for ticks in step.ticks for one in ticks)):
+        for policy in ("keep", "replay"):
+            prove(plan, policy)
+
+
+class Prover:
+    """Proves the first steps that it is offered, then one of every `every`, in a child process."""
+
+    def __init__(self, every: int, check: Callable[[StepPlan], None] = prove_step) -> None:
+        """`every`: 0: none at all. `check`: raises what is wrong with a step."""
+        self._every, self._check = every, check
+        self._offered = 0
+        self._due = False
+        self._child: tuple[int, int, str] | None = None
+        self._outcomes = Proofs()
+
+    def offer(self, step: StepPlan) -> None:
+        """Begin the proof of a step, if one is due and none runs."""
+        if not self._every:
+            return
+        self._due = self._due or self._offered < FIRST or self._offered % self._every == 0
+        self._offered += 1
+        self.outcomes()
+        if self._due and self._child is None:
+            self._due = False
+            self._begin(step)
+
+    def outcomes(self, *, wait: bool = False) -> Proofs:
+        """Of all proofs that have ended; `wait`: for the one that runs, too."""
+        if self._child is not None:
+            pid, pipe, fingerprint = self._child
+            ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
+            if ended:
+                self._child = None
+                with os.fdopen(pipe, "rb") as stream:
+                    said = stream.read().decode(errors="replace")
+                code = os.waitstatus_to_exitcode(status)
+                wrong = f"step plan {fingerprint}: {said}" if said else ""
+                self._outcomes += Proofs(int(code == 0), int(code != 0 and not wrong), wrong)
+        return self._outcomes
+
+    def close(self) -> None:
+        """End the proof that runs."""
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._child[0], signal.SIGKILL)
+            self.outcomes(wait=True)
+
+    def _begin(self, step: StepPlan) -> None:
+        theirs, ours = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            self._in_child(step, ours, parent)
+        os.close(ours)
+        self._child = pid, theirs, step.fingerprint()
+
+    def _in_child(self, step: StepPlan, answer: int, parent: int) -> NoReturn:
+        """Prove, tell what is wrong, and end, whatever happens; with the parent at the latest."""
+        code = _LEFT_OUT
+        try:
+            os.closerange(3, answer)  # what the parent talks through ends with it alone
+            os.closerange(answer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            _limit_self()
+            _end_with(parent)
+            self._check(step)
+            code = 0
+        except BalanceError as error:
+            os.write(answer, str(error).encode()[:4000])
+            code = 1
+        except MemoryError:
+            code = _LEFT_OUT
+        except BaseException as error:  # a fault of the proof itself says nothing of the plan; it is counted
+            with suppress(OSError):
+                os.write(2, f"proof of a plan: {error!r}\n".encode()[:4000])
+        finally:
+            os._exit(code)
+
+
+def _limit_self() -> None:
+    """Take what nobody else wants, and no more than the limits."""
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+    if sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as stream:
+            held = int(stream.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT_BYTES, held + LIMIT_BYTES))
+
+
+def _end_with(parent: int) -> None:
+    """Look every second whether the parent is still there."""
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(_LEFT_OUT)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)

@@ -1,0 +1,78 @@
+"""Faults put into a rank of a training run: where, which, and at which call."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+PLACES = {
+    "start": "",
+    "lengths": "megatron_balance.megatron.forward_backward:share_lengths",
+    "plan": "megatron_balance.planning.step_planner:StepPlanner.plan",
+    "tokens": "megatron_balance.training.tokens:TokenExchange.to_ranks",
+    "bind": "megatron_balance.training.binding:Binder.bind",
+    "forward": "megatron_balance.runtime.executor:ForwardRun.launch",
+    "relay": "megatron_balance.runtime.transport.relay:_Thread.post",
+    "backward": "megatron_balance.runtime.executor:BackwardRun.launch",
+    "log": "megatron_balance.training.log:StepLog.finish",
+    "save": "megatron.core.dist_checkpointing:save",
+    "evaluation": "megatron_balance.planning.step_planner:StepPlanner.plan_evaluation",
+}
+"""Functions, as module:name or module:class.method, at whose call a rank fails; start: before all."""
+KINDS = ("kill", "stop", "exception", "memory", "exit")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind` at call number `call` (from 1) of the place, on rank `rank`."""
+
+    place: str
+    kind: str
+    rank: int
+    call: int = 1
+
+
+def install(fault: Fault, rank: int) -> None:
+    """Put the fault in, if it is this rank's."""
+    if rank != fault.rank:
+        return
+    if not PLACES[fault.place]:
+        happen(fault.kind)
+        return
+    module, _, path = PLACES[fault.place].partition(":")
+    holder: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for each in outer:
+        holder = getattr(holder, each)
+    real, calls = getattr(holder, name), [0]
+
+    @functools.wraps(real)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == fault.call:
+            sys.stderr.write(f"injected: {fault.kind} at {fault.place}\n")
+            sys.stderr.flush()
+            happen(fault.kind)
+        return real(*args, **kwargs)
+
+    setattr(holder, name, failing)
+
+
+def happen(kind: str) -> None:
+    """End or fail this process in a way."""
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(3)
+        case "memory":
+            raise MemoryError("injected")
+        case _:
+            raise RuntimeError("injected")

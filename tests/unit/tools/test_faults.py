@@ -1,0 +1,104 @@
+"""The suites that look for faults: a few cases of each, and that a run goes on where it was ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_balance.compile import prove
+from megatron_balance.planning.step_planner import StepPlanner
+from tools.faults import __main__ as command
+from tools.faults import cases, digests, files, mutants, plans
+from tools.faults.cases import Outcome, Suite, within
+
+
+def suite(tried: list[int], faults: tuple[int, ...] = ()) -> Suite:
+    @contextmanager
+    def opened() -> Iterator[Callable[[int], Outcome]]:
+        def one(number: int) -> Outcome:
+            tried.append(number)
+            return Outcome("odd" if number % 2 else "even", "a fault" if number in faults else "")
+
+        yield one
+
+    return Suite("some", "numbers", 20, 4, opened)
+
+
+def test_a_run_goes_on_where_it_was_ended_and_a_line_cut_short_is_tried_again(tmp_path: Path) -> None:
+    tried: list[int] = []
+    cases.run(suite(tried), 6, tmp_path)
+    record = cases.record_of("some", tmp_path)
+    whole, last = record.read_text().splitlines()
+    record.write_text(f"{whole}\n{last[:20]}\n")
+    tally = cases.run(suite(tried, faults=(5,)), 10, tmp_path)
+    assert tried == [*range(6), *range(4, 10)]
+    assert (tally.tried, tally.kinds) == (10, {"odd": 5, "even": 5})
+    assert tally.faults == [{"number": 5, "kind": "odd", "fault": "a fault"}]
+
+
+def test_the_command_shows_a_table_and_its_exit_code_says_whether_a_fault_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "SUITES", {"some": suite([], faults=(3,))})
+    for given, code in (("some --count 3", 0), ("all --share 0.2", 1), ("show", 0), ("some --only 3", 1)):
+        monkeypatch.setattr(sys, "argv", ["tools.faults", *given.split(), "--folder", str(tmp_path)])
+        assert command.main() == code
+    said = capsys.readouterr().out
+    assert "| some: numbers | 4 | 20 | 1 | even 2, odd 2 |" in said
+    assert "some 3, odd: a fault" in said
+
+
+@pytest.mark.parametrize("number", [*range(15), 110, 165])
+def test_random_steps_are_planned_or_refused_in_words(number: int) -> None:
+    assert not plans.try_plan(number).fault
+
+
+def test_a_planner_that_is_slow_raises_or_plans_nonsense_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(plan: Callable[..., object]) -> Outcome:
+        monkeypatch.setattr(StepPlanner, "plan", plan)
+        return plans.try_plan(0)
+
+    def fails(*_: object) -> None:
+        raise IndexError("argmax")
+
+    monkeypatch.setattr(plans, "LIMIT_S", 0.05)
+    assert says(lambda *_: [None for _ in iter(int, 1)]).kind == "te_ring: slow"
+    assert says(fails) == Outcome("te_ring: raises", "IndexError: argmax")
+
+
+def test_changed_programs_are_refused_or_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mutants.mutants() as one:
+        outcomes = [one(number) for number in range(mutants.PER_PLAN)]
+        assert not [outcome for outcome in outcomes if outcome.fault]
+        assert any(outcome.kind.endswith(": refused") for outcome in outcomes)
+        monkeypatch.setattr(mutants, "verify", lambda _: None)
+        monkeypatch.setattr(mutants, "verify_runs", lambda *_: None)
+        assert any(one(number).fault.startswith("accepted, and") for number in range(mutants.PER_PLAN))
+    assert prove.verify_runs is not mutants.verify_runs
+
+
+def test_damaged_files_are_read_or_refused_in_one_sentence() -> None:
+    with files.files() as one:
+        outcomes = [one(number) for number in (*range(48), 1305, 46)]
+    assert not [outcome for outcome in outcomes if outcome.fault]
+    assert sum(outcome.kind.endswith(": refused") for outcome in outcomes) > 10
+
+
+def test_a_loader_with_a_traceback_is_a_fault(tmp_path: Path) -> None:
+    broken = files.Loader("some", b"{}", ".json", lambda path: json.loads(path.read_text())["key"])
+    assert files.try_file(broken, 0, tmp_path).kind == "some: raises"
+
+
+def test_digests_of_a_case_are_equal_here_and_on_an_old_cpu() -> None:
+    with digests.digests() as one:
+        assert one(13) == Outcome("zeppelin")
+        assert one(866) == Outcome("hydraulis"), "BLAS rounded the fit of its costs"
+    drawn = plans.drawn(13)
+    assert plans.drawn(13) == drawn, "a case depends on its number alone"
+    with pytest.raises(cases.SlowError, match=r"more than 0\.01 CPU seconds"), within(0.01):
+        sum(iter(lambda: 1, 0))

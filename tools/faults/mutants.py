@@ -1,0 +1,169 @@
+"""Programs with one thing changed: what is accepted must compute the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from megatron_balance import reference
+from megatron_balance.compile.pipeline import expand
+from megatron_balance.compile.prove import verify_runs
+from megatron_balance.compile.verify import verify
+from megatron_balance.errors import BalanceError, ConfigError, InfeasibleError, InvalidProgramError
+from megatron_balance.ir.batch import Batch
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
+from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.ir.program import Attend, AttendGrad, Exchange, Merge, Policy, Program
+from megatron_balance.ir.rows import Rows
+from tools.faults.cases import Outcome, SlowError, within
+from tools.faults.plans import HEADS
+
+LIMIT_S = 30.0
+PER_PLAN = 25
+"""Mutants of one plan."""
+
+
+@contextmanager
+def mutants() -> Iterator[Callable[[int], Outcome]]:
+    """Change program after program."""
+    last: dict[int, tuple[MicrobatchPlan, Program] | None] = {}
+
+    def one(number: int) -> Outcome:
+        at = number // PER_PLAN
+        if at not in last:
+            last.clear()
+            last[at] = program_of(at)
+        found = last[at]
+        return Outcome("refused by the planner") if found is None else try_mutant(number, *found)
+
+    yield one
+
+
+def program_of(number: int) -> tuple[MicrobatchPlan, Program] | None:
+    """A small program of any planner, product's or tests'; None: the planner refused."""
+    from tests.support.strategies import ALL_PLANNERS, Case, plan
+
+    draw = random.Random(f"mutants {number}")
+    name, ranks = ALL_PLANNERS[number % len(ALL_PLANNERS)], draw.randint(2, 6)
+    heads, kv_heads = draw.choice(HEADS)
+    lengths = tuple(draw.choice((1, 2, draw.randint(1, 12), draw.randint(1, 50))) for _ in range(draw.randint(1, 4)))
+    cluster = Cluster(ranks, draw.choice([size for size in (1, 2, 3, ranks) if ranks % size == 0]))
+    mask = "full" if draw.random() < 0.2 else "causal"
+    model = Model(heads, kv_heads, 4, hidden_size=32, ffn_size=64, attention=mask)
+    routing = draw.choice((None, (1, 1), (2, 1)))
+    case = Case(Batch(lengths), cluster, model, None, number, draw.random() < 0.5, routing)
+    policy: Policy = draw.choice(("keep", "replay"))
+    try:
+        planned = plan(name, case)
+    except (ConfigError, InfeasibleError):
+        return None
+    return planned, expand(planned, policy)
+
+
+def try_mutant(number: int, planned: MicrobatchPlan, program: Program) -> Outcome:
+    """Change one thing of the program, and ask both proofs; the reference judges what they accept."""
+    kind, mutant = changed(program, random.Random(f"mutant {number}"))
+    if mutant == program:
+        return Outcome("no change")
+    try:
+        with within(LIMIT_S):
+            try:
+                verify(mutant)
+            except InvalidProgramError:
+                return Outcome(f"{kind}: refused")
+            same = _computes_the_same(program, mutant)
+            try:
+                verify_runs(planned, mutant)
+            except InvalidProgramError:
+                return Outcome(
+                    f"{kind}: refused by what runs",
+                    "" if same else "the proof of the program accepted what computes something else",
+                )
+    except SlowError as error:
+        return Outcome(f"{kind}: slow", str(error))
+    except Exception as error:  # a proof that raises anything else is a fault
+        return Outcome(f"{kind}: raises", f"{type(error).__name__}: {error}")
+    return Outcome(f"{kind}: accepted", "" if same else "accepted, and computes something else")
+
+
+def _computes_the_same(program: Program, mutant: Program) -> bool:
+    from tests.support import dense
+
+    x = dense.draw(program.lengths, program.num_heads, program.num_kv_heads)
+    truth = reference.run(program, x.q, x.k, x.v, x.scale, x.dout)
+    try:
+        ours = reference.run(mutant, x.q, x.k, x.v, x.scale, x.dout)
+    except (BalanceError, IndexError, KeyError, ValueError, AssertionError):
+        return False
+    return all(
+        dense.worst(getattr(ours, name), getattr(truth, name)) < 1e-9 for name in ("out", "q_grad", "k_grad", "v_grad")
+    )
+
+
+def changed(program: Program, draw: random.Random) -> tuple[str, Program]:
+    """What was changed, and the program with it."""
+    phase = draw.choice(("forward", "backward"))
+    ops: list[Any] = list(getattr(program, phase))
+    if not ops:
+        return "none", program
+    at = draw.randrange(len(ops))
+    op = ops[at]
+    how = draw.choice(("drop", "swap", "twice", "number", "number", "number", "row", "row", "field", "field"))
+    if how == "drop":
+        del ops[at]
+    elif how == "twice":
+        ops.insert(at, op)
+    elif how == "swap":
+        other = draw.randrange(len(ops))
+        ops[at], ops[other] = ops[other], op
+    elif how == "field":
+        ops[at] = _other_field(op, program, draw)
+    else:
+        ops[at] = _other_rows(op, how, draw)
+    return how, replace(program, **{phase: tuple(ops)})
+
+
+def _tables(op: Any) -> list[str]:
+    match op:
+        case Exchange():
+            return ["transfers", *(["routes"] if op.routes else [])]
+        case Attend() | AttendGrad():
+            return ["pairs"]
+        case Merge():
+            return ["values"]
+    raise AssertionError(op)
+
+
+def _other_rows(op: Any, how: str, draw: random.Random) -> Any:
+    """The op with another number in a row, or a row less, or twice, or in another place."""
+    name = draw.choice(_tables(op))
+    rows = [list(row) for row in getattr(op, name)]
+    if not rows:
+        return op
+    width, row = len(rows[0]), draw.randrange(len(rows))
+    if how == "number":
+        rows[row][draw.randrange(width)] += draw.choice((-1, 1, -1, 1, 2, -5, 1000, -1000))
+    else:
+        what = draw.choice(("drop", "twice", "move"))
+        if what == "drop":
+            del rows[row]
+        elif what == "twice":
+            rows.insert(row, list(rows[row]))
+        else:
+            rows.insert(draw.randrange(len(rows)), rows.pop(row))
+    return replace(op, **{name: Rows.of(width, rows)})
+
+
+def _other_field(op: Any, program: Program, draw: random.Random) -> Any:
+    """The op with another id, group or rank."""
+    if isinstance(op, Exchange):
+        if draw.random() < 0.6 or not op.group:
+            return replace(op, id=op.id + draw.choice((-1, 1, 7)))
+        group = list(op.group)
+        group[draw.randrange(len(group))] = draw.randrange(program.num_ranks)
+        return replace(op, group=tuple(group))
+    return replace(op, rank=draw.randrange(program.num_ranks))

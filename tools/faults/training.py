@@ -1,0 +1,211 @@
+"""Training runs of Megatron on gloo in which a rank fails: at every place and in every way; at random,
+with a resume; and a long one in which none does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.megatron.conftest import DOCUMENT_LENGTHS, MODEL, RUN, write_corpus
+from tests.support.injected import KINDS, PLACES, Fault
+from tests.support.megatron_run import Job, Result, Trainer
+from tools.faults.cases import Outcome
+from tools.megatron_flags import command_line
+
+RANKS, WORKERS = (2, 4), (0, 2)
+TIMEOUT_S = 20
+"""Of Megatron's process groups, once training runs."""
+MOST_S = 50.0
+"""In which all ranks have ended, once one failed: the timeout, and 30 seconds."""
+START_S = 110.0
+"""The same, where one never starts: a minute is the shortest --distributed-timeout-minutes."""
+LATE = frozenset({"log", "save", "evaluation"})
+"""Places whose first call comes when all ranks have trained a step."""
+PLANNERS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("te_ring", {}),
+    ("llama_all_gather", {}),
+    ("ulysses", {}),
+    ("packing", {}),
+    ("wlb_sharding", {}),
+    ("hybrid_dp", {}),
+    ("flexsp", {}),
+    ("knapformer", {}),
+    ("megatron_dynamic", {}),
+    ("distca", {"block": 32}),
+    ("wlb_llm", {"thresholds": [100], "slack": 3.0}),
+    ("zeppelin", {}),
+    ("auto", {}),
+)
+"""Of `kills`; pipelines side by side have flags of their own."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Training runs in a folder of their own, all of one corpus."""
+
+    trainer: Trainer
+    folder: Path
+    corpus: str
+
+    def run(self, planner: Mapping[str, Any], ranks: int, flags: Mapping[str, Any], name: str, **job: Any) -> Result:
+        """One run, whatever becomes of it; its records are in `name`/log of the folder."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        config = {
+            "planner": dict(planner),
+            "cluster": {"ranks_per_node": max(1, ranks // 2)},
+            "routing": "always",
+            "remap": True,
+            "plan_ahead": True,
+        }
+        (folder / "balance.yaml").write_text(yaml.safe_dump(config))
+        if "kill_after" in job:
+            job["kill_after"] = (str(folder / "log" / "steps.jsonl"), job["kill_after"])
+        ours = {"balance-config": folder / "balance.yaml", "balance-log": folder / "log", "data-path": self.corpus}
+        argv = command_line(MODEL, RUN, {"distributed-timeout-seconds-after-init": TIMEOUT_S}, ours, flags)
+        return self.trainer.run(Job("pretrain_gpt", ranks, tuple(argv), str(folder), **job))
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        """The records of a run."""
+        file = self.folder / name / "log" / "steps.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@contextmanager
+def _runs() -> Iterator[Runs]:
+    trainer = Trainer()
+    try:
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            lengths = list(itertools.islice(itertools.cycle(DOCUMENT_LENGTHS), 240))
+            yield Runs(trainer, Path(folder), write_corpus(Path(folder) / "documents", lengths))
+    finally:
+        trainer.close()
+
+
+def matrix() -> list[tuple[int, int, str, str]]:
+    """Data workers, ranks, place and kind of every cell, in an order in which any part has of all."""
+    cells: list[tuple[int, int, str, str]] = list(itertools.product(WORKERS, RANKS, PLACES, KINDS))
+    random.Random("matrix").shuffle(cells)
+    return cells
+
+
+@contextmanager
+def places() -> Iterator[Callable[[int], Outcome]]:
+    """Fail in cell after cell of the matrix; then again, at other ranks and calls."""
+    with _runs() as runs:
+        yield lambda number: try_place(runs, number)
+
+
+def try_place(runs: Runs, number: int) -> Outcome:
+    """One cell: all ranks end in time, by themselves, and one of those that did not fail names the
+    one that did. Before training begins it is torch that says so, in words of its own.
+    """
+    cells = matrix()
+    workers, ranks, place, kind = cells[number % len(cells)]
+    draw = random.Random(f"places {number}")
+    failing = draw.randrange(ranks)
+    if place in ("log", "save"):
+        failing = 0 if place == "log" else failing
+    fault = Fault(place, kind, failing, draw.choice((1, 2)) if place in LATE else draw.choice((1, 2, 5)))
+    folder = f"place{number}"
+    flags = {
+        "context-parallel-size": ranks,
+        "num-workers": workers,
+        "train-iters": 6,
+        "distributed-timeout-minutes": 1,
+        "split": "80,20,0",
+        "eval-interval": 2,
+        "eval-iters": 1,
+        "ckpt-format": "torch_dist",
+        "save": runs.folder / folder / "checkpoint",
+        "save-interval": 2,
+    }
+    given = (fault.place, fault.kind, fault.rank, fault.call)
+    result = runs.run(
+        {"name": "zeppelin"},
+        ranks,
+        flags,
+        folder,
+        fault=given,
+        deadline_s=300.0,
+        grace_s=START_S if place == "start" else MOST_S,
+    )
+    survivors = [rank for rank in range(ranks) if rank != failing]
+    cell = f"{kind} at {place}, rank {failing} of {ranks}, call {fault.call}, {workers} data workers"
+    logs = {rank: result.log(rank) for rank in range(ranks)}
+    shutil.rmtree(runs.folder / folder, ignore_errors=True)
+    if place != "start" and "injected: " not in logs[failing]:
+        whole = all(code == 0 for code in result.codes)
+        return Outcome("not reached", "" if whole else f"{cell}: codes {result.codes}; {logs[0][-300:]}")
+    hung = [rank for rank in survivors if result.codes[rank] == -9]
+    if hung:
+        return Outcome("hung", f"{cell}: ranks {hung} did not end; {logs[hung[0]][-300:]}")
+    if any(result.codes[rank] == 0 for rank in survivors):
+        return Outcome("went on", f"{cell}: codes {result.codes}")
+    if result.left:
+        return Outcome("left a process", f"{cell}: {result.left}")
+    if place != "start" and not any(
+        f"rank {failing} " in logs[rank] or "has ended: rank 0" in logs[rank] for rank in survivors
+    ):
+        return Outcome("not named", f"{cell}: {logs[survivors[0]][-300:]}")
+    return Outcome("ended and named")
+
+
+@contextmanager
+def kills() -> Iterator[Callable[[int], Outcome]]:
+    """Kill a random rank of a run, resume it, and compare with the run that nobody killed."""
+    with _runs() as runs:
+        whole: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        yield lambda number: try_kill(runs, number, whole)
+
+
+def try_kill(runs: Runs, number: int, whole: dict[tuple[str, int], list[dict[str, Any]]]) -> Outcome:
+    """One kill, of each tenth inside a save: losses, gradient norms, tokens and plans of the resumed
+    run are those of the whole one, to the last bit.
+    """
+    draw = random.Random(f"kills {number}")
+    name, options = PLANNERS[number % len(PLANNERS)]
+    ranks = draw.choice(RANKS)
+    flags = {"context-parallel-size": draw.choice((1, ranks)), "train-iters": 6}
+    at = (f"{name} {flags['context-parallel-size']}", ranks)
+    planner = {"name": name, **options}
+    if at not in whole:
+        result = runs.run(planner, ranks, flags, f"whole{len(whole)}")
+        if result.failed is not None:
+            return Outcome("no whole run", f"{at}: {result.tail(result.failed)[-400:]}")
+        whole[at] = runs.steps(f"whole{len(whole)}")
+    folder = f"kill{number}"
+    saving = {
+        **flags,
+        "ckpt-format": "torch_dist",
+        "save": runs.folder / folder / "checkpoint",
+        "load": runs.folder / folder / "checkpoint",
+        "save-interval": 2,
+    }
+    killed = draw.randrange(ranks)
+    if number % 10 == 9:
+        runs.run(planner, ranks, saving, folder, fault=("save", "kill", killed, draw.choice((1, 2))))
+    else:
+        runs.run(planner, ranks, saving, folder, kill_after=draw.randint(2, 5), kill_only=killed)
+    resumed = runs.run(planner, ranks, saving, folder)
+    steps = {step["step"]: step for step in runs.steps(folder)}
+    shutil.rmtree(runs.folder / folder, ignore_errors=True)
+    if resumed.failed is not None:
+        return Outcome("no resume", f"{at}, rank {killed} killed: {resumed.tail(resumed.failed)[-400:]}")
+    for step in whole[at]:
+        for key in ("loss", "grad_norm", "num_tokens", "fingerprint", "trained_tokens"):
+            got = steps.get(step["step"], {}).get(key)
+            if got != step[key]:
+                return Outcome("differs", f"{at}: step {step['step']}: {key} {got} after a resume, {step[key]} before")
+    return Outcome("resumed, equal to the bit")
