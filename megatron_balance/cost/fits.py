@@ -108,14 +108,18 @@ def _nearest_to_one(columns: NDArray[np.float64]) -> NDArray[np.float64] | None:
     rows = [[*map(Fraction, row), Fraction(1)] for row in columns.tolist()]
     width = columns.shape[1]
     # the normal equations, by Gauss and Jordan
-    left = [[sum((row[i] * row[j] for row in rows), Fraction(0)) for j in range(width + 1)] for i in range(width)]
+    left: list[list[Fraction]] = [
+        [sum((row[i] * row[j] for row in rows), Fraction(0)) for j in range(width + 1)] for i in range(width)
+    ]
     for i in range(width):
         pivot = next((row for row in range(i, width) if left[row][i]), None)
         if pivot is None:
             return None
         left[i], left[pivot] = left[pivot], left[i]
-        left[i] = [value / left[i][i] for value in left[i]]
+        first = left[i][i]
+        left[i] = [value / first for value in left[i]]
         for other in (row for row in range(width) if row != i):
             factor = left[other][i]
             left[other] = [value - factor * own for value, own in zip(left[other], left[i], strict=True)]
-    return np.array([float(row[width]) for row in left])
+    solution: list[Fraction] = [row[width] for row in left]
+    return np.array([float(value) for value in solution])

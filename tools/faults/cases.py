@@ -30,8 +30,8 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Suite:
-    """What is tried. `wanted`: how many cases a whole run has; `step`: after how many a line of the
-    record is written. `open`: once a run, in a context; `try_one`: one case.
+    """One thing that is tried. `wanted`: how many cases a whole run has; `step`: after how many a line
+    of the record is written. `open`: once a run, in a context; `try_one`: one case.
     """
 
     name: str
@@ -85,7 +85,7 @@ def record_of(suite: str, folder: Path) -> Path:
 
 
 def read(path: Path) -> Tally:
-    """What a record says; a line that a kill cut short is as if its cases were not tried."""
+    """Read what a record says; a line that a kill cut short is as if its cases were not tried."""
     tally = Tally()
     if path.is_file():
         for line in path.read_text().splitlines():

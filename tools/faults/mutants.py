@@ -105,7 +105,7 @@ def _computes_the_same(program: Program, mutant: Program) -> bool:
 
 
 def changed(program: Program, draw: random.Random) -> tuple[str, Program]:
-    """What was changed, and the program with it."""
+    """The change, and the program with it."""
     phase = draw.choice(("forward", "backward"))
     ops: list[Any] = list(getattr(program, phase))
     if not ops:

@@ -29,7 +29,7 @@ TIMEOUT_S = 20
 MOST_S = 50.0
 """In which all ranks have ended, once one failed: the timeout, and 30 seconds."""
 START_S = 110.0
-"""The same, where one never starts: a minute is the shortest --distributed-timeout-minutes."""
+"""Seconds for that, where one never starts: a minute is the shortest --distributed-timeout-minutes."""
 LATE = frozenset({"log", "save", "evaluation"})
 """Places whose first call comes when all ranks have trained a step."""
 PLANNERS: tuple[tuple[str, Mapping[str, Any]], ...] = (
