@@ -1,5 +1,5 @@
 """Training runs of Megatron on gloo in which a rank fails: at every place and in every way; at random,
-with a resume; and a long one in which none does.
+with a resume.
 """
 
 from __future__ import annotations
