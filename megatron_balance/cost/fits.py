@@ -80,13 +80,14 @@ def least_squares(
     rows = np.asarray(columns, dtype=np.float64) / targets[:, None]
     scale = rows.max(axis=0)
     width = rows.shape[1]
+    equations = _normal_equations(rows / scale)
     best, best_error = np.zeros(width), np.inf
     for size in range(1, width + 1):
         for chosen in combinations(range(width), size):
             if not set(needed) <= set(chosen):
                 continue
             at = list(chosen)
-            scaled = _nearest_to_one(rows[:, at] / scale[at])
+            scaled = _solved([[equations[i][j] for j in (*at, width)] for i in at])
             if scaled is None:  # some columns say the same: fewer will do
                 continue
             solution = scaled / scale[at]
@@ -101,16 +102,23 @@ def least_squares(
     return tuple(best.tolist())
 
 
-def _nearest_to_one(columns: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    """Coefficients [c] by which columns [n, c] come nearest to 1 in all rows, exact up to the last
-    rounding; None: they are not independent.
+def _normal_equations(columns: NDArray[np.float64]) -> list[list[int]]:
+    """The equations [c, c + 1] of coefficients by which columns [n, c] come nearest to 1 in all rows:
+    whole numbers, all times the same, so nothing is rounded.
     """
-    rows = [[*map(Fraction, row), Fraction(1)] for row in columns.tolist()]
+    ratios = [[value.as_integer_ratio() for value in row] for row in columns.tolist()]
+    unit: int = max(below for row in ratios for _, below in row)  # of powers of two
+    rows = [[*(above * (unit // below) for above, below in row), unit] for row in ratios]
     width = columns.shape[1]
-    # the normal equations, by Gauss and Jordan
-    left: list[list[Fraction]] = [
-        [sum((row[i] * row[j] for row in rows), Fraction(0)) for j in range(width + 1)] for i in range(width)
-    ]
+    return [[sum(row[i] * row[j] for row in rows) for j in range(width + 1)] for i in range(width)]
+
+
+def _solved(equations: Sequence[Sequence[int]]) -> NDArray[np.float64] | None:
+    """The solution [c] of equations [c, c + 1], exact up to the last rounding, by Gauss and Jordan;
+    None: they are not independent.
+    """
+    left = [[*map(Fraction, row)] for row in equations]
+    width = len(left)
     for i in range(width):
         pivot = next((row for row in range(i, width) if left[row][i]), None)
         if pivot is None:
@@ -121,5 +129,4 @@ def _nearest_to_one(columns: NDArray[np.float64]) -> NDArray[np.float64] | None:
         for other in (row for row in range(width) if row != i):
             factor = left[other][i]
             left[other] = [value - factor * own for value, own in zip(left[other], left[i], strict=True)]
-    solution: list[Fraction] = [row[width] for row in left]
-    return np.array([float(value) for value in solution])
+    return np.array([float(row[width]) for row in left])

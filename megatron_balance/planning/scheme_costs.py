@@ -103,6 +103,9 @@ class PredictedCosts:
     _known: dict[tuple[Scheme, int], PipelineCost] = field(
         default_factory=dict[tuple[Scheme, int], PipelineCost], init=False, repr=False, compare=False
     )
+    _most: dict[tuple[Scheme, int], int] = field(
+        default_factory=dict[tuple[Scheme, int], int], init=False, repr=False, compare=False
+    )
 
     def schemes(self, num_ranks: int) -> tuple[Scheme, ...]:
         """As in `SchemeCosts`: degrees of tensor and context parallelism are powers of two."""
@@ -135,10 +138,12 @@ class PredictedCosts:
         return on_cluster(self.cost, wide, tensor)
 
     def _max_tokens(self, scheme: Scheme, num_ranks: int) -> int:
-        most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
-        if self.tokens_per_rank is None:
-            return most
-        return min(most, self.tokens_per_rank * scheme.tensor * scheme.context)
+        if (scheme, num_ranks) not in self._most:
+            most = max_len(scheme, self.model, self.cluster.memory_bytes, num_ranks, self.margin)
+            if self.tokens_per_rank is not None:
+                most = min(most, self.tokens_per_rank * scheme.tensor * scheme.context)
+            self._most[scheme, num_ranks] = most
+        return self._most[scheme, num_ranks]
 
     def _splits(self, tensor: int) -> bool:
         model = self.model

@@ -79,7 +79,7 @@ class Classes:
     gpus: Floats
 
 
-def classes_of(lengths: Lengths, num_tokens: int, costs: SchemeCosts, num_ranks: int) -> Classes:
+def classes_of(lengths: Lengths | NDArray[np.int64], num_tokens: int, costs: SchemeCosts, num_ranks: int) -> Classes:
     """The costs of a step of `num_tokens` tokens, distributed as `lengths`, under every scheme but
     those that another one beats in all: GPUs, GPU-seconds and filling at every length.
 
@@ -187,21 +187,22 @@ def roundings(count: Floats, gpus: Floats, num_ranks: int) -> set[Counts]:
     go to more pipelines of one scheme, then of the others that fit.
     """
     used = [int(k) for k in np.argsort(-gpus * count, kind="stable") if count[k] > 1e-6][:MOST_CLASSES]
+    sizes = [int(gpus[k]) for k in used]
     found: set[Counts] = set()
     for steps in product((-1, 0, 1), repeat=len(used)):
         near = [max(0, int(count[k]) + step) for k, step in zip(used, steps, strict=True)]
-        left = num_ranks - sum(int(gpus[k]) * number for k, number in zip(used, near, strict=True))
+        left = num_ranks - sum(size * number for size, number in zip(sizes, near, strict=True))
         if left < 0:
             continue
-        for first in used:
-            more, free = dict(zip(used, near, strict=True)), left
-            for k in (first, *(each for each in used if each != first)):
-                added = free // int(gpus[k])
-                more[k] += added
-                free -= added * int(gpus[k])
-            if any(more.values()):
-                found.add(tuple(more.get(k, 0) for k in range(len(count))))
-    return found
+        for first in range(len(used)):
+            more, free = list(near), left
+            for at in (first, *(each for each in range(len(used)) if each != first)):
+                added, free = divmod(free, sizes[at])
+                more[at] += added
+            found.add(tuple(more))
+    whole = np.zeros((len(found), len(count)), dtype=np.int64)
+    whole[:, used] = np.array(list(found), dtype=np.int64).reshape(len(found), len(used))
+    return set(map(tuple, whole[whole.any(axis=1)].tolist()))
 
 
 def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_ROUNDS) -> Floats:
@@ -220,10 +221,15 @@ def estimates(classes: Classes, counts: Sequence[Counts], rounds: int = PRICE_RO
     best = np.zeros(len(number))
     columns: NDArray[np.int64] = np.arange(int(work_s.shape[1]))
     rows = np.arange(len(number))[:, None]
+    # A strategy has few of all schemes: its own first, as many columns as any has [S, U].
+    own = np.argsort(~there, axis=1, kind="stable")[:, : int(there.sum(axis=1).max())]
+    is_own = there[rows, own]
+    own_s = np.where(is_own[:, :, None] & fits[own], work_s[own], np.inf)  # [S, U, M]
     for at in range(rounds):
-        price = np.where(there[:, :, None] & fits, weight[:, :, None] * work_s, np.inf)
-        cheapest = price.argmin(axis=1)  # [S, M]
-        bound = price[rows, cheapest, columns].sum(axis=1) + (weight * number * fill_s).sum(axis=1)
+        price = np.where(is_own, weight[rows, own], 1.0)[:, :, None] * own_s
+        first = price.argmin(axis=1)  # [S, M]
+        cheapest = own[rows, first]
+        bound = price[rows, first, columns].sum(axis=1) + (weight * number * fill_s).sum(axis=1)
         best = np.maximum(best, bound)
         cell = rows * number.shape[1] + cheapest
         load = np.bincount(cell.ravel(), work_s[cheapest, columns].ravel(), number.size).reshape(number.shape)
@@ -252,8 +258,9 @@ def propose(
     drawn = np.sort(np.asarray(lengths, dtype=np.int64))
     found: dict[int, tuple[Strategy, ...]] = {}
     for part in LONGEST_PARTS:
-        short: list[int] = drawn[drawn <= part * drawn[-1]].tolist()
-        if not short or short[-1] in found:
+        short = drawn[: np.searchsorted(drawn, part * drawn[-1], side="right")]
+        longest = int(short[-1]) if len(short) else 0
+        if not longest or longest in found:
             continue
         classes = classes_of(short, num_tokens, costs, num_ranks)
         near: set[Counts] = set()
@@ -266,7 +273,7 @@ def propose(
         best = _best(classes, near, EXCHANGED)
         near = set(best).union(*(_exchanges(counts, classes.gpus, num_ranks) for counts in best))
         if near:
-            found[short[-1]] = tuple(_strategy(classes.schemes, each) for each in _best(classes, near, keep))
+            found[longest] = tuple(_strategy(classes.schemes, each) for each in _best(classes, near, keep))
     return found
 
 
