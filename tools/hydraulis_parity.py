@@ -3,9 +3,11 @@
     python -m tools.hydraulis_parity                 # all layouts, some minutes
     python -m tools.hydraulis_parity --steps 5 --ways "PP2 x DP4"
 
-Real Megatron on the CPU. Largest differences over the steps, relative: of the loss and of the gradient
-norm; and how many steps ran unequal numbers of microbatches, or had a pipeline without sequences.
-The suite runs two short ones (tests/megatron/test_hydraulis.py).
+Real Megatron on the CPU. Largest differences over the steps, relative: of the loss, of the gradient
+norm, and of every parameter's gradient, to its largest element (where the distributed optimizer leaves
+a rank a part of each gradient, the norm alone); and how many steps ran unequal numbers of
+microbatches, or had a pipeline without sequences. The suite runs two short ones
+(tests/megatron/test_hydraulis.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from rich.table import Table
 from tests.megatron.conftest import Run, at_once, started, train_with, write_corpus
 from tests.megatron.test_hydraulis import CONFIG, LENGTHS, LONG
 from tests.support.megatron_run import Trainer
+from tests.support.pipeline_runs import worst_gradient
 
 MOST = 1e-5
 WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
@@ -61,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--within", nargs="+", default=["te_ring", "zeppelin"])
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(argv)
-    table = Table("layout", "within", "loss", "gradient norm", "unequal steps", "steps with an empty pipeline", "s")
+    table = Table(
+        "layout", "within", "loss", "gradient norm", "gradients", "unequal steps", "steps with an empty pipeline", "s"
+    )
     worst = 0.0
     with tempfile.TemporaryDirectory() as root:
         folders: Any = _Folders(Path(root))
@@ -81,8 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     given = {**loaded, "context-parallel-size": 1, **parallel}
                     run = train(ranks, planner, given, config=CONFIG, entry="gaps", deadline_s=600)
                     differences = [_difference(run, one, name) for name in ("loss", "grad_norm")]
+                    if "use-distributed-optimizer" not in parallel:
+                        steps = run.column("step")
+                        differences.append(max(worst_gradient(run.result.logs, one.result.logs, n) for n in steps))
                     worst = max(worst, *differences)
-                    row = (way, within, *(f"{each:.1e}" for each in differences), *_counted(run))
+                    shown = [f"{each:.1e}" for each in differences]
+                    row = (way, within, *shown, *["-"] * (3 - len(shown)), *_counted(run))
                     table.add_row(*row)
                     Console(stderr=True).print(*row)
         finally:

@@ -7,14 +7,13 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_balance.errors import ConfigError
 from megatron_balance.megatron.arguments import check_pipeline_arguments
 from tests.megatron.conftest import Run, Train, assert_same_training, at_once, started, write_corpus
 from tests.megatron.test_parity import SLOW
-from tests.support.pipeline_runs import gradients
+from tests.support.pipeline_runs import gradients, worst_gradient
 
 pytestmark = pytest.mark.megatron
 
@@ -55,14 +54,8 @@ def test_pipelines_of_two_stages_train_like_one_rank_with_unequal_microbatches_a
     assert numbers[1] == [1, 1]
     assert_counted(run, [0, 1, 0, 1])  # the ranks of each stage are neighbours
     for step in range(1, STEPS + 1):
-        theirs = gradients(one.result.logs, step)
-        ours = gradients(run.result.logs, step)
-        assert ours.keys() == theirs.keys()
-        for name, (wanted,) in theirs.items():
-            assert len(ours[name]) == 2, f"{name} lies on one stage of each replica"
-            for got in ours[name]:
-                worst = np.abs(got - wanted).max() / np.abs(wanted).max()
-                assert worst < 1e-5, f"{name} at step {step}"
+        assert {len(each) for each in gradients(run.result.logs, step).values()} == {2}, "on one stage of each replica"
+        assert worst_gradient(run.result.logs, one.result.logs, step) < 1e-5, f"at step {step}"
 
 
 def assert_counted(run: Run, pipelines: list[int]) -> None:

@@ -42,6 +42,7 @@ def _leave_gaps() -> None:
 
 
 def _write_gradients(folder: Path, rank: int) -> None:
+    """Write what each rank has, tensor-parallel shards joined."""
     from megatron.core import mpu
     from megatron.core.utils import get_model_config
     from megatron.training import training
@@ -53,8 +54,8 @@ def _write_gradients(folder: Path, rank: int) -> None:
         result = finalize(model, *args, **kwargs)
         stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
         layers = get_model_config(model[0]).num_layers // stages
-        found = {
-            _whole(name, stage, stages, layers): parameter.main_grad.numpy()
+        found: dict[str, Any] = {
+            _whole(name, stage, stages, layers): _joined(name, parameter)
             for chunk in model
             for name, parameter in chunk.named_parameters()
         }
@@ -62,6 +63,22 @@ def _write_gradients(folder: Path, rank: int) -> None:
         return result
 
     training.finalize_model_grads = finalized
+
+
+def _joined(name: str, parameter: Any) -> np.ndarray:
+    """The gradient of the whole parameter, of which tensor-parallel ranks have a shard each."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import mpu
+
+    size = mpu.get_tensor_model_parallel_world_size()
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return parameter.main_grad.numpy()
+    shards = [torch.empty_like(parameter.main_grad) for _ in range(size)]
+    dist.all_gather(shards, parameter.main_grad.contiguous(), group=mpu.get_tensor_model_parallel_group())
+    # A shard of a gated MLP has its rows of the gate, then its rows of what is gated.
+    blocks = [shard.chunk(2 if name.endswith("linear_fc1.weight") else 1, parameter.partition_dim) for shard in shards]
+    return torch.cat([part for parts in zip(*blocks, strict=True) for part in parts], parameter.partition_dim).numpy()
 
 
 def _whole(name: str, stage: int, stages: int, layers: int) -> str:
@@ -81,3 +98,16 @@ def gradients(folder: Path, step: int) -> dict[str, list[np.ndarray]]:
             for name in file.files:
                 found.setdefault(name, []).append(file[name])
     return found
+
+
+def worst_gradient(ours: Path, theirs: Path, step: int) -> float:
+    """The largest difference of two runs' gradients at a step, relative to the largest of its
+    parameter; `theirs` is of one rank.
+    """
+    wanted, found = gradients(theirs, step), gradients(ours, step)
+    assert found.keys() == wanted.keys(), f"parameters {found.keys() ^ wanted.keys()} are in one of the runs alone"
+    return max(
+        float(np.abs(got - whole).max() / np.abs(whole).max())
+        for name, (whole,) in wanted.items()
+        for got in found[name]
+    )
