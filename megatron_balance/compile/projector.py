@@ -98,10 +98,10 @@ class Projector:
         owned = as_rows(self.attention_layout(rank))
         return RankProgram(rank, owned, tuple(ops), self.total, replays=tuple(replays), queues=tuple(queues))
 
-    def opens(self, index: int, op: Op) -> bool:
-        """Whether `op` is the first exchange of zone `index`, of which a remap makes a part."""
+    def opens(self, index: int, number: int) -> bool:
+        """Whether `number` is of the first exchange of zone `index`, of which a remap makes a part."""
         first = self.ends[index] - self.counts[index]
-        return isinstance(op, Exchange) and op.id == first and pattern_of(self.plan.zones[index]).merges_remap
+        return number == first and pattern_of(self.plan.zones[index]).merges_remap
 
     def without_hops(self, program: RankProgram, remap_merge: RemapMerge) -> RankProgram:
         """`program` without the first hops that the owner of what is remote makes instead."""
@@ -111,7 +111,7 @@ class Projector:
         for index, (name, count) in zip(self.zones(program.rank), program.queues, strict=True):
             before = len(forward)
             for op in islice(ops, count):
-                if isinstance(op, Exchange) and self.opens(index, op):
+                if isinstance(op, Exchange) and self.opens(index, op.id):
                     stay = remap_merge.stays(as_array(op.transfers))
                     forward += [replace(op, transfers=as_rows(stay))] if len(stay) else []
                 else:
@@ -156,8 +156,7 @@ class Projector:
 
     def _left(self, index: int, at: int, rows: Ints, remap_merge: RemapMerge | None) -> Ints:
         """`rows` of exchange `at` in zone `index` without those that the remap makes instead."""
-        opens = at == self.ends[index] - self.counts[index] and pattern_of(self.plan.zones[index]).merges_remap
-        return remap_merge.stays(rows) if remap_merge is not None and opens else rows
+        return remap_merge.stays(rows) if remap_merge is not None and self.opens(index, at) else rows
 
     def _between_nodes(self, index: int, rank: int) -> route.Passing:
         """Transfers of `rank` with other nodes in zone `index`, by the exchanges' ids in the zones

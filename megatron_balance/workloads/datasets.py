@@ -1,4 +1,4 @@
-"""Lengths of documents on disk: a Megatron corpus, JSONL, lines and CSV of lengths (all of these also
+"""Lengths of documents on disk: a Megatron corpus, JSONL, lines and CSV of lengths (these three also
 as .gz and .zst), and Hugging Face data sets (Parquet, Arrow).
 
 A path may end in `#COLUMN`. Without it the first of these columns that is there counts: a number of
@@ -42,6 +42,9 @@ about four characters).
 
 ARROW = (".arrow", ".parquet")
 
+LONGEST_LINE = 2**26
+"""Characters, of what is read as lines: some ten million tokens; few compressed bytes may say more."""
+
 PEEK = 2**16
 """Characters of a JSONL file that are read before a whole line is."""
 
@@ -84,20 +87,27 @@ def document_lengths(name: str) -> Lengths:
 def _of_csv(path: Path, column: str) -> Lengths:
     """Rows below a header that names their columns."""
     rows = csv.reader(_lines(path))
-    header = [word.strip() for word in next(rows)]
-    if len(header) == 1 and header[0].isdigit():  # lines of one length each
-        return _of_jsonl(path, column)
-    column = _choose(header, column, str(path))
     lengths: list[int] = []
     count: Callable[[Any], int] | None = None
-    for number, row in enumerate(rows, 2):
-        if len(row) != len(header):
-            raise DataError(f"{path}:{number}: {len(row)} columns, the first line has {len(header)}")
-        word = row[header.index(column)].strip()
-        value = int(word) if word.isdigit() else word
-        count = count or _counter(value, column, str(path))
-        lengths.append(_checked(count, value, f"{path}:{number}: {column}"))
+    try:
+        header = [word.strip() for word in next(rows, list[str]())]
+        if len(header) < 2 and all(type(whole(word)) is int for word in header):  # lines of one length each, or none
+            return _of_jsonl(path, column)
+        column = _choose(header, column, str(path))
+        for number, row in enumerate(rows, 2):
+            if len(row) != len(header):
+                raise DataError(f"{path}:{number}: {len(row)} columns, the first line has {len(header)}")
+            value = whole(row[header.index(column)].strip())
+            count = count or _counter(value, column, str(path))
+            lengths.append(_checked(count, value, f"{path}:{number}: {column}"))
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num}: not CSV: {error}") from error
     return np.array(lengths, dtype=np.int64)
+
+
+def whole(word: str) -> int | str:
+    """The number that a word of at most 18 digits is; any other word as it is."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) < 19 else word
 
 
 def _of_jsonl(path: Path, column: str) -> Lengths:
@@ -132,8 +142,12 @@ def _lines(path: Path) -> Iterator[str]:
             if "\0" in first:
                 raise DataError(f"{path}: not text, so not JSONL (has a NUL byte)")
             if not first.endswith("\n"):
-                first += stream.readline()
-            yield from (line for line in chain([first], stream) if line.strip())
+                first += stream.readline(LONGEST_LINE)
+            for line in chain([first], iter(lambda: stream.readline(LONGEST_LINE), "")):
+                if len(line) >= LONGEST_LINE:
+                    raise DataError(f"{path}: a line of more than {LONGEST_LINE} characters; expected a document each")
+                if line.strip():
+                    yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: not what its name says it is compressed as: {error}") from error
     except OSError as error:

@@ -136,11 +136,14 @@ def _is_json(text: str) -> bool:
 
 def _of_lines(text: str) -> list[object]:
     """Lengths of lines, or of CSV with a header, as JSON has them; words that are no numbers stay."""
-    rows = [row for row in csv.reader(text.replace("\t", ",").splitlines()) if any(word.strip() for word in row)]
+    try:
+        rows = [row for row in csv.reader(text.replace("\t", ",").splitlines()) if any(word.strip() for word in row)]
+    except csv.Error as error:
+        raise UnreadableError(f"not CSV: {error}") from None
     header = [word.strip() for word in rows[0]]
-    if any(_number(word) is None for word in " ".join(header).split()):
+    batches = [[datasets.whole(word) for word in " ".join(row).split()] for row in rows]
+    if not all(isinstance(entry, int) for entry in batches[0]):
         return _of_columns(header, rows[1:])
-    batches = [[_number(word) if _number(word) is not None else word for word in " ".join(row).split()] for row in rows]
     if all(len(batch) == 1 for batch in batches):
         return [batch[0] for batch in batches]
     return cast("list[object]", batches)
@@ -157,16 +160,9 @@ def _of_columns(header: list[str], rows: list[list[str]]) -> list[object]:
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise UnreadableError(f"line {number} has {len(row)} columns, the first line has {len(header)}")
-        word = row[at].strip()
-        batches.setdefault("" if grouped is None else row[grouped], []).append(
-            word if _number(word) is None else _number(word)
-        )
+        batches.setdefault("" if grouped is None else row[grouped], []).append(datasets.whole(row[at].strip()))
     found = list(batches.values())
     return cast("list[object]", found) if grouped is not None else found[0] if found else []
-
-
-def _number(word: str) -> int | None:
-    return int(word) if word.isascii() and word.isdigit() and len(word) < 19 else None
 
 
 def _batch(entries: object, where: str) -> Lengths:

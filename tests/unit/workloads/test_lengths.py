@@ -181,6 +181,8 @@ def test_lengths_are_read_from_a_file(tmp_path: Path, content: str, batches: lis
         ("a,length\n1,2\n3", "line 3 has 1 columns, the first line has 2"),
         ("a,length\n1,long", 'length 0 is "long"'),
         ("a,length\n", "holds an empty list; expected"),
+        ("length\n" + "9" * 5000, 'length 0 is "999'),
+        ('a,length\n"' + "x" * 140_000, "not CSV: field larger than field limit"),
         ("[[1], []]", "batch 1: holds an empty list"),
         ("[[1], 2]", "batch 1: holds 2; expected"),
         ("[2, [1]]", "length 1 is a list; a length is a whole number"),
@@ -253,6 +255,22 @@ def test_documents_of_a_table_are_drawn(tmp_path: Path) -> None:
     table.write_bytes(gzip.compress(b"name,num_tokens\na,7\nb\n"))
     with pytest.raises(DataError, match="gz:3: 1 columns, the first line has 2"):
         document_lengths(str(table))
+    for text, sentence in [
+        ("", "holds no document with tokens"),
+        ("name,length\na,1\nb,\u00b2", r"csv:3: length: expected a whole number of tokens, got"),
+        ('name,length\na,"' + "x" * 140_000, "not CSV: field larger than field limit"),
+    ]:
+        lines.write_text(text)
+        with pytest.raises(DataError, match=sentence):
+            document_lengths(str(lines))
+
+
+def test_a_line_that_is_all_of_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_balance.workloads.datasets.LONGEST_LINE", 2**17)
+    path = tmp_path / "blanks.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"length": 4}' + b" " * 2**20 + b"\n"))
+    with pytest.raises(DataError, match="a line of more than 131072 characters"):
+        document_lengths(str(path))
 
 
 def test_a_missing_file_of_lengths_is_named(tmp_path: Path) -> None:
