@@ -30,7 +30,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints, sums
 from megatron_balance.ir.strategy import Scheme, Seat, Strategy
-from megatron_balance.megatron.base_layout import BaseLayout, named_parameters
+from megatron_balance.megatron.base_layout import EMBEDDING, OUTPUT, BaseLayout, named_parameters
 from megatron_balance.megatron.tokens import job_device
 from megatron_balance.training.link import Shard, held
 from megatron_balance.training.weights import Exchange, Flat
@@ -180,7 +180,7 @@ class Roles:
 
     def _vocabulary(self) -> int:
         parameters = self.layout.parameters
-        return int(parameters.shape[parameters.names.index("embedding.word_embeddings.weight"), 0])
+        return int(parameters.shape[parameters.names.index(EMBEDDING), 0])
 
 
 def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> None:
@@ -208,7 +208,7 @@ def check_strategy(strategy: Strategy, layout: BaseLayout, transformer: Any) -> 
             name = parameters.names[cut[wrong[0]]]
             advice = (
                 f"pad the vocabulary (--make-vocab-size-divisible-by, a multiple of {scheme.tensor})"
-                if name.endswith(("word_embeddings.weight", "output_layer.weight"))
+                if name in (EMBEDDING, OUTPUT)
                 else "use a TP that does, such as one that divides the FFN's size"
             )
             raise ConfigError(
