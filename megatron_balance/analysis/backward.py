@@ -148,12 +148,8 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
     # What a run that is computed again received is there for one microbatch only.
     apart = any(number > layers.again for number in layers.numbers) and stage.recompute.what != "core_attention"
     held = _in_flight(kept, passes, stage.chunks) if apart else kept.max(axis=0)
-    state = stage.state_bytes
-    if state is None:
-        predicted = rank_memory(model, 0, 0, stage.sharding)
-        state = predicted.weights + predicted.gradients + predicted.optimizer
     return StepBytes(
-        state,
+        state_bytes(model, stage),
         saved * _in_flight(tokens, passes, stage.chunks),
         at_work,
         held,
@@ -161,6 +157,14 @@ def step_bytes(microbatches: Sequence[MicrobatchBytes], model: Model, stage: Sta
         layers.most,
         stage.sharding.stage,
     )
+
+
+def state_bytes(model: Model, stage: Stage) -> float:
+    """Bytes of a rank's parameters, gradients and optimizer."""
+    if stage.state_bytes is not None:
+        return stage.state_bytes
+    predicted = rank_memory(model, 0, 0, stage.sharding)
+    return predicted.weights + predicted.gradients + predicted.optimizer
 
 
 def _in_flight(each: Floats, passes: float, chunks: int) -> Floats:

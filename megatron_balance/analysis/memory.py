@@ -18,7 +18,6 @@ from megatron_balance.ir.program import Policy
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12
-STATE_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES
 
 LOGIT_BYTES = 8
 """fp32 logits and their gradient, of a token and a vocabulary entry."""
@@ -27,26 +26,6 @@ PARTIAL_BYTES = 4
 """Partial outputs and their LSE are accumulated in fp32."""
 
 Recompute = Literal["none", "full"]
-
-
-def model_state_bytes(model: Model) -> float:
-    """Bytes of parameters, gradients and Adam's state of the whole model, 18 a parameter; norms are
-    left out.
-    """
-    return STATE_BYTES * (num_parameters(model) - _norms_and_router(model))
-
-
-def _norms_and_router(model: Model) -> float:
-    return model.num_layers * (2 * model.hidden_size + model.hidden_size * model.num_experts)
-
-
-def activation_bytes_per_token(model: Model) -> float:
-    """Bytes that one token's forward pass keeps for backward, no recomputation, attention by a
-    flash kernel.
-
-    `layer_activation_bytes` of every layer, and fp32 logits with their gradient.
-    """
-    return model.num_layers * layer_activation_bytes(model) + LOGIT_BYTES * model.vocab_size
 
 
 def layer_activation_bytes(model: Model, recompute: Recompute = "none") -> float:

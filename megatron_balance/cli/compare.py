@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
+from megatron_balance.report.standing import best_of, gpu_hours, hold_against, saving, standing
 
 if TYPE_CHECKING:
     from megatron_balance.planning.choice import PlannerChoice
 
-BASELINE = "te_ring"
+BASELINES = ("megatron", "te_ring")
+"""Planners that others are held against unless somebody says another: what most jobs run, and what
+papers compare with."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -27,7 +31,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     laboratory.add_options(parser)
     laboratory.add_mode_options(parser)
     parser.add_argument(
-        "--baseline", metavar="NAME", help=f"speedups are over this planner (default {BASELINE}, else the first)"
+        "--baseline",
+        metavar="NAME",
+        help=f"speedups are over this planner (default {', else '.join(BASELINES)}, else the first)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else there")
     parser.set_defaults(run=run)
@@ -42,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.planner:
         args.planner = list(PLANNERS)
     given = laboratory.read(args)
-    baseline = args.baseline or (BASELINE if BASELINE in args.planner else args.planner[0])
+    baseline = args.baseline or baseline_of(args.planner)
     if baseline not in args.planner:
         raise ConfigError(f"--baseline {baseline} is not among the planners of this run: {', '.join(args.planner)}")
     bench = laboratory.bench(args, given)
@@ -50,17 +56,19 @@ def run(args: argparse.Namespace) -> int:
     base = next((row for row in rows if row["planner"] == baseline), None)
     if base is None:
         raise ConfigError(f"--baseline {baseline} cannot plan this batch: {left_out[baseline]}")
-    for row in rows:
-        row["speedup"] = base["step_s"] / row["step_s"]
+    hold_against(rows, base)
+    rows.sort(key=standing)
     if args.json:
-        print(
-            json.dumps(
-                {"rows": rows, "baseline": baseline, "left_out": left_out, "kind": "simulated", **bench.described()}
-            )
-        )
+        found = {"rows": rows, "best": best_of(rows), "baseline": baseline, "left_out": left_out, "kind": "simulated"}
+        print(json.dumps({**found, **bench.described()}))
     else:
         _show(rows, left_out, baseline, bench)
     return 0
+
+
+def baseline_of(planners: Sequence[str]) -> str:
+    """The one of `planners` that others are held against unless somebody says another."""
+    return next((name for name in BASELINES if name in planners), planners[0])
 
 
 def _rows(
@@ -98,7 +106,7 @@ def _refusal(bench: laboratory.Bench, choice: PlannerChoice) -> str | None:
 
 
 def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, Any]) -> dict[str, Any]:
-    """The row of a planner beside others; `found`: its simulated statistics. The speedup is known
+    """The row of a planner beside others; `found`: its simulated statistics. What it saves is known
     once all have a row.
     """
     peak = max(found["peak_bytes_per_rank"])
@@ -107,12 +115,15 @@ def row(bench: laboratory.Bench, planned: laboratory.Planned, found: dict[str, A
         "step_s": found["step_s"]["median"],
         "step_with_host_s": None if found["step_with_host_s"] is None else found["step_with_host_s"]["median"],
         "tokens_per_s": found["tokens_per_s"],
-        "speedup": 1.0,
+        "mfu": bench.mfu(found),
+        "gpu_hours": gpu_hours(found["tokens_per_s"], bench.num_gpus),
         "over_bound": found["mean_step_s"] / bench.bound_s(),
         "imbalance": bench.imbalance(planned),
         "plan_ms": planned.plan_ms,
         "peak_bytes": peak,
         "fits": peak <= bench.given.cluster.memory_bytes,
+        # Plans are made while the step before runs.
+        "hides": bench.group * planned.plan_ms <= 1e3 * found["step_s"]["median"],
         **planned.described(),
     }
 
@@ -130,6 +141,7 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
         "tokens/s",
         "speedup",
         "over bound",
+        "MFU",
         "imbalance: tokens",
         "attention",
         "plan ms",
@@ -137,15 +149,15 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
         "runs as",
     ):
         table.add_column(column, justify="left" if column in ("planner", "runs as") else "right")
-    for row in sorted(rows, key=lambda row: row["step_s"]):
+    for row in rows:
         balance = row["imbalance"]
         with_host = "" if row["step_with_host_s"] is None else f"{row['step_with_host_s']:.3f}"
         cells = (f"{row['step_s']:.3f}", with_host, f"{row['tokens_per_s']:,.0f}", f"{row['speedup']:.2f}x")
-        cells = (*cells, f"{row['over_bound']:.2f}")
+        cells = (*cells, f"{row['over_bound']:.2f}", f"{row['mfu']:.1%}")
         more = (
             f"{balance['tokens']:.3f}",
             f"{balance['attention']:.3f}",
-            f"{row['plan_ms']:.1f}",
+            f"{row['plan_ms']:.1f}{'' if row['hides'] else ' ~'}",
             f"{row['peak_bytes'] / 1e9:.1f}{'' if row['fits'] else ' !'}",
         )
         table.add_row(row["planner"], *cells, *more, _runs_as(row))
@@ -154,6 +166,17 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
         memory = f"{bench.given.cluster.memory_bytes / 1e9:.0f} GB"
         replay = ", --policy auto" if bench.setup.policy == "keep" else ""
         console.print(f"! more than the {memory} of a rank: fewer tokens{replay} or --recompute full")
+    if not all(row["hides"] for row in rows):
+        console.print("~ planning takes longer than the step, so training would wait for it")
+    best = best_of(rows)
+    console.print(
+        "best: none; no planner here fits and plans within a step"
+        if best is None
+        else f"best of those that run: {best}"
+    )
+    by_name = {row["planner"]: row for row in rows}
+    if best is not None and best != baseline:
+        console.print(saving(by_name[best], by_name[baseline], bench.price))
     for name, reason in left_out.items():
         console.print(f"{name} left out: {reason}")
 
@@ -161,4 +184,5 @@ def _show(rows: list[dict[str, Any]], left_out: dict[str, str], baseline: str, b
 def _runs_as(row: dict[str, Any]) -> str:
     """The mode of its steps, in a word or two."""
     stages = {"joint": ["stages attend together"], "stages": ["stages apart"], None: []}[row["pipeline"]]
-    return ", ".join(["nano-batches interleaved"] * row["ping_pong"] + stages)
+    replicas = [] if row["context_parallel"] is None else [f"CP {row['context_parallel']}"]
+    return ", ".join([*replicas, *["nano-batches interleaved"] * row["ping_pong"], *stages])

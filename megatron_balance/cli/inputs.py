@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
+from megatron_balance.analysis.memory import Recompute
+from megatron_balance.analysis.room import stages_of
 from megatron_balance.config import (
     DEFAULT_CLUSTER,
     DEFAULT_MODEL,
@@ -138,6 +140,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens a rank can hold (default: what the model leaves of its memory)",
     )
     parser.add_argument(
+        "--context-parallel",
+        type=int,
+        metavar="C",
+        help="ranks of a data-parallel replica, for planners that keep Megatron's replicas: "
+        f"{', '.join(name for name, planner in PLANNERS.items() if planner.replicas)} (default: the fewest that hold "
+        "the longest sequence)",
+    )
+    parser.add_argument(
         "--plan-costs",
         type=Path,
         metavar="FILE",
@@ -161,29 +171,71 @@ def _own(what: Callable[[Layers], str]) -> str:
     return "; ".join([usual, *(f"{name}: {what(p.layers)}" for name, p in PLANNERS.items() if what(p.layers) != usual)])
 
 
-def read(args: argparse.Namespace, tensor_parallel: int = 1) -> Inputs:
-    """The inputs that the options and the configuration file say; `tensor_parallel` GPUs of the
-    cluster make one rank.
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The step that a rank's memory has to hold, as far as the command line says: GPUs of a rank
+    (`tensor_parallel`), pipeline stages and their chunks, recomputation, expert parallelism.
+    """
+
+    tensor_parallel: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    experts: int = 1
+    recompute: Recompute = "none"
+    microbatches: int = 1
+
+    def capacity(self, cluster: Cluster, model: Model) -> int:
+        """Tokens that a rank can hold (`planning.choice.capacity`)."""
+        stages = stages_of(
+            model,
+            cluster.num_ranks,
+            recompute=self.recompute,
+            pipeline=self.pipeline,
+            chunks=self.interleave,
+            experts=self.experts,
+        )
+        return capacity(cluster, model, stages, self.microbatches)
+
+
+ONE_STAGE = StepShape()
+
+
+def read(args: argparse.Namespace, shape: StepShape = ONE_STAGE) -> Inputs:
+    """The inputs that the options and the configuration file say, for a step of that shape.
 
     Raises:
         ConfigError: an option or key that cannot be; names it and what would be right.
         InfeasibleError: a batch of more tokens than the ranks hold.
     """
-    config = load_config(args.config) if args.config else Run(source="command line")
-    cluster = wide_ranks(_cluster(args, config), tensor_parallel)
-    model = load_model(args.model) if args.model else config.model or load_model(DEFAULT_MODEL)
+    config = _config(args)
+    cluster, model = machine(args, shape.tensor_parallel)
     model = replace(model, gradient_wire=config.gradient_wire)
     _positive("--tokens-per-rank", args.tokens_per_rank)
     batches = tuple(Batch(tuple(lengths)) for lengths in _lengths(args, config))
     chosen = _planners(args, config)
     told = [c.options.tokens_per_rank for c in chosen if c.options.tokens_per_rank is not None]
-    default = capacity(cluster, model) if len(told) < len(chosen) else 0
+    default = shape.capacity(cluster, model) if len(told) < len(chosen) else 0
     planners = tuple(_with_capacity(choice, default) for choice in chosen)
     tokens_per_rank = min(choice.options.tokens_per_rank for choice in planners)
     _check_capacity(batches, cluster, planners, assumed=not told)
     plan_costs = args.plan_costs or config.plan_costs
-    assumed = _assumed(args, config, cluster, model)
-    return Inputs(batches, cluster, model, planners, tokens_per_rank, config, assumed, plan_costs, tensor_parallel)
+    assumed, width = _assumed(args, config, cluster, model), shape.tensor_parallel
+    return Inputs(batches, cluster, model, planners, tokens_per_rank, config, assumed, plan_costs, width)
+
+
+def _config(args: argparse.Namespace) -> Run:
+    return load_config(args.config) if args.config else Run(source="command line")
+
+
+def machine(args: argparse.Namespace, tensor_parallel: int) -> tuple[Cluster, Model]:
+    """The cluster, whose ranks are `tensor_parallel` GPUs, and the model.
+
+    Raises:
+        ConfigError: an option or key that cannot be.
+    """
+    config = _config(args)
+    model = load_model(args.model) if args.model else config.model or load_model(DEFAULT_MODEL)
+    return wide_ranks(_cluster(args, config), tensor_parallel), model
 
 
 def _cluster(args: argparse.Namespace, config: Run) -> Cluster:
@@ -280,6 +332,13 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
         if wanted.count(name) > 1:
             raise ConfigError(f"--planner {name} is given twice")
     options = _options(args.options, wanted)
+    _positive("--context-parallel", args.context_parallel)
+    if args.context_parallel is not None and not any(name in PLANNERS and PLANNERS[name].replicas for name in wanted):
+        raise ConfigError(
+            f"--context-parallel {args.context_parallel} goes with planner "
+            f"{' or '.join(name for name, planner in PLANNERS.items() if planner.replicas)}, which keeps replicas; "
+            f"{', '.join(wanted)} decides for itself which ranks share a sequence"
+        )
     chosen: list[PlannerChoice] = []
     for name in wanted:
         keys: dict[str, Any] = {}
@@ -287,6 +346,8 @@ def _planners(args: argparse.Namespace, config: Run) -> list[PlannerChoice]:
             keys.update(configured.given)
         if args.tokens_per_rank is not None:
             keys["tokens_per_rank"] = args.tokens_per_rank
+        if args.context_parallel is not None and name in PLANNERS and PLANNERS[name].replicas:
+            keys["context_parallel"] = args.context_parallel
         choice = choose_planner(name, keys | options[name], f"--planner {name}")
         chosen.append(under_layers(choice, _layers(args, config, name)))
     if args.remap_solver is not None and not any(choice.layers.remap for choice in chosen):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -44,16 +45,20 @@ class Planned:
     mode: StepMode
     steps: tuple[StepPlan, ...]
     plan_ms: float
+    context_parallel: int | None = None
+    """Ranks of a replica, where the planner keeps replicas."""
 
     def described(self) -> dict[str, Any]:
         """The mode for JSON, by the keys of a configuration; `pipeline` is null where there is one
         stage.
         """
-        return {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
+        mode = {"ping_pong": self.mode.ping_pong, "pipeline": self.mode.pipeline}
+        return {**mode, "context_parallel": self.context_parallel}
 
     def in_words(self) -> str:
         """The mode in words; empty where microbatches run whole, on one stage."""
-        parts = ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
+        parts = [] if self.context_parallel is None else [f"context parallelism {self.context_parallel}"]
+        parts += ["microbatches as two nano-batches interleaved"] * self.mode.ping_pong
         parts += {
             "joint": ["all pipeline stages attending together"],
             "stages": ["each pipeline stage attending for itself"],
@@ -78,6 +83,24 @@ class Bench:
     pool: Machine
     ping_pong: PingPong = False
     stages: Stages = "stages"
+    price: float | None = None
+    """Of a GPU-hour."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all pipeline stages."""
+        return self.pool.cluster.num_ranks * self.given.tensor_parallel
+
+    def mfu(self, found: dict[str, Any]) -> float:
+        """Model FLOPs utilisation of simulated statistics: a step's FLOPs (`cost.modules.model_flops`)
+        over what its GPUs could compute by their data sheet meanwhile.
+        """
+        from megatron_balance.cost.modules import model_flops
+
+        flops = model_flops(self.given.model, (n for batch in self.given.batches for n in batch.lengths))
+        seconds = sum(batch.num_tokens for batch in self.given.batches) / found["tokens_per_s"]
+        pool = self.pool.cluster
+        return flops / (seconds * pool.num_ranks * pool.flops_per_s)
 
     def mode(self, choice: PlannerChoice) -> StepMode:
         """The mode in which a planner's steps run.
@@ -120,7 +143,8 @@ class Bench:
             step, carry = choice.plan_step(group, context, carry)
             steps.append(step)
         plan_ms = 1e3 * (time.perf_counter() - begin) / len(given.batches)
-        return Planned(choice.name, mode, tuple(steps), plan_ms)
+        context_parallel = choice.options.context_parallel if choice.planner.replicas else None
+        return Planned(choice.name, mode, tuple(steps), plan_ms, context_parallel)
 
     def simulate(self, planned: Planned) -> dict[str, Any]:
         """The statistics of all steps (`simulator.report.summary`).
@@ -179,6 +203,8 @@ class Bench:
             "model": given.model.name,
             "num_ranks": given.cluster.num_ranks,
             "gpus_per_rank": given.tensor_parallel,
+            "num_gpus": self.num_gpus,
+            "price_per_gpu_hour": self.price,
             "assumed": given.assumed or None,
             "capacity_tokens_per_rank": given.tokens_per_rank,
         }
@@ -230,7 +256,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute", choices=("none", "full"), default="none", help="activation recomputation (default none)"
     )
-    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="batches of a step (default 1)")
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="M",
+        help="batches of a step (default 1; with --global-tokens: as many as the ranks need)",
+    )
+    parser.add_argument(
+        "--global-tokens",
+        type=inputs.tokens,
+        metavar="N",
+        help="with --dataset: tokens of a step, in place of --tokens of each of its batches; --batches then counts "
+        "steps",
+    )
+    parser.add_argument(
+        "--price-per-gpu-hour", type=float, metavar="P", help="also say what saved GPU-hours cost, in any currency"
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -296,7 +337,21 @@ def read(args: argparse.Namespace) -> Inputs:
     """
     if args.tensor_parallel < 1:
         raise ConfigError(f"--tensor-parallel {args.tensor_parallel}: must be at least 1")
-    given = inputs.read(args, args.tensor_parallel)
+    if args.price_per_gpu_hour is not None and not 0 < args.price_per_gpu_hour < float("inf"):
+        raise ConfigError(f"--price-per-gpu-hour {args.price_per_gpu_hour:g}: must be more than 0")
+    shape = inputs.StepShape(
+        tensor_parallel=args.tensor_parallel,
+        pipeline=args.pipeline,
+        interleave=args.interleave,
+        experts=args.expert_parallel,
+        recompute=args.recompute,
+        microbatches=1 if args.microbatches is None else args.microbatches,
+    )
+    if args.global_tokens is not None:
+        _deal_global(args, shape)
+    if args.microbatches is None:
+        args.microbatches = 1
+    given = inputs.read(args, shape)
     for option, table in (("--costs", args.costs), ("--plan-costs", given.plan_costs)):
         if table is not None and args.tensor_parallel > 1:
             raise ConfigError(
@@ -304,7 +359,50 @@ def read(args: argparse.Namespace) -> Inputs:
                 f"{args.tensor_parallel} of them"
             )
     _check_experts(args.expert_parallel, given)
-    return given
+    return replace(given, planners=tuple(with_replicas(choice, given) for choice in given.planners))
+
+
+ROOM = 1.25
+"""Capacity of a rank over its mean tokens in a microbatch of --global-tokens, so that planners have a
+choice."""
+
+
+def _deal_global(args: argparse.Namespace, shape: inputs.StepShape) -> None:
+    """Say by --tokens, --microbatches and --batches what --global-tokens says: the fewest microbatches
+    that leave ranks `ROOM`.
+
+    Raises:
+        ConfigError: options that say the same otherwise, or no data set to draw from.
+    """
+    total: int = args.global_tokens
+    if total < 1:
+        raise ConfigError(f"--global-tokens {total}: must be at least 1")
+    if args.tokens is not None:
+        raise ConfigError(f"--tokens {args.tokens} and --global-tokens {total} are both given; use one")
+    if args.dataset is None:
+        raise ConfigError(f"--global-tokens {total} goes with --dataset NAME, which is not given")
+    if args.microbatches is None:
+        cluster, model = inputs.machine(args, shape.tensor_parallel)
+        each = args.tokens_per_rank or shape.capacity(cluster, model)
+        args.microbatches = max(1, ceil(ROOM * total / (each * cluster.num_ranks)))
+    args.tokens = total // max(1, args.microbatches)
+    args.batches = (1 if args.batches is None else args.batches) * args.microbatches
+
+
+def with_replicas(choice: PlannerChoice, given: Inputs) -> PlannerChoice:
+    """The planner with replicas that hold the longest sequence of all batches, as one job has one
+    size of them, where nobody says another.
+    """
+    from megatron_balance.solvers.replicas import check_context, least_context
+
+    options = choice.options
+    if not choice.planner.replicas or options.strategy is not None:
+        return choice
+    if options.context_parallel is not None:
+        check_context(options.context_parallel, given.cluster)
+        return choice
+    size = least_context([batch.lengths for batch in given.batches], given.cluster, options.tokens_per_rank)
+    return replace(choice, options=replace(options, context_parallel=size))
 
 
 def _check_experts(ranks: int, given: Inputs) -> None:
@@ -353,7 +451,14 @@ def bench(args: argparse.Namespace, given: Inputs) -> Bench:
     slow = _slowdown(args.slow, given.cluster.num_ranks)
     machine = Machine(given.cluster, given.model, _cost(args, given, given.cluster), slow)
     return Bench(
-        given, machine, setup, perturbation, args.microbatches, _pool(args, given, slow), *_mode_keys(args, given)
+        given,
+        machine,
+        setup,
+        perturbation,
+        args.microbatches,
+        _pool(args, given, slow),
+        *_mode_keys(args, given),
+        price=args.price_per_gpu_hour,
     )
 
 
@@ -420,5 +525,5 @@ def console() -> Console:
 
     found = Console(highlight=False, markup=False)
     if not found.is_terminal:
-        found.width = 147
+        found.width = 158
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.cli import inputs, laboratory, output
-from megatron_balance.cli.compare import BASELINE
+from megatron_balance.cli.compare import baseline_of
 from megatron_balance.errors import ConfigError
 from megatron_balance.planners import PLANNERS
 
@@ -44,7 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     inputs.add_options(parser)
     laboratory.add_options(parser)
     parser.add_argument(
-        "--baseline", metavar="NAME", help=f"the planner that others are held against (default {BASELINE})"
+        "--baseline",
+        metavar="NAME",
+        help=f"the planner that others are held against (default {baseline_of(tuple(PLANNERS))})",
     )
     parser.add_argument(
         "--json", action="store_true", help="also print the page's figures as one JSON document on stdout"
@@ -118,10 +120,10 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     bench = laboratory.bench(args, given)
     _check_baseline(args.baseline)
     desk = _Desk(bench)
-    baseline = args.baseline or (BASELINE if BASELINE in PLANNERS else given.planners[0].name)
+    baseline = args.baseline or baseline_of(tuple(PLANNERS))
     choices = list(given.planners)
     if baseline not in (choice.name for choice in choices):
-        choices.insert(0, _plain(baseline, given.tokens_per_rank))
+        choices.insert(0, laboratory.with_replicas(_plain(baseline, given.tokens_per_rank), given))
     return study(desk.asked(args, tuple(choices), baseline, explicit=explicit), laboratory.progress)
 
 
@@ -162,6 +164,7 @@ class _Desk:
             costs,
             explicit,
             given.tensor_parallel,
+            bench.price,
         )
 
     def plan(self, case: Case) -> tuple[StepPlan, ...]:

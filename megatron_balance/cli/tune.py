@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.most_delay:g}: expected at least 1, 1 and 0"
         )
     args.planner = [args.tuned]
-    given = inputs.read(args, args.tensor_parallel)
+    given = inputs.read(args, inputs.StepShape(tensor_parallel=args.tensor_parallel))
     (choice,) = given.planners
     assert choice.planner.tune is not None
     samples = [batch.lengths for batch in given.batches]

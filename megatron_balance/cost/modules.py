@@ -9,6 +9,7 @@ are counted in FLOPs alone, their operands being read beside.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_balance.ir.model import Model
@@ -78,6 +79,20 @@ def head_module(model: Model) -> Module:
 def num_parameters(model: Model) -> float:
     """Parameters of the whole model: layers, embedding and output matrix (not tied)."""
     return model.num_layers * sum(module.weights for module in layer_modules(model)) + head_module(model).weights
+
+
+def model_flops(model: Model, lengths: Iterable[int]) -> float:
+    """FLOPs of a forward and a backward pass over sequences of these lengths: the model's products,
+    and attention over the pairs that the mask shows. Nothing is computed twice.
+
+    MFU is this over what GPUs could compute in the time (Chowdhery et al., 2022, Appendix B), with
+    the pairs of whole documents where that has those of a full context.
+    """
+    lengths = list(lengths)
+    tokens, pairs = sum(lengths), sum(int(model.mask.num_pairs(length)) for length in lengths)
+    products = model.num_layers * layer_flops(model) + head_module(model).flops
+    attention = model.num_layers * 4.0 * model.num_heads * model.head_dim
+    return (1 + BACKWARD_PRODUCTS) * (tokens * products + pairs * attention)
 
 
 def layer_flops(model: Model) -> float:

@@ -95,8 +95,9 @@ PLANNERS: dict[str, Planner] = {
         megatron.MegatronOptions,
         plan_step=megatron.plan_step,
         pipelines=True,
+        replicas=True,
         takes_waiting=True,
-        left_out="it fills microbatches and deals them in turn; inside one it is te_ring",
+        left_out="it keeps replicas of context-parallel ranks; inside one it is te_ring",
     ),
     "zeppelin": Planner(
         zeppelin.plan,

@@ -184,6 +184,9 @@ class Planner:
     """Plan attention for tokens wherever they are owned, so also for those of several pipeline
     stages at once: from lengths, and rows (rank, seq, start, stop) of owners, to a plan with these
     owners, whatever ranks have none."""
+    replicas: bool = False
+    """Whether the ranks are data-parallel replicas of `context_parallel` ranks each, an option that
+    the planner has; None there: the fewest that hold the longest sequence."""
     takes_waiting: bool = False
     """Whether `plan_step` also trains sequences that another planner held back (`Carry.waiting` of a
     carry without a state); planners of microbatches need not care (`planning.waiting`)."""

@@ -5,25 +5,28 @@ Source: Megatron-LM with packed sequences (`THD`), context parallelism inside a 
 parallelism over replicas. Hydraulis (arXiv 2412.07894), section 8.3, compares with it as "max-length
 packing and even dispatching of packed sequences".
 
-What we implement: all sequences of a step are packed by first fit, the longest first, into
-microbatches of the most tokens that every pipeline holds; these are dealt to the pipelines in turn.
-Inside a microbatch every sequence goes over all context-parallel ranks (`te_ring`).
+What we implement: all sequences of a step are packed by first fit, the longest first, into samples
+that are dealt to the replicas in turn. Inside a sample every sequence goes over the replica's
+context-parallel ranks (`te_ring`). Replicas are those of `context_parallel`, with tensor parallelism
+as every planner has it, or the pipelines of a `strategy`.
 
 What we leave out: cutting documents where a sample ends, so that samples are full to the last token;
-microbatches without sequences that would make their numbers equal.
+padding, and microbatches without sequences that would make numbers equal.
 
 Where we differ and why: Megatron packs when the data set is built, so that a document meets the ones
-beside it in the file. Without a strategy there is one pipeline of all ranks, and its microbatches
-are as dealt.
+beside it in the file. Samples are as long as the step's tokens fill so many of them, up to the
+capacity, as a job's --seq-length and global batch are chosen for each other. Microbatches that are
+dealt already keep their sequences, and replicas of all ranks hold those that do not pack.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from megatron_balance.errors import ConfigError
+from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.ir.step import EMPTY, Carry, Lengths, StepPlan
 from megatron_balance.ir.strategy import Strategy
 from megatron_balance.planners.base import StepContext
@@ -36,6 +39,7 @@ from megatron_balance.planners.pipelines import (
     side_by_side,
 )
 from megatron_balance.solvers.packing import first_fit_decreasing
+from megatron_balance.solvers.replicas import context_sizes, least_context, microbatches_of, samples_of
 
 WITHIN: tuple[str, dict[str, Any]] = ("te_ring", {})
 
@@ -49,7 +53,10 @@ class MegatronOptions:
     pipeline."""
     strategy: str | None = None
     """Replicas and their degrees, such as `4*tp1-pp2-cp2`. None: the layout of the training job;
-    elsewhere one pipeline of all ranks."""
+    elsewhere replicas of `context_parallel` ranks."""
+    context_parallel: int | None = None
+    """Context-parallel ranks of a replica (--context-parallel-size). None: the fewest that hold the
+    longest sequence; `simulate`, `compare` and `report` take that of all their batches."""
 
 
 def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[StepPlan, Carry]:
@@ -62,8 +69,13 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     options: MegatronOptions = context.options
     given = () if options.strategy is None else (Strategy.parse(options.strategy),)
     candidates = candidates_of(given, context, "strategy")
+    if candidates and options.context_parallel is not None:
+        raise ConfigError(
+            f"context_parallel {options.context_parallel}: the strategy {candidates[0]} says the replicas already; "
+            "leave out one of the two"
+        )
     if not candidates:
-        return planner_within(context, *WITHIN)(lengths, context, carry)
+        return _replicas(lengths, context, carry)
     every = [*carry.waiting, *enumerate(chain.from_iterable(lengths))]
     sizes = [length for _, length in every]
     pipelines = pipelines_of(candidates[0], context).of_one_size()
@@ -74,3 +86,43 @@ def plan_step(lengths: Lengths, context: StepContext, carry: Carry, /) -> tuple[
     packed = [tuple(sorted(each)) for each in first_fit_decreasing(sizes, most)]
     count = len(pipelines.costs)
     return side_by_side(every, pipelines, tuple(tuple(packed[at::count]) for at in range(count)), WITHIN), EMPTY
+
+
+def _replicas(lengths: Lengths, context: StepContext, carry: Carry) -> tuple[StepPlan, Carry]:
+    """The step on replicas of context-parallel ranks that share each microbatch, a sample each."""
+    options: MegatronOptions = context.options
+    own = context.own_microbatches and not carry.waiting
+    if options.context_parallel is not None:
+        size = options.context_parallel
+    else:
+        size = context.cluster.num_ranks if carry.waiting else _least_context(lengths, context, own=own)
+    within = planner_within(context, WITHIN[0], {**WITHIN[1], "context_parallel": size})
+    if not own:
+        return within(lengths, context, carry)
+    pooled = tuple(chain.from_iterable(lengths))
+    chosen = microbatches_of(pooled, size, context.cluster, options.tokens_per_rank)
+    step, after = within(tuple(tuple(pooled[seq] for seq in each) for each in chosen), context, carry)
+    order = tuple(chain.from_iterable(chosen))
+    members = tuple(tuple(tuple(order[at] for at in part) for part in each) for each in step.members)
+    return replace(step, members=members), after
+
+
+def _least_context(lengths: Lengths, context: StepContext, *, own: bool) -> int:
+    """The fewest ranks of a replica that hold the longest sequence and, where microbatches are as
+    dealt, all of each.
+    """
+    cluster, each = context.cluster, context.options.tokens_per_rank
+    least = least_context(lengths, cluster, each)
+    if own:
+        return least
+    wider = [size for size in context_sizes(cluster) if least <= size < cluster.num_ranks]
+    fits = (size for size in wider if all(_packs(given, size, context) for given in lengths))
+    return next(fits, cluster.num_ranks)
+
+
+def _packs(lengths: Sequence[int], size: int, context: StepContext) -> bool:
+    try:
+        samples_of(lengths, size, context.cluster, context.options.tokens_per_rank)
+    except InfeasibleError:
+        return False
+    return True

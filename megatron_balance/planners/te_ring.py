@@ -8,6 +8,9 @@ concerns placement; it plans nothing, which is why it is the baseline of all the
 we differ and why: lengths need no padding to multiples of 2G (chunks are near equal); a fragment
 goes round only as far as a rank still needs it; the rank order is the node order, so that only one
 link a node crosses nodes.
+
+With `context_parallel` the ranks are several groups, as data-parallel replicas are: sequences are
+packed by first fit into one sample a group, and each group is a ring of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
 from megatron_balance.ir.plan import MicrobatchPlan, Zone
 from megatron_balance.solvers.capacity import check_pool
+from megatron_balance.solvers.replicas import samples_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +32,28 @@ class TeRingOptions:
 
     tokens_per_rank: int | None = None
     """Capacity of a rank in tokens; unlimited if not given."""
+    context_parallel: int | None = None
+    """Ranks of a ring. None: all."""
 
 
 def plan(batch: Batch, cluster: Cluster, model: Model, cost: CostModel, options: TeRingOptions) -> MicrobatchPlan:
-    """One zone: all sequences over all ranks, zigzag, in one ring.
+    """A zone for each group of context-parallel ranks, usually one of all: its sequences zigzag over
+    them, in one ring.
 
     Raises:
-        InfeasibleError: the batch has more tokens than the ranks hold.
+        InfeasibleError: the batch has more tokens than the ranks hold, or does not pack into one
+            sample a group.
+        ConfigError: replicas of so many ranks cannot be.
     """
     del cost  # nothing is chosen
     check_pool(batch.lengths, cluster.num_ranks, options.tokens_per_rank)
-    ranks, seqs = tuple(range(cluster.num_ranks)), tuple(range(len(batch.lengths)))
-    zones = (Zone("pool", "ring", ranks, seqs),) if seqs else ()
+    size = options.context_parallel or cluster.num_ranks
+    samples = samples_of(batch.lengths, size, cluster, options.tokens_per_rank)
+    zones = tuple(
+        Zone("pool" if len(samples) == 1 else f"replica {at}", "ring", tuple(range(at * size, (at + 1) * size)), seqs)
+        for at, seqs in enumerate(samples)
+        if seqs
+    )
     return MicrobatchPlan(
         "te_ring",
         batch.lengths,

@@ -5,14 +5,15 @@ runs its plans.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, lcm
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from megatron_balance.analysis.memory import activation_bytes_per_token, model_state_bytes
+from megatron_balance.analysis.backward import Stage, state_bytes
+from megatron_balance.analysis.room import most_tokens, stages_of
 from megatron_balance.config import PlannerSection, RemapChoice, RoutingChoice
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.cost.base import MachineCost
@@ -277,23 +278,23 @@ def planning_cost(cluster: Cluster, model: Model, table: str | Path | None) -> A
     return MeasuredCost(load_table(Path(table)), cluster, model)
 
 
-def capacity(cluster: Cluster, model: Model) -> int:
-    """Tokens a rank can hold in a microbatch, when nobody says: (90 % of memory - its share of the
-    state) / bytes per token.
+def capacity(cluster: Cluster, model: Model, stages: Sequence[Stage] = (), num_microbatches: int = 1) -> int:
+    """Tokens of a microbatch that a rank can hold, when nobody says: as many as fit by the memory
+    model (`analysis.room.most_tokens`). A training job knows better (`--tokens-per-rank`).
 
-    The state is taken as sharded over all ranks. A rough number, there so that planning works
-    without being told; a training job knows better (`--tokens-per-rank`).
+    `stages`: pipeline stages of the step; none: one of all layers.
 
     Raises:
         ConfigError: the model's state alone does not fit.
     """
-    free_bytes = 0.9 * cluster.memory_bytes - model_state_bytes(model) / cluster.num_ranks
-    tokens = int(free_bytes / activation_bytes_per_token(model))
+    stages = stages or stages_of(model, cluster.num_ranks)
+    tokens = most_tokens(model, cluster.num_ranks, cluster.memory_bytes, stages, num_microbatches)
     if tokens < 1:
+        state = max(state_bytes(model, stage) for stage in stages)
         raise ConfigError(
-            f"{model.name} does not fit {cluster.name}: parameters, gradients and optimizer need "
-            f"{model_state_bytes(model) / cluster.num_ranks / 1e9:.0f} GB on each of {cluster.num_ranks} ranks, which "
-            "have "
-            f"{cluster.memory_bytes / 1e9:.0f} GB. Use more ranks or say --tokens-per-rank"
+            f"{model.name} does not fit {cluster.name}: parameters, gradients and optimizer need {state / 1e9:.0f} GB "
+            f"on each of {cluster.num_ranks} ranks, which have {cluster.memory_bytes / 1e9:.0f} GB and leave a tenth "
+            "free. Use tensor or pipeline parallelism (--tensor-parallel, --pipeline of simulate, compare and report), "
+            "or say --tokens-per-rank"
         )
     return tokens

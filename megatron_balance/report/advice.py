@@ -20,18 +20,26 @@ def answer(
 
 
 def _fastest(base: Figures, best: Figures) -> str:
+    today = (
+        base["planner"] if base["context_parallel"] is None else f"{base['planner']} (CP {base['context_parallel']})"
+    )
     if base is best:
         return (
-            f"{base['planner']} takes {words.seconds(base['step_s'])} a step (simulated); there is no other "
-            "planner to hold it against."
+            f"{today} takes {words.seconds(base['step_s'])} a step (simulated); there is no other planner to hold it "
+            "against that fits in memory and plans within a step."
         )
     versus = f"{words.seconds(best['step_s'])} instead of {words.seconds(base['step_s'])} a step (simulated)"
     if best["speedup"] >= 1:
-        return f"{best['planner']} is {words.times(best['speedup'])} as fast as {base['planner']}: {versus}."
-    return f"No planner that was compared beats {base['planner']}; the nearest, {best['planner']}, takes {versus}."
+        return f"{best['planner']} is {words.times(best['speedup'])} as fast as {today}: {versus}."
+    return f"No planner that was compared beats {today}; the nearest, {best['planner']}, takes {versus}."
 
 
 def _room(row: Figures, memory_bytes: float) -> list[str]:
+    if row["fits"] and not row["hides"]:
+        return [
+            f"Its planning takes {words.seconds(row['plan_ms'] / 1e3)} a batch (measured), longer than the step: "
+            "training would wait for it."
+        ]
     if row["fits"]:
         return []
     return [

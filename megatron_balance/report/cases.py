@@ -93,6 +93,8 @@ class Asked:
     costs: str
     explicit: bool
     gpus_per_rank: int
+    price: float | None = None
+    """Of a GPU-hour."""
 
 
 def simulate(steps: Sequence[StepPlan], machine: Machine, setup: Setup) -> Figures:

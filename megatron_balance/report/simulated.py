@@ -207,20 +207,21 @@ def _lengths(study: Figures) -> Section:
 def _planners(study: Figures) -> Section:
     rows = study["rows"]
     best, base = _row(study, study["best"]), study["baseline"]
+    slowest = max(rows, key=lambda row: row["step_s"])
     caption = (
         "Each bar is a planner's step, by what the rank that is done last spends it on; behind it how many times as "
         f"fast as {base} the "
-        f"median step is. The fastest is {rows[0]['planner']} with {words.seconds(rows[0]['step_s'])}, the slowest "
-        f"{rows[-1]['planner']} "
-        f"with {words.seconds(rows[-1]['step_s'])}."
+        f"median step is. The first is {rows[0]['planner']} with {words.seconds(rows[0]['step_s'])}; the slowest, "
+        f"{slowest['planner']}, takes {words.seconds(slowest['step_s'])}."
     )
     table = HtmlTable(
-        f"planners, fastest first; speedup over {base}",
+        f"planners that a job can run, fastest first, then the others; speedup over {base}",
         (
             "planner",
             "step",
             "speedup",
             "tokens/s",
+            "MFU",
             "attention, most/mean",
             "tokens, most/mean",
             "planning",
@@ -232,9 +233,10 @@ def _planners(study: Figures) -> Section:
                 _step(row),
                 f"{row['speedup']:.2f}x",
                 words.tokens(row["tokens_per_s"]),
+                words.percent(row["mfu"]),
                 f"{row['imbalance']['attention']:.2f}",
                 f"{row['imbalance']['tokens']:.2f}",
-                words.seconds(row["plan_ms"] / 1e3),
+                f"{words.seconds(row['plan_ms'] / 1e3)}{'' if row['hides'] else ' (does not hide)'}",
                 f"{words.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
             )
             for row in rows
@@ -260,6 +262,8 @@ def _planners(study: Figures) -> Section:
             "page was made."
         )
     )
+    if any(not row["hides"] for row in rows):
+        items.append(Text("Where planning does not hide, it takes longer than the step that it should hide behind."))
     if not best["fits"]:
         items.append(Text("Where memory is too much, the time is what a step would take if it fitted."))
     items += [Text(f"{name} was left out: {reason}") for name, reason in study["left_out"].items()]

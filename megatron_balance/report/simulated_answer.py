@@ -6,6 +6,7 @@ from megatron_balance.report import plots, words
 from megatron_balance.report.cases import Figures
 from megatron_balance.report.limits import COMPUTING, PARTS
 from megatron_balance.report.page import Bullets, Fold, HtmlTable, Item, Plot, Section, Text
+from megatron_balance.report.standing import standing
 
 SHOWN_TRIES = 14
 """Variants that are drawn."""
@@ -79,7 +80,7 @@ def what_next(study: Figures) -> Section:
     best = study["best"]
     items: list[Item] = [Bullets(tuple(tried["suggestions"]))]
     if rows:
-        top = rows[:SHOWN_TRIES]
+        top = sorted(rows, key=standing)[:SHOWN_TRIES]
         caption = (
             f"Each bar is one change to {best} as it was asked for, simulated on the first "
             f"{words.count(tried['num_steps'], 'step')} "
@@ -97,7 +98,8 @@ def what_next(study: Figures) -> Section:
                     f"`{row['options']}`" if row["options"] else "",
                     words.seconds(row["step_s"]),
                     f"{row['times_as_fast']:.2f}x",
-                    f"{words.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}",
+                    f"{words.size(row['peak_bytes'])}{'' if row['fits'] else ' (too much)'}"
+                    f"{'' if row['hides'] else '; planning does not hide'}",
                 )
                 for row in rows
             ),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_balance.errors import ConfigError, InfeasibleError
 from megatron_balance.report import advice, lanes, lengths, limits, load, placement, tries
 from megatron_balance.report.cases import Asked, Case, Figures, Played, Progress
+from megatron_balance.report.standing import hold_against, runs, saving, standing
 from megatron_balance.simulator.timeline import MOST_RANKS
 
 
@@ -22,21 +23,23 @@ def study(asked: Asked, progress: Progress) -> Figures:
     base = next((each for each in played if each.name == asked.baseline), None)
     if base is None:
         raise ConfigError(f"--baseline {asked.baseline} cannot plan this batch: {left_out[asked.baseline]}")
-    for each in played:
-        each.row["speedup"] = base.row["step_s"] / each.row["step_s"]
+    hold_against([each.row for each in played], base.row)
     best = _best(played, base)
     shown = [base] if best is base else [base, best]
     timelines, no_timeline = _timelines(shown, progress)
     case = best.case
     ranks_per_nic = case.machine.cluster.ranks_per_nic
-    rows = sorted((each.row for each in played), key=lambda row: row["step_s"])
+    rows = sorted((each.row for each in played), key=standing)
     limiting = {each.name: limits.of(each.first_steps()) for each in progress(shown, "what limits the step")}
     tried = tries.of(asked, case.first_steps(), progress)
     memory_bytes = case.machine.cluster.memory_bytes
     return {
         "report": "simulated",
         "kind": "simulated",
-        "answer": advice.answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
+        "answer": [
+            *advice.answer(rows, (base.name, best.name), limiting[best.name], tried, memory_bytes),
+            *([saving(best.row, base.row, asked.price) + "."] if best is not base else []),
+        ],
         "asked": described(asked, case),
         "lengths": lengths.of_batches(case.batches, case.machine.model.mask),
         "rows": rows,
@@ -70,9 +73,13 @@ def _play(asked: Asked, progress: Progress) -> tuple[list[Played], dict[str, str
 
 
 def _best(played: Sequence[Played], base: Played) -> Played:
-    """The fastest one beside the baseline, of those that fit in memory if any does."""
+    """The fastest one beside the baseline that a job can run (`runs`). Where there is none, the
+    baseline if a job can run it, else the fastest that fits if any does.
+    """
     others = [each for each in played if each is not base]
-    return min(others, key=lambda each: (not each.row["fits"], each.row["step_s"]), default=base)
+    if not any(runs(each.row) for each in others) and runs(base.row):
+        return base
+    return min(others, key=lambda each: standing(each.row), default=base)
 
 
 def _timelines(shown: Sequence[Played], progress: Progress) -> tuple[Figures, str]:

@@ -5,6 +5,7 @@ with its gain.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import UnionType
@@ -17,6 +18,7 @@ from megatron_balance.ir.step import StepPlan
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_planner, under_layers
 from megatron_balance.report.cases import Asked, Case, Figures, Progress, mean_step_s, simulate
+from megatron_balance.report.standing import runs
 
 WORTH = 0.01
 """A variant that saves less than this share of the step is not recommended."""
@@ -91,14 +93,16 @@ def of(asked: Asked, case: Case, progress: Progress) -> Figures:
 
 def _row(each: Try, base: _Base, asked: Asked) -> Figures | None:
     """The figures of a variant; None: it is the same plan on the same machine."""
-    case = each.case
+    case, begin = each.case, time.perf_counter()
     steps = asked.plan(case)
+    planning_s = time.perf_counter() - begin
     same_machine = case.machine is base.case.machine and case.setup == base.case.setup
     if same_machine and [step.fingerprint() for step in steps] == [step.fingerprint() for step in base.steps]:
         return None
     figures = simulate(steps, case.machine, case.setup)
     step_s = mean_step_s(figures)
     peak = max(figures["peak_bytes_per_rank"])
+    hides = planning_s <= len(steps) * step_s
     return {
         "where": each.where,
         "name": each.name,
@@ -108,14 +112,16 @@ def _row(each: Try, base: _Base, asked: Asked) -> Figures | None:
         "saves": 1 - step_s / base.step_s,
         "peak_bytes": peak,
         "fits": peak <= case.machine.cluster.memory_bytes,
+        # Plans are made while the step before runs.
+        "hides": hides,
     }
 
 
 def recommended(tried: Figures, where: tuple[Where, ...]) -> list[Figures]:
-    """Variants that fit in memory and are worth while, fastest first; if the case does not fit, all
-    that do.
+    """Variants that a job can run and that are worth while, fastest first; if the case does not fit,
+    all that it can run.
     """
-    rows = [row for row in tried["tries"] if row["where"] in where and row["fits"]]
+    rows = [row for row in tried["tries"] if row["where"] in where and runs(row)]
     return [row for row in rows if row["saves"] >= WORTH or not tried["fits"]]
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_balance.analysis import room
 from megatron_balance.analysis.backward import Decision, Stage, StepBytes, decide, microbatch_bytes, step_bytes
-from megatron_balance.analysis.layer_runs import Recompute
 from megatron_balance.cost.base import Floats
 from megatron_balance.ir.program import Policy
 from megatron_balance.simulator.around import Around
@@ -17,10 +17,15 @@ from megatron_balance.simulator.setup import Microbatch, Setup, parts_of
 
 def stages_of(around: Around) -> list[Stage]:
     """The pipeline stages of a step, each over the ranks of the machine."""
-    setup, num_layers = around.setup, around.machine.model.num_layers
-    again = Recompute("uniform") if setup.recompute == "full" else Recompute()
-    layers = num_layers // setup.pipeline
-    return [Stage(layers, around.sharding(at), again, setup.interleave) for at in range(setup.pipeline)]
+    setup, machine = around.setup, around.machine
+    return room.stages_of(
+        machine.model,
+        machine.num_ranks,
+        recompute=setup.recompute,
+        pipeline=setup.pipeline,
+        chunks=setup.interleave,
+        experts=setup.experts,
+    )
 
 
 def predicted(plans: Sequence[Microbatch], around: Around) -> list[StepBytes]:

@@ -1,5 +1,5 @@
 """Packing items into bins: least loaded first (LPT when the items come in descending order), best
-fit, and first fit into as many bins as it takes.
+fit, first fit into as many bins as it takes, and first fit into so many of one size.
 """
 
 from __future__ import annotations
@@ -61,3 +61,23 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
         bins[at].append(item)
         room[at] -= sizes[item]
     return bins
+
+
+GROWTH = 64
+"""Bins of one size grow by this part of the smallest that could do, until all items fit."""
+
+
+def first_fit_evenly(sizes: Sequence[int], num_bins: int, most: int | None) -> list[list[int]] | None:
+    """Items of each bin by first fit, the largest first, into `num_bins` bins of one size, the
+    smallest of those tried that does; None: bins of `most` (None: any size) do not.
+
+    The same items of some of the bins, in order, packed alone into as many, fit as well.
+    """
+    smallest = max(-(-sum(sizes) // num_bins), max(sizes, default=0))
+    size, step = smallest, max(1, smallest // GROWTH)
+    while most is None or size <= most:
+        bins = first_fit_decreasing(sizes, size)
+        if len(bins) <= num_bins:
+            return bins + [[] for _ in range(num_bins - len(bins))]
+        size = size + step if most is None or size == most else min(size + step, most)
+    return None

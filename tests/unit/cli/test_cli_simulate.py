@@ -95,16 +95,16 @@ def test_trace_is_a_chrome_trace_of_every_rank(run, tmp_path):
 
 def test_compare_has_a_row_for_every_planner_and_speedups_over_the_baseline(run):
     found = run.json(f"compare {INPUTS} --json")
-    assert found["baseline"] == "te_ring"
+    assert found["baseline"] == "megatron"
     rows = {row["planner"]: row for row in found["rows"]}
     assert set(rows) | set(found["left_out"]) == set(PLANNERS)
     for row in rows.values():
         assert {"planner", "step_s", "tokens_per_s", "speedup", "imbalance", "plan_ms", "peak_bytes"} <= set(row)
-        assert row["speedup"] == pytest.approx(rows["te_ring"]["step_s"] / row["step_s"])
+        assert row["speedup"] == pytest.approx(rows["megatron"]["step_s"] / row["step_s"])
         assert set(row["imbalance"]) == {"tokens", "attention"}
         assert row["over_bound"] == pytest.approx(row["step_s"] / found["bound_s"])
         assert row["over_bound"] > 1
-    assert rows["te_ring"]["speedup"] == 1
+    assert rows["megatron"]["speedup"] == 1
 
 
 def test_compare_takes_named_planners_and_another_baseline(run):
@@ -262,3 +262,51 @@ def test_experts_are_exchanged_where_ranks_share_them(run):
 )
 def test_parallelism_that_cannot_be_is_refused(run, options, words):
     assert words in run.error(f"simulate --planner te_ring {INPUTS} {options}")
+
+
+def test_what_a_job_cannot_run_is_never_best(run, tmp_path):
+    """`te_ring` keeps all keys and does not fit; the fastest that fits is best, and stands first."""
+    path = tmp_path / "small.yaml"
+    path.write_text("memory_bytes: 57.5e9\n")
+    given = f"compare --planner te_ring --planner megatron --planner ulysses {INPUTS} --cluster {path} --policy keep"
+    found = run.json(f"{given} --json")
+    fits = {row["planner"]: row["fits"] and row["hides"] for row in found["rows"]}
+    assert list(fits.values()) == sorted(fits.values(), reverse=True)
+    assert not all(fits.values()), found["rows"]
+    running = [row for row in found["rows"] if fits[row["planner"]]]
+    assert found["best"] == (min(running, key=lambda row: row["step_s"])["planner"] if running else None)
+    none = run.printed(given.replace(str(path), "h200") + " --tensor-parallel 1")
+    assert "best of those that run" in none
+
+
+def test_replicas_hold_the_longest_sequence_or_what_is_asked(run):
+    given = f"--planner megatron {INPUTS}"
+    assert run.json(f"simulate {given} --json")["context_parallel"] == 4
+    assert run.json(f"simulate {given} --context-parallel 8 --json")["context_parallel"] == 8
+    assert "context parallelism 4" in run.printed(f"simulate {given}")
+    assert "make replicas of 1, 2, 4, 8" in run(f"simulate {given} --context-parallel 3")[2]
+    assert "goes with planner megatron" in run(f"simulate --planner te_ring {INPUTS} --context-parallel 4")[2]
+
+
+def test_gpu_hours_and_their_cost_are_told(run):
+    given = f"compare --planner megatron --planner zeppelin {INPUTS}"
+    found = run.json(f"{given} --price-per-gpu-hour 2.5 --json")
+    rows = {row["planner"]: row for row in found["rows"]}
+    assert found["baseline"] == "megatron"
+    assert found["price_per_gpu_hour"] == 2.5
+    for row in rows.values():
+        assert row["gpu_hours"] == pytest.approx(8e9 / row["tokens_per_s"] / 3600)
+        assert row["gpu_hours_saved"] == pytest.approx(rows["megatron"]["gpu_hours"] - row["gpu_hours"])
+        # 6 FLOPs a parameter and token, and attention, over 8 GPUs of 989 Tflop/s
+        assert row["mfu"] > 6 * 6.5e9 * row["tokens_per_s"] / (8 * 989e12) > 0.8 * row["mfu"]
+    assert "GPU-hours for a billion tokens" in run.printed(f"{given} --price-per-gpu-hour 2.5")
+    assert "must be more than 0" in run(f"{given} --price-per-gpu-hour 0")[2]
+
+
+def test_tokens_of_a_step_become_the_microbatches_that_ranks_need(run):
+    data = "--planner te_ring --dataset github --ranks 8 --ranks-per-node 4 --tokens-per-rank 4000 --json"
+    found = run.json(f"simulate {data} --global-tokens 100000")
+    same = run.json(f"simulate {data} --tokens 25000 --batches 4 --microbatches 4")
+    assert found["step_s"] == same["step_s"]
+    assert "use one" in run(f"simulate {data} --global-tokens 100000 --tokens 5")[2]
+    assert "goes with --dataset" in run(f"simulate --planner te_ring {INPUTS} --global-tokens 9")[2]
