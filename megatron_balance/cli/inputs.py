@@ -200,8 +200,11 @@ class StepShape:
 ONE_STAGE = StepShape()
 
 
-def read(args: argparse.Namespace, shape: StepShape = ONE_STAGE) -> Inputs:
-    """The inputs that the options and the configuration file say, for a step of that shape.
+def read(
+    args: argparse.Namespace, shape: StepShape = ONE_STAGE, lengths: Sequence[Sequence[int]] | None = None
+) -> Inputs:
+    """The inputs that the options and the configuration file say, for a step of that shape; `lengths`:
+    of the batches, where they are known already.
 
     Raises:
         ConfigError: an option or key that cannot be; names it and what would be right.
@@ -211,7 +214,7 @@ def read(args: argparse.Namespace, shape: StepShape = ONE_STAGE) -> Inputs:
     cluster, model = machine(args, shape.tensor_parallel)
     model = replace(model, gradient_wire=config.gradient_wire)
     _positive("--tokens-per-rank", args.tokens_per_rank)
-    batches = tuple(Batch(tuple(lengths)) for lengths in _lengths(args, config))
+    batches = tuple(Batch(tuple(each)) for each in lengths or _lengths(args, config))
     chosen = _planners(args, config)
     told = [c.options.tokens_per_rank for c in chosen if c.options.tokens_per_rank is not None]
     default = shape.capacity(cluster, model) if len(told) < len(chosen) else 0

@@ -329,8 +329,8 @@ def add_mode_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read(args: argparse.Namespace) -> Inputs:
-    """The inputs of a verb of the laboratory.
+def read(args: argparse.Namespace, lengths: Sequence[Sequence[int]] | None = None) -> Inputs:
+    """The inputs of a verb of the laboratory; `lengths`: of the batches, where they are known already.
 
     Raises:
         BalanceError: an option that cannot be, or a batch that does not fit.
@@ -351,7 +351,7 @@ def read(args: argparse.Namespace) -> Inputs:
         _deal_global(args, shape)
     if args.microbatches is None:
         args.microbatches = 1
-    given = inputs.read(args, shape)
+    given = inputs.read(args, shape, lengths)
     for option, table in (("--costs", args.costs), ("--plan-costs", given.plan_costs)):
         if table is not None and args.tensor_parallel > 1:
             raise ConfigError(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_balance.ir.step import StepPlan
     from megatron_balance.planning.choice import PlannerChoice
     from megatron_balance.report.cases import Asked, Case, Played
+    from megatron_balance.report.real_batches import RealBatches
 
 MOST_RUNS = 2
 
@@ -40,6 +41,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=[],
         metavar="PATH",
         help="report a training run: its --balance-log folder or steps.jsonl; twice: two runs side by side",
+    )
+    parser.add_argument(
+        "--run",
+        dest="trained",
+        type=Path,
+        metavar="PATH",
+        help="simulate every planner on the batches of a training run: its --balance-log folder or steps.jsonl; "
+        "cluster, model and planner are the run's unless given",
     )
     inputs.add_options(parser)
     laboratory.add_options(parser)
@@ -116,15 +125,43 @@ def _simulated(args: argparse.Namespace) -> dict[str, Any]:
     explicit = bool(args.planner)
     if not explicit:
         args.planner = list(PLANNERS)
-    given = laboratory.read(args)
+    real = None if args.trained is None else _real(args)
+    given = laboratory.read(args, None if real is None else real.lengths)
     bench = laboratory.bench(args, given)
     _check_baseline(args.baseline)
     desk = _Desk(bench)
-    baseline = args.baseline or baseline_of(tuple(PLANNERS))
+    of_run = given.config.planner if real is not None else None
+    baseline = args.baseline or (of_run.name if of_run is not None else baseline_of(tuple(PLANNERS)))
     choices = list(given.planners)
     if baseline not in (choice.name for choice in choices):
         choices.insert(0, laboratory.with_replicas(_plain(baseline, given.tokens_per_rank), given))
-    return study(desk.asked(args, tuple(choices), baseline, explicit=explicit), laboratory.progress)
+    found = study(desk.asked(args, tuple(choices), baseline, explicit=explicit), laboratory.progress)
+    if real is None:
+        return found
+    base = next(row for row in found["rows"] if row["planner"] == baseline)
+    return {**found, "answer": [*found["answer"], real.sentence(baseline, base["step_s"])]}
+
+
+def _real(args: argparse.Namespace) -> RealBatches:
+    """The batches of a run; cluster, model and configuration are the run's unless given.
+
+    Raises:
+        ConfigError: options for other lengths, or no run with lengths.
+    """
+    from megatron_balance.report.real_batches import real_batches
+
+    for name in ("lengths", "lengths_file", "dataset", "tokens", "batches", "global_tokens"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not go with --run, whose batches are the run's; drop one"
+            )
+    real = real_batches(args.trained)
+    args.cluster = args.cluster or real.beside("cluster.yaml")
+    args.model = args.model or real.beside("model.yaml")
+    args.config = args.config or (Path(found) if (found := real.beside("config.yaml")) else None)
+    if args.microbatches is None:
+        args.microbatches = real.microbatches
+    return real
 
 
 def _check_baseline(name: str | None) -> None:
@@ -188,6 +225,8 @@ class _Desk:
 def _lengths_from(args: argparse.Namespace, given: inputs.Inputs) -> str:
     """Source of the lengths, in words."""
     drawn = given.config.dataset
+    if args.trained is not None:
+        return f"the training run {args.trained}"
     if args.lengths is not None:
         return "given one by one"
     if args.lengths_file is not None:

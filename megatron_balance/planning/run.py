@@ -12,6 +12,8 @@ import yaml
 from pydantic import InstanceOf
 
 from megatron_balance.config import RemapChoice, RoutingChoice, RunConfig, read_config
+from megatron_balance.ir.cluster import Cluster
+from megatron_balance.ir.model import Model
 from megatron_balance.planners import PLANNERS
 from megatron_balance.planning.choice import PlannerChoice, choose_layers, choose_planner, under_layers
 from megatron_balance.strict_yaml import STRICT, checked
@@ -68,6 +70,13 @@ def resolved(config: Run) -> dict[str, Any]:
     if model is not None:
         sections["model"] = {k: v for k, v in dataclasses.asdict(model).items() if k != "gradient_wire"}  # the run's
     return {**sections, **body}
+
+
+def as_yaml(facts: Cluster | Model) -> str:
+    """A cluster or a model as YAML that `--cluster` and `--model` read back."""
+    of_run = "gradient_wire"  # a key of the run
+    keys = {key: value for key, value in dataclasses.asdict(facts).items() if value is not None and key != of_run}
+    return yaml.safe_dump(keys, sort_keys=False)
 
 
 def to_yaml(config: Run) -> str:

@@ -64,7 +64,7 @@ class Run:
         return [value for value in self.series(key) if value is not None]
 
 
-def read(path: Path) -> Run:
+def read(path: Path, option: str = "--steps") -> Run:
     """The run whose `--balance-log` folder or `steps.jsonl` this is.
 
     Raises:
@@ -72,17 +72,17 @@ def read(path: Path) -> Run:
     """
     file = path / STEPS_FILE if path.is_dir() else path
     if file.exists() and not file.is_file():
-        raise ConfigError(f"--steps {path}: not a file; give the folder of --balance-log, or the steps.jsonl in it")
+        raise ConfigError(f"{option} {path}: not a file; give the folder of --balance-log, or the steps.jsonl in it")
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         what = "holds no steps.jsonl" if path.is_dir() and not file.exists() else f"cannot be read: {error.strerror}"
         raise ConfigError(
-            f"--steps {path}: {what}; give the folder of --balance-log, or the steps.jsonl in it"
+            f"{option} {path}: {what}; give the folder of --balance-log, or the steps.jsonl in it"
         ) from None
     records, notes = _records(text, file)
     if not records:
-        raise ConfigError(f"--steps {file}: has no steps; the run ended before its first one, or logged elsewhere")
+        raise ConfigError(f"{option} {file}: has no steps; the run ended before its first one, or logged elsewhere")
     steps, repeated = _each_once(records)
     if repeated:
         notes.append(

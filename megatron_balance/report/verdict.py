@@ -144,7 +144,7 @@ def _simulate(run: Figures) -> str:
     tokens = run["means"]["num_tokens"]
     drawn = f" --tokens {round(tokens / (run['means']['num_microbatches'] or 1))}" if tokens else ""
     return (
-        "The log holds no lengths, so nothing was simulated for this page. To see by how much another planner, "
-        "routing or NICs would "
-        f"help: `megatron-balance report{config}{ranks} --dataset YOUR_CORPUS{drawn} --out next.html`."
+        "Nothing was simulated for this page. To see by how much another planner, routing or NICs would help on "
+        f"these very batches: `megatron-balance report --run {run['path']} --out next.html`; on others: "
+        f"`megatron-balance report{config}{ranks} --dataset YOUR_CORPUS{drawn} --out next.html`."
     )

@@ -68,6 +68,8 @@ def step_figures(planned: PlannedStep, shared: PoolLengths, job: Job) -> Json:
         "num_sequences": sum(f["num_sequences"] for f in each),
         "num_tokens": sum(f["num_tokens"] for f in each),
         "num_microbatches": len(planned.step.members),
+        # Of the sequences that were drawn, by microbatch as dealt.
+        "lengths": [list(map(int, each)) for each in shared.lengths],
         # By pipeline, where a step has several.
         "pipelines": list(planned.step.num_microbatches),
         **_account(planned, shared),

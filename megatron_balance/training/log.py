@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from megatron_balance.analysis.backward import Decision
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.arrays import Ints
 from megatron_balance.planning.proofs import Proofs
+from megatron_balance.planning.run import as_yaml
 from megatron_balance.runtime.counters import Counters
 from megatron_balance.training.figures import Job, Json, step_figures
 from megatron_balance.training.lengths import PoolLengths
@@ -31,6 +33,8 @@ STEPS_FILE = "steps.jsonl"
 REPLACED_FILE = "steps.replaced.jsonl"
 """Records of steps that ran again after a resume."""
 CONFIG_FILE = "config.yaml"
+CLUSTER_FILE, MODEL_FILE = "cluster.yaml", "model.yaml"
+"""The ranks that plans are made for, and the model as one of them has it."""
 
 ScalarWriter: TypeAlias = Callable[[str, float, int], object]
 """Takes a name, a value and the number of a step."""
@@ -82,18 +86,31 @@ class StepLog:
         self._job: tuple[Job, torch.device] | None = None
         folder = target.folder
         if folder is not None and target.writes:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / CONFIG_FILE).write_text(target.config, encoding="utf-8")
+            self._write(CONFIG_FILE, target.config)
+            with _told(folder):
                 self._file = LineFile(folder / STEPS_FILE)
-            except OSError as error:
-                raise ConfigError(
-                    f"folder of the step log, {folder}: cannot be written ({error.strerror}); name another one"
-                ) from None
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file beside the records.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        assert self._target.folder is not None
+        with _told(self._target.folder):
+            self._target.folder.mkdir(parents=True, exist_ok=True)
+            (self._target.folder / name).write_text(text, encoding="utf-8")
 
     def describe(self, job: Job, device: torch.device) -> None:
-        """Tell the log what no step changes. `device`: that the process groups work on."""
+        """Tell the log what no step changes. `device`: that the process groups work on.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
         self._job = (job, device)
+        if self._file is not None:
+            self._write(CLUSTER_FILE, as_yaml(job.cost.cluster))
+            self._write(MODEL_FILE, as_yaml(job.model))
 
     def begin(self, forward_only: bool) -> None:
         """Start the clock of a step; where a step runs again, the first start counts."""
@@ -206,6 +223,16 @@ class StepLog:
         known = torch.tensor([math.nan if loss is None else loss], dtype=torch.float64, device=device)
         dist.broadcast(known, job.pool.joint.ranks[-1], group=job.pool.joint.pool)
         return float(known)
+
+
+@contextmanager
+def _told(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"folder of the step log, {folder}: cannot be written ({error.strerror}); name another one"
+        ) from None
 
 
 _COUNTERS = tuple(field.name for field in fields(Counters))

@@ -3,6 +3,8 @@ suggestions do what they say."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron_balance.config import load_cluster, load_model
@@ -295,3 +297,29 @@ def test_a_timeline_holds_the_trace_of_its_ranks_and_no_more():
 )
 def test_numbers_read_well(said, meant):
     assert said == meant
+
+
+def test_a_runs_own_batches_are_simulated_by_every_planner_asked(study, run, tmp_path):
+    """Its configuration's planner is the one that others are held against."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("planner: {name: te_ring, tokens_per_rank: 4000}\n")
+    (folder / "model.yaml").write_text("num_heads: 8\nnum_kv_heads: 8\nhead_dim: 64\nnum_layers: 4\n")
+    (folder / "cluster.yaml").write_text("num_ranks: 4\nranks_per_node: 2\n")
+    each = {"step_ms": 100.0, "planner": "te_ring"}
+    records = [{"step": at, **each, "lengths": [[3000 + at, 50], [700, 700]]} for at in range(20)]
+    records.append({"step": 20, **each, "lengths": [[9, 9]]})  # of another number of microbatches
+    (folder / "steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = study(f"--run {folder} --planner zeppelin --planner megatron --tokens-per-rank 4000")
+    assert (found["baseline"], found["asked"]["cluster"]["num_ranks"], found["asked"]["step"]["batches"]) == (
+        "te_ring",
+        4,
+        2,
+    )
+    assert {row["planner"] for row in found["rows"]} == {"te_ring", "zeppelin", "megatron"}
+    assert found["lengths"]["num_batches"] == 16
+    assert any("those of 8 of the 21 steps of run; there they took 0.1 s" in each for each in found["answer"])
+    (folder / "steps.jsonl").write_text(json.dumps({"step": 1, "step_ms": 1.0}) + "\n")
+    out = f"--out {tmp_path / 'x.html'}"
+    assert "hold no lengths" in run.error(f"report --run {folder} {out}")
+    assert "does not go with --run" in run.error(f"report --run {folder} {out} --lengths 5")

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from megatron_balance import make_planner
+from megatron_balance.config import load_cluster, load_model
 from megatron_balance.cost.analytic import AnalyticCost
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
@@ -71,6 +72,9 @@ def test_records_and_the_configuration_lie_in_the_folder(tmp_path: Path) -> None
     assert record["counters"]["kernel_calls"] == [5]
     assert (record["proved_steps"], record["unproved_steps"], record["announced"]) == (4, 1, False)
     (tmp_path / "file").write_text("")
+    assert record["lengths"] == [[30, 20, 40]]
+    assert load_model(str(tmp_path / "log" / "model.yaml")) == MODEL
+    assert load_cluster(str(tmp_path / "log" / "cluster.yaml")).build() == CLUSTER
     with pytest.raises(ConfigError, match="file: cannot be written"):
         StepLog(LogTarget(folder=tmp_path / "file"))
 
