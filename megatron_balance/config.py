@@ -258,6 +258,10 @@ class RunConfig(BaseModel):
     documents: Literal["split", "truncate"] = "split"
     """The rest of a document that is longer than the context becomes a document of its own, or is
     dropped."""
+    sample_filling: Literal["next_fit", "best_fit"] = "next_fit"
+    """How documents fill samples: `next_fit` opens the next one where a document does not fit;
+    `best_fit` puts it into the fullest of a window that holds it, for fewer empty tokens. Another
+    filling is another stream of samples: no run resumes from one in the other."""
     accepted_data: str = ""
     """Fingerprint of the samples that a checkpoint was trained on, or plain, if this run may count
     on in others: the message that refuses to resume says it."""

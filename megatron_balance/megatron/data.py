@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.training.sequences import Sequences, to_bits
-from megatron_balance.workloads.documents import CutPolicy, DocumentStream, Piece, split_documents
+from megatron_balance.workloads.documents import CutPolicy, DocumentStream, Filling, Piece, split_documents
 from megatron_balance.workloads.idx import CorpusIndex, read_index
 
 PADDING = -1
@@ -57,6 +57,7 @@ class DataOptions:
     seq_length: int
     seed: int
     policy: CutPolicy = "split"
+    filling: Filling = "next_fit"
     vocab_size: int | None = None
     """Ids from here on cannot be embedded; None: not checked."""
     mmap: bool = True
@@ -88,7 +89,7 @@ class DocumentDataset(Dataset[dict[str, Tensor]]):
         self.split = split
         self.options = options
         self.stream = DocumentStream(
-            index.document_lengths, options.seq_length, options.seed, options.policy, documents
+            index.document_lengths, options.seq_length, options.seed, options.policy, documents, options.filling
         )
         self.num_samples = self.stream.num_samples(0) if num_samples is None else num_samples
         self._first_sequence = index.first_sequence
@@ -180,6 +181,7 @@ def document_datasets_provider(
     vp_stage: int | None = None,  # noqa: ARG001  Megatron passes it to providers; every stage reads the same documents
     *,
     policy: CutPolicy = "split",
+    filling: Filling = "next_fit",
 ) -> DatasetTriple:
     """Megatron's data set provider: train, validation and test sets of whole documents.
 
@@ -189,21 +191,23 @@ def document_datasets_provider(
     """
     from megatron.training import get_args
 
-    return build_datasets(cast(DataArguments, get_args()), train_val_test_num_samples, policy)
+    return build_datasets(cast(DataArguments, get_args()), train_val_test_num_samples, policy, filling)
 
 
 # Megatron asks every rank, not only tensor-parallel rank 0, if the provider says so.
 document_datasets_provider.is_distributed = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def make_provider(policy: CutPolicy) -> Callable[..., DatasetTriple]:
-    """`document_datasets_provider` with the cut policy of the balance configuration."""
-    provider = partial(document_datasets_provider, policy=policy)
+def make_provider(policy: CutPolicy, filling: Filling = "next_fit") -> Callable[..., DatasetTriple]:
+    """`document_datasets_provider` with cut policy and filling of the balance configuration."""
+    provider = partial(document_datasets_provider, policy=policy, filling=filling)
     provider.is_distributed = True  # pyright: ignore[reportAttributeAccessIssue]
     return provider
 
 
-def build_datasets(args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy) -> DatasetTriple:
+def build_datasets(
+    args: DataArguments, num_samples: Sequence[int | None], policy: CutPolicy, filling: Filling = "next_fit"
+) -> DatasetTriple:
     """Data sets for Megatron's arguments.
 
     A split that no samples are asked of, or that holds no document, gives None.
@@ -214,6 +218,7 @@ def build_datasets(args: DataArguments, num_samples: Sequence[int | None], polic
         args.seq_length,
         args.seed,
         policy,
+        filling,
         vocab_size=getattr(args, "padded_vocab_size", None),
         mmap=getattr(args, "mmap_bin_files", True),
     )

@@ -41,7 +41,7 @@ def choose_provider(given: Callable[..., Any]) -> Callable[..., Any]:
             "megatron_balance.launch"
         )
     replace = names_corpus(job.args) and not kept
-    provider: Callable[..., Any] = make_provider(job.config.documents) if replace else given
+    provider: Callable[..., Any] = make_provider(job.config.documents, job.config.sample_filling) if replace else given
     named = getattr(given, "__qualname__", None) or repr(given)
     if not replace:
         log.warning(

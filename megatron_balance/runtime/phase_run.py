@@ -21,9 +21,11 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_balance.analysis.wire import padded
 from megatron_balance.ir.program import Kind
+from megatron_balance.runtime import ranges
 from megatron_balance.runtime.bind import Bound
 from megatron_balance.runtime.lower.parcels import Form, parcel_bytes, shapes, unpack, wide_dtype
 from megatron_balance.runtime.lower.steps import (
@@ -131,12 +133,16 @@ class PhaseRun:
 
     def take_steps(self, stop: int) -> None:
         """Take the steps before `stop` that are still to be taken."""
-        steps, traced = self.phase.steps, self.bound.trace is not None
+        steps = self.phase.steps
+        take = self.take if self.bound.trace is None else self.take_traced
+        named = ranges.recorded()
         while self.at < stop:
-            if traced:
-                self.take_traced(steps[self.at])
+            step = steps[self.at]
+            if named:
+                with record_function(ranges.name_of(step, forward=self.forward)):
+                    take(step)
             else:
-                self.take(steps[self.at])
+                take(step)
             self.free(self.at)
             self.at += 1
 

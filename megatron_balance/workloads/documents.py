@@ -16,7 +16,7 @@ resumes at `consumed_samples` continues exactly, on any number of ranks.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -31,6 +31,13 @@ CutPolicy = Literal["split", "truncate"]
 """`split`: what is left of a document longer than the context is a document of its own; `truncate`:
 it is dropped.
 """
+
+Filling = Literal["next_fit", "best_fit"]
+"""`next_fit`: a piece that no longer fits opens the next sample; `best_fit`: it goes into the fullest
+sample that has room, of the `WINDOW` last ones that are not full.
+"""
+
+WINDOW = 64
 
 # A global batch spans two epochs at most, unless an epoch is smaller than a batch.
 KEPT_EPOCHS = 2
@@ -96,6 +103,46 @@ def pack(piece_lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]
     return np.array(bounds, dtype=np.int64)
 
 
+def pack_best_fit(piece_lengths: NDArray[np.int64], seq_length: int) -> Epoch:
+    """Samples filled by best fit over a window, the pieces in the given order: each goes into the open
+    sample with the least room that holds it, or opens one. Of more than `WINDOW` open samples the
+    fullest is closed; samples are numbered as they close.
+
+    Args:
+        piece_lengths: [pieces] in tokens, each at most `seq_length`.
+        seq_length: most tokens of a sample.
+
+    Returns:
+        Positions in `piece_lengths`, sample after sample.
+    """
+    assert len(piece_lengths), "an epoch has at least one piece"
+    assert piece_lengths.max() <= seq_length, "pieces are cut before they are packed"
+    rooms: list[tuple[int, int]] = []  # (room, sample) of open samples, ascending
+    sample_of = [0] * len(piece_lengths)
+    closed: list[int] = []
+    opened = 0
+    for piece, length in enumerate(piece_lengths.tolist()):
+        at = bisect_left(rooms, (length, -1))
+        if at < len(rooms):
+            room, sample = rooms.pop(at)
+        else:
+            room, sample = seq_length, opened
+            opened += 1
+        sample_of[piece] = sample
+        if room == length:
+            closed.append(sample)
+            continue
+        insort(rooms, (room - length, sample))
+        if len(rooms) > WINDOW:
+            closed.append(rooms.pop(0)[1])
+    closed += [sample for _, sample in rooms]
+    number = np.empty(opened, dtype=np.int64)
+    number[closed] = np.arange(opened)
+    place = number[np.array(sample_of, dtype=np.int64)]
+    order = np.argsort(place, kind="stable").astype(np.int64, copy=False)
+    return Epoch(order, np.concatenate([[0], np.cumsum(np.bincount(place, minlength=opened))]).astype(np.int64))
+
+
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of range(count) drawn from (seed, epoch).
 
@@ -121,6 +168,7 @@ class DocumentStream:
         seed: int,
         policy: CutPolicy = "split",
         documents: range | None = None,
+        filling: Filling = "next_fit",
     ) -> None:
         """Cut and number the documents; nothing is packed before a sample is asked for.
 
@@ -131,6 +179,7 @@ class DocumentStream:
             policy: `split` or `truncate`.
             documents: the part of the corpus to draw from, one of a train/valid/test split; None:
                 all of it.
+            filling: of samples.
 
         Raises:
             ConfigError: seq_length or seed that cannot be.
@@ -142,6 +191,8 @@ class DocumentStream:
             raise ConfigError(f"seed {seed}: the document shuffle needs a seed of at least 0")
         if policy not in ("split", "truncate"):
             raise ConfigError(f"document policy {policy!r}: choose 'split' or 'truncate'")
+        if filling not in ("next_fit", "best_fit"):
+            raise ConfigError(f"filling of samples {filling!r}: choose 'next_fit' or 'best_fit'")
         part = range(len(document_lengths)) if documents is None else documents
         if part.step != 1 or part.start < 0 or part.stop > len(document_lengths):
             raise ConfigError(f"documents {part} are not a run of the corpus's {len(document_lengths)} documents")
@@ -154,6 +205,7 @@ class DocumentStream:
         self.seq_length = seq_length
         self.seed = seed
         self.policy: CutPolicy = policy
+        self.filling: Filling = filling
         self._lengths = self._pieces[:, 2] - self._pieces[:, 1]
         self._first_sample = [0]  # of each epoch known so far
         self._epochs: dict[int, Epoch] = {}
@@ -205,7 +257,8 @@ class DocumentStream:
         """16 hex digits of everything sample(i) depends on; a resumed run that shows another one
         would lose or repeat tokens.
         """
-        digest = hashlib.sha256(f"{self.seq_length} {self.seed} {self.policy} ".encode())
+        how = self.policy if self.filling == "next_fit" else f"{self.policy} {self.filling} {WINDOW}"
+        digest = hashlib.sha256(f"{self.seq_length} {self.seed} {how} ".encode())
         digest.update(self._pieces.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
@@ -219,11 +272,19 @@ class DocumentStream:
         epoch = len(self._first_sample) - 1
         self._first_sample.append(self._first_sample[-1] + self._epoch(epoch).num_samples)
 
+    def _filled(self, order: NDArray[np.int64]) -> Epoch:
+        """The samples of pieces in that order."""
+        lengths = self._lengths[order]
+        if self.filling == "next_fit":
+            return Epoch(order, pack(lengths, self.seq_length))
+        packed = pack_best_fit(lengths, self.seq_length)
+        return Epoch(order[packed.order], packed.bounds)
+
     def _epoch(self, epoch: int) -> Epoch:
         packed = self._epochs.pop(epoch, None)
         if packed is None:
             order = shuffled(len(self._pieces), self.seed, epoch)
-            packed = Epoch(order, pack(self._lengths[order], self.seq_length))
+            packed = self._filled(order)
             if len(self._epochs) == KEPT_EPOCHS:
                 del self._epochs[next(iter(self._epochs))]
         self._epochs[epoch] = packed  # last in the dict: the least recently used one goes first
@@ -231,12 +292,17 @@ class DocumentStream:
 
 
 def open_stream(
-    prefix: str, seq_length: int, seed: int, policy: CutPolicy = "split", documents: range | None = None
+    prefix: str,
+    seq_length: int,
+    seed: int,
+    policy: CutPolicy = "split",
+    documents: range | None = None,
+    filling: Filling = "next_fit",
 ) -> DocumentStream:
     """The stream over a Megatron corpus, from its index alone: any process plans ahead with it,
     without torch and without the tokens.
     """
-    return DocumentStream(read_index(prefix).document_lengths, seq_length, seed, policy, documents)
+    return DocumentStream(read_index(prefix).document_lengths, seq_length, seed, policy, documents, filling)
 
 
 def split_documents(num_documents: int, weights: tuple[float, ...]) -> tuple[range, ...]:

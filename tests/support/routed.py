@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_balance.compile.order import Issue, streams
 from megatron_balance.compile.pipeline import compile_rank
 from megatron_balance.compile.transpose import Policy
 from megatron_balance.ir.plan import MicrobatchPlan
+from megatron_balance.runtime import ranges
 from megatron_balance.runtime.attention import balanced_attention
 from megatron_balance.runtime.bind import AttentionShape, Bound, bind
 from megatron_balance.runtime.kernels.base import Kernel
@@ -75,6 +77,20 @@ def traced(world: World, plan: MicrobatchPlan, policy: Policy) -> list[PhaseTrac
         _phase_trace(forward, streams(program.forward, world.rank, plan.ranks_per_node), bound.forward),
         _phase_trace(trace[len(forward) :], streams(program.backward, world.rank, plan.ranks_per_node), bound.backward),
     ]
+
+
+def ranged(world: World, plan: MicrobatchPlan) -> tuple[list[str], list[str]]:
+    """Names of the ranges that a profiler sees of forward and backward, and those of the steps."""
+    bound = bind(plan, world.rank, _shape(plan), groups=world.groups)
+    inputs = _inputs(bound)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        balanced_attention(inputs[0], inputs[1], inputs[2], bound).sum().backward()
+    found = sorted((event.time_range.start, event.name) for event in seen.events() or ())
+    steps = [(phase, step) for phase in ("forward", "backward") for step in bound.phases[phase].steps]
+    return (
+        [name for _, name in found if name.startswith("balance ")],
+        [ranges.name_of(step, forward=phase == "forward") for phase, step in steps],
+    )
 
 
 def die_in_attention(world: World, plan: MicrobatchPlan, rank: int) -> None:

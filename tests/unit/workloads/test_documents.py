@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 
 from megatron_balance.errors import ConfigError, DataError
 from megatron_balance.workloads.documents import (
+    WINDOW,
     CutPolicy,
     DocumentStream,
     cut,
     open_stream,
     pack,
+    pack_best_fit,
     shuffled,
     split_documents,
 )
@@ -48,6 +51,35 @@ def test_long_documents_are_cut_at_the_context_length(policy: CutPolicy, pieces:
 )
 def test_a_piece_that_no_longer_fits_opens_the_next_sample(lengths: tuple[int, ...], bounds: list[int]) -> None:
     assert pack(array(*lengths), 8).tolist() == bounds
+
+
+def test_best_fit_takes_the_fullest_sample_that_holds_a_piece() -> None:
+    """5 and 3 make the first full one, 4 and 4 the next; 1 joins 6."""
+    packed = pack_best_fit(array(5, 4, 3, 6, 4, 1, 7), 8)
+    samples = [packed.order[a:b].tolist() for a, b in pairwise(packed.bounds.tolist())]
+    assert samples == [[0, 2], [1, 4], [3, 5], [6]]
+
+
+def test_of_too_many_open_samples_the_fullest_is_closed() -> None:
+    lengths = array(*[6] * WINDOW, 7, 2, 1)
+    packed = pack_best_fit(lengths, 8)
+    first = packed.order[: packed.bounds[1]].tolist()
+    assert first == [WINDOW]  # 7 was the fullest when it came, so the 1 found only samples of 6
+    assert packed.num_samples == WINDOW + 1
+
+
+def test_best_fit_leaves_less_empty_and_loses_nothing() -> None:
+    rng = np.random.Generator(np.random.PCG64(5))
+    lengths = rng.integers(1, 9000, 2000)
+    next_fit, best_fit = (DocumentStream(lengths, 8192, 3, filling=filling) for filling in ("next_fit", "best_fit"))
+    empty = [1 - each.num_tokens / (8192 * each.num_samples(0)) for each in (next_fit, best_fit)]
+    assert empty[0] > 0.1
+    assert empty[1] < 0.05
+    assert next_fit.fingerprint() != best_fit.fingerprint()
+    pieces = [piece for index in range(best_fit.num_samples(0)) for piece in best_fit.sample(index)]
+    assert sum(piece.stop - piece.start for piece in pieces) == best_fit.num_tokens
+    assert len(set(pieces)) == len(pieces) == best_fit.num_pieces
+    assert max(sum(best_fit.lengths_of(index)) for index in range(best_fit.num_samples(0))) <= 8192
 
 
 def test_an_order_is_drawn_from_seed_and_epoch_and_from_nothing_else() -> None:
@@ -124,6 +156,7 @@ def test_the_fingerprint_sees_every_input() -> None:
         ({"seq_length": 0}, ConfigError, "seq_length 0"),
         ({"seed": -1}, ConfigError, "seed -1"),
         ({"policy": "drop"}, ConfigError, "document policy 'drop': choose 'split' or 'truncate'"),
+        ({"filling": "worst"}, ConfigError, "filling of samples 'worst': choose 'next_fit' or 'best_fit'"),
         ({"documents": range(1, 4)}, ConfigError, "documents range"),
         ({"documents": range(0)}, DataError, "documents 0 to 0 of the corpus hold no token"),
         ({"document_lengths": array(0, 0, 0)}, DataError, "hold no token"),
