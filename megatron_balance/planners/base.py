@@ -192,6 +192,8 @@ class Planner:
     pipelines: bool = False
     """Whether each replica of a training job is a pipeline with microbatches of its own, in number and
     length, and attends for itself; else all replicas share every microbatch."""
+    strategies: Callable[[Any], tuple[Strategy, ...]] | None = None
+    """Strategies that options name, for training to change between; None: it cannot."""
     num_holders: Callable[[Cluster, Any], int] | None = None
     """Number of ranks that hold tokens; the others serve attention alone. None: all ranks hold
     some."""
