@@ -78,7 +78,7 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
         options["strategies"] = tuple(map(str, job.candidates))
         shares = [scheme.tensor for strategy in job.candidates for scheme in strategy.pipelines]
         layers = dataclasses.replace(choice.layers, align=lcm(*shares) if job.args.sequence_parallel else 1)
-        return PlanSpec(choice.name, job.gpus(), job.model(1), layers, options, table, own_microbatches=True)
+        return PlanSpec(choice.name, job.gpus(), job.model(1), layers, options, table, changes=True)
     if job.candidates:
         options["strategies"] = ()
     layers = dataclasses.replace(choice.layers, align=job.row_multiple)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_balance.cost.parallel import one_of_each
 from megatron_balance.errors import ConfigError
 from megatron_balance.ir.cluster import Cluster
 from megatron_balance.ir.model import Model
@@ -133,8 +134,8 @@ class Session:
             return []
         found: dict[Scheme, Job] = {}
         for scheme in dict.fromkeys(strategy.pipelines):
-            gpus = of_pool(self.gpus(), scheme.tensor)
-            per_node = min(scheme.context, max(1, gpus.ranks_per_node // scheme.tensor))
+            gpus = one_of_each(self.gpus(), scheme.tensor)
+            per_node = min(scheme.context, gpus.ranks_per_node)
             ranks = dataclasses.replace(gpus, num_ranks=scheme.context, ranks_per_node=per_node)
             model = self.model(scheme.tensor)
             cost = planning_cost(ranks, model, self.config.plan_costs)

@@ -99,6 +99,9 @@ class StepContext:
     strategy: Strategy | None = None
     """Layout of a training job whose replicas are pipelines (`Planner.pipelines`): the only strategy
     there is. `cluster` has a rank for each of its tensor-parallel groups of one stage."""
+    of_ranks: bool = False
+    """Whether microbatches of a strategy are planned for one rank of each tensor-parallel group, with
+    its share of the heads, as training runs them; else for whole groups, as one wide rank each."""
     options: Any = None
     """Of the planner that is asked, as its own dataclass."""
     layers: Layers = NO_LAYERS

@@ -46,8 +46,8 @@ class PlanSpec:
     ping_pong: bool = False
     strategy: str | None = None
     """Text of the job's layout, where its replicas are pipelines."""
-    own_microbatches: bool = False
-    """Whether the planner chooses the number of microbatches, as it does with the strategy."""
+    changes: bool = False
+    """Whether the planner chooses the strategy, and with it the number of microbatches."""
     prove_every: int = 0
     """How often the planning process proves a step (`planning.proofs.Prover`)."""
 
@@ -96,7 +96,8 @@ class StepPlanner:
             planning_cost(spec.cluster, spec.model, spec.plan_costs),
             joint=joint,
             ping_pong=spec.ping_pong,
-            own_microbatches=spec.own_microbatches,
+            own_microbatches=spec.changes,
+            of_ranks=spec.changes,
             strategy=None if spec.strategy is None else Strategy.parse(spec.strategy),
         )
         self._evaluation = dataclasses.replace(self._context, may_carry=False, forward_only=True)
