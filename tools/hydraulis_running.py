@@ -53,6 +53,7 @@ class Way:
 
 
 SEQUENCE_PARALLEL = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+SHORTER = {"seq-length": 512, "max-position-embeddings": 512, "global-batch-size": 8}
 ZEPPELIN = {"within": "zeppelin", "within_options": {}}
 WAYS: Mapping[str, Way] = {
     "TP2 x PP2 x DP2": Way({**SEQUENCE_PARALLEL, "pipeline-model-parallel-size": 2}, MIXED, ZEPPELIN),
@@ -61,15 +62,15 @@ WAYS: Mapping[str, Way] = {
         ("tp3-pp1-cp1+tp1-pp1-cp5", "tp1-pp1-cp5+tp3-pp1-cp1", "tp3-pp2-cp1", "tp1-pp1-cp5+tp1-pp1-cp2"),
         {},
         {"num-attention-heads": 12, "num-query-groups": 12, "hidden-size": 48, "ffn-hidden-size": 96,
-         "make-vocab-size-divisible-by": 48},
+         "make-vocab-size-divisible-by": 48, **SHORTER},
     ),
     "PP2 x DP4, tied": Way(
         {"pipeline-model-parallel-size": 2},
         ("2*tp1-pp2-cp1+tp2-pp1-cp2", "tp4-pp1-cp2", "tp2-pp2-cp2"),
         ZEPPELIN,
-        {"untie-embeddings-and-output-weights": False},
+        {"untie-embeddings-and-output-weights": False, **SHORTER},
     ),
-    "DP8, empty pipelines": Way({}, ("8*tp1-pp1-cp1", "tp1-pp1-cp8", "tp4-pp1-cp1+4*tp1-pp1-cp1")),
+    "DP8": Way({}, ("8*tp1-pp1-cp1", "tp1-pp1-cp8", "tp4-pp1-cp1+4*tp1-pp1-cp1"), {}, SHORTER),
 }
 
 
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flags = {**LONG, "num-layers": 2, "global-batch-size": SAMPLES, "train-iters": options.steps, **way.model}
                 loaded = started(train, folders.mktemp("checkpoint"), flags)
                 one = train(1, "te_ring", at_once(loaded), entry="gradients", deadline_s=600)
-                planner = {"name": "hydraulis", "tokens_per_rank": 256, "strategies": list(way.strategies), **way.planner}
+                planner = {"name": "hydraulis", "tokens_per_rank": flags["seq-length"] // 4, "strategies": list(way.strategies), **way.planner}
                 given = {**loaded, "context-parallel-size": 1, "use-distributed-optimizer": True, **way.flags}
                 runs = [
                     train(8, planner, given, config=CONFIG, entry=entry, deadline_s=900)
