@@ -427,8 +427,10 @@ STRATEGY_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--use-tp-pp-dp-mapping: owners are looked up in Megatron's own order of ranks; leave it out",
     ),
     (
-        lambda args: bool(args.check_weight_hash_across_dp_replicas_interval or args.save_params_interval)
-        or bool(args.log_params_norm),
+        lambda args: (
+            bool(args.check_weight_hash_across_dp_replicas_interval or args.save_params_interval)
+            or bool(args.log_params_norm)
+        ),
         "--check-weight-hash-across-dp-replicas-interval, --save-params-interval and --log-params-norm read weights of "
         "a model that is brought up to date only when it runs or is saved; leave them out",
     ),

@@ -130,14 +130,16 @@ class Changes:
                 gradient.mul_(scale)
         self.weights_are_old = True
 
-    def gather_weights(self) -> None:
+    def gather_weights(self, *, for_step: bool = False) -> None:
         """Bring today's weights to Megatron's own model, unless it has them. Collective over the
         world.
+
+        `for_step`: a training step on that model, behind which they are old again.
         """
         if self.weights_are_old:
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
-            self.weights_are_old = False
+        self.weights_are_old = for_step
 
     def figures(self, strategy: Strategy) -> Mapping[str, Any]:
         """Bytes and seconds of the last pull and push, as a step's record has them. Waits for the

@@ -27,6 +27,7 @@ from megatron_balance.training.plans import PlannedStep
 from megatron_balance.training.pool import Pool
 from megatron_balance.training.tokens import TokenExchange
 
+
 def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
     """A forward-backward function that plans the step's microbatches and runs `inner` on them.
 
@@ -54,36 +55,16 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
         if forward_only and job.changes is not None:
             job.changes.gather_weights()
         pool = job.pool
-        parallel, device = tensor_parallel(), job_device()
-        # One iterator a model chunk; a script's own provider may leave out those of chunks that
-        # neither embed nor compute the loss.
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        iterator = next((each for each in iterators if each is not None), iter(()))
-        planner = job.planner(forward_only)
-        draw = planner.draw(num_microbatches)
-        if draw.first is not None:
-            assert job.train_data is not None, "samples are read by number only where they are ours"
-            iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
-        mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
-        if not pool.reads:
-            mine = []  # another rank of this replica read the same samples
-        shared = share_lengths(
-            mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint
-        )
-        planned = planner.plan(shared.lengths, announced=shared.announced)
-        recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
-        mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
+        planned, shared, found = _planned_step(job, data_iterator, num_microbatches, forward_only=forward_only)
         if not forward_only:
-            _count_flops(apart, pool.readers[pool.replica])
-        if not forward_only and job.changes is not None:
-            changes = job.changes
-            if planned.step.strategy != job.layout:
-                return run_role(job, changes, planned, shared, Read(mine, apart))
-            changes.gather_weights()
-            changes.weights_are_old = True  # behind this step
+            _count_flops(found.apart, pool.readers[pool.replica])
+            if job.changes is not None and planned.step.strategy != job.layout:
+                return run_role(job, job.changes, planned, shared, found)
+            if job.changes is not None:
+                job.changes.gather_weights(for_step=True)
         own = own_plans_of(planned, pool, num_microbatches)
-        exchange = TokenExchange(apart, planned.plans, pool, planned.step.pipeline_of)
-        rows = exchange.to_ranks(mine, NUM_COLUMNS, parallel, device)
+        exchange = TokenExchange(found.apart, planned.plans, pool, planned.step.pipeline_of)
+        rows = exchange.to_ranks(found.mine, NUM_COLUMNS, tensor_parallel(), job_device())
 
         def local(index: int) -> LocalMicrobatch:
             """This rank's rows of a microbatch, put together when the schedule asks for it."""
@@ -110,10 +91,34 @@ def balanced_schedule(inner: Callable[..., Any]) -> Callable[..., Any]:
             **kwargs,
         )
         if not forward_only:
-            microbatches.trained(job, shared, planner)
+            microbatches.trained(job, shared, job.planner(forward_only))
         return result
 
     return schedule
+
+
+def _planned_step(
+    job: session.Session, data_iterator: Any, num_microbatches: int, *, forward_only: bool
+) -> tuple[PlannedStep, PoolLengths, Read]:
+    """Read the step's samples, share their lengths, and plan. Collective over all ranks that plan."""
+    pool, parallel, device = job.pool, tensor_parallel(), job_device()
+    # One iterator a model chunk; a script's own provider may leave out those of chunks that neither
+    # embed nor compute the loss.
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    iterator = next((each for each in iterators if each is not None), iter(()))
+    planner = job.planner(forward_only)
+    draw = planner.draw(num_microbatches)
+    if draw.first is not None:
+        assert job.train_data is not None, "samples are read by number only where they are ours"
+        iterator = numbered(job.train_data, draw, job.args.micro_batch_size, pool)
+    mine, failure = read(iterator, draw.num_microbatches) if parallel.is_source and pool.has_tokens else ([], None)
+    if not pool.reads:
+        mine = []  # another rank of this replica read the same samples
+    shared = share_lengths(mine, failure, draw.num_microbatches, pool, parallel, device, fingerprint=draw.fingerprint)
+    planned = planner.plan(shared.lengths, announced=shared.announced)
+    recalled = recall(planned.recalled, job.train_data, pool, parallel, device)
+    mine, apart = by_nano_batch(mine, shared, planned.step.members, pool.rank, recalled)
+    return planned, shared, Read(mine, apart)
 
 
 def own_plans_of(planned: PlannedStep, pool: Pool, num_microbatches: int) -> tuple[range, ...]:

@@ -53,5 +53,5 @@ class PlannedJob(Protocol):
         ...
 
     def model(self, tensor: int | None = None) -> Model:
-        """The model as planners see it, on one of `tensor` tensor-parallel ranks; None: the layout's."""
+        """The model as planners see it on one of `tensor` tensor-parallel ranks; None: as laid out."""
         ...

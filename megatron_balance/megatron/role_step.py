@@ -57,7 +57,7 @@ def run_role(
     timers("forward-backward", log_level=1).start(barrier=job.args.barrier_with_L1_time)
     job.keeping().decide(planned)  # with all ranks, those that are left over included
     role = changes.begin(strategy)
-    exchange, rows = _tokens(job, changes, role, planned, read)
+    exchange, rows = _tokens(changes, role, planned, read)
     if role.seat is None:
         stored: list[Any] = []
         job.steps.ran(planned, shared, [])
@@ -93,9 +93,7 @@ def run_role(
     return [{LOSS: mine.float()}]
 
 
-def _tokens(
-    job: Session, changes: Changes, role: Role, planned: PlannedStep, read: Read
-) -> tuple[TokenExchange, list[torch.Tensor]]:
+def _tokens(changes: Changes, role: Role, planned: PlannedStep, read: Read) -> tuple[TokenExchange, list[torch.Tensor]]:
     """The rows of this rank, straight from the ranks of the base layout that read them."""
     global_rank = np.array(changes.owner_ranks, dtype=np.int64)
     everywhere = PoolLengths(read.apart.lengths, tuple(global_rank[owners] for owners in read.apart.owners))

@@ -170,7 +170,11 @@ class Roles:
         role.exchange.push(role.gradients, self.layout.gradients)
 
     def _made(
-        self, strategy: Strategy, make_group: _GroupMaker, everyone: dist.ProcessGroup, attention: AttentionGroups | None
+        self,
+        strategy: Strategy,
+        make_group: _GroupMaker,
+        everyone: dist.ProcessGroup,
+        attention: AttentionGroups | None,
     ) -> Role:
         """This rank's role. Every rank makes the groups of all pipelines."""
         layout, seat, mine = self.layout, strategy.seat(dist.get_rank()), None

@@ -183,7 +183,13 @@ class Session:
         """
         build_variants(job_device(), self.dtype, self.shape.head_dim)
         return Binder(
-            groups, shape or self.shape, self.dtype, job_device(), self.kernel, self.config.gradient_wire, self.bind_ahead
+            groups,
+            shape or self.shape,
+            self.dtype,
+            job_device(),
+            self.kernel,
+            self.config.gradient_wire,
+            self.bind_ahead,
         )
 
     def cluster(self) -> Cluster:

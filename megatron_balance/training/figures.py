@@ -43,7 +43,7 @@ class Job:
     cost: Cost
     num_chunks: int = 1
     of_strategy: Callable[[Strategy | None], Sequence[Job]] = lambda _: ()
-    """The same facts of each pipeline of a strategy; empty where they are the job's."""
+    """Facts of each pipeline of a strategy; empty where they are the job's."""
     stages: int | None = None
     """Pipeline stages; None: those of the pool."""
     tensor: int = 1

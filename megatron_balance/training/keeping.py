@@ -86,7 +86,7 @@ class Keeping:
     `auto` asks the plan; `keep` and `replay` are what they say, and their prediction is told once.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a job's facts
         self,
         asked: Backward,
         agreed: AgreedMemory,

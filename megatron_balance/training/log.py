@@ -285,10 +285,14 @@ def _log_line(record: Json) -> None:
     )
     if record["strategy"] is not None:
         change = record["change"]
-        moved = "on the command line's layout" if not change else (
-            f"pull {change['pull_bytes'] / 1e6:.1f} MB in {1e3 * change['pull_s']:.1f} ms (predicted "
-            f"{1e3 * change['predicted_pull_s']:.1f}), push {change['push_bytes'] / 1e6:.1f} MB in "
-            f"{1e3 * change['push_s']:.1f} ms (predicted {1e3 * change['predicted_push_s']:.1f})"
+        moved = (
+            "on the command line's layout"
+            if not change
+            else (
+                f"pull {change['pull_bytes'] / 1e6:.1f} MB in {1e3 * change['pull_s']:.1f} ms (predicted "
+                f"{1e3 * change['predicted_pull_s']:.1f}), push {change['push_bytes'] / 1e6:.1f} MB in "
+                f"{1e3 * change['push_s']:.1f} ms (predicted {1e3 * change['predicted_push_s']:.1f})"
+            )
         )
         log.info("step %d: strategy %s, %s", record["step"], record["strategy"], moved)
     for at, note in enumerate(record["notes"]):

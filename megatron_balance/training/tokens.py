@@ -130,7 +130,9 @@ class TokenExchange:
         return received[torch.from_numpy(routes.place).to(read.device)].contiguous()
 
     def back(self, given: Tensor) -> Tensor:
-        """The inverse of `there`, over a pool: [rows of this rank's layouts, ...] to [rows read here, ...]."""
+        """The inverse of `there`, over a pool: from [rows of this rank's layouts, ...] to [rows read
+        here, ...].
+        """
         routes = self._routes()
         sent = torch.empty_like(given, memory_format=torch.contiguous_format)
         sent[torch.from_numpy(routes.place).to(given.device)] = given

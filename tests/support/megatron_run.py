@@ -56,8 +56,9 @@ IMPORTED_LATE = (
 
 Entry = Literal["pretrain_gpt", "counted", "gaps", "gradients", "roles", "launch", "plain"]
 """Our own entry; the same, with transfers between stages counted, or with samples without documents
-and gradients written (`pipeline_runs`), or with gradients alone; roles of several strategies (`role_runs`, argv[0] names
-them); the launcher (argv[0] is the script); the script alone, on the CPU but without balance.
+and gradients written (`pipeline_runs`), or with gradients alone; roles of several strategies
+(`role_runs`, argv[0] names them); the launcher (argv[0] is the script); the script alone, on the CPU
+but without balance.
 """
 
 

@@ -103,7 +103,9 @@ def _write_owned(folder: Path, rank: int, steps: Iterator[int]) -> None:
                 whole[number][top:bottom, left:right] = part
                 taken[owner, number] = at + size
             named = zip(layout.parameters.names, whole, strict=True)
-            found: dict[str, Any] = {f"module.{name}": each[:, 0] if each.shape[1] == 1 else each for name, each in named}
+            found: dict[str, Any] = {
+                f"module.{name}": each[:, 0] if each.shape[1] == 1 else each for name, each in named
+            }
             number = next(steps)
             if rank == 0:
                 np.savez(folder / f"gradients.{number}.{rank}.npz", **found)
