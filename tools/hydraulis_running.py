@@ -135,13 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 each = [
                     train(
                         8,
-                        {**planner, "strategies": [one]},
+                        {**planner, "strategies": [strategy], "tokens_per_rank": flags["seq-length"]},
                         {**given, "train-iters": 1},
                         config=CONFIG,
                         entry="gradients",
                     )
-                    for one in way.strategies
-                    if one != way.layout
+                    for strategy in way.strategies
+                    if strategy != way.layout
                 ]
                 failed |= not _told(console, name, runs, each, one)
         finally:

@@ -69,7 +69,7 @@ def test_a_strategy_that_does_not_cut_the_model_is_refused(strategy: str, messag
 def test_a_strategy_without_a_role_is_refused() -> None:
     made = SimpleNamespace(_roles={Strategy.parse("tp2-pp1-cp1"): None})
     with pytest.raises(ConfigError, match="tp1-pp1-cp1: no role was made for it, but for tp2-pp1-cp1"):
-        Roles.pull(cast("Any", made), Strategy((Scheme(),)))
+        Roles.__getitem__(cast("Any", made), Strategy((Scheme(),)))
 
 
 def test_a_megatron_whose_shards_are_not_the_links_is_refused() -> None:
