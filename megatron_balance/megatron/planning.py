@@ -79,8 +79,10 @@ def plan_spec(job: PlannedJob, *, joint: bool, evaluation: bool = False) -> Plan
         shares = [scheme.tensor for strategy in job.candidates for scheme in strategy.pipelines]
         layers = dataclasses.replace(choice.layers, align=lcm(*shares) if job.args.sequence_parallel else 1)
         return PlanSpec(choice.name, job.gpus(), job.model(1), layers, options, table, changes=True)
-    if job.candidates:
+    if job.candidates:  # evaluated on the layout, which takes Megatron's own samples whole
         options["strategies"] = ()
+        full = tokens_per_rank(job.args.seq_length, size, job.args.context_parallel_size)
+        options["tokens_per_rank"] = max(options["tokens_per_rank"], full)
     layers = dataclasses.replace(choice.layers, align=job.row_multiple)
     pipeline = Pipeline(job.joint_cluster(), job.args.virtual_pipeline_model_parallel_size or 1) if joint else None
     strategy = str(job.layout) if choice.planner.pipelines else None

@@ -267,6 +267,11 @@ def test_candidates_are_planned_for_gpus_and_evaluation_for_the_layout() -> None
     known = StepPlanner(trained).candidates()
     assert [[inside.model.num_heads for inside in each.inside] for each in known] == [[4, 8], [8]]
     assert (evaluated.strategy, evaluated.options["strategies"]) == ("2*tp2-pp1-cp1", ())
+    small = changing(64)
+    small.config.planner = choose_planner("hydraulis", {"tokens_per_rank": 16})
+    assert planning.plan_spec(small, joint=False).options["tokens_per_rank"] == 16
+    held = planning.plan_spec(small, joint=False, evaluation=True).options["tokens_per_rank"]
+    assert held == 128, "the layout is evaluated on whole samples"
 
 
 def test_candidates_none_of_which_holds_a_sample_are_refused() -> None:
