@@ -147,8 +147,9 @@ class StrategyRanks:
         the pipeline's; else those of the first stage.
         """
         seat = self.strategy.seat(self.rank)
-        inside = seat is not None and seat.pipeline == pipeline
-        return self._row(pipeline, seat.stage, seat.tensor) if inside else self._row(pipeline, 0, 0)
+        if seat is None or seat.pipeline != pipeline:
+            return self._row(pipeline, 0, 0)
+        return self._row(pipeline, seat.stage, seat.tensor)
 
     def holders_of(self, pipeline: int) -> tuple[tuple[int, ...], ...]:
         """As `Pool.holders_of`: of the first stage, and of the last one where there are several."""
